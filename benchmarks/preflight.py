@@ -14,10 +14,9 @@ import csv
 from pathlib import Path
 
 from guardbit.doctor import text
-from guardbit.doctor.call import DTYPES, parse_shape
-from guardbit.doctor.finding import Preflight
+from guardbit.doctor.inputs import DTYPES, parse_shape
 from guardbit.doctor.machine import this_machine
-from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, examine_shapes
+from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, Preflight
 
 #: What no examination can say, and why.
 UNEXAMINED = (
@@ -50,7 +49,7 @@ def main() -> None:
     machine = this_machine()
     shapes = [parse_shape(shape) for shape in COMMON[machine.device]]
     examiner = Examiner(machine.device, arguments.seconds)
-    result = examine_shapes(shapes, COMMON_MASKS, arguments.dtype, examiner)
+    result = examiner.shapes(shapes, COMMON_MASKS, arguments.dtype)
     flex = Examiner(machine.device, arguments.flex_seconds)
     for softcap in (0.0, 30.0):
         for mask in COMMON_MASKS:

@@ -13,7 +13,8 @@ from guardbit.cli.reading import refusing
 from guardbit.records import printable
 
 if TYPE_CHECKING:
-    from guardbit.diagnosis.run import Diagnosed
+    from guardbit.doctor.diagnose import Diagnosis
+    from guardbit.doctor.snapshots import KeptHead
 
 
 def diagnose(
@@ -43,8 +44,9 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
-    from guardbit.diagnosis import text
-    from guardbit.diagnosis.run import diagnose_heads, heads_of_run, last_verdict
+    from guardbit.doctor import text
+    from guardbit.doctor.diagnose import diagnose_heads
+    from guardbit.doctor.snapshots import heads_of_run, last_verdict
     from guardbit.store import folder_of_run
 
     with refusing(OSError, ValueError):
@@ -58,17 +60,17 @@ def diagnose(
         for one in diagnose_heads(heads, seconds):
             found.append(one)
             if not as_json:
-                for line in text.page(one):
+                for line in text.page(*one):
                     typer.echo(printable(line) if line else "")
-                place = figures / text.file_name(one)
-                typer.echo(f"Figure: {printable(str(_draw(one, place)))}\n")
+                place = figures / text.file_name(one[0][-1])
+                typer.echo(f"Figure: {printable(str(_draw(*one, place)))}\n")
+    told = [text.as_json(*one) for one in found]
     if as_json:
-        told = [text.as_json(one) for one in found]
         left = len(heads) - len(found)
         typer.echo(json.dumps({"heads": told, "verdict": verdict, "not_reached": left}))
         return
     if output is None:
-        _keep_answer([text.as_json(one) for one in found], folder)
+        _keep_answer(told, folder)
     if len(found) < len(heads):
         typer.echo(
             f"{len(heads) - len(found)} more heads were not reached in {seconds:g} seconds;"
@@ -105,18 +107,17 @@ def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
         publish(folder / ANSWER, write)
 
 
-def _draw(one: Diagnosed, place: Path) -> Path:
+def _draw(kept: list[KeptHead], found: Diagnosis, place: Path) -> Path:
     from guardbit.dashboards.figures.diagnosis import head_diagnosis
-    from guardbit.diagnosis import text
+    from guardbit.doctor import text
 
-    roots = one.found.roots
     figure = head_diagnosis(
-        printable(text.heading(one)),
-        text.parts_left(one.found),
-        roots.row_push.flatten().tolist(),
-        roots.key_push.sum(0).tolist(),
-        roots.column_push.tolist(),
-        one.found.row,
+        printable(text.heading(kept, found)),
+        text.parts_left(found),
+        found.roots.row_push.flatten().tolist(),
+        found.roots.key_push.sum(0).tolist(),
+        found.roots.column_push.tolist(),
+        found.row,
     )
     figure.savefig(place)
     return place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -40,9 +41,9 @@ def doctor(
 ) -> None:
     """Examine whether attention is sound on this machine; exit code 1 if something is broken."""
     from guardbit.doctor import text
-    from guardbit.doctor.call import parse_shape, parse_window
+    from guardbit.doctor.inputs import parse_shape, parse_window
     from guardbit.doctor.machine import this_machine
-    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, examine_shapes
+    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner
 
     machine = this_machine()
     with refusing(ValueError):
@@ -50,9 +51,9 @@ def doctor(
         for name in mask or ():
             parse_window(name)
         examiner = Examiner(machine.device, seconds, all_units=shape is not None)
-        result = examine_shapes(shapes, mask or COMMON_MASKS, dtype, examiner)
+        result = examiner.shapes(shapes, mask or COMMON_MASKS, dtype)
     if as_json:
-        typer.echo(json.dumps({"machine": machine.as_json(), **result.as_json()}))
+        typer.echo(json.dumps({"machine": asdict(machine), **result.as_json()}))
     else:
         for lines in (text.describe_machine(machine), text.table(result), text.explain(result)):
             for line in lines:

@@ -8,7 +8,7 @@ and with their worst signs, so that a sound kernel is never outside, whatever th
 
 - u is half a unit in the last place of 1, eta the smallest step of the format, f that of FP32;
 - a product of D terms is off by D f |x| |y|, a tile's sum by a number of steps f, `_SUMS`;
-- exponentials are off by `_EXPONENTIAL`, S and L so much that P is off by e P, e of each row;
+- exponentials are off by `EXPONENTIAL`, S and L so much that P is off by e P, e of each row;
 - |dO - exact| <= (u + e) P |V| + 2 u |O|, the second u for a sum of rounded P;
 - |ddV| <= (u + e) P^T |dO| + u |dV|;
 - |ddS| <= P (e |dP - delta| + |ddP| + |ddelta|) + 2 u |dS|, from which dQ and dK;
@@ -21,31 +21,26 @@ project is about: of dQ it is taken as it is, row by row (`Exact.dq_bound`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guardbit.doctor.call import Call
-from guardbit.kernels.mask import (
-    dense_mask,
-    key_spans,
-    mask_tile,
-    visible_range,
-)
-from guardbit.kernels.reference.common import cap_slope, capped
+from guardbit.doctor.attention import Chunk, HeadInputs, spread
+from guardbit.doctor.inputs import Call
+from guardbit.kernels.mask import dense_mask, key_spans, visible_range
 
 #: Names of what attention returns and its gradients, in the order in which faults are looked for.
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+#: Those with one head for each key head; the others have query heads.
+OF_KEYS = ("dk", "dv")
 
 # Relative error of FP32's rounding.
-_FLOAT32 = 2.0**-24
+FLOAT32 = 2.0**-24
 # Kernels may compute exponentials as polynomials, to what the format of P can tell: PyTorch's on
 # CPUs are 5.3e-5 off (2.13, AVX-512), FlashAttention-4's of degree 3 less than 1e-4.
-_EXPONENTIAL = 1e-4
+EXPONENTIAL = 1e-4
 # GPUs' own tanh is 2^-10.99 of itself off (PTX ISA, tanh.approx.f32); the slope has twice that.
 _TANH, _SLOPE = 2.0**-10.9, 2.0**-9.8
 # A running sum is rescaled once a tile: steps of FP32 apart from one for every so many keys, as
@@ -61,35 +56,31 @@ class Unit(NamedTuple):
     batch: int
     kv_head: int
 
+    def heads(self, group: int) -> slice:
+        """The query heads, `group` of them."""
+        return slice(self.kv_head * group, (self.kv_head + 1) * group)
+
 
 class Exact(NamedTuple):
-    """One unit of a call in FP64. G query heads share the key head.
+    """One unit of a call in FP64. G query heads share the key head."""
 
-    Attributes:
-        unit: Which.
-        values: By `TENSORS`: out and dq (G, N, D), lse (G, N), dk and dv (M, D).
-        bounds: How far a sound kernel may be from `values`; of dq without what delta adds, see
-            `dq_bound`.
-        orders: What another order of additions may change, without the rounding of the sum; lse has
-            none.
-        sizes: Sums of the sizes of all terms of `values`; lse has none.
-        delta: (G, N).
-        push: (G, N, D), what dQ changes by for each unit that delta is too large: -scale P K.
-        push_size: (G, N, D), scale P |K|.
-        delta_noise: (G, N), what FP32 may add to the error of delta.
-        largest: Of the format; results beyond it are not judged.
-    """
-
-    unit: Unit
-    values: dict[str, Tensor]
+    unit: Unit  # Which
+    values: dict[str, Tensor]  # by `TENSORS`: out and dq (G, N, D), lse (G, N), dk and dv (M, D)
+    # How far a sound kernel may be from `values`; of dq without what delta adds, see `dq_bound`.
     bounds: dict[str, Tensor]
+    # What another order of additions may change, without the rounding of the sum; lse has none.
     orders: dict[str, Tensor]
-    sizes: dict[str, Tensor]
-    delta: Tensor
-    push: Tensor
-    push_size: Tensor
-    delta_noise: Tensor
-    largest: float
+    sizes: dict[str, Tensor]  # sums of the sizes of all terms of `values`; lse has none
+    delta: Tensor  # (G, N)
+    push: Tensor  # (G, N, D), what dQ changes by for each unit that delta is too large: -scale P K
+    push_size: Tensor  # (G, N, D), scale P |K|
+    delta_noise: Tensor  # (G, N), what FP32 may add to the error of delta
+    largest: float  # of the format; results beyond it are not judged
+
+    def part(self, results: Mapping[str, Tensor], tensor: str) -> Tensor:
+        """The unit's part of a tensor that an engine returned, in FP64."""
+        heads = self.unit.kv_head if tensor in OF_KEYS else self.unit.heads(len(self.delta))
+        return results[tensor][self.unit.batch, heads].double()
 
     def dq_bound(self, delta_error: Tensor) -> Tensor:
         """How far dQ may be off where delta is."""
@@ -104,94 +95,91 @@ class Exact(NamedTuple):
 def units_of(call: Call, most: int | None) -> list[Unit]:
     """Returns which units to compare: all, or `most` of them, spread over sequences and heads."""
     units = [Unit(b, h) for b in range(call.q.size(0)) for h in range(call.k.size(1))]
-    if most is None or len(units) <= most:
-        return units
-    places = torch.linspace(0, len(units) - 1, most, dtype=torch.float32).round().int().tolist()
-    return [units[place] for place in places]
+    return [units[place] for place in spread(len(units), most or len(units)).tolist()]
 
 
 @torch.no_grad()
 def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     """Computes a unit of a call in FP64."""
-    batch, heads, rows, keys = call.sizes
-    group = heads // call.k.size(1)
-    own = slice(unit.kv_head * group, (unit.kv_head + 1) * group)
-    q, d_out = (x[unit.batch, own].double() for x in (call.q, call.d_out))
-    k, v = (x[unit.batch, unit.kv_head].double() for x in (call.k, call.v))
-    spec, shape = call.spec, (1, heads, rows, keys)
-    if spec.mask is not None:
-        whole = dense_mask(spec.mask, (batch, heads, rows, keys))
-        spec = replace(spec, mask=whole[unit.batch : unit.batch + 1])
-    width, device = q.size(-1), q.device
+    heads, spec, shape = unit.heads(call.group), call.spec, call.sizes
+    rows, keys = shape[2:]
+    q_, d_out_ = (x[unit.batch, heads] for x in (call.q, call.d_out))
+    k_, v_ = (x[unit.batch, unit.kv_head] for x in (call.k, call.v))
+    q, k, v, d_out = (x.double() for x in (q_, k_, v_, d_out_))
+    mask = None if spec.mask is None else dense_mask(spec.mask, shape)[unit.batch, heads]
     info = torch.finfo(call.q.dtype)
     u, eta = info.eps / 2, info.smallest_normal * info.eps
     if call.q.dtype == torch.bfloat16:
         eta = info.smallest_normal  # GPUs flush what is below to zero
-    products = width * _FLOAT32
-    sums = (_STEPS + keys / _KEYS_A_STEP) * _FLOAT32
+    products = q.size(-1) * FLOAT32
+    sums = (_STEPS + keys / _KEYS_A_STEP) * FLOAT32
     q_norm, k_norm, v_norm, d_norm = (x.norm(dim=-1) for x in (q, k, v, d_out))
 
-    out, dq, dq_bound, dq_sum, push_size, push = (torch.zeros_like(q) for _ in range(6))
-    out_bound, out_sum = torch.zeros_like(q), torch.zeros_like(q)
-    lse = q.new_full(q.shape[:-1], -math.inf)
+    out, out_bound, out_sum, dq, dq_bound, dq_sum, push, push_size = (
+        torch.zeros_like(q) for _ in range(8)
+    )
+    lse = q.new_full(q.shape[:-1], -torch.inf)
     lse_bound, delta, noise = (torch.zeros_like(lse) for _ in range(3))
     # One for each query head, which may be rounded before they are added.
-    dk, dk_bound, dk_sum, dv, dv_bound, dv_sum = (k.new_zeros(group, *k.shape) for _ in range(6))
-    visible = visible_range(spec, shape, device)
-    head_ids = torch.arange(own.start, own.stop, device=device)
-    row_ids, key_ids = (torch.arange(n, device=device) for n in (rows, keys))
-    step = max(1, chunk_bytes // (8 * 12 * group * keys))
+    dk, dk_bound, dk_sum, dv, dv_bound, dv_sum = (
+        k.new_zeros(call.group, *k.shape) for _ in range(6)
+    )
+    visible = visible_range(spec, shape, q.device)
+    row_ids = torch.arange(rows, device=q.device)
+    step = max(1, chunk_bytes // (8 * 12 * call.group * keys))
     for present, seen in key_spans(spec, shape, step):
         if seen.start == seen.stop:
             continue
-        ks, vs = k[seen], v[seen]
-        qs, ds = q[:, present], d_out[:, present]
-        mask = mask_tile(spec, shape, head_ids, row_ids[present], key_ids[seen], visible)
-        mask = (mask[0] if mask.dim() == 4 else mask).double()
-        products_ = qs @ ks.T * spec.scale
-        slope = cap_slope(products_, spec.softcap) if spec.softcap > 0 else 1.0
-        capped_ = capped(products_, spec.softcap)
-        scores = capped_ + mask
+        chunk = Chunk(
+            HeadInputs(
+                q_[:, present],
+                k_[None, seen],
+                v_[None, seen],
+                d_out_[:, present],
+                row_ids[present],
+                visible.first[present] - seen.start,
+                visible.end[present] - seen.start,
+                None if mask is None else mask[:, present, seen],
+                spec.scale,
+                spec.softcap,
+            )
+        )
+        ks, vs, qs, ds = k[seen], v[seen], q[:, present], d_out[:, present]
+        p, dp, scores = chunk.probabilities, chunk.d_probabilities, chunk.scores
         log_sum = scores.logsumexp(-1, keepdim=True)
-        p = (scores - log_sum).exp().nan_to_num(0.0)  # a row that sees no key
-        dp = ds @ vs.T
-        row_delta = (p * dp).sum(-1, keepdim=True)
-        ds_ = p * (dp - row_delta)
+        exact = chunk.exact
         # Relative error of P in FP32.
-        counted = scores.abs().where(p > 0, 0.0)
-        largest = counted.amax(-1, keepdim=True)
+        largest = scores.abs().where(p > 0, 0.0).amax(-1, keepdim=True)
         largest = largest.maximum(log_sum.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0))
         sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale
-        score_error = products * sizes + 4 * _FLOAT32 * largest
+        score_error = products * sizes + 4 * FLOAT32 * largest
         if spec.softcap > 0:
-            score_error = score_error + _TANH * capped_.abs().amax(-1, keepdim=True)
-        e = 2 * (score_error + _EXPONENTIAL) + sums
-        p_v = p @ vs.abs()
-        out[:, present] = p @ vs
-        out_sum[:, present] = p_v
-        out_bound[:, present] = (u + e) * p_v
+            score_error = score_error + _TANH * chunk.capped.abs().amax(-1, keepdim=True)
+        e = 2 * (score_error + EXPONENTIAL) + sums
+        out[:, present] = exact.out
+        out_sum[:, present] = p @ vs.abs()
+        out_bound[:, present] = (u + e) * out_sum[:, present]
         lse[:, present] = log_sum[..., 0]
-        lse_bound[:, present] = (score_error + _EXPONENTIAL + sums + 4 * _FLOAT32 * largest)[..., 0]
-        delta[:, present] = row_delta[..., 0]
-        push[:, present] = p * slope @ ks * -spec.scale
+        lse_bound[:, present] = (score_error + EXPONENTIAL + sums + 4 * FLOAT32 * largest)[..., 0]
+        delta[:, present] = exact.delta
+        push[:, present] = p * chunk.slope @ ks * -spec.scale
         push_size[:, present] = p @ ks.abs() * spec.scale
         dp_error = products * d_norm[:, present, None] * v_norm[seen]
         noise[:, present] = (
             products * d_norm[:, present] * out[:, present].norm(dim=-1)
             + (e * (p * dp.abs()).sum(-1, keepdim=True))[..., 0]
         )
-        ds_error = p * (e * (dp - row_delta).abs() + dp_error) + (2 * u + sums) * ds_.abs()
-        if spec.softcap > 0:
-            ds_error = ds_error + _SLOPE * ds_.abs()
-            ds_ = ds_ * slope
-        dq[:, present] = ds_ @ ks * spec.scale
-        dq_sum[:, present] = ds_.abs() @ ks.abs() * spec.scale
+        d_scores = exact.d_scores * chunk.slope
+        ds_error = p * (e * (dp - exact.delta[..., None]).abs() + dp_error)
+        ds_error += (2 * u + sums + (_SLOPE if spec.softcap > 0 else 0)) * exact.d_scores.abs()
+        dq[:, present] = exact.dq
+        dq_sum[:, present] = d_scores.abs() @ ks.abs() * spec.scale
         dq_bound[:, present] = ds_error @ ks.abs() * spec.scale
         # dK gathers many rows: delta's error is taken at its worst, that of the rounded O.
         worst = (ds.abs() * (out_bound[:, present] + 2 * u * out[:, present].abs())).sum(-1)
         ds_error += p * (worst + noise[:, present])[..., None]
-        dk[:, seen] += ds_.mT @ qs * spec.scale
-        dk_sum[:, seen] += ds_.abs().mT @ qs.abs() * spec.scale
+        dk[:, seen] += d_scores.mT @ qs * spec.scale
+        dk_sum[:, seen] += d_scores.abs().mT @ qs.abs() * spec.scale
         dk_bound[:, seen] += ds_error.mT @ qs.abs() * spec.scale
         dv[:, seen] += p.mT @ ds
         dv_sum[:, seen] += p.mT @ ds.abs()
@@ -202,7 +190,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     dq_bound += u * dq.abs() + scaled * (1 + k.abs().sum(0))
     dk_bound += u * dk.abs() + scaled * (1 + q.abs().sum(1, keepdim=True))
     dv_bound += u * dv.abs() + eta * (1 + d_out.abs().sum(1, keepdim=True))
-    row_sums = (_STEPS + rows * group / _KEYS_A_STEP) * _FLOAT32
+    row_sums = (_STEPS + rows * call.group / _KEYS_A_STEP) * FLOAT32
     dk_bound, dv_bound = dk_bound + row_sums * dk_sum, dv_bound + row_sums * dv_sum
     values = {"out": out, "lse": lse, "dq": dq, "dk": dk.sum(0), "dv": dv.sum(0)}
     bounds = {
@@ -227,10 +215,66 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     )
 
 
-def parts_of(results: dict[str, Tensor], unit: Unit, group: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields a unit's part of each tensor that an engine returned, in FP64."""
-    own = slice(unit.kv_head * group, (unit.kv_head + 1) * group)
-    for name in TENSORS:
-        if name in results:
-            heads = unit.kv_head if name in ("dk", "dv") else own
-            yield name, results[name][unit.batch, heads].double()
+class Gap(NamedTuple):
+    """How far a unit of a tensor is from FP64."""
+
+    exact: Exact  # the unit in FP64
+    tensor: str  # of `TENSORS`
+    error: Tensor  # the difference, FP64; NaN where the result is
+    # Its size as a part of its bound; 0 where the format has no room for the result, infinite where
+    # the result is not finite and should be.
+    ratio: Tensor
+
+    @property
+    def largest(self) -> float:
+        """The largest ratio."""
+        return self.ratio.max().item()
+
+    @property
+    def value(self) -> Tensor:
+        """What the unit of the tensor is in FP64."""
+        return self.exact.values[self.tensor]
+
+
+def gaps(
+    call: Call,
+    results: Mapping[str, Tensor],
+    exacts: Iterable[Exact],
+    *,
+    delta_is_exact: bool = False,
+    tiles: tuple[int, int] = (1, 1),
+) -> Iterator[Gap]:
+    """Compares units of what an engine returned, tensor by tensor.
+
+    Args:
+        call: The call.
+        results: By `TENSORS`; those that are not in it are not compared.
+        exacts: The units.
+        delta_is_exact: Whether the engine was given an exact delta.
+        tiles: After how many tiles of queries, and of keys, it rounds its sums.
+    """
+    u = torch.finfo(call.q.dtype).eps / 2
+    # A partial sum is no larger than the sum of the sizes of all terms.
+    rounded = {"dq": (tiles[1] - 1) * u, "dk": (tiles[0] - 1) * u, "dv": (tiles[0] - 1) * u}
+    for exact in exacts:
+        for name in (name for name in TENSORS if name in results):
+            error = exact.part(results, name) - exact.values[name]
+            bound = exact.bounds[name]
+            if name == "dq":
+                used = torch.zeros_like(exact.delta)
+                if not delta_is_exact and "out" in results:
+                    used = delta_error(call, exact, results)
+                bound = exact.dq_bound(used)
+            if rounded.get(name):
+                bound = bound + rounded[name] * exact.sizes[name]
+            if name == "lse":  # whatever it is where a row sees no key
+                error = error.masked_fill(exact.values[name].isinf(), 0.0)
+            ratio = (error.abs() / bound).nan_to_num(torch.inf, posinf=torch.inf)
+            ratio = ratio.masked_fill((error == 0) | ~exact.judged(name), 0.0)
+            yield Gap(exact, name, error, ratio)
+
+
+def delta_error(call: Call, exact: Exact, results: Mapping[str, Tensor]) -> Tensor:
+    """Returns by how much rowsum(dO O) of an engine's own output is too large."""
+    d_out = call.d_out[exact.unit.batch, exact.unit.heads(call.group)].double()
+    return (d_out * (exact.part(results, "out") - exact.values["out"])).sum(-1)

@@ -1,20 +1,29 @@
-"""Inputs on which attention is examined: as drawn, and those on which kernels have failed.
+"""Calls to examine: shapes, masks, and inputs as drawn and those on which kernels have failed.
 
-Every kind is a `Call` with the mask asked for. Heads lie beside one another in memory, as models
-make them. The same kind, shape and mask give the same numbers.
+Heads lie beside one another in memory, as models make them. The same kind, shape and mask give the
+same numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guardbit.doctor.call import Call, Shape
+from guardbit.kernels.engines import Inputs
 from guardbit.kernels.mask import mask_tile, visible_range
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.spec import AttentionSpec, Documents
+
+#: Formats whose attention is examined; FP32's has other error bounds.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: What `--mask` takes; `window` with a number of keys.
+MASKS = ("full", "causal", "documents", "window:N", "padding", "additive")
 
 # What the scores of low and high logsumexp are: exp of it overflows FP32 from ln(3.4e38) = 88.7 on.
 # cuDNN's backward had NaN in dQ from there on (pytorch #196678).
@@ -27,175 +36,261 @@ _TINY = {torch.bfloat16: -60, torch.float16: -10}
 # Queries whose visible keys are counted at a time.
 _CHUNK = 1024
 
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Shape(NamedTuple):
+    """Sizes of a self-attention call."""
+
+    batch: int  # B
+    heads: int  # H, query heads
+    kv_heads: int  # H_kv, key heads; H is a multiple of it
+    length: int  # N, queries and keys
+    head_dim: int  # D
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+class Call(NamedTuple):
+    """An attention call with the gradient of its output."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, H_kv, M, D)
+    v: Tensor  # (B, H_kv, M, D)
+    d_out: Tensor  # (B, H, N, D)
+    spec: AttentionSpec  # what it asks for
+
+    @property
+    def inputs(self) -> Inputs:
+        """What an engine gets."""
+        return Inputs(self.q, self.k, self.v, self.spec)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(B, H, N, M)."""
+        batch, heads, rows = self.q.shape[:3]
+        return batch, heads, rows, self.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.q.size(1) // self.k.size(1)
+
+
+def parse_shape(text: str) -> Shape:
+    """Reads "B,H,H_kv,N,D"."""
+    try:
+        shape = Shape(*(int(part) for part in text.split(",")))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a shape is five whole numbers, B,H,H_kv,N,D, such as 8,12,12,1024,64, not {text!r}"
+        ) from None
+    if min(shape) < 1:
+        raise ValueError(f"the numbers of a shape are 1 or more, but it is {shape}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"query heads share key heads evenly, but {shape.heads} is no multiple of"
+            f" {shape.kv_heads}"
+        )
+    return shape
+
+
+def parse_window(mask: str) -> int | None:
+    """Returns the number of keys of a window, None for the other masks."""
+    name, _, number = mask.partition(":")
+    if name == "window":
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"a window has 1 key or more, such as window:512, not {mask!r}")
+        return int(number)
+    if mask not in MASKS:
+        raise ValueError(f"masks are {', '.join(MASKS)}, but it is {mask!r}")
+    return None
+
+
+def _window(shape: Shape, mask: str) -> int | None:
+    """What `parse_window` returns, but no more than there are keys: kernels take 32 bits."""
+    window = parse_window(mask)
+    return None if window is None else min(window, shape.length)
+
+
+def document_lengths(length: int) -> tuple[int, ...]:
+    """Returns lengths of packed documents that fill a sequence: one token, few, and many."""
+    lengths, rest = [], length
+    for wanted in (1, length // 3, 1, length // 4):
+        if 0 < wanted < rest:
+            lengths.append(wanted)
+            rest -= wanted
+    return (*lengths, rest)
+
+
+def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> AttentionSpec:
+    """Returns a mask as `F.scaled_dot_product_attention` takes it."""
+    scale = 1 / math.sqrt(shape.head_dim)
+    window = _window(shape, mask)
+    if mask == "full":
+        return AttentionSpec(scale)
+    if mask == "causal":
+        return AttentionSpec(scale, "top-left")
+    place = torch.arange(shape.length, device=device)
+    back = place[:, None] - place
+    if window is not None:
+        return AttentionSpec(scale, mask=((back >= 0) & (back < window))[None, None])
+    if mask == "documents":
+        lengths = torch.tensor(document_lengths(shape.length), dtype=torch.int64, device=device)
+        own = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+        return AttentionSpec(scale, mask=((back >= 0) & (own[:, None] == own))[None, None])
+    if mask == "padding":
+        share = torch.arange(shape.batch, device=device) / max(1, shape.batch - 1)
+        seen = shape.length - (share * shape.length).long()
+        return AttentionSpec(scale, mask=(place < seen[:, None])[:, None, None])
+    generator = torch.Generator(device).manual_seed(0)
+    size = (1, shape.heads, shape.length, shape.length)
+    return AttentionSpec(
+        scale,
+        mask=torch.randn(size, generator=generator, dtype=torch.float32, device=device).to(dtype),
+    )
+
+
+def packed_spec(shape: Shape, mask: str, device: str) -> tuple[AttentionSpec, Shape] | None:
+    """Returns a mask as functions for packed sequences take it, and the shape of that call."""
+    scale, window = 1 / math.sqrt(shape.head_dim), _window(shape, mask)
+    if mask in ("padding", "additive"):
+        return None
+    lengths: Sequence[int] = (shape.length,)
+    if mask == "documents":
+        lengths = document_lengths(shape.length)
+    lengths = [*lengths] * shape.batch
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    spec = AttentionSpec(
+        scale,
+        causal=mask != "full",
+        window=(-1, -1) if window is None else (window - 1, 0),
+        documents=Documents(starts, starts, max(lengths), max(lengths)),
+    )
+    return spec, shape._replace(batch=1, length=shape.batch * shape.length)
+
 
 class _Drawing:
-    """Draws tensors of a shape, always the same."""
+    """Draws FP32 tensors (B, heads, N, D), always the same."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    def __init__(
+        self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str, seed: int
+    ) -> None:
+        self.shape, self.spec, self.dtype, self.device = shape, spec, dtype, device
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, heads: int) -> Tensor:
-        """FP32 (B, heads, N, D), standard normal."""
-        s = self.shape
-        size = (s.batch, s.length, heads, s.head_dim)
-        return torch.randn(
-            size, generator=self.generator, dtype=torch.float32, device=self.device
-        ).transpose(1, 2)
+        """Standard normal."""
+        return self._drawn(torch.randn, heads, self.shape.head_dim)
 
     def uniform(self, heads: int) -> Tensor:
-        """FP32 (B, heads, N, D), in 0 to 1."""
-        s = self.shape
-        size = (s.batch, s.length, heads, s.head_dim)
-        return torch.rand(
-            size, generator=self.generator, dtype=torch.float32, device=self.device
-        ).transpose(1, 2)
+        """In 0 to 1."""
+        return self._drawn(torch.rand, heads, self.shape.head_dim)
+
+    def signs(self, heads: int) -> Tensor:
+        """(B, heads, N, 1): -1 or 1."""
+        return (self._drawn(torch.rand, heads, 1) < 0.5).float() * 2 - 1
 
     def one_hot(self, heads: int) -> Tensor:
-        """FP32 (B, heads, N, D): a 1 at a place drawn for each token, else 0."""
+        """A 1 at a place drawn for each token, else 0."""
         s = self.shape
         size = (s.batch, s.length, heads)
         places = torch.randint(s.head_dim, size, generator=self.generator, device=self.device)
         return torch.nn.functional.one_hot(places, s.head_dim).float().transpose(1, 2)
 
-    def signs(self, heads: int) -> Tensor:
-        """FP32 (B, heads, N, 1): -1 or 1."""
-        s = self.shape
-        size = (s.batch, s.length, heads, 1)
-        return (
-            (
-                torch.rand(size, generator=self.generator, dtype=torch.float32, device=self.device)
-                < 0.5
-            )
-            .mul(2.0)
-            .sub(1.0)
-            .transpose(1, 2)
-        )
+    def plain(self) -> _Tensors:
+        """Standard normal q, k, v and gradient of the output."""
+        heads, kv_heads = self.heads, self.kv_heads
+        return self.normal(heads), self.normal(kv_heads), self.normal(kv_heads), self.normal(heads)
 
-    def call(self, spec: AttentionSpec, *tensors: Tensor) -> Call:
-        """Rounds q, k, v, d_out."""
-        q, k, v, d_out = (x.to(self.dtype) for x in tensors)
-        return Call(q, k, v, d_out, spec)
+    def _drawn(self, draw: Callable[..., Tensor], heads: int, width: int) -> Tensor:
+        size = (self.shape.batch, self.shape.length, heads, width)
+        made = draw(size, generator=self.generator, dtype=torch.float32, device=self.device)
+        return made.transpose(1, 2)
 
 
-def _plain(draw: _Drawing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads, kv_heads = draw.shape.heads, draw.shape.kv_heads
-    return draw.normal(heads), draw.normal(kv_heads), draw.normal(kv_heads), draw.normal(heads)
-
-
-def drawn(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """Standard normal."""
-    return draw.call(spec, *_plain(draw))
-
-
-def peaked(draw: _Drawing, spec: AttentionSpec) -> Call:
+def _peaked(draw: _Drawing) -> _Tensors:
     """Each token attends mostly to itself: q has some of k in it."""
-    q, k, v, d_out = _plain(draw)
+    q, k, v, d_out = draw.plain()
     k *= 1.4
     q += 0.6 * k.repeat_interleave(q.size(1) // k.size(1), 1)
-    return draw.call(spec, q, k, v, d_out)
+    return q, k, v, d_out
 
 
-def tied(draw: _Drawing, spec: AttentionSpec) -> Call:
+def _tied(draw: _Drawing) -> _Tensors:
     """Keys twice, so that maxima tie; keys, values and gradients that have much in common."""
-    heads, kv_heads = draw.shape.heads, draw.shape.kv_heads
-    k = 2 + 0.5 * draw.normal(kv_heads)
+    k = 2 + 0.5 * draw.normal(draw.kv_heads)
     k[:, :, 1::2] = k[:, :, : k.size(2) - 1 : 2]
-    return draw.call(
-        spec, draw.normal(heads), k, -2 - draw.uniform(kv_heads), 1 + draw.uniform(heads)
-    )
+    q = draw.normal(draw.heads)
+    return q, k, -2 - draw.uniform(draw.kv_heads), 1 + draw.uniform(draw.heads)
 
 
-def _far(draw: _Drawing, spec: AttentionSpec, score: float) -> Call:
-    q, k, v, d_out = _plain(draw)
+def _far(score: float, draw: _Drawing) -> _Tensors:
+    """All scores near one: queries point along all keys, or away from them."""
+    q, k, v, d_out = draw.plain()
     q *= 0.1
     k *= 0.1
-    q[..., 0], k[..., 0] = 1, score / spec.scale
-    return draw.call(spec, q, k, v, d_out)
+    q[..., 0], k[..., 0] = 1, score / draw.spec.scale
+    return q, k, v, d_out
 
 
-def low(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """All scores near -120: queries point away from all keys."""
-    return _far(draw, spec, -_FAR)
+def _scaled(powers: Mapping[torch.dtype, int], draw: _Drawing) -> _Tensors:
+    """Gradients of the output that are huge, or tiny, for their format."""
+    q, k, v, d_out = draw.plain()
+    return q, k, v, d_out * 2.0 ** powers[draw.dtype]
 
 
-def high(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """All scores near 120."""
-    return _far(draw, spec, _FAR)
-
-
-def huge(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """Gradients of the output that are huge for their format."""
-    q, k, v, d_out = _plain(draw)
-    return draw.call(spec, q, k, v, d_out * 2.0 ** _HUGE[draw.dtype])
-
-
-def tiny(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """Gradients of the output that are tiny for their format."""
-    q, k, v, d_out = _plain(draw)
-    return draw.call(spec, q, k, v, d_out * 2.0 ** _TINY[draw.dtype])
-
-
-def keys_counted(draw: _Drawing, spec: AttentionSpec) -> Call:
+def _keys_counted(draw: _Drawing) -> _Tensors:
     """Equal scores and keys and values that are 1 at one place: out and dQ count visible keys."""
-    kv_heads = draw.shape.kv_heads
-    places = draw.one_hot(kv_heads)
-    features = draw.normal(draw.shape.heads)[:, :, :1].sign()
-    d_out = _seen(draw, spec) * features
-    return draw.call(spec, torch.zeros_like(d_out), places, places, d_out)
+    places = draw.one_hot(draw.kv_heads)
+    features = draw.normal(draw.heads)[:, :, :1].sign()
+    d_out = _seen(draw) * features
+    return torch.zeros_like(d_out), places, places, d_out
 
 
-def rows_counted(draw: _Drawing, spec: AttentionSpec) -> Call:
+def _rows_counted(draw: _Drawing) -> _Tensors:
     """Equal scores and queries and gradients that are 1 at one place: dK and dV count rows."""
-    heads, kv_heads = draw.shape.heads, draw.shape.kv_heads
-    places = draw.one_hot(heads)
-    k = torch.ones_like(draw.normal(kv_heads))
-    v = draw.signs(kv_heads) * torch.ones_like(k)
-    return draw.call(spec, places, k, v, _seen(draw, spec) * places)
+    places = draw.one_hot(draw.heads)
+    k = torch.ones_like(draw.normal(draw.kv_heads))
+    v = draw.signs(draw.kv_heads) * torch.ones_like(k)
+    return places, k, v, _seen(draw) * places
 
 
-def _seen(draw: _Drawing, spec: AttentionSpec) -> Tensor:
+def _seen(draw: _Drawing) -> Tensor:
     """How many keys each query sees, FP32 (B or 1, H or 1, N, 1), 1 where none."""
-    s = draw.shape
-    sizes = (s.batch, s.heads, s.length, s.length)
+    s, spec = draw.shape, draw.spec
     if spec.mask is None:
-        ranges = visible_range(spec, sizes, draw.device)
+        ranges = visible_range(spec, (s.batch, s.heads, s.length, s.length), draw.device)
         counts = (ranges.end - ranges.first)[None, None]
     else:
         # All rows of a mask that is the same for all of an axis are alike.
-        batch, heads = ([1, 1, *spec.mask.shape][-4:][axis] for axis in (0, 1))
-        rows, keys = (torch.arange(s.length, device=draw.device) for _ in range(2))
-        counts = torch.cat(
-            [
-                (
-                    mask_tile(
-                        spec, (batch, heads, s.length, s.length),
-                        torch.arange(heads, device=draw.device), chunk, keys,
-                    )
-                    > -math.inf
-                ).sum(-1)
-                for chunk in rows.split(_CHUNK)
-            ],
-            -1,
-        )  # fmt: skip
+        batch, heads = [1, 1, *spec.mask.shape][-4:-2]
+        sizes = (batch, heads, s.length, s.length)
+        head_ids, places = (torch.arange(n, device=draw.device) for n in (heads, s.length))
+        tiles = (mask_tile(spec, sizes, head_ids, rows, places) for rows in places.split(_CHUNK))
+        counts = torch.cat([(tile > -math.inf).sum(-1) for tile in tiles], -1)
     # Powers of two scale without rounding.
     return counts.clamp(min=1).log2().round().exp2()[..., None].float()
 
 
 #: By the names that findings have.
-KINDS: dict[str, Callable[[_Drawing, AttentionSpec], Call]] = {
-    "as drawn": drawn,
-    "keys counted": keys_counted,
-    "rows counted": rows_counted,
-    "tied maxima": tied,
-    "low logsumexp": low,
-    "high logsumexp": high,
-    "peaked": peaked,
-    "huge gradients": huge,
-    "tiny gradients": tiny,
+KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
+    "as drawn": _Drawing.plain,
+    "keys counted": _keys_counted,
+    "rows counted": _rows_counted,
+    "tied maxima": _tied,
+    "low logsumexp": partial(_far, -_FAR),
+    "high logsumexp": partial(_far, _FAR),
+    "peaked": _peaked,
+    "huge gradients": partial(_scaled, _HUGE),
+    "tiny gradients": partial(_scaled, _TINY),
 }
 
 
 def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
     """Makes the inputs of a kind."""
-    return KINDS[kind](_Drawing(shape, dtype, device, seed=list(KINDS).index(kind)), spec)
+    draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
+    q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
+    return Call(q, k, v, d_out, spec)

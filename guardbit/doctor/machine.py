@@ -1,15 +1,18 @@
-"""The machine that attention runs on, and the versions of what computes it."""
+"""The machine that attention runs on, the versions of what computes it, and their known faults."""
 
 from __future__ import annotations
 
+import operator
 import platform
-from dataclasses import asdict, dataclass, field
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from importlib.resources import files
 
 import torch
-
-from guardbit.doctor.known import KnownFault, known_faults
+from torch.torch_version import TorchVersion
 
 # Packages that compute attention, or decide how it is computed, by pip's names.
 _PACKAGES = (
@@ -17,41 +20,83 @@ _PACKAGES = (
     "flash-attn-4", "kernels", "xformers", "transformer-engine", "nvidia-cudnn-frontend",
 )  # fmt: skip
 
+_PART = re.compile(r"(<=|>=|==|<|>)(\S+)")
+_COMPARISONS = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault of a release; `known_faults.toml` says what the fields are."""
+
+    engine: str
+    versions: Mapping[str, str]
+    when: str
+    what: str
+    advice: str
+    source: str
+    capability: tuple[str, ...] = ()
+
+    def concerns(self, versions: Mapping[str, str], capability: str | None) -> bool:
+        """Whether a machine has these versions; without a GPU none of these engines runs."""
+        if capability is None or (self.capability and capability not in self.capability):
+            return False
+        return all(
+            name in versions and is_within(versions[name], wanted)
+            for name, wanted in self.versions.items()
+        )
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.what}, with {self.when}. {self.advice} ({self.source})"
+
+
+def known_faults() -> list[KnownFault]:
+    """Reads the combinations of versions that are known to be bad, with sources."""
+    text = files("guardbit.doctor").joinpath("known_faults.toml").read_text(encoding="utf-8")
+    return [
+        KnownFault(**{**fault, "capability": tuple(fault.get("capability", ()))})
+        for fault in tomllib.loads(text)["fault"]
+    ]
+
+
+def is_within(version: str, wanted: str) -> bool:
+    """Whether a version lies in a range such as ">=2.5,<2.5.1".
+
+    Betas come before their release, which nightly builds count as; what follows a "+" does not
+    count.
+
+    >>> is_within("2.11.0+cu128", ">=2.11,<2.12"), is_within("4.0.0b9", "<4.0.0b12")
+    (True, True)
+
+    Raises:
+        ValueError: If the range cannot be read.
+    """
+    parts = [_PART.fullmatch(part.strip()) for part in wanted.split(",")]
+    if None in parts:
+        raise ValueError(f"a range is such as '>=2.5,<2.5.1', not {wanted!r}")
+    found = TorchVersion(version.partition("+")[0].partition(".dev")[0])
+    return all(_COMPARISONS[part[1]](found, part[2]) for part in parts if part)
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What doctor says of the machine.
+    """What doctor says of the machine."""
 
-    Attributes:
-        python: Version.
-        system: Operating system and processor.
-        device: "cuda" or "cpu".
-        gpu: Its name, None without one.
-        capability: Its compute capability, such as "9.0".
-        cuda: The CUDA that PyTorch was made with.
-        versions: Of installed packages, by pip's names, and cudnn.
-        known: Known faults of these versions.
-    """
-
-    python: str
-    system: str
-    device: str
-    gpu: str | None
-    capability: str | None
-    cuda: str | None
-    versions: dict[str, str]
-    known: list[KnownFault] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
-        return asdict(self)
+    python: str  # Version
+    system: str  # operating system and processor
+    device: str  # "cuda" or "cpu"
+    gpu: str | None  # its name, None without one
+    capability: str | None  # its compute capability, such as "9.0"
+    cuda: str | None  # the CUDA that PyTorch was made with
+    versions: dict[str, str]  # of installed packages, by pip's names, and cudnn
+    known: list[KnownFault] = field(default_factory=list)  # known faults of these versions
 
 
 def this_machine() -> Machine:
     """Looks at the machine."""
     has_gpu = torch.cuda.is_available()
-    versions = installed()
-    capability = None
+    versions, capability = installed(), None
     if has_gpu:
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return Machine(
@@ -76,14 +121,6 @@ def installed() -> dict[str, str]:
             continue
     found["torch"] = str(torch.__version__)
     if torch.cuda.is_available() and torch.backends.cudnn.is_available():
-        found["cudnn"] = cudnn_version(torch.backends.cudnn.version() or 0)
+        number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+        found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return found
-
-
-def cudnn_version(number: int) -> str:
-    """Writes PyTorch's number of cuDNN's version, 91900, as 9.19.0.
-
-    >>> cudnn_version(91900), cudnn_version(92600)
-    ('9.19.0', '9.26.0')
-    """
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

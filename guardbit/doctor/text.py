@@ -1,11 +1,20 @@
-"""What doctor prints."""
+"""What `guardbit doctor` and `guardbit diagnose` print."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from guardbit.doctor.finding import Preflight, Row
+from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
+from guardbit.doctor.examine import Row
 from guardbit.doctor.machine import Machine
+from guardbit.doctor.preflight import Preflight
+from guardbit.doctor.snapshots import KeptHead
+
+_GRADIENTS = ("out", "dq", "dk", "dv")
+#: Remedies that a head can be switched to.
+_SWITCHES = ("exact_delta", "centered_keys", "compensated", "row_max")
 
 
 def describe_machine(machine: Machine) -> Iterator[str]:
@@ -44,24 +53,17 @@ def table(preflight: Preflight) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-_GRADIENTS = ("out", "dq", "dk", "dv")
-
-
 def by_engine(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
     """Gathers rows by engine, shape, mask and dtype."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.engine, row.shape, row.mask, row.dtype), []).append(row)
+        groups.setdefault(row.place, []).append(row)
     return groups
 
 
 def verdict(preflight: Preflight, *place: str) -> str:
     """Says in words what was found of an engine at a call, its engine, shape, mask and dtype."""
-    mine = [
-        finding
-        for finding in preflight.findings
-        if (finding.engine, finding.shape, finding.mask, finding.dtype) == place
-    ]
+    mine = [finding for finding in preflight.findings if finding.place == place]
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
     so_far = " so far" if " ".join(place) in preflight.left_out else ""
@@ -74,7 +76,7 @@ def explain(preflight: Preflight) -> Iterator[str]:
     told: dict[tuple[str, str], list[str]] = {}
     for finding in preflight.findings:
         about = finding.engine, f"{finding.why} {finding.advice}".strip()
-        told.setdefault(about, []).append(f"{finding.shape} {finding.mask} {finding.dtype}")
+        told.setdefault(about, []).append(" ".join(finding.place[1:]))
     for (engine, why), places in told.items():
         yield f"{engine}: {why} ({_some(places)})"
     for why, places in preflight.refused.items():
@@ -109,3 +111,197 @@ def conclusion(preflight: Preflight) -> str:
         f"Sound: all of the {preflight.examined} examined are within the bounds of their arithmetic"
         " (* is PyTorch's choice)."
     )
+
+
+def sentences(found: Diagnosis) -> tuple[str, str, str]:
+    """Returns the answer: what moves dQ, whether it adds up, and where it comes from."""
+    return _what(found), _adding_up(found), _whence(found)
+
+
+def _what(found: Diagnosis) -> str:
+    error = found.error
+    if found.cause == "fault":
+        return f"The kernel is at fault: {'; '.join(fault.why for fault in found.faults)}."
+    if found.is_saturated:
+        is_late = found.cause == "unclear"
+        heading = "Too late to tell" if is_late else "Rounding is not the cause here"
+        return (
+            f"{heading}: attention is saturated, so that the exact dQ has all but vanished, to"
+            f" {found.error.exact_part:.1g} of what it would be if attention were even, and"
+            " what is left of dQ is rounding."
+        )
+    if found.cause == "not rounding":
+        return (
+            f"Rounding is not the cause: dQ is right to {_percent(error.relative_error)}, its worst"
+            f" rounding is that of {found.operation}."
+        )
+    name = found.operation
+    cured = "with an exact delta" if name == "delta" else f"with {name} in full precision"
+    if found.operation == "delta" and found.root in THROUGH_DELTA:
+        cured += f", which is wrong because {found.root} is rounded"
+    heading = "Rounding" if found.cause == "rounding" else "Maybe rounding"
+    return (
+        f"{heading} of {name}: dQ is wrong by {_percent(error.relative_error)} of itself, and"
+        f" {_percent(found.moved_back)} of what adds up of that is gone {cured}."
+    )
+
+
+def _adding_up(found: Diagnosis) -> str:
+    error = found.error
+    way = "grow" if error.push > 0 else "shrink"
+    push = (
+        f"{abs(error.push_share):.2g} of what the exact gradients of single rows do,"
+        f" {abs(error.significance):.1f} standard deviations of chance"
+    )
+    if found.is_saturated:
+        nothing = "" if found.cause == "unclear" else "comes to nothing: it "
+        return (
+            f"It {nothing}is {found.error.error_part:.1g} of that size. What made the scores"
+            " this large came before: look at the learning rate first, and at an earlier snapshot."
+        )
+    if found.cause == "not rounding":
+        way = "grow" if error.exact_drift > 0 else "shrink"
+        return (
+            f"What is left pushes W_Q by {push}, while the exact gradient itself makes it {way} by"
+            f" {abs(error.drift_share):.2g}: look at the learning rate first."
+        )
+    does = "adds up" if found.cause == "rounding" else "does not surely add up in these rows"
+    if found.cause == "fault":
+        does = "counts so much here"
+    return (
+        f"The error {does}: it makes W_Q {way} along its top direction by {push};"
+        f" {_percent(error.rank_one)} of its sum is of rank one, {error.angle:.0f} degrees from"
+        " that direction."
+    )
+
+
+def _whence(found: Diagnosis) -> str:
+    roots = found.roots
+    key = roots.keys[0]
+    named = f"key {key.number}" + (f" ({key.what})" if key.what else "")
+    left = min(_SWITCHES, key=lambda name: found.remedies[name].summed)
+    where = (
+        f"Of the sum {_percent(roots.top_share)} is in one row of a hundred, most by {named};"
+        f" keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"
+        " rows tied maxima"
+    )
+    if found.cause in ("fault", "not rounding") or found.is_saturated:
+        return where + "; no stabilizer is called for."
+    part = found.remedies[left].summed / (found.remedies["none"].summed or math.inf)
+    return f"{where}; {left} leaves {_percent(part)} of it."
+
+
+def tables(found: Diagnosis) -> Iterator[str]:
+    """Yields the tables behind the answer, line by line."""
+    yield f"{'dQ':<24}{'error':>10}{'push':>11}{'std devs':>10}{'sum left':>10}"
+    whole = found.together.summed or 1.0
+    for name, each, left in [("as it was", found.error, found.error.summed / whole), *_left(found)]:
+        yield (
+            f"{name:<24}{_percent(each.relative_error):>10}{each.push_share:>+11.2g}"
+            f"{each.significance:>+10.1f}{_percent(left):>10}"
+        )
+    yield ""
+    yield f"{'row':<16}{'push':>11}{'delta error':>13}{'largest P':>11}{'maxima':>8}"
+    for row in found.roots.rows:
+        yield (
+            f"{f'{row.sequence}:{row.position}':<16}{row.push:>+11.3g}{row.delta_error:>+13.3g}"
+            f"{row.largest:>11.3f}{row.maxima:>8}"
+        )
+    yield ""
+    for kind, parts in (("key", found.roots.keys), ("column of V", found.roots.columns)):
+        yield f"{kind:<16}{'push':>11}"
+        for part in parts:
+            yield f"{part.number:<16}{part.push:>+11.3g}  {part.what}".rstrip()
+
+
+def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
+    """Yields what each rounding taken out, and each remedy, leaves, and of the summed error."""
+    whole, stock = (each.summed or 1.0 for each in (found.together, found.remedies["none"]))
+    for name, each in found.without.items():
+        label = "exact delta" if name == "delta" else f"{name} not rounded"
+        yield label, each, each.summed / whole
+    for name, each in found.remedies.items():
+        if name != "none":
+            yield f"remedy {name}", each, each.summed / stock
+
+
+def parts_left(found: Diagnosis) -> dict[str, float]:
+    """What is left of the summed error of dQ without each rounding and with each remedy."""
+    return {name: left for name, _, left in _left(found)}
+
+
+def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
+    """Names the head and what was looked at."""
+    first, last = kept[0], kept[-1]
+    when = f"step {first.step:,}" if len(kept) == 1 else f"steps {first.step:,} to {last.step:,}"
+    kernel = f" of {last.kernel}" if last.kernel else ""
+    rows = f"{found.samples} samples, {found.rows:,} rows{kernel}"
+    return f"{last.site} head {last.head}, {when}: {rows}"
+
+
+def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
+    """Yields all that is said of a head: the answer first, then the tables."""
+    yield heading(kept, found)
+    yield from sentences(found)
+    if kept[-1].stabilizer != "none":
+        yield (
+            f"The head ran {kept[-1].stabilizer}: what its own kernel would have returned is not"
+            " known, FlashAttention-2's roundings stand in for it."
+        )
+    yield ""
+    yield from tables(found)
+    yield ""
+
+
+def file_name(one: KeptHead) -> str:
+    """Returns the name of the head's figure."""
+    site = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in one.site)
+    return f"{site}-head{one.head}.png"
+
+
+def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:
+    """All numbers of a diagnosed head, for `json.dumps`."""
+    last = kept[-1]
+    return {
+        "site": last.site,
+        "head": last.head,
+        "steps": [one.step for one in kept],
+        "stabilizer": last.stabilizer,
+        "kernel": last.kernel,
+        "cause": found.cause,
+        "operation": found.operation,
+        "root": found.root,
+        "faults": [vars(fault) for fault in found.faults],
+        "answer": list(sentences(found)),
+        "samples": found.samples,
+        "rows": found.rows,
+        "error": _numbers(found.error),
+        "without": {name: _numbers(each) for name, each in found.without.items()},
+        "alone": {name: _numbers(each) for name, each in found.alone.items()},
+        "remedies": {name: _numbers(each) for name, each in found.remedies.items()},
+        "left": parts_left(found),
+        "top_rows": [row._asdict() for row in found.roots.rows],
+        "top_keys": [part._asdict() for part in found.roots.keys],
+        "top_columns": [part._asdict() for part in found.roots.columns],
+        "tied_rows": found.roots.tied,
+        "repeated_keys": found.roots.repeated,
+        "key_common_mode": found.roots.common,
+    }
+
+
+def _numbers(measures: Measures) -> dict[str, float | None]:
+    values = {
+        "relative_error": measures.relative_error,
+        "push": measures.push_share,
+        "significance": measures.significance,
+        "summed": measures.summed,
+        "coherence": measures.coherence,
+        "rank_one": measures.rank_one,
+        "angle": measures.angle,
+    }
+    # JSON has no infinity.
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g} %"

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guardbit.doctor.call import DTYPES, Shape
-from guardbit.doctor.finding import Preflight
-from guardbit.doctor.preflight import Examiner, OwnCall
+from guardbit.doctor.inputs import DTYPES, Shape
+from guardbit.doctor.preflight import Examiner, Preflight
 from guardbit.doctor.text import conclusion
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
@@ -35,7 +34,8 @@ class OwnCalls:
     """The calls of attention that a model makes, each kind once."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[Any, ...], OwnCall] = {}
+        # What `Examiner.asked` takes.
+        self._kinds: dict[tuple[Any, ...], tuple[Shape, AttentionSpec, torch.dtype, str, str]] = {}
         self._refused: dict[str, str] = {}
         self.device = "cpu"
 
@@ -56,16 +56,16 @@ class OwnCalls:
         else:
             # What a kernel drops is not known; without dropout it is the same kernel.
             spec = replace(spec, dropout_p=0.0, mask=_detached(spec.mask))
-            self._kinds[key] = OwnCall(shape, spec, q.dtype, mask, kernel)
+            self._kinds[key] = shape, spec, q.dtype, mask, kernel
 
     def examine(self, seconds: float) -> Preflight:
         """Examines the engines at each kind; the generators stay as they are."""
         examiner = Examiner(self.device, seconds)
         with random_states_kept(torch.device(self.device)):
             for kind in self._kinds.values():
-                examiner.asked(kind)
+                examiner.asked(*kind)
         for place, why in self._refused.items():
-            examiner.refuse(why, place)
+            examiner.refuse(f"not examined: {why}", place)
         return examiner.result
 
 

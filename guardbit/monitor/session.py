@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from guardbit import guard
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.doctor.finding import Preflight
+from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks

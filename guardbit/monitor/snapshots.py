@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from guardbit.diagnosis.head import HeadInputs, head_of_call
-from guardbit.diagnosis.storage import KeptHead, snapshot_files, write_snapshots
+from guardbit.doctor.attention import HeadInputs, head_of_call, spread
+from guardbit.doctor.snapshots import KeptHead, snapshot_files, write_snapshots
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.sites import Instrumentation, checked_heads
 
@@ -99,13 +98,7 @@ class Snapshots:
         assert call.d_out is not None
         batch, _, length, _ = call.q.shape
         sequences = range(min(batch, max(1, ROWS // length)))
-        rows = None
-        if length > ROWS:
-            rows = (
-                torch.linspace(0, length - 1, ROWS, dtype=torch.float32, device=call.q.device)
-                .round()
-                .long()
-            )
+        rows = spread(length, ROWS, call.q.device) if length > ROWS else None
         # Before anything is copied: the keys of a long sequence may be more than there is room for.
         whole = sum(x[:1, :1].nbytes for x in (call.k, call.v))
         of_rows = sum(x[:1, :1, :ROWS].nbytes for x in (call.q, call.d_out))

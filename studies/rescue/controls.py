@@ -8,17 +8,15 @@ A seed's runs share weights and batches.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from studies.rescue.measures import WINDOW, excess_loss, series
-from studies.rescue.packed import Run, load
+from studies.rescue.packed import Run, load, options_of
 
 #: Where logits are compared.
 STEP = 8000
@@ -101,9 +99,7 @@ def chance_of_groups(one: np.ndarray, other: np.ndarray) -> float:
 
 def main(arguments: list[str]) -> None:
     """Prints the table and what chance would do."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    found = table(load(parser.parse_args(arguments).results))
+    found = table(load(options_of(__doc__, arguments).results))
     print(found.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
     one, other = (np.log(found[name].to_numpy()) for name in ("logit", "logit_corrected"))
     factor = np.exp((one - other).mean())

@@ -9,11 +9,9 @@ single heads was looked at afterwards.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
 from itertools import cycle
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -22,7 +20,7 @@ import pandas as pd
 from studies.rescue.branches import COLOURS, STEP, branches, what_was_done
 from studies.rescue.controls import chance_of_pairs
 from studies.rescue.measures import series
-from studies.rescue.packed import Run, load
+from studies.rescue.packed import Run, load, options_of
 
 #: What the originals are called among the copies.
 ORIGINAL = "the original"
@@ -263,10 +261,7 @@ def draw(found: pd.DataFrame) -> plt.Figure:
 
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--figure", type=Path, help="where to draw the ratios")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw the ratios")
     runs = load(options.results)
     print(told(runs))
     if options.figure:

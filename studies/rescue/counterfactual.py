@@ -11,10 +11,8 @@ points, hundredths of log sigma, from the checkpoint to the last step that all r
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -23,7 +21,7 @@ import pandas as pd
 from matplotlib.ticker import StrMethodFormatter
 
 from studies.rescue.branches import branches, is_before_alarm, what_was_done
-from studies.rescue.packed import Run, load
+from studies.rescue.packed import Run, load, options_of
 
 #: What a copy is that nothing was done to, and one that is corrected, as `what_was_done` says it.
 UNCHANGED, CORRECTED = "nothing", "exact_delta"
@@ -204,10 +202,7 @@ def draw(found: list[Family]) -> plt.Figure:
 
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--figure", type=Path, help="where to draw it")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw it")
     found = families(load(options.results))
     if not found:
         raise SystemExit(

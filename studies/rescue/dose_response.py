@@ -16,10 +16,8 @@ they are no test.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -31,7 +29,7 @@ from studies.rescue.counterfactual import alarms, sigmas
 from studies.rescue.doses import STEPS
 from studies.rescue.errors import FACTORS, RANDOM
 from studies.rescue.measures import series
-from studies.rescue.packed import HEAD_STEPS, Run, again_of, load
+from studies.rescue.packed import HEAD_STEPS, Run, again_of, load, options_of
 
 #: What a copy is called that nothing was done to.
 UNCHANGED = "unchanged"
@@ -255,10 +253,7 @@ def draw(found: list[Family]) -> plt.Figure:
 
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--figure", type=Path, help="where to draw it")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw it")
     found = families(load(options.results))
     if not found:
         ways = ", ".join(way for group in GROUPS for way in group)

@@ -9,14 +9,13 @@ was chosen after the entropies had been seen, so it can only do too well.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 from studies.rescue.counterfactual import alarms
-from studies.rescue.packed import Run, load
+from studies.rescue.packed import Run, load, options_of
 from studies.rescue.updates import PACKED
 
 #: Nats.
@@ -52,9 +51,7 @@ def table(found: list[tuple[Run, pd.DataFrame]]) -> pd.DataFrame:
 
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     paths = ((run, options.results / run.name / PACKED) for run in load(options.results))
     found = [(run, entropies(path, run)) for run, path in paths if path.exists()]
     if not found:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from guardbit import AttentionMonitor
-from guardbit.diagnosis.storage import (
+from guardbit.doctor.snapshots import (
     KeptHead,
     read_snapshots,
     snapshot_files,
@@ -79,7 +79,7 @@ def deflate(path: Path) -> None:
 
 def _of_one_sequence(kept: KeptHead) -> KeptHead:
     inputs = kept.inputs
-    names = ("q", "k", "v", "d_out", "out", "dq", "x")
+    names = ("q", "k", "v", "d_out", "out", "dq")
     # A copy: a view would be saved with all that it is a view of.
     parts: dict[str, torch.Tensor] = {
         name: value[:1].clone() for name in names if (value := getattr(inputs, name)) is not None

@@ -15,9 +15,7 @@ largest logit that any head has come to, by 15,400 steps or the end of the short
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,7 +24,7 @@ import pandas as pd
 from studies.rescue.counterfactual import alarms, sigmas
 from studies.rescue.lines import matched_run
 from studies.rescue.measures import MARGIN, WINDOW, excess_loss, loss_departure, series
-from studies.rescue.packed import LOSS_STEPS, Run, again_of, load
+from studies.rescue.packed import LOSS_STEPS, Run, again_of, load, options_of
 
 #: The rate that GPT-2 small is commonly trained at.
 RATE = 6e-4
@@ -199,10 +197,7 @@ def _as_step(step: float) -> str:
 
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--figure", type=Path, help="where to draw it")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw it")
     found = runs_at(load(options.results))
     if not found:
         raise SystemExit(f"{options.results}: no run at a rate of {RATE:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -150,3 +151,12 @@ def load(results: Path) -> list[Run]:
         Run(each.name, read_metadata(each)["study"], read_run(each), read_events(each))
         for each in folders
     ]
+
+
+def options_of(doc: str, arguments: list[str], figure: str = "") -> argparse.Namespace:
+    """Reads the command line of a program over packed runs, which may draw a figure."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    if figure:
+        parser.add_argument("--figure", type=Path, help=figure)
+    return parser.parse_args(arguments)

@@ -9,9 +9,7 @@ heads.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,7 +17,7 @@ import pandas as pd
 from scipy.stats import bootstrap, pearsonr, spearmanr
 
 from studies.rescue.measures import series
-from studies.rescue.packed import Run, audits_all, load
+from studies.rescue.packed import Run, audits_all, load, options_of
 
 #: The first step, after the warm-up, and the last.
 FIRST, LAST = 2000, 7400
@@ -134,10 +132,7 @@ def draw(runs: list[Run]) -> plt.Figure:
 
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--figure", type=Path, help="where to draw it")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw it")
     runs = load(options.results)
     print(table(runs).to_string(index=False))
     if options.figure:

@@ -38,9 +38,12 @@ class Written(Engine):
         self,
         name: str,
         *,
+        s: Rounding = keep,
         p: Rounding = nearest,
+        pv: Rounding = keep,
         out: Rounding = nearest,
         backward_p: Rounding = nearest,
+        dp: Rounding = keep,
         ds: Rounding = nearest,
         dq: Rounding = nearest,
         delta: Rounding = keep,
@@ -53,7 +56,8 @@ class Written(Engine):
     ) -> None:
         self.name = name
         self.reads_out = not delta_from_p
-        self._p, self._out, self._backward_p, self._ds, self._dq = p, out, backward_p, ds, dq
+        self._s, self._p, self._pv, self._out = s, p, pv, out
+        self._backward_p, self._dp, self._ds, self._dq = backward_p, dp, ds, dq
         self._delta, self._delta_from_p = delta, delta_from_p
         self._hide, self._hide_backward = hide, hide_backward
         self._scale, self._scale_backward = scale, scale_backward
@@ -63,6 +67,7 @@ class Written(Engine):
         q, k, _, spec = inputs[:4]
         group = q.size(1) // k.size(1)
         scores = q.float() @ k.float().repeat_interleave(group, 1).mT * (spec.scale * factor)
+        scores = self._s(scores)
         seen = torch.ones_like(scores, dtype=torch.bool)
         if spec.causal is not False:
             seen = seen.tril()
@@ -79,7 +84,7 @@ class Written(Engine):
         total = p.sum(-1, keepdim=True)
         group = inputs.q.size(1) // inputs.k.size(1)
         values = inputs.v.float().repeat_interleave(group, 1)
-        out = (self._p(p) @ values) / total.clamp(min=1e-30)
+        out = self._pv(self._p(p) @ values) / total.clamp(min=1e-30)
         return self._out(out).to(inputs.q.dtype), (top + total.log())[..., 0]
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -89,7 +94,7 @@ class Written(Engine):
         p = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
         keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
         d_out = d_out.float()
-        dp = d_out @ values.mT
+        dp = self._dp(d_out @ values.mT)
         delta = (p * dp).sum(-1) if self._delta_from_p else (d_out * out.float()).sum(-1)
         ds = self._ds(p * (dp - self._delta(delta)[..., None]))
         scale = spec.scale * self._scale_backward
@@ -100,27 +105,32 @@ class Written(Engine):
         return Gradients(dq, dk, dv)
 
 
-class Wrapped(CPUFlash):
-    """PyTorch's kernel for CPUs, whose inputs and results are changed."""
+class Wrapped(Engine):
+    """A sound engine, PyTorch's kernel for CPUs by default; its inputs and results are changed."""
 
     def __init__(
         self,
         name: str,
+        engine: Engine | None = None,
         *,
         call: Callable[[Inputs], Inputs] = lambda inputs: inputs,
         results: Callable[[Gradients], Gradients] = lambda gradients: gradients,
-        out: Callable[[Inputs, Tensor], Tensor] | None = None,
+        out: Callable[[Inputs, Tensor], Tensor] = lambda inputs, out: out,
     ) -> None:
-        self.name = name
+        self._engine = engine or CPUFlash()
+        self.name, self.backend = name, self._engine.backend
+        self.reads_out = self._engine.reads_out
         self._call, self._results, self._out = call, results, out
 
     def forward(self, inputs: Inputs, training: bool):
-        return super().forward(self._call(inputs), training)
+        return self._engine.forward(self._call(inputs), training)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        if self._out is not None:
-            out = self._out(inputs, out)
-        return self._results(super().backward(self._call(inputs), d_out, out, lse))
+        out = self._out(inputs, out)
+        return self._results(self._engine.backward(self._call(inputs), d_out, out, lse))
+
+    def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
+        return self._engine.laid_out(out, q)
 
 
 def nan_in_head(gradients: Gradients) -> Gradients:
@@ -146,6 +156,13 @@ class Racing:
         if self.count % 2:
             dq[0, 1, 16:32] *= 0.9
         return gradients._replace(dq=dq)
+
+
+def scaled(factor: float) -> Callable[[Inputs], Inputs]:
+    """Multiplies the scale that is asked for."""
+    return lambda inputs: inputs._replace(
+        spec=replace(inputs.spec, scale=inputs.spec.scale * factor)
+    )
 
 
 def own_output(inputs: Inputs, out: Tensor) -> Tensor:

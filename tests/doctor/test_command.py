@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from guardbit.cli import app
 from guardbit.doctor import preflight
-from guardbit.doctor.call import Shape, document_lengths, parse_shape
-from guardbit.doctor.examination import Examination
-from guardbit.doctor.known import is_within, known_faults
+from guardbit.doctor.examine import Examination
+from guardbit.doctor.inputs import (
+    Shape,
+    dense_spec,
+    document_lengths,
+    packed_spec,
+    parse_shape,
+)
+from guardbit.doctor.machine import is_within, known_faults
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines.sdpa import CPUFlash
 
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 SMALL = ("--shape", "1,2,1,24,16", "--mask", "causal")
 
 
@@ -181,3 +190,30 @@ def test_known_faults_concern_the_machines_that_they_name():
     assert not nan.concerns(machine, None)
     assert not nan.concerns({**machine, "cudnn": "9.26.0"}, "9.0")
     assert not nan.concerns({"torch": "2.13.0"}, "9.0")
+
+
+def known_rows():
+    yield "| engine | versions | on which calls | what comes out |"
+    yield "|---|---|---|---|"
+    for fault in known_faults():
+        where = ", ".join(f"{name} {wanted}" for name, wanted in fault.versions.items())
+        if fault.capability:
+            where += f"; compute capability {', '.join(fault.capability)}"
+        yield (
+            f"| {fault.engine} | {where} | {fault.when} | {fault.what} ([source]({fault.source})) |"
+        )
+
+
+def test_the_page_has_the_table_of_known_faults():
+    expected = "\n".join(known_rows())
+    assert expected in PAGE.read_text(encoding="utf-8"), f"the table is:\n{expected}"
+
+
+def test_a_window_of_any_size_shows_at_most_the_whole_sequence():
+    shape = Shape(1, 1, 1, 8, 4)
+    for window in (8, 9, 2**31, 2**63, 10**30):
+        mask = f"window:{window}"
+        dense = dense_spec(shape, mask, torch.bfloat16, "cpu").mask
+        assert dense is not None and torch.equal(dense[0, 0], torch.ones(8, 8).tril().bool())
+        packed = packed_spec(shape, mask, "cpu")
+        assert packed is not None and packed[0].window == (7, 0)

@@ -10,20 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.call import Shape, dense_spec, packed_spec
-from guardbit.doctor.candidates import OwnKernels, library_candidates, sdpa_engine
+from guardbit.doctor.engines import Flex, OwnKernels, library_candidates, run, sdpa_engine
 from guardbit.doctor.exact import exactly, units_of
-from guardbit.doctor.examination import Examination
-from guardbit.doctor.flex import Flex
-from guardbit.doctor.inputs import KINDS, make
+from guardbit.doctor.examine import Examination
+from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.engines import Engine, Gradients
+from guardbit.kernels.engines import Engine
 from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.finite import FiniteProbe
 from guardbit.monitor.measure.probes import CallView
 from guardbit.monitor.measure.repeats import RepeatProbe
-from tests.doctor.faulty_engines import Written, truncate
+from tests.doctor.faulty_engines import (
+    Racing,
+    Wrapped,
+    Written,
+    nan_in_head,
+    scaled,
+    truncate,
+    unmasked,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +68,7 @@ def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
 
 def examine(engine, spec, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    found = Examination(engine, engine.name, str(shape), mask, name, "Do something.")
+    found = Examination(engine, str(shape), mask, name, "Do something.")
     for kind in kinds:
         call = make(kind, shape, spec, dtype, "cuda")
         found.look(kind, call, [exactly(call, unit) for unit in units_of(call, 4)], "4 of all")
@@ -115,7 +121,7 @@ def test_nothing_is_found_in_our_own_kernels(mask):
 def test_nothing_is_found_in_packed_attention(mask):
     spec, shape = packed_spec(SHAPE, mask, "cuda")
     call = make("as drawn", shape, spec, torch.bfloat16, "cuda")
-    engines = library_candidates(call).engines
+    engines = library_candidates(call)[0]
     if not engines:
         pytest.skip("no library is installed")
     for engine in engines:
@@ -130,56 +136,12 @@ def test_nothing_is_found_in_compiled_flex_attention(softcap):
         assert broken(examine(engine, spec, mask)) == []
 
 
-class Misbehaving(Engine):
-    """PyTorch's kernel, with something made wrong in what it is asked for or returns."""
-
-    def __init__(self, engine: Engine, change) -> None:
-        self._engine, self._change = engine, change
-        self.backend, self.reads_out = engine.backend, engine.reads_out
-
-    def forward(self, inputs, training):
-        out, lse = self._engine.forward(self._asked(inputs), training)
-        return self._change("out", out), lse
-
-    def backward(self, inputs, d_out, out, lse):
-        found = self._engine.backward(self._asked(inputs), d_out, out, lse)
-        return Gradients(self._change("dq", found.dq), found.dk, found.dv)
-
-    def _asked(self, inputs):
-        spec = self._change("spec", inputs.spec)
-        return inputs._replace(spec=spec)
-
-    def laid_out(self, out, q):
-        return self._engine.laid_out(out, q)
-
-
-def nan_in_dq(name, x):
-    if name == "dq":
-        x = x.clone()
-        x[-1, 3, -1, 0] = math.nan
-    return x
-
-
-class Race:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, name, x):
-        if name != "dq":
-            return x
-        self.count += 1
-        x = x.clone()
-        if self.count % 2:
-            x[:, 1, 64:128] *= 0.9
-        return x
-
-
 FAULTS = {
-    "nonfinite": lambda: nan_in_dq,
-    "race": Race,
-    "mask": lambda: lambda name, x: replace(x, causal=False) if name == "spec" else x,
-    "scale": lambda: lambda name, x: replace(x, scale=1.1 * x.scale) if name == "spec" else x,
-    "factor": lambda: lambda name, x: 1.05 * x if name == "dq" else x,
+    "nonfinite": lambda: {"results": nan_in_head},
+    "race": lambda: {"results": Racing()},
+    "mask": lambda: {"call": unmasked},
+    "scale": lambda: {"call": scaled(1.1)},
+    "factor": lambda: {"results": lambda found: found._replace(dq=1.05 * found.dq)},
 }
 
 
@@ -187,7 +149,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
 def test_a_misbehaving_kernel_is_found_and_named(name, fault):
     spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
-    engine = Misbehaving(engine_for(name, "causal"), FAULTS[fault]())
+    engine = Wrapped(name, engine_for(name, "causal"), **FAULTS[fault]())
     kinds = OTHER_KINDS if name == "cudnn" else KINDS
     examined = examine(engine, spec, "causal", kinds=kinds)
     found = [one for one in examined.findings() if one.is_broken]
@@ -219,7 +181,6 @@ def test_pytorchs_kernels_differ_by_no_more_than_an_order_of_additions(name):
     spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
     engine = engine_for(name, "causal")
     made = make("as drawn", SHAPE, spec, torch.bfloat16, "cuda")
-    from guardbit.doctor.running import run
 
     def again():
         found = run(engine, made)

@@ -12,12 +12,11 @@ import torch.nn.attention.flex_attention as flex_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guardbit.doctor.call import Shape, dense_spec
+from guardbit.doctor.engines import Flex
 from guardbit.doctor.exact import exactly, units_of
-from guardbit.doctor.examination import Examination
-from guardbit.doctor.flex import Flex
-from guardbit.doctor.inputs import KINDS, make
-from guardbit.kernels.engines import Inputs, Whole, choose
+from guardbit.doctor.examine import Examination
+from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
+from guardbit.kernels.engines import Whole, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
 from tests.doctor.faulty_engines import (
     Racing,
@@ -29,6 +28,7 @@ from tests.doctor.faulty_engines import (
     one_key_less,
     one_key_more,
     own_output,
+    scaled,
     truncate,
     unmasked,
 )
@@ -47,17 +47,10 @@ def inputs_and_exact(kind, shape, mask, dtype):
 def examine(engine, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
     """The examination of an engine on all kinds of inputs."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    found = Examination(engine, engine.name, str(shape), mask, name, "Do something.")
+    found = Examination(engine, str(shape), mask, name, "Do something.")
     for kind in kinds:
         found.look(kind, *inputs_and_exact(kind, shape, mask, dtype), "all")
     return found
-
-
-def scaled(factor):
-    def change(inputs: Inputs) -> Inputs:
-        return inputs._replace(spec=replace(inputs.spec, scale=inputs.spec.scale * factor))
-
-    return change
 
 
 # What is made wrong: the engine, what it must be called, and words of the sentence.
@@ -224,7 +217,7 @@ def flex_trains_here(monkeypatch):
 @pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window:17"])
 def test_nothing_is_found_in_flex_attention(mask, softcap):
     spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cpu"), softcap=softcap)
-    found = Examination(Flex(False), "flex", str(SHAPE), mask, "bf16", "Do something.")
+    found = Examination(Flex(False), str(SHAPE), mask, "bf16", "Do something.")
     for kind in ("as drawn", "keys counted", "rows counted", "low logsumexp", "peaked"):
         call = make(kind, SHAPE, spec, torch.bfloat16, "cpu")
         found.look(kind, call, [exactly(call, unit) for unit in units_of(call, None)], "all")
@@ -240,7 +233,7 @@ def test_a_soft_cap_that_is_left_out_is_found():
             )
 
     spec = replace(dense_spec(SHAPE, "causal", torch.bfloat16, "cpu"), softcap=2.0)
-    found = Examination(Uncapped(False), "flex", str(SHAPE), "causal", "bf16", "Do something.")
+    found = Examination(Uncapped(False), str(SHAPE), "causal", "bf16", "Do something.")
     call = make("peaked", SHAPE, spec, torch.bfloat16, "cpu")
     found.look("peaked", call, [exactly(call, unit) for unit in units_of(call, None)], "all")
     (finding,) = found.findings()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from guardbit.doctor import candidates
-from guardbit.doctor.call import Shape
+from guardbit.doctor import engines
+from guardbit.doctor.inputs import Shape
 from guardbit.doctor.preflight import Examiner
 from tests import flash_stand_in
 
@@ -14,7 +14,7 @@ SHAPE = Shape(2, 4, 2, 80, 32)
 def libraries(monkeypatch):
     take_back = flash_stand_in.install(monkeypatch)
     # The real ones run on GPUs only, and the reason why not is all that this machine can say.
-    monkeypatch.setattr(candidates, "why_not", lambda *_: None)
+    monkeypatch.setattr(engines, "why_not", lambda *_: None)
     yield
     take_back()
 
@@ -24,6 +24,6 @@ def libraries(monkeypatch):
 def test_sound_libraries_pass_at_each_mask(mask):
     examiner = Examiner("cpu", seconds=600)
     examiner.shape(SHAPE, mask, "bf16")
-    engines = {row.engine for row in examiner.result.rows}
-    assert engines >= {"varlen_attn", "flash_attn", "flash_attn_3", "flash_attn_4"}
+    examined = {row.engine for row in examiner.result.rows}
+    assert examined >= {"varlen_attn", "flash_attn", "flash_attn_3", "flash_attn_4"}
     assert [str(one) for one in examiner.result.findings if one.is_broken] == []

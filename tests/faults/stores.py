@@ -204,7 +204,7 @@ def _warm_up() -> None:
     import guardbit.cli
     import guardbit.dashboards.figures
     import guardbit.dashboards.live
-    import guardbit.diagnosis.diagnosis
+    import guardbit.doctor.diagnose
     import guardbit.monitor.replay
 
     assert guardbit.cli is not None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_metadata, read_run
-from guardbit.doctor.finding import Preflight
+from guardbit.doctor.preflight import Preflight
 from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.monitor import preflight
 from tests.monitor.test_snapshots import model_of
@@ -82,10 +82,10 @@ def test_a_broken_kernel_is_told_in_one_event_and_training_goes_on(tmp_path, mon
 
     begin = preflight.Examiner.asked
 
-    def examine(self, call):
+    def examine(self, *call):
         with monkeypatch.context() as patch:  # training itself is sound
             patch.setattr(CPUFlash, "backward", broken)
-            begin(self, call)
+            begin(self, *call)
 
     monkeypatch.setattr(preflight.Examiner, "asked", examine)
     train(tmp_path, preflight=True)
@@ -144,7 +144,7 @@ class Spy:
         self.taken, self.refused = [], []
         type(self).last = self
 
-    def asked(self, call):
+    def asked(self, *call):
         self.taken.append(call)
 
     def refuse(self, why, place):
@@ -164,9 +164,9 @@ def test_the_models_own_mask_scale_and_arguments_are_examined(monkeypatch):
     x = torch.randn(2, 24, 32).bfloat16()
     for batch in ({"x": x, "scale": 0.5}, (x, 0.5)):
         session.preflight(batch)
-        (call,) = Spy.last.taken
-        assert call.spec.scale == 0.5 and call.shape == (2, 4, 4, 24, 16)
-        assert call.spec.mask.tolist() == [[[[True] * 24]], [[[True] * 9 + [False] * 15]]]
+        ((shape, spec, *_),) = Spy.last.taken
+        assert spec.scale == 0.5 and shape == (2, 4, 4, 24, 16)
+        assert spec.mask.tolist() == [[[[True] * 24]], [[[True] * 9 + [False] * 15]]]
     session.close()
 
 
@@ -175,7 +175,10 @@ def test_what_cannot_be_examined_is_said(monkeypatch):
     session = MonitorSession(model_of(), strict=True)
     session.preflight(torch.randn(2, 24, 32))
     assert Spy.last.refused == [
-        ("2,4,4,24,16 causal", "it is in torch.float32, and only BF16 and FP16 are examined")
+        (
+            "2,4,4,24,16 causal",
+            "not examined: it is in torch.float32, and only BF16 and FP16 are examined",
+        )
     ]
     session.close()
 

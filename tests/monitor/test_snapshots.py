@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from guardbit import MonitorSession, read_events
-from guardbit.diagnosis.diagnosis import diagnose
-from guardbit.diagnosis.storage import read_snapshots, snapshot_files
+from guardbit.doctor.diagnose import diagnose
+from guardbit.doctor.snapshots import read_snapshots, snapshot_files
 from guardbit.monitor import snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy

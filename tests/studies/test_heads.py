@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from guardbit.diagnosis.diagnosis import diagnose
-from guardbit.diagnosis.storage import read_snapshots
+from guardbit.doctor.diagnose import diagnose
+from guardbit.doctor.snapshots import read_snapshots
 from studies.rescue import analyse
 
 RESULTS = Path(analyse.__file__).with_name("results")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from guardbit import read_events, read_run
-from guardbit.diagnosis.diagnosis import diagnose
-from guardbit.diagnosis.storage import read_snapshots
+from guardbit.doctor.diagnose import diagnose
+from guardbit.doctor.snapshots import read_snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train

@@ -7,13 +7,11 @@ import math
 import pytest
 import torch
 
-from guardbit.diagnosis.arithmetic import EXACT, FLASH, truncate
-from guardbit.diagnosis.attention import chunks
-from guardbit.diagnosis.head import head_of_call
-from guardbit.diagnosis.remedies import try_remedies
+from guardbit.doctor.attention import EXACT, FLASH, chunks, head_of_call, truncate
+from guardbit.doctor.diagnose import measure
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec, Documents
-from tests.diagnosis.kernel import exact_gradient, head_of, sound, varied
+from tests.doctor.kernel import exact_gradient, head_of, sound, varied
 from tests.oracle import dense
 
 
@@ -105,9 +103,9 @@ def test_remedies_are_those_of_the_oracle(name):
         tensors.d_out, *tensors[:3], forward.out, forward.lse, forward.residual, **settings
     ).dq
     error = (dq.double() - exact_gradient(tensors)).square().sum()
-    found = try_remedies(head_of(tensors, None, None))
+    found = measure(head_of(tensors, None, None), FLASH)[f"remedy {name}"]
     # The same number of the same size up to the few numbers that FP32 rounds to the other side.
-    assert found[name].error_squares == pytest.approx(error.item(), rel=0.05)
+    assert found.error_squares == pytest.approx(error.item(), rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,20 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from guardbit.diagnosis.arithmetic import (
+from guardbit.doctor.attention import (
     FLASH,
     Arithmetic,
+    Chunk,
     DeltaSource,
+    HeadInputs,
     Operation,
     Rounding,
+    chunks,
+    over_rows,
+    spread,
 )
-from guardbit.diagnosis.attention import Chunk, chunks, rows_of
-from guardbit.diagnosis.head import HeadInputs
+from guardbit.doctor.exact import EXPONENTIAL, FLOAT32
 
 Kind = Literal["rounded", "truncated", "dropped", "rows"]
 
@@ -37,8 +42,6 @@ _AGREEING = 0.75
 _SAME = 0.02
 # How many standard deviations of its roundings a row of dQ may lie from the arithmetic.
 _FAR = 4.0
-# Relative error of FP32's rounding, and of exponentials by polynomials (`doctor.exact`).
-_FLOAT32, _EXPONENTIAL = 2.0**-24, 1e-4
 
 _FORWARD: tuple[Operation, ...] = ("S", "P", "PV", "O")
 _BACKWARD: tuple[Operation, ...] = ("S", "delta", "dP", "dS", "dQ")
@@ -46,90 +49,66 @@ _BACKWARD: tuple[Operation, ...] = ("S", "delta", "dP", "dS", "dQ")
 
 @dataclass(frozen=True)
 class Fault:
-    """What a kernel does otherwise than FlashAttention-2, to the harm of dQ.
+    """What a kernel does otherwise than FlashAttention-2, to the harm of dQ."""
 
-    Attributes:
-        operation: Where; of wrong rows "dQ".
-        kind: Rounded where FP32 is kept, truncated, dropped, or wrong in some rows only.
-        why: A sentence.
+    operation: Operation  # where; of wrong rows "dQ"
+    kind: Kind  # rounded where FP32 is kept, truncated, dropped, or wrong in some rows only
+    why: str  # A sentence
+
+
+def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
+    """Finds the arithmetic of a head's kernel; FlashAttention-2's if it returned nothing known.
+
+    Returns:
+        The arithmetic that explains best what the kernel returned, and where it is worse than
+        FlashAttention-2's, forward first.
     """
-
-    operation: Operation
-    kind: Kind
-    why: str
-
-
-@dataclass(frozen=True)
-class Recognition:
-    """How a kernel rounds.
-
-    Attributes:
-        arithmetic: The one that explains best what it returned.
-        faults: Where that is not FlashAttention-2's, forward first.
-        unexplained: Which part of the rows of dQ no arithmetic explains.
-    """
-
-    arithmetic: Arithmetic
-    faults: tuple[Fault, ...]
-    unexplained: float
-
-
-def recognize(head: HeadInputs) -> Recognition:
-    """Finds the arithmetic of a head's kernel; FlashAttention-2's if it returned nothing known."""
-    some = rows_of(head, _spread(len(head.rows)))
+    some = head.take(spread(len(head.rows), _ROWS))
     forward = backward = FLASH
     if head.out is not None:
-        forward = _nearest(
-            some, FLASH, "out", _other_forwards, lambda chunk, way: chunk.forward(way)
-        )
+        others = partial(_otherwise, operations=_FORWARD)
+        forward = _nearest(some, FLASH, "out", others, Chunk.forward)
     if head.dq is not None:
         # S is recomputed in the backward, from the sum that the forward kept.
         start = FLASH.with_rounding("S", forward.roundings.get("S"))
-
-        def backwards(chunk: Chunk, way: Arithmetic) -> Tensor:
-            own = None if chunk.head.out is None else chunk.wide("out")
-            return chunk.run(way, own).dq
-
-        backward = _nearest(some, start, "dq", _other_backwards, backwards)
+        backward = _nearest(some, start, "dq", _other_backwards, _query_gradient)
     roundings: dict[Operation, Rounding] = {}
     for way, names in ((backward, _BACKWARD), (forward, _FORWARD)):
         roundings |= {name: way.roundings[name] for name in names if name in way.roundings}
     arithmetic = Arithmetic(roundings, backward.delta)
-    faults = tuple(_faults(arithmetic))
-    if head.dq is None:
-        return Recognition(arithmetic, faults, 0.0)
-    wrong = wrong_rows(head, arithmetic)
-    share = float(wrong.double().mean())
-    if 0 < share <= 1 - _AGREEING:
-        faults = (*faults, Fault("dQ", "rows", _tell_rows(head, wrong)))
-    return Recognition(arithmetic, faults, share)
+    faults = _faults(arithmetic)
+    if head.dq is not None:
+        wrong = wrong_rows(head, arithmetic)
+        if 0 < wrong.double().mean() <= 1 - _AGREEING:
+            faults.append(Fault("dQ", "rows", _tell_rows(head, wrong)))
+    return arithmetic, tuple(faults)
 
 
 def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
     """Returns which rows of the kernel's dQ are further from an arithmetic than roundings reach."""
-    u = torch.finfo(head.q.dtype).eps / 2
-    found = []
-    for chunk in chunks(head):
-        own = None if head.out is None else chunk.wide("out")
-        expected = chunk.run(arithmetic, own)
+    info = torch.finfo(head.q.dtype)
+    u = info.eps / 2
+
+    def compute(chunk: Chunk) -> dict[str, Tensor]:
+        expected = chunk.run(arithmetic, chunk.own_out)
         keys = chunk.wide("k").norm(dim=-1)[:, None]
         d_out = chunk.wide("d_out").norm(dim=-1)
         p, dp = chunk.probabilities, chunk.d_probabilities
         scores = chunk.scores.masked_fill(chunk.scores.isinf(), 0.0).abs().amax(-1)
         # Of P in FP32, of delta in FP32, and of dS and dQ rounded once, to either side.
-        of_p = _EXPONENTIAL + _FLOAT32 * (scores * 4 + head.q.size(-1))
-        of_delta = _FLOAT32 * head.v.size(-1) * d_out * expected.out.norm(dim=-1)
+        of_p = EXPONENTIAL + FLOAT32 * (scores * 4 + head.q.size(-1))
+        of_delta = FLOAT32 * head.v.size(-1) * d_out * expected.out.norm(dim=-1)
         parts = p * (of_p[..., None] * (dp - expected.delta[..., None]).abs() + of_delta[..., None])
-        spread = (u * expected.d_scores * keys).square().sum(-1).sqrt()
-        size = head.scale * ((parts * keys).sum(-1) + spread) + u * expected.dq.norm(dim=-1)
-        tiny = torch.finfo(head.q.dtype).smallest_normal
-        found.append((chunk.wide("dq") - expected.dq).norm(dim=-1) > _FAR * size + tiny)
-    return torch.cat(found, 1)
+        deviations = (u * expected.d_scores * keys).square().sum(-1).sqrt()
+        size = head.scale * ((parts * keys).sum(-1) + deviations) + u * expected.dq.norm(dim=-1)
+        error = (chunk.wide("dq") - expected.dq).norm(dim=-1)
+        return {"wrong": error > _FAR * size + info.smallest_normal}
+
+    return over_rows(head, compute)["wrong"]
 
 
-def _spread(count: int) -> Tensor:
-    """Some rows, evenly spread, all that there are if they are few."""
-    return torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float32).round().long()
+def _query_gradient(chunk: Chunk, way: Arithmetic) -> Tensor:
+    return chunk.run(way, chunk.own_out).dq
 
 
 def _nearest(
@@ -161,14 +140,10 @@ def _nearest(
     return best
 
 
-def _other_forwards(way: Arithmetic) -> list[Arithmetic]:
-    return _otherwise(way, _FORWARD)
-
-
 def _other_backwards(way: Arithmetic) -> list[Arithmetic]:
     sources: tuple[DeltaSource, ...] = ("output", "probabilities", "dropped")
     ways = [replace(way, delta=source) for source in sources if source != way.delta]
-    return _otherwise(way, _BACKWARD) + ways
+    return [*_otherwise(way, _BACKWARD), *ways]
 
 
 def _otherwise(way: Arithmetic, operations: tuple[Operation, ...]) -> list[Arithmetic]:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession
-from guardbit.diagnosis.diagnosis import diagnose
-from guardbit.diagnosis.storage import read_snapshots
-from guardbit.diagnosis.text import sentences
+from guardbit.doctor.diagnose import diagnose
+from guardbit.doctor.snapshots import read_snapshots
+from guardbit.doctor.text import sentences
 from tests.toys import Attention
 
 SITES, HEADS = ("blocks.0.attn", "blocks.1.attn"), (0, 1, 2, 3)

@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.diagnosis import run as run_module
-from guardbit.diagnosis.storage import KeptHead, write_snapshots
+from guardbit.doctor import diagnose
+from guardbit.doctor.snapshots import KeptHead, write_snapshots
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
-from tests.diagnosis.kernel import head_of, kernel, peaked, sound
+from tests.doctor.kernel import head_of, kernel, peaked, sound
 
 
 def invoke(*arguments):
@@ -96,7 +96,7 @@ def test_one_head_and_another_place(run, tmp_path):
 
 def test_heads_that_are_not_reached_are_told(run, monkeypatch):
     times = iter([0.0, 100.0])
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(diagnose.time, "monotonic", lambda: next(times))
     result = invoke(run)
     assert "1 more heads were not reached in 60 seconds" in result.stdout
 

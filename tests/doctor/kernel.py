@@ -1,32 +1,18 @@
-"""Heads to diagnose, and a kernel in FP32 of which any operation can be made wrong."""
+"""Heads to diagnose, and and kernels in FP32."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guardbit.diagnosis.head import HeadInputs, head_of_call
+from guardbit.doctor.attention import HeadInputs, head_of_call
+from guardbit.kernels.engines import Inputs
 from guardbit.kernels.spec import AttentionSpec
+from tests.doctor.faulty_engines import Rounding, Written, nearest
 from tests.oracle import dense
-
-Rounding = Callable[[Tensor], Tensor]
-
-
-def keep(x: Tensor) -> Tensor:
-    return x
-
-
-def nearest(x: Tensor) -> Tensor:
-    return x.bfloat16().float()
-
-
-def truncate(x: Tensor) -> Tensor:
-    """FP32 to the FP32 number of a BF16 significand toward zero."""
-    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -42,31 +28,12 @@ class Tensors(NamedTuple):
     d_out: Tensor
 
 
-def kernel(
-    tensors: Tensors,
-    *,
-    s: Rounding = keep,
-    p: Rounding = nearest,
-    pv: Rounding = keep,
-    out: Rounding = nearest,
-    delta: Rounding = keep,
-    dp: Rounding = keep,
-    ds: Rounding = nearest,
-    dq: Rounding = nearest,
-) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 in one tile: out and dQ, BF16."""
-    q, k, v, d_out = (x.float() for x in tensors)
-    scale = 1 / math.sqrt(q.size(-1))
-    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
-    scores = s(q @ k.mT * scale).masked_fill(~seen, -math.inf)
-    top = scores.amax(-1, keepdim=True)
-    numerators = (scores - top).exp()
-    total = numerators.sum(-1, keepdim=True)
-    o = out(pv(p(numerators) @ v) / total)
-    probabilities = (scores - (top + total.log())).exp()
-    used = delta((d_out * o).sum(-1, keepdim=True))
-    d_scores = ds(probabilities * (dp(d_out @ v.mT) - used))
-    return o.bfloat16(), dq(d_scores @ k * scale).bfloat16()
+def kernel(tensors: Tensors, **roundings: Rounding) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 in one tile, with other roundings, see `Written`: out and dQ, BF16."""
+    engine = Written("kernel", **roundings)
+    inputs = Inputs(*tensors[:3], spec_of(tensors))
+    out, lse = engine.forward(inputs, True)
+    return out, engine.backward(inputs, tensors.d_out, out, lse).dq
 
 
 def tiled(tensors: Tensors, error: float = 1e-4, tile: int = 48) -> tuple[Tensor, Tensor]:

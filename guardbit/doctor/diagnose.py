@@ -1,0 +1,368 @@
+"""Diagnoses one head from its inputs at one sampled step or at several.
+
+Each rounding is taken out in turn, and each remedy tried (paper, section 3.2 and appendix F). W_Q
+gets the sum over rows of dQ^T x, x the layer's input; so an error of dQ does harm by its own sum,
+E. q = W_Q x stands in for x: E is then the error of dW_Q times W_Q^T.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
+from operator import add
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from guardbit.doctor.attention import (
+    EXACT,
+    FLASH,
+    Arithmetic,
+    Chunk,
+    HeadInputs,
+    Operation,
+    over_rows,
+)
+from guardbit.doctor.recognition import Fault, recognize
+from guardbit.doctor.roots import Roots, RowError, find_roots, take_apart
+from guardbit.doctor.snapshots import KeptHead
+from guardbit.kernels.key_shifts import shift_keys
+from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
+from guardbit.numerics import decode_residual, encode_residual, round_nearest
+
+#: "fault": the kernel does what no sound one does. "rounding": errors of rounding add up in W_Q.
+#: "not rounding": dQ is right. "unclear": it is not, but its errors do not add up in these rows.
+Cause = Literal["fault", "rounding", "not rounding", "unclear"]
+
+#: What reaches dQ through delta alone, where delta is rowsum(dO O).
+THROUGH_DELTA: tuple[Operation, ...] = ("P", "PV", "O")
+
+# Parts of the gradient from which on an error is no noise. In the eight sound runs that this was
+# set with no audit of a head found more than 0.019 of dQ along W_Q's top direction; in the eight
+# since then one found 0.15, and all others 0.052 at most.
+_LARGE = 0.1
+# Part of the natural size of dQ below which an error is of no size. BF16 makes 1e-3 to 1e-2 of it
+# in sound heads and 5e-4 or more in alarmed ones of the study; 1e-7 in most heads that a learning
+# rate far too high had ruined. So small an error is a large part of dQ only where the exact one has
+# vanished, because one key has all the attention, say.
+_VANISHED = 1e-5
+# The same part of an exact dQ below which the head has come to its end, whatever the cause.
+_SATURATED = 1e-4
+# Standard deviations that a push must have to be no chance: 6e-5 of normal deviates have more.
+_SURE = 4.0
+# `row_max` as a switch has it: distance of a tie from the maximum, and the factor beta less 1.
+_TIED, _FACTOR = 1e-3, 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Measures:
+    """Sums over rows of an error of dQ; two of different samples can be added.
+
+    u is the direction of the head in which its W_Q is largest. A row's push is what its error adds
+    to that singular value in gradient descent, -(error . u)(q . u); see `w_q_push`.
+    """
+
+    error_squares: float  # of the norms of the error
+    exact_squares: float  # of the norms of the exact dQ
+    # Of the norms of what dQ would be if attention were even, see `Chunk.natural_size`.
+    natural_squares: float
+    push: float  # of the pushes, with their signs
+    push_squares: float  # of the squares of the pushes
+    exact_push: float  # of the sizes of what exact rows push
+    exact_drift: float  # of the same with their signs
+    matrix: Tensor  # FP64 `(D, D)`, E
+    parts: float  # of the norms of E of single sequences: those of E if they were all alike
+    along: Tensor  # FP64 `(D,)`, u. Of two samples, the first one's
+
+    @classmethod
+    def of(cls, head: HeadInputs, dq: Tensor, exact: Tensor, natural: Tensor) -> Measures:
+        """Measures a dQ, FP64 `(S, R, D)`."""
+        along, q, error = head.along, head.q.double(), dq - exact
+        push, exact_push = (-(x @ along) * (q @ along) for x in (error, exact))
+        matrices = error.mT @ q
+        return cls(
+            error_squares=float(error.square().sum()),
+            exact_squares=float(exact.square().sum()),
+            natural_squares=float(natural.square().sum()),
+            push=float(push.sum()),
+            push_squares=float(push.square().sum()),
+            exact_push=float(exact_push.abs().sum()),
+            exact_drift=float(exact_push.sum()),
+            matrix=matrices.sum(0),
+            parts=float(matrices.flatten(1).norm(dim=1).sum()),
+            along=along,
+        )
+
+    def __add__(self, other: Measures) -> Measures:
+        names = [field.name for field in fields(self) if field.name != "along"]
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Measures(**sums, along=self.along)
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of the error over that of the exact dQ."""
+        return math.sqrt(_ratio(self.error_squares, self.exact_squares))
+
+    @property
+    def error_part(self) -> float:
+        """Norm of the error over what that of dQ would be if attention were even."""
+        return math.sqrt(self.error_squares / (self.natural_squares or math.inf))
+
+    @property
+    def exact_part(self) -> float:
+        """The same of the exact dQ."""
+        return math.sqrt(self.exact_squares / (self.natural_squares or math.inf))
+
+    @property
+    def push_share(self) -> float:
+        """The push over what exact rows push, sizes taken; above 0 W_Q grows."""
+        return _ratio(self.push, self.exact_push)
+
+    @property
+    def drift_share(self) -> float:
+        """The same of the exact gradient: above 0 it lets W_Q grow by itself."""
+        return _ratio(self.exact_drift, self.exact_push)
+
+    @property
+    def significance(self) -> float:
+        """The push in standard deviations of a sum of rows with random signs."""
+        return _ratio(self.push, math.sqrt(self.push_squares))
+
+    @property
+    def summed(self) -> float:
+        """Norm of E."""
+        return float(self.matrix.norm())
+
+    @property
+    def coherence(self) -> float:
+        """Norm of E over the sum of those of single sequences: 1 where all are alike."""
+        return _ratio(self.summed, self.parts)
+
+    @property
+    def rank_one(self) -> float:
+        """The part of E, in squares, that its largest singular value has."""
+        values = torch.linalg.svdvals(self.matrix)
+        return _ratio(float(values[0].square()), float(values.square().sum()))
+
+    @property
+    def angle(self) -> float:
+        """Between E's largest direction in the head's space and u, 0 to 90 degrees."""
+        left = torch.linalg.svd(self.matrix, full_matrices=False)[0][:, 0]
+        return math.degrees(math.acos(min(1.0, abs(float(left @ self.along)))))
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the exact dQ has all but vanished."""
+        return self.exact_part < _SATURATED
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether dQ is mostly error, and that error is of no size: the exact dQ has vanished."""
+        return self.error_part < _VANISHED and self.relative_error >= _LARGE
+
+
+def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
+    """Measures the error of dQ with and without each rounding of an arithmetic.
+
+    Returns:
+        By name: "recorded", the kernel's own dQ, if it is known; "together", all roundings;
+        "without O", one operation in full precision, delta's the exact one; "alone O", this one
+        operation rounded and no other, delta's that of the delta that the kernel uses; "remedy
+        row_max", FlashAttention-2's roundings with a remedy.
+    """
+    operations: list[Operation] = [*arithmetic.roundings]
+    if arithmetic.delta != "probabilities" and "delta" not in operations:
+        operations.append("delta")
+    ways: dict[str, Callable[[Chunk], Tensor]] = {"together": partial(_run, arithmetic)}
+    if head.dq is not None:
+        ways["recorded"] = lambda chunk: chunk.wide("dq")
+    for name in operations:
+        ways[f"without {name}"] = partial(_run, arithmetic.without(name))
+        alone = partial(_alone_delta, arithmetic)
+        if name != "delta":
+            alone = partial(_run, EXACT.with_rounding(name, arithmetic.roundings[name]))
+        ways[f"alone {name}"] = alone
+    centered = shift_keys(head.k[:, None], ("centered_keys",)).k[:, 0]
+    ways |= {
+        "remedy none": partial(_run, FLASH),
+        "remedy exact_delta": partial(_run, FLASH.without("delta")),
+        "remedy centered_keys": lambda chunk: _run(FLASH, Chunk(replace(chunk.head, k=centered))),
+        "remedy compensated": _compensated,
+        "remedy row_max": _row_max,
+        "remedy FP32": _float32,
+    }
+
+    def compute(chunk: Chunk) -> dict[str, Tensor]:
+        found = {name: way(chunk) for name, way in ways.items()}
+        return {"exact": chunk.exact.dq, "natural": chunk.natural_size, **found}
+
+    found = over_rows(head, compute)
+    return {name: Measures.of(head, found[name], found["exact"], found["natural"]) for name in ways}
+
+
+def _run(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
+    return chunk.run(arithmetic).dq
+
+
+def _alone_delta(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
+    delta = chunk.run(arithmetic).delta[..., None]
+    return chunk.query_gradient(EXACT, chunk.probabilities * (chunk.d_probabilities - delta))
+
+
+def _compensated(chunk: Chunk) -> Tensor:
+    """The sum of P is of the rounded one; what rounding took from O is kept, for delta."""
+    numerators, total, _ = chunk.softmax
+    rounded = FLASH.rounded("P", numerators, chunk.head.q.dtype)
+    total = total + rounded.sum(-1, keepdim=True) - numerators.sum(-1, keepdim=True)
+    exact = (rounded @ chunk.wide("v") / total).float()
+    out = round_nearest(exact, chunk.head.q.dtype)
+    kept = decode_residual(out, encode_residual(exact, out)).double()
+    return _backward(chunk, numerators / total, out.double() + kept)
+
+
+def _row_max(chunk: Chunk) -> Tensor:
+    """Rows with more than one maximum are normalised by more than it."""
+    dtype = chunk.head.q.dtype
+    numerators, total, top = chunk.softmax
+    most = SHIFT_MAX_FP16 if dtype == torch.float16 else SHIFT_MAX
+    tied = (top - chunk.scores <= _TIED).sum(-1, keepdim=True) > 1
+    shift = SHIFT_MIN + (_FACTOR * top.abs()) % (most - SHIFT_MIN)
+    factor = torch.where(tied, (-shift).exp(), 1.0)
+    sums = FLASH.rounded("P", numerators * factor, dtype) @ chunk.wide("v")
+    out = FLASH.rounded("O", sums / (total * factor), dtype)
+    return _backward(chunk, chunk.probabilities, out)
+
+
+def _float32(chunk: Chunk) -> Tensor:
+    """FP32 where FlashAttention-2 rounds, as is what FP32 makes of S, P, dP and delta."""
+    p = chunk.scores.float().softmax(-1).nan_to_num(0.0)
+    if chunk.head.sink is not None:
+        p = chunk.probabilities.float()
+    dp = chunk.head.d_out.float() @ chunk.head.v.float().mT
+    d_scores = p * (dp - (p * dp).sum(-1, keepdim=True))
+    return chunk.query_gradient(FLASH.without("dQ"), d_scores.double())
+
+
+def _backward(chunk: Chunk, p: Tensor, out: Tensor) -> Tensor:
+    """FlashAttention-2's backward with a P and an O of one's own."""
+    delta = (chunk.wide("d_out") * out).sum(-1, keepdim=True)
+    d_scores = FLASH.rounded("dS", p * (chunk.d_probabilities - delta), chunk.head.q.dtype)
+    return chunk.query_gradient(FLASH, d_scores)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found of one head."""
+
+    cause: Cause  # see `Cause`
+    faults: tuple[Fault, ...]  # what the kernel does otherwise than FlashAttention-2
+    # The operation that moves dQ: the first fault's, else that of the rounding without which least
+    # of the summed error is left.
+    operation: Operation
+    root: Operation  # where that is delta, what makes delta wrong
+    error: Measures  # the error of dQ: the kernel's own, if it is known
+    together: Measures  # the error with all roundings
+    without: Mapping[str, Measures]  # the error without each of the roundings, by operation
+    alone: Mapping[str, Measures]  # the error with each of them alone
+    remedies: Mapping[str, Measures]  # what is left with each remedy, by name
+    roots: Roots  # rows, keys and columns of the last sample
+    row: RowError  # the row of that sample with the largest push, taken apart
+    samples: int  # how many were looked at
+    rows: int  # how many rows were looked at, of all samples
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the exact dQ has vanished, so that what is left of dQ is rounding."""
+        return self.error.is_saturated or self.error.is_noise
+
+    @property
+    def moved_back(self) -> float:
+        """Which part of the summed error is gone without the operation's rounding."""
+        return 1 - self.without[self.operation].summed / (self.together.summed or 1.0)
+
+
+@torch.no_grad()
+def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
+    """Diagnoses a head; what adds up is looked for over all samples together."""
+    if not samples:
+        raise ValueError("there is no sample of the head to diagnose")
+    samples = [sample.thinned() for sample in samples]
+    with float32_products():
+        found = [recognize(sample) for sample in samples]
+        measured = [measure(head, way) for head, (way, _) in zip(samples, found, strict=True)]
+        last = samples[-1], found[-1][0]
+        roots = find_roots(*last)
+        sequence, place = divmod(int(roots.row_push.abs().argmax()), roots.row_push.size(1))
+        row = take_apart(*last, sequence, place)
+    sums = {
+        name: reduce(add, (each[name] for each in measured))
+        for name in measured[0]
+        if all(name in each for each in measured)
+    }
+
+    def by_name(kind: str) -> dict[str, Measures]:
+        parts = {name.partition(" "): measures for name, measures in sums.items()}
+        return {name: measures for (first, _, name), measures in parts.items() if first == kind}
+
+    without, error = by_name("without"), sums.get("recorded", sums["together"])
+    hidden = THROUGH_DELTA if "delta" in without else ()
+    operation = _least([name for name in without if name not in hidden], without)
+    root = operation
+    if operation == "delta" and (earlier := [x for x in THROUGH_DELTA if x in without]):
+        root = _least(earlier, without)
+    faults = {(fault.operation, fault.kind): fault for _, each in found for fault in each}
+    if faults:
+        operation = root = next(iter(faults.values())).operation
+    return Diagnosis(
+        "fault" if faults else _cause(error),
+        tuple(faults.values()),
+        operation,
+        root,
+        error,
+        sums["together"],
+        without,
+        by_name("alone"),
+        by_name("remedy"),
+        roots,
+        row,
+        len(samples),
+        sum(sample.q.size(0) * sample.q.size(1) for sample in samples),
+    )
+
+
+def diagnose_heads(
+    heads: Iterable[list[KeptHead]], seconds: float
+) -> Iterator[tuple[list[KeptHead], Diagnosis]]:
+    """Diagnoses head after head; none is begun once the time is over, but the first one."""
+    end = time.monotonic() + seconds
+    for number, kept in enumerate(heads):
+        if number and time.monotonic() > end:
+            return
+        yield kept, diagnose([one.inputs for one in kept])
+
+
+def _least(names: Iterable[Any], left: Mapping[str, Measures]) -> Operation:
+    """The name with the least summed error, the first in the alphabet of two."""
+    return min((left[name].summed, name) for name in names)[1]
+
+
+def _cause(error: Measures) -> Cause:
+    if error.is_noise:
+        return "not rounding"
+    if error.is_saturated:
+        return "unclear"
+    if abs(error.push_share) >= _LARGE and abs(error.significance) >= _SURE:
+        return "rounding"
+    return "unclear" if error.relative_error >= _LARGE else "not rounding"
+
+
+def _ratio(part: float, whole: float) -> float:
+    """0 / 0 is 0: no error of nothing."""
+    if whole == 0:
+        return 0.0 if part == 0 else math.copysign(math.inf, part)
+    return part / whole

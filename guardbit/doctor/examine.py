@@ -1,0 +1,407 @@
+"""Examines one engine at one call: runs all kinds of inputs, notes what differs, names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from guardbit.doctor import faults
+from guardbit.doctor.engines import Results, run, run_carried
+from guardbit.doctor.exact import OF_KEYS, TENSORS, Exact, Gap, gaps
+from guardbit.doctor.inputs import Call
+from guardbit.kernels.engines import Engine
+from guardbit.kernels.engines.proof import proof_of
+
+#: Kinds of inputs for which something more is asked than whether results are within bounds.
+DRAWN, COUNTED, TIED = "as drawn", ("keys counted", "rows counted"), "tied maxima"
+
+# A part of dQ's error, in squares, that is enough to say that delta is wrong.
+_MOSTLY = 0.9
+# Rest of delta's error in units in the last place: uniform rounding has 0.29. Delta of a rounded
+# output has errors of that size only if it is rounded itself.
+_ROUNDED = 0.2
+
+_WORDS = {"out": "the output", "lse": "logsumexp", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+_SENTENCES = {
+    "nonfinite": "{are} NaN or infinite from finite inputs{where}.",
+    "race": (
+        "two runs differ in {named} by more than another order of sums can{where}: it is a race."
+    ),
+    "truncation": "{are} too small as rounding toward zero makes it{where}.",
+    "off": "{are} outside the bounds of rounding{where}",
+    "order": "{are} added in another order each time, within rounding.",
+}
+
+#: What can be found. "nonfinite" to "off" break training; "order" and "delta" are how an engine
+#: works; a "carrier" that is not honoured keeps `exact_delta` from it.
+Fault = Literal[
+    "fails", "nonfinite", "race", "mask", "scale", "factor", "truncation", "delta", "off",
+    "carrier", "order",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _OfEngine:
+    """What is said of one engine at one call."""
+
+    engine: str  # its name
+    shape: str  # B,H,H_kv,N,D of the call
+    mask: str  # what its mask is
+    dtype: str  # format of the inputs
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """Engine, shape, mask and dtype."""
+        return self.engine, self.shape, self.mask, self.dtype
+
+
+@dataclass(frozen=True)
+class Finding(_OfEngine):
+    """One thing that was found of an engine."""
+
+    fault: Fault  # what is wrong
+    inputs: tuple[str, ...]  # the kinds of inputs on which it shows
+    tensors: tuple[str, ...]  # what is wrong by it, of `guardbit.doctor.exact.TENSORS`
+    # Query heads, or key heads for dk and dv, in which it shows; empty where in none by itself.
+    heads: tuple[int, ...]
+    why: str  # A sentence
+    advice: str  # what to do, a sentence; "" where nothing need be done
+    is_broken: bool  # whether what the engine returns is wrong
+
+    def __str__(self) -> str:
+        engine, *call = self.place
+        return f"{engine}, {' '.join(call)}: {self.why}" + (
+            f" {self.advice}" if self.advice else ""
+        )
+
+
+@dataclass(frozen=True)
+class Row(_OfEngine):
+    """How far one tensor of an engine is from FP64, on one kind of inputs."""
+
+    inputs: str  # which kind
+    tensor: str  # of `guardbit.doctor.exact.TENSORS`
+    error: float  # relative L2 error of what was compared
+    of_bound: float  # the largest error as a part of its bound; above 1 the engine is wrong
+    worst_head: int  # the head of that element
+    worst_row: int  # its row
+    nonfinite: int  # elements that are NaN or infinite and should not be, of all heads
+    units: str  # how many key heads of how many sequences were compared, of all
+    repeats: bool  # whether a second run gave the same bits
+
+
+# Tensors in which something is wrong, with the heads.
+_Heads = dict[str, set[int]]
+
+
+class Examination:
+    """One engine at one shape, mask and dtype."""
+
+    def __init__(self, engine: Engine, shape: str, mask: str, dtype: str, advice: str) -> None:
+        self.engine, self.advice = engine, advice
+        self.place = engine.name, shape, mask, dtype
+        self.rows: list[Row] = []
+        # What is wrong on each kind of inputs: nonfinite, race, order, off.
+        self._noted: dict[str, dict[str, _Heads]] = {}
+        self._failures: dict[str, str] = {}
+        self._reading: tuple[str, faults.Reading] | None = None
+        self._scale: float | None = None
+        self._factors: dict[str, float] = {}
+        self._truncated: _Heads = {}
+        self._delta_fit: faults.DeltaFit | None = None
+        self._carrier: tuple[str, bool] | None = None
+
+    def look(self, kind: str, call: Call, exacts: Sequence[Exact], units: str) -> None:
+        """Runs the engine twice on a kind of inputs and notes what is wrong."""
+        try:
+            results, second = run(self.engine, call), run(self.engine, call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a kernel raises is what the user would meet
+            self._failures[kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return
+        found = list(gaps(call, results, exacts, tiles=tiles_of(self.engine, call)))
+        nonfinite = {name: _nonfinite(results, exacts, name) for name in results}
+        nonfinite = {name: heads for name, heads in nonfinite.items() if heads}
+        changed = {name for name in results if not _same(results[name], second[name])}
+        race, off = _race(changed, results, second, found), _Heads()
+        for gap in found:
+            if gap.largest > 1 and gap.tensor not in nonfinite:
+                off.setdefault(gap.tensor, set()).update(
+                    _heads(gap.exact, gap.tensor, gap.ratio > 1)
+                )
+        order: _Heads = {name: set() for name in changed}
+        self._noted[kind] = {"nonfinite": nonfinite, "race": race, "order": order, "off": off}
+        for name in results:
+            broken = int((~results[name].isfinite()).sum()) if name in nonfinite else 0
+            mine = [gap for gap in found if gap.tensor == name]
+            self._add_row(kind, mine, broken, units, name not in changed)
+        if race:
+            return
+        if kind in COUNTED and off and self._reading is None:
+            self._look_at_mask(call, [gap for gap in found if gap.tensor in off])
+        if nonfinite:
+            return
+        if kind == DRAWN:
+            self._look_at_slopes(found, call.q.dtype)
+        bad = [gap for gap in found if gap.tensor in ("out", "lse") and gap.largest > 1]
+        if bad and kind not in COUNTED and self._scale is None:
+            worst = max(bad, key=lambda gap: gap.largest)
+            self._scale = faults.scale_used(call, worst.exact, results)
+        if kind == TIED and "out" not in off:
+            dq = [gap for gap in found if gap.tensor == "dq"]
+            self._delta_fit = faults.fit_delta(call, dq, results)
+            self._look_at_carrier(call, results, exacts)
+
+    def _look_at_slopes(self, found: Iterable[Gap], dtype: torch.dtype) -> None:
+        u = torch.finfo(dtype).eps / 2
+        for gap in found:
+            if gap.tensor == "lse":
+                continue
+            value = faults.factor(gap)
+            if value is not None and abs(value - 1) > 4 * u:
+                self._factors.setdefault(gap.tensor, value)
+            elif faults.is_truncated(gap, dtype):
+                self._truncated.setdefault(gap.tensor, set()).update(_heads(gap.exact, gap.tensor))
+
+    def _look_at_mask(self, call: Call, found: Sequence[Gap]) -> None:
+        worst = max(found, key=lambda gap: gap.largest).exact.unit
+        for where in ("forward", "backward"):
+            reading = faults.read_mask(self.engine, call, worst, where == "backward")
+            if reading is not None:
+                self._reading = where, reading
+                return
+
+    def _look_at_carrier(self, call: Call, results: Results, exacts: Sequence[Exact]) -> None:
+        """Runs the backward with exact delta, if the engine is one for it."""
+        engine = self.engine
+        has_dq = any(bool(exact.values["dq"].any()) for exact in exacts)  # not of single keys
+        if not engine.reads_out or "lse" not in results or not has_dq:
+            return
+        carried = run_carried(engine, call, results, exacts)
+        if _same(carried["dq"], results["dq"]) and self._is_of_output:
+            why = "its backward takes no notice of the output that it is given"
+            self._carrier = (f"{why}, so that it cannot be handed an exact delta.", False)
+            return
+        proof = proof_of(engine, call.q, call.k, call.v, call.spec, False)
+        tiles = tiles_of(engine, call)
+        found = gaps(call, carried, exacts, delta_is_exact=True, tiles=tiles)
+        off = sorted({gap.tensor for gap in found if gap.largest > 1}, key=TENSORS.index)
+        if proof.failure:
+            self._carrier = (f"it cannot be handed an exact delta: {proof.failure}.", False)
+        elif off:
+            names = " and ".join(_WORDS[tensor] for tensor in off)
+            self._carrier = (
+                f"in small it passes the test of an exact delta, but here {names} are outside"
+                " their bounds with one.",
+                True,
+            )
+
+    @property
+    def _is_of_output(self) -> bool:
+        return self._delta_fit is not None and self._delta_fit.of_output > 0.5
+
+    def _add_row(
+        self, kind: str, found: Sequence[Gap], nonfinite: int, units: str, repeats: bool
+    ) -> None:
+        errors = sum(gap.error.nan_to_num(0.0).square().sum().item() for gap in found)
+        sizes = sum(gap.value.nan_to_num(0.0, 0.0, 0.0).square().sum().item() for gap in found)
+        worst = max(found, key=lambda gap: gap.largest)
+        place = torch.nonzero(worst.ratio == worst.largest)[0].tolist()
+        heads = sorted(_heads(worst.exact, worst.tensor))
+        head, row = (0, place[0]) if worst.tensor in OF_KEYS else place[:2]
+        self.rows.append(
+            Row(
+                *self.place,
+                inputs=kind,
+                tensor=worst.tensor,
+                error=math.sqrt(errors / sizes) if sizes else math.sqrt(errors),
+                of_bound=worst.largest,
+                worst_head=heads[head],
+                worst_row=row,
+                nonfinite=nonfinite,
+                units=units,
+                repeats=repeats,
+            )
+        )
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether the engine was run at all."""
+        return bool(self._noted or self._failures)
+
+    @property
+    def delta(self) -> str:
+        """Where the backward takes delta from."""
+        fit = self._delta_fit
+        if fit is None:
+            return "unknown"
+        if "dq" in self._noted[TIED]["off"]:
+            is_rounded = fit.explained > _MOSTLY and fit.left > _ROUNDED
+            return "rounded" if is_rounded else "unknown"
+        return "rounded output" if self._is_of_output else "exact"
+
+    def findings(self) -> list[Finding]:
+        """Names what was noted; a cause that explains more stands for what it explains."""
+        found: list[Finding] = []
+        for why in dict.fromkeys(self._failures.values()):
+            kinds = tuple(kind for kind, reason in self._failures.items() if reason == why)
+            found.append(self._finding("fails", kinds, {}, f"it fails: {why}."))
+        noted = {what: self._gathered(what) for what in ("nonfinite", "race", "order")}
+        for what in ("nonfinite", "race"):
+            if shown := noted[what]:
+                found.append(self._finding(what, *shown, _say(what, shown[1])))
+        cause = self._cause_of_off(bool(noted["nonfinite"] or noted["race"]))
+        found += [cause] if cause else []
+        if self._carrier is not None and not any(finding.is_broken for finding in found):
+            why, is_broken = self._carrier
+            found.append(self._finding("carrier", (TIED,), {}, why, is_broken))
+        if (order := noted["order"]) and not noted["race"] and not noted["nonfinite"]:
+            found.append(self._finding("order", *order, _say("order", order[1]), False))
+        return found
+
+    def _cause_of_off(self, is_known: bool) -> Finding | None:
+        """What results outside their bounds, and a bias within them, come from."""
+        off = self._gathered("off")
+        kinds, tensors = off or ((), {})
+        if self._reading:
+            where, reading = self._reading
+            say = f"the mask of its {where} is wrong: {reading.example}"
+            count = f"{reading.extra} pairs too many, {reading.missing} too few in one key head"
+            return self._finding("mask", kinds, tensors, f"{say} ({count}).")
+        if self._scale is not None:
+            say = f"scores are scaled by {self._scale:.3g} times the scale asked for"
+            return self._finding("scale", kinds, tensors, f"{say}.")
+        if self._factors:
+            say = ", ".join(f"{_WORDS[x]} {value:.3g} times" for x, value in self._factors.items())
+            names = {name: tensors.get(name, set()) for name in self._factors}
+            return self._finding("factor", (DRAWN,), names, f"returned is {say} the exact one.")
+        if self._truncated:
+            names = self._truncated
+            return self._finding("truncation", (DRAWN,), names, _say("truncation", names))
+        fit = self._delta_fit
+        if off is None or is_known:
+            return None
+        if "dq" in tensors and self.delta == "rounded" and fit is not None:
+            say = f"delta is rounded to {self.place[-1].upper()} in its backward"
+            size = f"it is off by {fit.left:.2g} units in the last place in the mean square"
+            return self._finding("delta", kinds, tensors, f"{say}: {size}{_where(tensors)}.")
+        worst = max(self.rows, key=lambda row: row.of_bound)
+        size = f"at worst {worst.of_bound:.2g} times, {worst.tensor} of head {worst.worst_head}"
+        why = f"{_say('off', tensors)}: {size}, row {worst.worst_row}."
+        return self._finding("off", kinds, tensors, why)
+
+    def _gathered(self, what: str) -> tuple[tuple[str, ...], _Heads] | None:
+        """The kinds of inputs that showed something, and the tensors with their heads."""
+        kinds = tuple(kind for kind, noted in self._noted.items() if noted[what])
+        all_heads = [self._noted[kind][what] for kind in kinds]
+        tensors = {
+            name: set[int]().union(*(heads.get(name, ()) for heads in all_heads))
+            for name in TENSORS
+            if any(name in heads for heads in all_heads)
+        }
+        return (kinds, tensors) if kinds else None
+
+    def _finding(
+        self, fault: Fault, kinds: tuple[str, ...], tensors: _Heads, why: str, broken: bool = True
+    ) -> Finding:
+        heads = sorted(set().union(*tensors.values()))
+        return Finding(
+            *self.place, fault, kinds, tuple(tensors), tuple(heads), why,
+            self.advice if broken else "", broken,
+        )  # fmt: skip
+
+
+def tiles_of(engine: Engine, call: Call) -> tuple[int, int]:
+    """Returns after how many tiles of queries, and of keys, an engine rounds its sums."""
+    if call.q.is_cuda or engine.backend != SDPBackend.FLASH_ATTENTION:
+        return 1, 1
+    rows, keys = call.q.size(2), call.k.size(2)
+    tile = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return math.ceil(rows / tile), math.ceil(keys / 512)
+
+
+def _nonfinite(results: Results, exacts: Sequence[Exact], tensor: str) -> set[int]:
+    """The heads in which a tensor is not finite; where compared, only if it should be."""
+    whole = results[tensor]
+    # Infinite logsumexp is that of a row that sees no key.
+    bad = whole.isnan() if tensor == "lse" else ~whole.isfinite()
+    heads = {*torch.nonzero(bad.flatten(2).any(-1).any(0)).flatten().tolist()}
+    if not heads:
+        return heads
+    compared: set[int] = set()
+    for exact in exacts:
+        found = exact.part(results, tensor)
+        should_be = exact.judged(tensor)
+        if ((found.isnan() if tensor == "lse" else ~found.isfinite()) & should_be).any():
+            return heads
+        compared |= _heads(exact, tensor)
+    # All of it lies in what was not compared, or is too large for the format.
+    return heads - compared
+
+
+def _race(
+    changed: Collection[str], first: Results, second: Results, found: Iterable[Gap]
+) -> _Heads:
+    """The heads in which two runs differ by more than another order of additions can."""
+    race: _Heads = {}
+    eps = torch.finfo(first["out"].dtype).eps
+    for gap in found:
+        exact, tensor = gap.exact, gap.tensor
+        if tensor not in changed:
+            continue
+        one, other = exact.part(first, tensor), exact.part(second, tensor)
+        is_same = (one.isnan() & other.isnan()) | (one == other)
+        # Each run's own sum is rounded at last.
+        rounding = eps / 2 * (one.abs() + other.abs())
+        allowed = exact.orders.get(tensor, exact.bounds[tensor]) + rounding
+        if tensor != "lse":
+            # Bounds say nothing of a row that is wrong: what another order changes in it is small
+            # beside its own largest value.
+            is_off = (gap.ratio > 1).any(-1, keepdim=True)
+            size = one.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+            allowed = allowed + is_off * eps * size
+        beyond = ~((one - other).abs() <= allowed) & ~is_same & exact.judged(tensor)
+        if beyond.any():
+            race.setdefault(tensor, set()).update(_heads(exact, tensor, beyond))
+    return race
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors agree bit for bit; NaN is NaN."""
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def _heads(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
+    """The heads of a unit in which something is bad, all of them by default."""
+    if tensor in OF_KEYS:
+        return {exact.unit.kv_head}
+    group = len(exact.delta)
+    members = range(group)
+    if bad is not None:
+        members = torch.nonzero(bad.flatten(1).any(-1)).flatten().tolist()
+    return {exact.unit.kv_head * group + member for member in members}
+
+
+def _say(fault: Fault, tensors: _Heads) -> str:
+    names = [_WORDS[name] for name in tensors]
+    named = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    are = f"{named} {'is' if len(names) == 1 else 'are'}"
+    return _SENTENCES[fault].format(named=named, are=are, where=_where(tensors))
+
+
+def _where(tensors: _Heads) -> str:
+    """In which heads, in words."""
+    heads = sorted(set().union(*tensors.values()))
+    if not heads:
+        return ""
+    kind = "key head" if all(name in OF_KEYS for name in tensors) else "head"
+    shown = ", ".join(map(str, heads[:8])) + (" and others" if len(heads) > 8 else "")
+    return f", in {kind}{'s' if len(heads) > 1 else ''} {shown}"

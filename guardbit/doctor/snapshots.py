@@ -1,0 +1,118 @@
+"""Snapshots: inputs of a few heads at one step, in a file beside the telemetry.
+
+`snapshot-000001200.pt` holds those of step 1,200: a dict that `torch.load(weights_only=True)`
+reads, of plain Python and tensors alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from guardbit.doctor.attention import HeadInputs
+from guardbit.store import is_run, read_events, read_metadata
+from guardbit.store.files import publish
+
+_FORMAT = 1
+_NAME = re.compile(r"snapshot-(\d+)\.pt")
+
+
+class KeptHead(NamedTuple):
+    """One head at one step."""
+
+    step: int  # optimizer step
+    site: str  # name of the attention module
+    head: int  # number of the head
+    stabilizer: str  # what ran in it; unless "none", the kernel's output and dQ are not kept
+    inputs: HeadInputs  # the head, in the host's memory
+    kernel: str = ""  # name of the engine that ran it, "" where it is not known
+
+
+def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
+    """Writes the snapshots of one step, or nothing at all."""
+    # Of each head what it is, and its inputs beside that.
+    heads = [{**one._asdict(), **vars(one.inputs)} for one in snapshots]
+    for head in heads:
+        del head["step"], head["inputs"]
+    path = folder / f"snapshot-{step:09d}.pt"
+    publish(path, lambda stream: torch.save({"format": _FORMAT, "heads": heads}, stream))
+    return path
+
+
+def snapshot_files(folder: Path) -> dict[int, Path]:
+    """Returns the files of a run's snapshots by their steps, in order."""
+    found = {}
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if match := _NAME.fullmatch(path.name):
+                found[int(match[1])] = path
+    return found
+
+
+def read_snapshots(folder: Path) -> list[KeptHead]:
+    """Reads the snapshots of a run, in the order of their steps."""
+    names = [field.name for field in fields(HeadInputs)]
+    found = []
+    for step, path in snapshot_files(folder).items():
+        try:
+            held = torch.load(path, map_location="cpu", weights_only=True)
+            if held["format"] != _FORMAT:
+                raise ValueError("it is of another version of GuardBit")
+            for one in held["heads"]:
+                inputs = HeadInputs(**{name: one[name] for name in names})
+                what = {name: one[name] for name in ("site", "head", "stabilizer", "kernel")}
+                found.append(KeptHead(step, **what, inputs=inputs))
+        except OSError:
+            raise
+        except Exception as error:  # whatever unpickling a broken file raises
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"the snapshot {path} cannot be read: {why}") from error
+    return found
+
+
+def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
+    """Reads the snapshots of a run, head by head, the first that was kept first."""
+    if folder.is_file():
+        raise ValueError(
+            f"cannot read a run from the file {folder}: the run's folder is needed, which holds the"
+            " inputs of alarmed heads"
+        )
+    heads: dict[str, list[KeptHead]] = {}
+    for snapshot in read_snapshots(folder):
+        heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)
+    if not heads:
+        raise ValueError(f"{_why_none(folder)}; session.snapshot(site, heads) keeps any head")
+    for name in wanted:
+        if name not in heads:
+            raise ValueError(f"there is no snapshot of {name}; there are {', '.join(heads)}")
+    chosen = []
+    for name, snapshots in heads.items():
+        if not wanted or name in wanted:
+            stock = [one for one in snapshots if one.stabilizer == "none"]
+            chosen.append(stock or snapshots)
+    return chosen
+
+
+def last_verdict(folder: Path) -> str:
+    """Returns the verdict that the run ends with, and why; "none" if it has none."""
+    events = read_events(folder)
+    verdicts = events[events["kind"] == "verdict"]
+    if verdicts.empty:
+        return "none"
+    last = verdicts.iloc[-1]
+    return f"{last['verdict']}: {last['why']}"
+
+
+def _why_none(folder: Path) -> str:
+    noted = read_metadata(folder).get("snapshots")
+    events = read_events(folder)
+    named = events.loc[events["kind"].isin(("alarm", "advisory")), "heads"]
+    if not noted and is_run(folder) and not any(named.map(len)):
+        return "no head of this run was alarmed, so there is nothing to diagnose"
+    reason = noted or "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0"
+    return f"the run at {folder} holds no snapshots: {reason}"
