@@ -1,73 +1,53 @@
 """Descriptions of a module's inputs, and made-up inputs that match them.
 
-A description keeps no tensor of the run but short ones of whole numbers, because lengths, grids and
-positions decide what the module does with the rest.
+A description is a deepcopy that keeps no tensor of the run but short ones of whole numbers, because
+lengths, grids and positions decide what the module does with the rest. Made-up inputs are a
+deepcopy of that.
 """
 
 from __future__ import annotations
 
-import copyreg
+import copy
 import enum
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from guardbit.monitor.module_copy import stand_in
+from guardbit.monitor.module_copy import Copier, Copiers
 
 #: Most elements of a tensor of whole numbers that is kept.
 _MOST_KEPT = 2**14
 
 #: What is handed on as it is.
 _AS_THEY_ARE = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type, FunctionType,
-    BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device,
+    bool, int, float, complex, str, bytes, range, slice, type, FunctionType, MethodType, ModuleType,
+    nn.Module, torch.dtype, torch.device, enum.Enum,
 )  # fmt: skip
 
+_CONTAINERS = (tuple, list, deque, Mapping)
 
-class TensorSpec(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
     """Describes a tensor among a module's inputs, so that a similar one can be made."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
 
 
-class _Values(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Values:
     """A tensor whose values are kept."""
 
     tensor: Tensor
-
-
-class _Object(NamedTuple):
-    """An object as PyTorch or pickle takes it apart.
-
-    The latter gives a function, arguments, state, items of a list and pairs of a dict.
-    """
-
-    parts: Any
-    is_mapping: bool = False
-
-
-class _Itself(NamedTuple):
-    """An object that cannot be taken apart, or what stands for an iterator or a file."""
-
-    held: Any
-
-
-class _Tree(NamedTuple):
-    """Containers, and descriptions of what they hold."""
-
-    leaves: list[Any]
-    spec: TreeSpec
 
 
 @dataclass(slots=True)
@@ -85,57 +65,20 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInpu
     )
 
 
-def describe(x: Any, within: tuple[int, ...] = ()) -> Any:
+def describe(x: Any) -> Any:
     """Describes an input; a tensor that cannot be described becomes None."""
-    if isinstance(x, Tensor):
-        return _describe_tensor(x)
-    if isinstance(x, (*_AS_THEY_ARE, enum.Enum)):
-        return x
-    if id(x) in within:
-        return None
-    try:
-        leaves, spec = tree_flatten(x)
-    except RecursionError:  # it contains itself
-        return None
-    within = (*within, id(x))
-    if len(leaves) != 1 or leaves[0] is not x:
-        tree = _Tree([describe(leaf, within) for leaf in leaves], spec)
-        return tree if isinstance(x, tuple | list | dict | deque) else _Object(tree)
-    try:
-        parts = [describe(part, within) for part in _taken_apart(x)]
-        return _Object(parts, isinstance(x, Mapping))
-    except Exception:
-        return _Itself(stand_in(x))
+
+    def copier_of(kind: type) -> Copier | None:
+        if issubclass(kind, Tensor):
+            return lambda x, _: _describe_tensor(x)
+        return _itself if issubclass(kind, _AS_THEY_ARE) else None
+
+    with Copiers(copier_of).in_use():
+        return copy.deepcopy(x)
 
 
-def _taken_apart(x: Any) -> list[Any]:
-    if isinstance(x, MappingProxyType):
-        return [MappingProxyType, (dict(x),), None, [], []]
-    parts = copyreg.dispatch_table.get(type(x), lambda x: x.__reduce_ex__(4))(x)
-    function, args, state, items, pairs, *_ = (*parts, None, None, None)
-    return [function, args, state, list(items or ()), list(pairs or ())]
-
-
-def _built(function: Any, args: Any, state: Any, items: Any, pairs: Any) -> Any:
-    made = function(*args)
-    for item in items:
-        made.append(item)
-    for key, value in pairs:
-        made[key] = value
-    if state is not None and hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    elif state is not None:
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        if attributes:
-            vars(made).update(attributes)
-        for name, value in (slots or {}).items():
-            object.__setattr__(made, name, value)
-    return made
-
-
-def describe_items(items: tuple[Any, ...]) -> Any:
-    """Describes a tuple of things that are described already."""
-    return _Tree(list(items), tree_structure(tuple(0 for _ in items)))
+def _itself(x: Any, _: object) -> Any:
+    return x
 
 
 def _describe_tensor(x: Tensor) -> TensorSpec | _Values | None:
@@ -146,7 +89,7 @@ def _describe_tensor(x: Tensor) -> TensorSpec | _Values | None:
     is_real = type(x) in (Tensor, nn.Parameter) and not isinstance(x, FakeTensor)
     if is_whole and is_real and x.numel() <= _MOST_KEPT and not torch.compiler.is_compiling():
         return _Values(x.detach().clone())
-    return TensorSpec(shape, x.dtype, x.device)
+    return TensorSpec(shape, x.dtype)
 
 
 def present_size(n: int | torch.SymInt) -> int:
@@ -158,45 +101,49 @@ def present_size(n: int | torch.SymInt) -> int:
 def make_up(
     inputs: ModuleInputs, generator: torch.Generator, cut: bool, with_objects: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes up inputs that match a description, on the generator's device."""
-    everything = (*inputs.args, *inputs.kwargs.values())
-    shapes = (x.shape for described in everything for x in _tensors_in(described))
-    batch = next((shape[0] for shape in shapes if len(shape) >= 2), None) if cut else None
+    """Makes up inputs that match a description, on the generator's device.
 
-    def make(x: Any) -> Any:
-        return _made(x, batch, generator, with_objects)
+    Args:
+        inputs: The description.
+        generator: Draws the values of floating tensors.
+        cut: Whether to make one sequence only.
+        with_objects: Whether to make objects other than containers too; else they become None.
+    """
+    batch = _batch_of(inputs) if cut else None
 
-    return tuple(map(make, inputs.args)), {name: make(x) for name, x in inputs.kwargs.items()}
+    def copier_of(kind: type) -> Copier | None:
+        if issubclass(kind, TensorSpec | _Values):
+            return lambda x, _: _made(x, batch, generator)
+        if issubclass(kind, _AS_THEY_ARE):
+            return _itself
+        return None if with_objects or issubclass(kind, _CONTAINERS) else lambda x, _: None
+
+    # One by one: a tensor that was given twice was described twice, and is made twice.
+    with Copiers(copier_of).in_use():
+        args = tuple(copy.deepcopy(x) for x in inputs.args)
+        return args, {name: copy.deepcopy(x) for name, x in inputs.kwargs.items()}
 
 
-def _tensors_in(x: Any) -> Iterator[TensorSpec]:
-    if isinstance(x, TensorSpec):
-        yield x
-    elif isinstance(x, _Tree):
-        for leaf in x.leaves:
-            yield from _tensors_in(leaf)
+def _batch_of(inputs: ModuleInputs) -> int | None:
+    for x in (*inputs.args, *inputs.kwargs.values()):
+        try:
+            leaves = tree_leaves(x)
+        except RecursionError:  # it contains itself
+            continue
+        for leaf in leaves:
+            if isinstance(leaf, TensorSpec) and len(leaf.shape) >= 2:
+                return leaf.shape[0]
+    return None
 
 
-def _made(x: Any, batch: int | None, generator: torch.Generator, with_objects: bool) -> Any:
-    make = partial(_made, batch=batch, generator=generator, with_objects=with_objects)
+def _made(x: TensorSpec | _Values, batch: int | None, generator: torch.Generator) -> Tensor:
     device = generator.device  # the module's; it may have been moved since the inputs were seen
     if isinstance(x, _Values):
         values = x.tensor.to(device)
         return values[:1] if values.dim() >= 2 and len(values) == batch else values.clone()
-    if isinstance(x, _Tree):
-        return tree_unflatten([make(leaf) for leaf in x.leaves], x.spec)
-    if isinstance(x, _Object):
-        if not with_objects and not x.is_mapping:
-            return None
-        return make(x.parts) if isinstance(x.parts, _Tree) else _built(*map(make, x.parts))
-    if isinstance(x, _Itself):
-        return x.held if with_objects else None
-    if not isinstance(x, TensorSpec):
-        return x
     shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
-    if x.dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.complex64, device=device)
-    if x.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        dtype = torch.complex64 if x.dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
     fill = torch.ones if x.dtype == torch.bool else torch.zeros
     return fill(shape, dtype=x.dtype, device=device)

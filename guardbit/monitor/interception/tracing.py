@@ -22,7 +22,6 @@ from guardbit.monitor.interception.inputs import (
     ModuleInputs,
     describe,
     describe_inputs,
-    describe_items,
     present_size,
 )
 from guardbit.monitor.interception.records import (
@@ -118,7 +117,7 @@ def _describe_variable(variable: Any) -> Any:
     if variable.is_python_constant():
         return describe(variable.as_python_constant())
     if isinstance(variable, BaseListVariable):
-        return describe_items(tuple(_describe_variable(item) for item in variable.items))
+        return tuple(_describe_variable(item) for item in variable.items)
     if isinstance(variable, TensorVariable):
         return describe(variable.as_proxy().node.meta["example_value"])
     return None
