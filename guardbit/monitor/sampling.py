@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from guardbit.monitor import ranks
-from guardbit.monitor.coverage import MissedModules
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal, metadata_of
 from guardbit.monitor.measure import Measurement, NoAttentionSeenError, Sent, joined
-from guardbit.monitor.notices import Notices
+from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import Stages
 from guardbit.monitor.switching import Switching
