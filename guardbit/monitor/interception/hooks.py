@@ -33,8 +33,8 @@ from guardbit.monitor.interception.installation import look_again
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_inputs
 
-# Frames from what lies behind a door to the caller of the door.
-_BEYOND_DOOR = 2
+# Frames from what the guard calls to the caller of the guard.
+_BEYOND_GUARD = 3
 
 # What a copy of a module has in place of the number of a site.
 _NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
@@ -52,7 +52,7 @@ def _enter_traced(
 def _enter_eagerly(
     _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    caller = sys._getframe(_BEYOND_DOOR)
+    caller = sys._getframe(_BEYOND_GUARD)
     if is_jit_traced():
         return
     if "_is_replica" in vars(module):

@@ -15,21 +15,21 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
 from guardbit import guard
-from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import report
 from guardbit.monitor.interception.frames import drop_stale, frame_stack, site_modules
-from guardbit.monitor.interception.inputs import (
-    ModuleInputs,
-    describe,
-    describe_inputs,
-    present_size,
-)
 from guardbit.monitor.interception.records import (
+    Heads,
     TracedRefusal,
     keep_traced_entry,
     keep_traced_inputs,
     keep_traced_refusal,
     keep_traced_share,
+)
+from guardbit.monitor.interception.rerunning import (
+    ModuleInputs,
+    describe,
+    describe_inputs,
+    present_size,
 )
 
 

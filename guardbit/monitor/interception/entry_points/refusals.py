@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.op import has_tangent
-from guardbit.monitor.interception.calls import CAPTURED
+from guardbit.monitor.interception.records import CAPTURED
 
 #: What answers for tensors of PyTorch's own classes, and for those that leave it at that.
 _ORDINARY = (
