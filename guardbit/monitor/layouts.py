@@ -121,5 +121,4 @@ class Layout:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names, quoted, for a sentence."""
     return ", ".join(f"'{name}'" for name in names) or "none"

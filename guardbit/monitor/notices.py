@@ -74,11 +74,9 @@ class Notices:
         self._on_alarm = on_alarm
         self._said: set[str] = set()
         # The modules that look like attention and were not seen to call it, and how much is
-        # watched: both are known once attention was called. Until then it is recorded who runs.
+        # watched: both are known once attention was called.
         self._unseen: list[Site] = []
         self._table: dict[str, dict[str, Any]] = {}
-        self._is_noting = True
-        interception.entries.start()
         # Calls elsewhere are left alone on purpose where modules were selected.
         self._outside = None if instrumentation.is_selection else interception.OutsideCalls()
         self._switch_reports = SwitchReports(instrumentation)
@@ -94,21 +92,15 @@ class Notices:
         return is_first
 
     def close(self) -> None:
-        """Stops recording which modules run, and counting what is called outside them."""
         self.abandon_sampled_step()
-        if self._is_noting:
-            self._is_noting = False
-            interception.entries.stop()
 
     @property
     def coverage(self) -> tuple[int, int]:
-        """How many attention modules are watched, and of how many that are known."""
         rows = self._table.values()
         return sum(row["watched"] for row in rows), sum(row["modules"] for row in rows)
 
     @property
     def why_nothing(self) -> str:
-        """Why a step had no attention that could be measured."""
         return _why_nothing(self._instrumentation)
 
     # --- attention that is not watched -----------------------------------------------------------
@@ -140,12 +132,10 @@ class Notices:
             )
 
     def report_unseen(self, step: int) -> None:
-        """Reports attention that nothing watches, and how much is watched, once it was called."""
-        called = self._instrumentation.sites if self._is_noting else {}
+        called = {} if self._table else self._instrumentation.sites
         if not called:
             return
         self._unseen = _unseen(self._instrumentation.candidates, called)
-        self.close()
         self._table = _table(list(called.values()), self._unseen)
         watched, total = self.coverage
         which = " that `sites` selects" if self._instrumentation.is_selection else ""
@@ -195,7 +185,6 @@ class Notices:
     # --- what ran --------------------------------------------------------------------------------
 
     def report_runs(self, step: int, is_last: bool = False) -> None:
-        """Reports heads that did not run what they are switched to."""
         for event in self._switch_reports.check(step, is_last):
             self._exchange.record(event)
             if ranks.rank() > 0:  # only rank 0 logs events

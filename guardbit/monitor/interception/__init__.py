@@ -26,7 +26,6 @@ From the bottom up; each file imports from those before it only:
 """
 
 from guardbit.monitor.interception.doors import listeners, recorders, unlisten
-from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import (
     install,
@@ -53,7 +52,6 @@ __all__ = [
     "StepCalls",
     "attach",
     "detach",
-    "entries",
     "install",
     "is_attached",
     "left_alone",

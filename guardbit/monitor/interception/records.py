@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception.frames import (
+    SITE_ATTRIBUTE,
     count_call,
-    entries,
     frame_stack,
     site_modules,
     site_number,
@@ -171,7 +171,6 @@ def note_call(
     watched: bool = False,
     share: Share | None = None,
 ) -> str | None:
-    """Records a call of the running module."""
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
     state = runtime.site(number)
@@ -253,18 +252,15 @@ def know_traced_share(number: int) -> None:
 
 
 def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
-    """Records the inputs of a module that a compiler traced, or that ran around a traced one."""
     _of(site_number(module)).inputs = _of(type(module)).inputs = inputs
 
 
 def keep_traced_entry(number: int, entry: str) -> None:
-    """Records which function was called in a call that a compiler traced."""
     if number in site_modules:
         _of(number).entry = _of(type(site_modules[number])).entry = entry
 
 
 def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
-    """Records why a call that a compiler traced keeps PyTorch's function."""
     if number in site_modules:
         for known in (_of(number), _of(type(site_modules[number]))):
             if known.refusal is None or refusal.with_gradients:
@@ -324,8 +320,9 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
 
 
 def ran(number: int, module: nn.Module) -> bool:
-    """Whether a module ran while `entries` recorded, or a compiler traced it or one of its type."""
-    return number in entries.numbers or _inputs(number, module) is not None
+    """Whether a module has run, or a compiler traced it or one of its type."""
+    place = getattr(module, SITE_ATTRIBUTE, None)
+    return (place is not None and place.has_run) or _inputs(number, module) is not None
 
 
 def _inputs(number: int, module: nn.Module) -> ModuleInputs | None:
@@ -362,14 +359,12 @@ class OutsideCalls:
         self._thread = 0
 
     def start(self) -> None:
-        """Begins to count the calls of the caller's thread, from 0."""
         self.count, self.where = 0, ""
         self._thread = threading.get_ident()
         if self not in _counting:
             _counting.append(self)
 
     def stop(self) -> None:
-        """Ends that; calling it again is harmless."""
         if self in _counting:
             _counting.remove(self)
 

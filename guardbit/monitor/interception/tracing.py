@@ -45,7 +45,6 @@ def _drop_stale(_: Any) -> None:
 
 
 def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Records the inputs of a module that is being traced."""
     comptime(_read_inputs)
 
 

@@ -98,7 +98,6 @@ class Watch:
 
     @reporting
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Takes the gradient of the output, in the backward."""
         self._d_out, self._saved = d_out, saved
         if not self._waits_for_dq:
             self._report(None)

@@ -194,7 +194,6 @@ class EntryPoint:
 
     @property
     def name_there(self) -> str:
-        """The function's name in `owner`."""
         return self.attribute.rpartition(".")[2]
 
 
@@ -224,7 +223,6 @@ def heads_first(x: Tensor, layout: Layout) -> Tensor:
 
 
 def as_given(x: Tensor, layout: Layout) -> Tensor:
-    """Undoes `heads_first`."""
     if layout == "BHND":
         return x
     return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)

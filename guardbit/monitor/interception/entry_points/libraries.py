@@ -116,7 +116,6 @@ class LibraryEntryPoint(EntryPoint):
         return found is not None if self.is_of_hub else super().is_genuine(found)
 
     def find(self) -> bool:
-        """See `EntryPoint.find`; reads the function's parameters."""
         was_known = self.original is not None
         if self.is_of_hub and not was_known:
             self.home = home_of(self.engine)
@@ -132,13 +131,11 @@ class LibraryEntryPoint(EntryPoint):
         return True
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a call's arguments by name."""
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
     def why_other(
         self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> str | None:
-        """See `EntryPoint.why_other`; compared once for each configuration."""
         if not self.is_of_hub:
             return None
         q, k, _, spec, *_ = bound
@@ -174,7 +171,6 @@ class LibraryEntryPoint(EntryPoint):
         return "its function does not return what its kernel does, so that it is another one"
 
     def understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
-        """Binds a call, see `EntryPoint`."""
         if not is_unread():
             return self._bound(args, kwargs, is_unread=False)
         with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
@@ -216,7 +212,6 @@ class LibraryEntryPoint(EntryPoint):
     def result(
         self, out: Tensor, lse: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Returns what the function does, see `EntryPoint.returns`."""
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
         lse = lse.squeeze(0) if self.is_packed else lse
         if self.engine == "varlen_attn":

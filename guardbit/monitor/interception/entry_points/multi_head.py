@@ -61,7 +61,6 @@ _COMPILED = f"{_RETURNS_WEIGHTS}; compiled it is not watched either"
 
 
 def bind(*args: Any, **kwargs: Any) -> Refusal:
-    """Binds a call, see `base.EntryPoint`."""
     return Refusal(_RETURNS_WEIGHTS)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit.guard import Around, call_first
+from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points.base import (
@@ -114,7 +115,6 @@ def _attending(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _bind(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Bound | Refusal:
-    """Binds a call of `attend`."""
     found = bind(module, *args, **kwargs)
     if isinstance(found, Refusal):
         why: str | None = found.why
@@ -212,30 +212,14 @@ def _is_what_is_said(
     with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
         said = bind(module, *args, **kwargs)
         assert isinstance(said, Bound)
-        ours = _plain(said).transpose(1, 2)
+        ours = shadow(said.q, said.k, said.v, spec=said.spec)
         theirs, _ = original(module, *args, **kwargs)
-        if theirs.shape != ours.shape:
+        if theirs.shape != ours.out.transpose(1, 2).shape:
             return False
         # Functions differ in rows that see no key.
-        seen = ours.isfinite()
-        difference = (theirs - ours).where(seen, 0.0).abs().max()
+        seen = ours.row_max.isfinite()[..., None]
+        difference = (theirs.transpose(1, 2) - ours.out).where(seen, 0.0).abs().max()
         return bool(difference <= _TOLERANCE * said.v.abs().max())
-
-
-def _plain(bound: Bound) -> Tensor:
-    """Computes what the arguments describe, `(B, H, N, D)`."""
-    q, k, v, spec = bound[:4]
-    group = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * spec.scale
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if spec.mask is not None:
-        scores = scores + spec.mask
-    if spec.sinks is None:
-        return scores.softmax(-1) @ v
-    sinks = spec.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
 
 
 EAGER = EntryPoint(
