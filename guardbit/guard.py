@@ -1,21 +1,19 @@
-"""The guard: whatever calls GuardBit from a training run comes in through a door of this file.
+"""The guard between a training run and GuardBit: whatever the run calls goes through this file.
 
-An error of GuardBit's ends at the door. It is handed to whoever can tell it, and the caller gets
-what it would have got without GuardBit. An error is any `Exception`, `MemoryError` included.
-`KeyboardInterrupt` and `SystemExit` belong to the user and pass. So does what is raised inside
-`refusing`: that is the answer to a bad argument. A strict session raises the errors themselves.
+If GuardBit raises, the guard reports the error and returns what the caller would have got without
+GuardBit. An error is any `Exception`, `MemoryError` included. `KeyboardInterrupt` and `SystemExit`
+belong to the user and pass, as do what is raised inside `refusing`, which answers a bad argument,
+and what a strict session raises.
 
-There is one kind of door for each way in:
+- `method` guards a method that a training loop or a framework calls.
+- `function` guards a function that PyTorch calls, such as a hook or a part of a backward; `again`
+  tries it twice.
+- `hook` guards a module's hook, which compilers trace too.
+- `stand_in` guards a function that stands in for one of PyTorch's or of a library.
+- `undo_all` runs a list of things to undo.
 
-- `method`: a method that a training loop or a framework calls.
-- `function`: a function that PyTorch calls: a hook, a part of a backward, a listener.
-- `again`: the same, tried twice.
-- `hook`: a hook that compilers trace too.
-- `stand_in`: a function that stands in for one of PyTorch's or a library's.
-- `between`: a function of the user's that is called later, with doors before and after it.
-
-What is written here is all that runs outside a door, so it must stay short. Compilers trace `hook`
-and `stand_in` as far as `is_compiling`.
+What is written here is all that runs unguarded, so it must stay short. Compilers trace `hook` and
+`stand_in` as far as `is_compiling`.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-#: Takes an error that has come to a door; it may raise this very error, and nothing else.
+#: Reports an error; it may raise this very error, and nothing else.
 Contain = Callable[[Exception], None]
 
 # Activation checkpointing ends a recomputation by it, from within whatever saves a tensor.
@@ -58,7 +56,7 @@ class Guarded:
     _is_void: bool = False
 
     def _contain(self, error: Exception, where: str) -> None:
-        """Takes an error that reached the guard; it may raise this very error only."""
+        """Reports an error that the guard caught; it may raise this very error only."""
         raise NotImplementedError
 
 
@@ -103,8 +101,15 @@ def _passes(error: Exception) -> bool:
     return hasattr(error, _REFUSAL) or isinstance(error, _SIGNALS)
 
 
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def _never_began(error: Exception) -> bool:
-    """Whether a call failed because its arguments do not fit: no frame below the door's own."""
+    """Whether a call failed because its arguments do not fit: no frame below that of `_tried`."""
     traceback = error.__traceback__
     return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
 
@@ -117,28 +122,50 @@ def _is_no_object(method: Callable[..., Any], given: object) -> str:
     )
 
 
+def _tried(
+    contains: tuple[Contain, ...],
+    otherwise: Callable[..., Any],
+    inside: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls a function once for each that takes its error, until it succeeds."""
+    # All tries have the same frames above them: some look for their caller's.
+    for contain in contains:
+        try:
+            return inside(*args, **kwargs)
+        except Exception as error:
+            if _passes(error):
+                raise
+            _contained(error, contain)
+    return otherwise(*args, **kwargs)
+
+
 def method(
     otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
     """Makes a method of a `Guarded` a door."""
 
     def decorate(inside: Any) -> Any:
+        def contain(self: Guarded, error: Exception) -> None:
+            if inside.__name__ == "__init__" and _never_began(error):
+                raise error
+            self._contain(error, inside.__name__)
+
         @functools.wraps(inside)
         def door(self: Guarded, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self, Guarded):
                 raise TypeError(_is_no_object(inside, self))
             if self._is_void:
                 return otherwise(self)
+            contains = (functools.partial(contain, self),)
             try:
-                return inside(self, *args, **kwargs)
-            except Exception as error:
-                if _passes(error) or (inside.__name__ == "__init__" and _never_began(error)):
-                    raise
-                _contained(error, lambda error: self._contain(error, inside.__name__))
+                return _tried(
+                    contains, lambda *_, **__: otherwise(self), inside, (self, *args), kwargs
+                )
             finally:
                 if at_last is not None:
                     _end(self, at_last)
-            return otherwise(self)
 
         return _marked(door)
 
@@ -146,48 +173,25 @@ def method(
 
 
 def _end(ended: Guarded, at_last: Callable[[Any], None]) -> None:
-    try:
-        undo_all([functools.partial(at_last, ended)])
-    except Exception as error:
-        _contained(error, lambda error: ended._contain(error, at_last.__name__))
+    contains = (lambda error: ended._contain(error, at_last.__name__),)
+    _tried(contains, _nothing, undo_all, ([functools.partial(at_last, ended)],), {})
 
 
-def function(
-    contain: Contain, otherwise: Callable[..., Any] = lambda *_, **__: None
-) -> Callable[[F], F]:
-    """Makes a function a door."""
-
-    def decorate(inside: Any) -> Any:
-        @functools.wraps(inside)
-        def door(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return inside(*args, **kwargs)
-            except Exception as error:
-                if _passes(error):
-                    raise
-                _contained(error, contain)
-            return otherwise(*args, **kwargs)
-
-        return _marked(door)
-
-    return decorate
+def function(contain: Contain, otherwise: Callable[..., Any] = _nothing) -> Callable[[F], F]:
+    """Makes a function a door; after an error `otherwise` is called with its arguments."""
+    return _door((contain,), otherwise)
 
 
 def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
-    """Makes a function a door that tries a second time."""
+    """Makes a function a door that tries a second time; after that it raises or returns None."""
+    return _door((contain, _raise if is_needed else contain), _nothing)
 
+
+def _door(contains: tuple[Contain, ...], otherwise: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
         def door(*args: Any, **kwargs: Any) -> Any:
-            # Both tries have the same frames above them: some look for their caller's.
-            for attempt in range(1, _TRIES + 1):
-                try:
-                    return inside(*args, **kwargs)
-                except Exception as error:
-                    if _passes(error) or (is_needed and attempt == _TRIES):
-                        raise
-                    _contained(error, contain)
-            return None
+            return _tried(contains, otherwise, inside, args, kwargs)
 
         return _marked(door)
 
@@ -202,14 +206,7 @@ def hook(
     def door(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return traced(*args, **kwargs)
-        for _ in range(_TRIES):
-            try:
-                return eager(*args, **kwargs)
-            except Exception as error:
-                if _passes(error):
-                    raise
-                _contained(error, contain)
-        return None
+        return _tried((contain, contain), _nothing, eager, args, kwargs)
 
     return _marked(door)
 
@@ -231,15 +228,8 @@ def stand_in(
         # then looks its own functions up by name and finds the stand-in.
         if _SAYS_TOO_LITTLE and TracingContext.try_get() is not None:
             return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
-        taken = None
-        for attempt in range(1, _TRIES + 1):
-            try:
-                taken = before(args, kwargs)
-                break
-            except Exception as error:
-                if _passes(error):
-                    raise
-                _contained(error, contain if attempt < _TRIES else give_up)
+        contains = (contain, give_up)
+        taken = _tried(contains, _nothing, before, (args, kwargs), {})
         if taken is None:
             return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         if isinstance(taken, Result):
@@ -248,14 +238,7 @@ def stand_in(
         found = call(*taken.args, **taken.kwargs)  # pyright: ignore[reportOptionalCall]
         if taken.after is None:
             return found
-        for attempt in range(1, _TRIES + 1):
-            try:
-                return taken.after(found)
-            except Exception as error:
-                if _passes(error):
-                    raise
-                _contained(error, contain if attempt < _TRIES else give_up)
-        return found
+        return _tried(contains, lambda found: found, taken.after, (found,), {})
 
     return _marked(door)
 
@@ -304,14 +287,7 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
 
 def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
     """Calls a function, then another with its result; only the latter is tried twice."""
-    made = function()
-    try:
-        return finish(made)
-    except Exception as error:
-        if _passes(error):
-            raise
-        _contained(error, contain)
-    return finish(made)
+    return _tried((contain, _raise), _nothing, finish, (function(),), {})
 
 
 def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:

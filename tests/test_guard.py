@@ -179,7 +179,7 @@ def test_a_second_try_has_the_same_frames_above_it(is_needed):
 
     @guard.again(told.append, is_needed)
     def look():
-        callers.append(sys._getframe(2))
+        callers.append(sys._getframe(3))
         if errors:
             raise errors.pop()
         return "found"

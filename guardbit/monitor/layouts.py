@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 Side = Literal["query", "key"]
@@ -68,14 +67,6 @@ class HeadRows:
             raise IndexError(f"head must be in 0..{heads - 1}, got {head}")
         return self._matrix(parameters)[self.rows[head]].float()
 
-    def is_same(self, other: object) -> bool:
-        """Whether another layout's rows are these."""
-        return (
-            isinstance(other, HeadRows)
-            and (other.parameter, other.input_axis) == (self.parameter, self.input_axis)
-            and torch.equal(other.rows, self.rows)
-        )
-
     def spread(self, factors: Tensor, parameter: Tensor) -> Tensor:
         """Lays one factor a head out along the features of a parameter."""
         is_bias = parameter.dim() < len(self.shape)
@@ -121,22 +112,6 @@ class Layout:
     is_latent: bool = False
     calls_are_alike: bool = True
 
-    def query_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """W_Q of all heads, `(H, d_head, d_model)`; see `HeadRows.weights`."""
-        return self.query.weights(parameters)
-
-    def query_weight(self, parameters: Mapping[str, Tensor], head: int) -> Tensor:
-        """W_Q of one query head, `(d_head, d_model)`; see `HeadRows.weight`."""
-        return self.query.weight(parameters, head)
-
-    def key_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """W_K of all heads of k, `(H_kv, d_head, d_model)`; see `HeadRows.weights`."""
-        return self.key_rows.weights(parameters)
-
-    def key_weight(self, parameters: Mapping[str, Tensor], head: int) -> Tensor:
-        """W_K of one head of k, `(d_head, d_model)`; see `HeadRows.weight`."""
-        return self.key_rows.weight(parameters, head)
-
     @property
     def key_rows(self) -> HeadRows:
         """The key heads' rows; raises `LayoutUnavailable` where they could not be settled."""
@@ -146,5 +121,4 @@ class Layout:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names, quoted, for a sentence."""
     return ", ".join(f"'{name}'" for name in names) or "none"

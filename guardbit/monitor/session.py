@@ -29,7 +29,6 @@ from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.checkpoint import Checkpoint
-from guardbit.monitor.coverage import MissedModules
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings, event_of
@@ -40,7 +39,7 @@ from guardbit.monitor.measure import (
     Sent,
     largest,
 )
-from guardbit.monitor.notices import Notices
+from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.presence import Presence
 from guardbit.monitor.schedule import Schedule, checked_step

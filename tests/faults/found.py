@@ -64,7 +64,7 @@ FOUND = (
     # A call of a checkpointed forward that had saved its tensors was run again, and saved more.
     Place("checkpointed", MemoryError, f"{_CALLED}/base.py", "as_given(computed", 8),
     # Noted once more after the error, the call counted as the second of its forward.
-    Place("checkpointed", KeyError, "monitor/interception/inputs.py", "if x.is_nested or", 0),
+    Place("checkpointed", KeyError, "monitor/interception/rerunning.py", "if x.is_nested or", 0),
     Place("checkpointed", KeyError, "kernels/autocast.py", "torch.is_autocast_enabled(", 6),
     # Its backward read what was saved for a second time.
     Place("checkpointed", MemoryError, "kernels/op.py", "    return gradients", 4),

@@ -315,12 +315,12 @@ def test_rows_are_those_of_the_source(name: str, mode: str):
     parameters = dict(case.module.named_parameters())
     query, key = torch.stack(case.query), torch.stack(case.key)
     # Gathering copies numbers: equal to the bit.
-    assert torch.equal(layout.query_weights(parameters), query)
-    assert torch.equal(layout.key_weights(parameters), key)
+    assert torch.equal(layout.query.weights(parameters), query)
+    assert torch.equal(layout.key_rows.weights(parameters), key)
     for head in range(len(query)):
-        assert torch.equal(layout.query_weight(parameters, head), query[head])
+        assert torch.equal(layout.query.weight(parameters, head), query[head])
     for head in range(len(key)):
-        assert torch.equal(layout.key_weight(parameters, head), key[head])
+        assert torch.equal(layout.key_rows.weight(parameters, head), key[head])
 
 
 # -- layouts nobody has seen -----------------------------------------------------------------------
@@ -345,8 +345,8 @@ def test_any_permutation_of_fused_rows_is_found(data: st.DataObject):
     # A head's rows come in the parameter's own order, whatever order attention sees them in.
     query, key, _ = order.view(3, heads, d_head).sort(dim=-1).values
     parameters = dict(module.named_parameters())
-    assert torch.equal(layout.query_weights(parameters), rows[query])
-    assert torch.equal(layout.key_weights(parameters), rows[key])
+    assert torch.equal(layout.query.weights(parameters), rows[query])
+    assert torch.equal(layout.key_rows.weights(parameters), rows[key])
 
 
 @settings(max_examples=30, deadline=None)
@@ -368,7 +368,7 @@ def test_einsum_projections_of_any_axis_order_and_size(
     module = randomize(Attention(project, weight=torch.empty([sizes[axis] for axis in axes])))
     layout = layout_of(module, tokens(width))
     by_head = torch.einsum(f"{''.join(axes)}->hdc", module.weight)
-    assert torch.equal(layout.query_weights(dict(module.named_parameters())), by_head)
+    assert torch.equal(layout.query.weights(dict(module.named_parameters())), by_head)
 
 
 def full_width_normed(norm: nn.Module, heads: int, width: int) -> Attention:
@@ -386,7 +386,7 @@ def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth: float, bf16:
     module = randomize(full_width_normed(Olmo2RMSNorm(192), heads=6, width=192))
     module.q_proj.weight.data[32:64] *= growth
     layout = layout_of(module, tokens(192), bf16=bf16)
-    weights = layout.query_weights(dict(module.named_parameters()))
+    weights = layout.query.weights(dict(module.named_parameters()))
     assert torch.equal(weights, module.q_proj.weight.view(6, 32, 192))
 
 
@@ -395,7 +395,7 @@ def test_a_full_width_layer_norm_at_its_start(bf16: bool):
     # The size of GPT-2 small: the fewer the heads, the more the norm couples them.
     module = full_width_normed(nn.LayerNorm(768), heads=12, width=768)
     layout = layout_of(module, tokens(768, length=16), bf16=bf16)
-    weights = layout.query_weights(dict(module.named_parameters()))
+    weights = layout.query.weights(dict(module.named_parameters()))
     assert torch.equal(weights, module.q_proj.weight.view(12, 64, 768))
 
 
@@ -408,7 +408,7 @@ def test_a_layer_norm_over_few_features_is_never_settled_wrongly(seed: int):
     except LayoutUnavailable as reason:
         assert "stand out" in str(reason) or "overlap" in str(reason)
     else:
-        weights = layout.query_weights(dict(module.named_parameters()))
+        weights = layout.query.weights(dict(module.named_parameters()))
         assert torch.equal(weights, module.q_proj.weight.view(3, 6, 18))
 
 
@@ -448,10 +448,10 @@ def test_latent_keys_leave_plain_queries_available():
     case = latent_keys()
     layout = layout_of(case.module, *case.args, **case.kwargs)
     parameters = dict(case.module.named_parameters())
-    assert torch.equal(layout.query_weights(parameters), torch.stack(case.query))
+    assert torch.equal(layout.query.weights(parameters), torch.stack(case.query))
     for unavailable in (
-        lambda: layout.key_weights(parameters),
-        lambda: layout.key_weight(parameters, 0),
+        lambda: layout.key_rows.weights(parameters),
+        lambda: layout.key_rows.weight(parameters, 0),
     ):
         with pytest.raises(LayoutUnavailable, match=r"'kv_a_proj_with_mqa.*', 'kv_b_proj.weight'"):
             unavailable()
@@ -491,7 +491,7 @@ def test_sparse_inputs_do_not_hide_the_matrix():
     # Token n is the n-th unit vector: fewer entries of the gradient than an input has features.
     module = randomize(Attention(separate, q_proj=linear(), k_proj=linear()))
     layout = layout_of(module, torch.eye(TOKENS, D_MODEL)[None, :2])
-    weights = layout.query_weights(dict(module.named_parameters()))
+    weights = layout.query.weights(dict(module.named_parameters()))
     assert torch.equal(weights, module.q_proj.weight.view(HEADS, D_HEAD, D_MODEL))
 
 
@@ -618,7 +618,7 @@ def test_a_key_cache_that_grows_is_refused_for_the_keys():
     module = Attention(project, q_proj=linear(), k_proj=linear())
     layout = layout_of(module, tokens())
     with pytest.raises(LayoutUnavailable, match=r"run again, .* \(a cache that grows\?\)"):
-        layout.key_weights(dict(module.named_parameters()))
+        layout.key_rows.weights(dict(module.named_parameters()))
 
 
 def test_runs_that_do_not_repeat_are_refused():
@@ -652,7 +652,7 @@ def test_weights_are_current_detached_and_fp32():
     with torch.no_grad():
         module.q_proj.weight.mul_(3)
     parameters = {name: p.bfloat16() for name, p in module.named_parameters()}
-    weights = layout.query_weights(parameters)
+    weights = layout.query.weights(parameters)
     assert weights.dtype == torch.float32
     assert not weights.requires_grad
     expected = module.q_proj.weight.bfloat16().float().view(HEADS, D_HEAD, D_MODEL)
@@ -664,18 +664,18 @@ def test_a_head_that_does_not_exist(head: int):
     module = Attention(separate, q_proj=linear(), k_proj=linear())
     layout = layout_of(module, tokens())
     with pytest.raises(IndexError, match=rf"head must be in 0..3, got {head}"):
-        layout.query_weight(dict(module.named_parameters()), head)
+        layout.query.weight(dict(module.named_parameters()), head)
 
 
 def test_parameters_of_another_module_or_a_shard():
     module = Attention(separate, q_proj=linear(), k_proj=linear())
     layout = layout_of(module, tokens())
     with pytest.raises(ValueError, match=r"must hold 'q_proj.weight', .* got 'weight'"):
-        layout.query_weights({"weight": module.q_proj.weight})
+        layout.query.weights({"weight": module.q_proj.weight})
     with pytest.raises(
         LayoutUnavailable, match=r"shape \(24, 24\), which now has shape \(12, 24\)"
     ):
-        layout.query_weights({"q_proj.weight": module.q_proj.weight[:12]})
+        layout.query.weights({"q_proj.weight": module.q_proj.weight[:12]})
 
 
 class Normed(nn.Module):

@@ -11,27 +11,21 @@ compile every layer anew.
 From the bottom up; each file imports from those before it only:
 
 - `frames`: the instrumented modules, and the stack of those that are running.
-- `calls`: what the calls of a site did in the latest step.
 - `sharding`: whether ranks share the heads of a module.
-- `inputs`: descriptions of a module's inputs, and made-up inputs that match them.
-- `outside`: attention that is called in training outside all instrumented modules.
-- `doors`: the guard around everything that runs inside a model's forward.
-- `records`: what is known about each site, from eager calls and from traced ones.
+- `references`: puts functions in place of others wherever something refers to them.
 - `rerunning`: runs a module once more, to see where its queries come from.
+- `records`: what is known of each site, from eager calls and from traced ones.
+- `doors`: the guard around everything that runs inside a model's forward.
 - `tracing`: what is learned while a compiler traces, as compiled calls never return to Python.
 - `watching`: attention that is watched but cannot be switched.
-- `entry_points`: the functions that people call for attention, one file each. Each says which
-  calls it refuses, and what the others ask for.
+- `entry_points`: the functions that people call for attention. Each says which calls it refuses,
+  and what the others ask for.
 - `observing`: attention unknown to GuardBit, shown to it by `observe` or `watch_attention`.
-- `checkpointing`: the stand-in for PyTorch's activation checkpointing.
-- `compiler_rules`: which functions a compiler takes for PyTorch's.
 - `installation`: puts the stand-ins in place of the functions, and takes them back.
 - `hooks`: the hooks on each instrumented module, which keep the stack.
 """
 
-from guardbit.monitor.interception.calls import StepCalls
 from guardbit.monitor.interception.doors import listeners, recorders, unlisten
-from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import (
     install,
@@ -41,8 +35,14 @@ from guardbit.monitor.interception.installation import (
     uninstall,
 )
 from guardbit.monitor.interception.observing import OBSERVE
-from guardbit.monitor.interception.outside import OutsideCalls
-from guardbit.monitor.interception.records import SiteRecord, parts, ran, site_record
+from guardbit.monitor.interception.records import (
+    OutsideCalls,
+    SiteRecord,
+    StepCalls,
+    parts,
+    ran,
+    site_record,
+)
 from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "StepCalls",
     "attach",
     "detach",
-    "entries",
     "install",
     "is_attached",
     "left_alone",

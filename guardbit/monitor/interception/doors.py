@@ -1,6 +1,6 @@
-"""What becomes of an error at the doors inside a model's forward and backward.
+"""What becomes of errors inside a model's forward and backward.
 
-It is reported to the sessions. After an error in a hook, the remaining forward counts as outside
+They are reported to the sessions. After an error in a hook, the remaining forward counts as outside
 any site, so its calls go to PyTorch. After one in a stand-in, PyTorch's function takes that call.
 """
 
@@ -23,8 +23,8 @@ from guardbit.monitor.stages import log
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Listeners of all sessions. Each hears of every error, because the failing code may not know
-#: which model it runs for.
+#: Called with every error, one listener a session: the failing code may not know which model it
+#: runs for.
 listeners: list[Callable[[Exception], None]] = []
 
 #: Called with q, k, v, the spec and the library's name, or "", of every eager call inside a site.
@@ -41,7 +41,7 @@ _reported: set[type[Exception]] = set()
 
 
 def report(error: Exception) -> None:
-    """Tells all sessions of an error; without one, logs it once."""
+    """Reports an error to all sessions; without one, logs it once."""
     if listeners:
         for listener in list(listeners):
             listener(error)
@@ -54,7 +54,7 @@ runtime.on_fault = report
 
 
 def _leave_call_alone(error: Exception) -> None:
-    """Takes the error of a stand-in: PyTorch's function runs, also when the forward is repeated."""
+    """Leaves a call to PyTorch's function, also when its forward is repeated."""
     if runtime.running and not is_recomputing():
         runtime.site(int(runtime.current)).leave_alone(error)
     report(error)
@@ -104,12 +104,11 @@ def stand_in(
                 frame.calls = calls
             raise
 
-    for python in (getattr(before, "func", before), counted_once):
-        skip_code(python.__code__)
+    _untraced(counted_once, getattr(before, "func", before))
     return guard.stand_in(place, counted_once, traced, report, _leave_call_alone)
 
 
-def _untraced(door: Any, inside: Callable[..., Any]) -> Any:
-    for python in (inside, door):
-        skip_code(getattr(python, "__code__"))  # noqa: B009 (type checkers do not see it)
+def _untraced(door: Any, inside: Any) -> Any:
+    for python in (inside, door, guard._tried):
+        skip_code(python.__code__)
     return door

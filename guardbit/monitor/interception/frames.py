@@ -18,15 +18,17 @@ SITE_ATTRIBUTE = "_guardbit_site"
 
 
 class Place:
-    """Which site a module is; none, in a copy: an average of the weights, say, is another model.
+    """Which site a module is. A copied module, such as an average of the weights, is no site.
 
     Attributes:
         site: Number of the site, a 0-d CPU tensor. It is saved for backward, where hooks may write
             it to disk, so it is a plain tensor and cannot see to its copies itself.
+        has_run: Whether the module has run eagerly.
     """
 
     def __init__(self, number: int) -> None:
         self.site = torch.tensor(number, dtype=torch.int64)
+        self.has_run = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return Place(NO_SITE)
@@ -66,27 +68,6 @@ class Frame:
     kwargs: dict[str, Any]
     calls: int = 0
 
-
-class Entries:
-    """Records which instrumented modules run eagerly, while there is a listener."""
-
-    def __init__(self) -> None:
-        self.numbers: set[int] = set()
-        self.num_listeners = 0
-
-    def start(self) -> None:
-        """Adds a listener; the first one begins the recording."""
-        self.num_listeners += 1
-
-    def stop(self) -> None:
-        """Removes a listener; the last one ends the recording."""
-        self.num_listeners -= 1
-        if not self.num_listeners:
-            self.numbers.clear()
-
-
-#: The modules that ran, by number of the site.
-entries = Entries()
 
 #: Modules that are running eagerly, outermost first, in step with `runtime.running`.
 frame_stack: list[Frame] = []

@@ -21,7 +21,6 @@ from guardbit.monitor.interception.frames import (
     Place,
     drop_all,
     drop_stale,
-    entries,
     frame_stack,
     pop,
     push,
@@ -33,8 +32,8 @@ from guardbit.monitor.interception.installation import look_again
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_inputs
 
-# Frames from what lies behind a door to the caller of the door.
-_BEYOND_DOOR = 2
+# Frames from what the guard calls to the caller of the guard.
+_BEYOND_GUARD = 3
 
 # What a copy of a module has in place of the number of a site.
 _NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
@@ -52,7 +51,7 @@ def _enter_traced(
 def _enter_eagerly(
     _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    caller = sys._getframe(_BEYOND_DOOR)
+    caller = sys._getframe(_BEYOND_GUARD)
     if is_jit_traced():
         return
     if "_is_replica" in vars(module):
@@ -63,9 +62,10 @@ def _enter_eagerly(
     if not frame_stack:
         look_again()
         _begin_step(module)
-    if entries.num_listeners:
-        entries.numbers.add(number_of(_site_of(module)))
-    push(_site_of(module), Frame(module, args, kwargs), caller)
+    site = _site_of(module)
+    if site is not _NOWHERE:
+        getattr(module, SITE_ATTRIBUTE).has_run = True
+    push(site, Frame(module, args, kwargs), caller)
 
 
 def _site_of(module: nn.Module) -> Tensor:
@@ -134,7 +134,6 @@ _hook_ids: list[int] = []
 
 
 def attach(module: nn.Module, number: int) -> None:
-    """Hooks a module that may call attention."""
     setattr(module, SITE_ATTRIBUTE, Place(number))
     site_modules[number] = module
     records.know_traced_share(number)
@@ -164,7 +163,6 @@ def is_attached(module: nn.Module) -> bool:
 
 
 def detach(module: nn.Module, number: int) -> None:
-    """Undoes `attach`."""
     registered = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
     # Not by the shared ids alone: an error may have come before the hooks had them.
     own = [key for key, hook in registered if hook in (_enter, _leave)]

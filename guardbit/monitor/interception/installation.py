@@ -51,7 +51,7 @@ def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
 def _go_on_inside(site: Tensor, frame: Frame) -> None:
     drop_stale()
     again = Frame(frame.module, frame.args, frame.kwargs)
-    push(site, again, sys._getframe(2))  # the one that the door is called from
+    push(site, again, sys._getframe(3))  # the one that the guard is called from
 
 
 @guarded
@@ -205,38 +205,12 @@ def restore() -> None:
 
 
 def _replace_what_is_left(installed: list[EntryPoint]) -> None:
-    # `from ... import` may have made references to the stand-ins in the meantime.
-    failed = _restore.copy()
-    # Elsewhere a stand-in may stay: it hands all calls on.
+    # `from ... import` may have made references to the stand-ins in the meantime. Elsewhere than in
+    # variables of modules a stand-in may stay: it hands all calls on.
     originals = {
         entry.stand_in: entry.original for entry in installed if entry.put_in_place is None
     }
-    originals[checkpoint] = original_checkpoint
-    # To look for them takes 10 ms or more, and nearly always there is none to be found.
-    # (Where something was compiled Dynamo refers to stand-ins, so that all are looked for.)
-    counts, own = _count_references(), _own_references
-    held = {x for x in originals if counts.get(id(x), 0) > own.get(id(x), 0)}
-    if held:
-        replace_variables({x: originals[x] for x in held})
-    _restore[:] = failed
-
-
-# A function that no module holds. Whatever holds it, as a profiler may that lists all objects,
-# holds the stand-ins too and counts for nothing.
-_nobodys = (lambda: None,)
-
-
-def _count_references() -> dict[int, int]:
-    """How many more references there are to each stand-in than to nobody's function, by its id."""
-    stand_ins = [entry.stand_in for entry in ENTRY_POINTS if entry.put_in_place is None]
-    counted = [checkpoint, *stand_ins, *_nobodys]
-    counts = {id(function): sys.getrefcount(function) for function in counted}
-    least = counts.pop(id(_nobodys[0]))
-    return {function: count - least for function, count in counts.items()}
-
-
-# GuardBit's own, as none is in place yet.
-_own_references = _count_references()
+    replace_variables({checkpoint: original_checkpoint, **originals})
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from guardbit import guard
-from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
-from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import report, reporting
 from guardbit.monitor.interception.entry_points.base import (
     Layout,
@@ -36,10 +34,14 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_tensors,
 )
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
-from guardbit.monitor.interception.records import note_call, refuse_call
+from guardbit.monitor.interception.records import Heads, note_call, refuse_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
-from guardbit.monitor.interception.watching import Watch, gradient_as_it_came
+from guardbit.monitor.interception.watching import (
+    Watch,
+    gradient_as_it_came,
+    hand_to_observer,
+)
 
 #: The two functions, as users call them.
 OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
@@ -60,14 +62,16 @@ class _Heard(NamedTuple):
 
     Attributes:
         number: Number of the site.
-        k: The keys to return.
+        tensors: q, k and v.
+        keys: The keys to return.
         spec: What the call asks for.
-        listens: Whether an observer wants to hear of the call.
+        listens: Whether an observer wants the call.
         names: What each head runs.
     """
 
     number: int
-    k: Tensor
+    tensors: tuple[Tensor, Tensor, Tensor]
+    keys: Tensor
     spec: AttentionSpec
     listens: bool
     names: tuple[str, ...]
@@ -125,8 +129,8 @@ def observe(
     if heard is None:
         return q, k, v
     if heard.listens:
-        _report(heard, q, k, v)
-    return q, heard.k, v
+        _report(heard)
+    return q, heard.keys, v
 
 
 def watch_attention(
@@ -211,7 +215,7 @@ class _Shown:
     layout: Layout
     fused: bool
     # Calls that have begun and not ended; a module may call itself.
-    running: list[_Running | None] = field(default_factory=list)
+    running: list[tuple[_Heard, Watch | None] | None] = field(default_factory=list)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -224,7 +228,7 @@ class _Shown:
     @reporting
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Running, tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    ) -> tuple[tuple[_Heard, Watch | None], tuple[tuple[Any, ...], dict[str, Any]]] | None:
         bound = self.signature.bind(*args, **kwargs)
         named = bound.arguments
         for name in (self.q, self.k, self.v):
@@ -237,30 +241,29 @@ class _Shown:
         heard = _hear(module, q, k, v, (*self.asked, mask), _WATCH)
         if heard is None:
             return None
-        named[self.k] = as_given(heard.k, self.layout)
+        named[self.k] = as_given(heard.keys, self.layout)
         watch = Watch(heard.number) if heard.listens else None
         if watch is not None:
             named[self.q] = as_given(watch.query(q), self.layout)
-        running = _Running(heard.number, watch, (q, k, v), heard.spec)
-        return running, (bound.args, bound.kwargs)
+        return (heard, watch), (bound.args, bound.kwargs)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
         running = self.running.pop() if self.running else None
         # None: the forward failed, or a checkpoint stopped it early.
-        return None if running is None or output is None else self._end(module, running, output)
+        return None if running is None or output is None else self._end(module, output, *running)
 
     @reporting
-    def _end(self, module: nn.Module, running: _Running, output: Any) -> Any:
-        why = self._why_unlike(type(module).__name__, running, output)
+    def _end(self, module: nn.Module, output: Any, heard: _Heard, watch: Watch | None) -> Any:
+        why = self._why_unlike(type(module).__name__, heard, output)
         if why is not None:
-            refuse_call(running.number, why)
+            refuse_call(heard.number, why)
             return None
-        if running.watch is None:
+        if watch is None:
             return None
         out = heads_first(self._out_of(output), self.layout)
-        out = running.watch.output(out, *running.tensors, running.spec, keeps_output=self.fused)
+        out = watch.output(out, *heard.tensors, heard.spec, keeps_output=self.fused)
         out = as_given(out, self.layout)
         if self.out is None:
             return out
@@ -271,8 +274,8 @@ class _Shown:
     def _out_of(self, output: Any) -> Any:
         return output if self.out is None else output[self.out]
 
-    def _why_unlike(self, name: str, running: _Running, output: Any) -> str | None:
-        """Why a module's output is not as `watch_attention` was told, or None."""
+    def _why_unlike(self, name: str, heard: _Heard, output: Any) -> str | None:
+        """Why a module's output is not what was said to `watch_attention`, or None."""
         is_several = type(output) in (tuple, list) or hasattr(output, "_make")
         if self.out is None and is_several:
             return (
@@ -289,7 +292,7 @@ class _Shown:
         place = "" if self.out is None else f" at out={self.out}"
         if not isinstance(out, Tensor):
             return f"{name} returns a {type(out).__name__}{place}, not attention's output"
-        q, _, v = running.tensors
+        q, _, v = heard.tensors
         expected = as_given(q, self.layout).shape[:-1] + v.shape[-1:]
         if out.shape != expected:
             return (
@@ -297,22 +300,6 @@ class _Shown:
                 f" has {tuple(expected)}, before its heads are put together"
             )
         return None
-
-
-class _Running(NamedTuple):
-    """A call of a shown module.
-
-    Attributes:
-        number: Number of the site.
-        watch: What hears of it; None if nobody does.
-        tensors: q, k and v.
-        spec: What it asks for.
-    """
-
-    number: int
-    watch: Watch | None
-    tensors: tuple[Tensor, Tensor, Tensor]
-    spec: AttentionSpec
 
 
 def _number(module: nn.Module | None) -> int | None:
@@ -373,9 +360,8 @@ def _hear(
     if is_training:
         state.ran_at = state.clock.now
         state.note(names, "" if names == state.running else _ONLY_KEYS)
-    if not KEY_SHIFTS.keys().isdisjoint(names):
-        k = _Shifted.apply(k, names)
-    return _Heard(number, k, spec, is_training and not state.is_unheard, names)
+    keys = k if KEY_SHIFTS.keys().isdisjoint(names) else _Shifted.apply(k, names)
+    return _Heard(number, (q, k, v), keys, spec, is_training and not state.is_unheard, names)
 
 
 class _Shifted(torch.autograd.Function):
@@ -392,25 +378,7 @@ class _Shifted(torch.autograd.Function):
 
 
 @reporting
-def _report(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _report(heard: _Heard) -> None:
     """Reports a call to the observer in its forward: once, also under activation checkpointing."""
-    if is_recomputing() and heard.number not in _to_be_heard:
-        return
-    observer = runtime.site(heard.number).observer
-    if observer is not None:
-        observer(
-            AttentionCall(
-                site=heard.number,
-                q=q.detach(),
-                k=k.detach(),
-                v=v.detach(),
-                out=None,
-                residual=None,
-                d_out=None,
-                dq=None,
-                dk=None,
-                dv=None,
-                spec=heard.spec,
-                stabilizers=heard.names,
-            )
-        )
+    if not is_recomputing() or heard.number in _to_be_heard:
+        hand_to_observer(heard.number, *heard.tensors, heard.spec, heard.names)

@@ -52,11 +52,9 @@ class Change:
     now: Any
 
     def do(self) -> bool:
-        """Makes the change; returns whether there was something to change."""
         return self._put(self.before, self.now)
 
     def undo(self) -> None:
-        """Undoes it."""
         self._put(self.now, self.before)
 
     def _put(self, old: Any, new: Any) -> bool:
@@ -135,7 +133,6 @@ def replace_variables(replacements: Mapping[Any, Any]) -> list[Change]:
 
 
 def replace_others(replacements: Mapping[Any, Any], own: Iterable[dict[str, Any]]) -> list[Change]:
-    """Replaces functions in whatever else refers to them."""
     made: list[Change] = []
     _replace_in_frozen(replacements, made, own)
     _replace_others(replacements, made, own)

@@ -1,23 +1,159 @@
-"""Runs a module once more, to see where its queries come from."""
+"""Runs a copy of a module once more, on made-up inputs, to see where its queries come from.
+
+The inputs of the run are described: a description is a deepcopy that keeps no tensor but short ones
+of whole numbers, because lengths, grids and positions decide what the module does with the rest.
+Made-up inputs are a deepcopy of that.
+"""
 
 from __future__ import annotations
 
+import copy
+import enum
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from guardbit.guard import then_undo
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import Frame, frame_stack
-from guardbit.monitor.interception.inputs import ModuleInputs, make_up
-from guardbit.monitor.module_copy import runnable_copy
+from guardbit.monitor.module_copy import Copier, Copiers, runnable_copy
+
+#: Most elements of a tensor of whole numbers that is kept.
+_MOST_KEPT = 2**14
+
+#: What is handed on as it is.
+_AS_THEY_ARE = (
+    bool, int, float, complex, str, bytes, range, slice, type, FunctionType, MethodType, ModuleType,
+    nn.Module, torch.dtype, torch.device, enum.Enum,
+)  # fmt: skip
+
+_CONTAINERS = (tuple, list, deque, Mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Describes a tensor among a module's inputs, so that a similar one can be made."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """A tensor whose values are kept."""
+
+    tensor: Tensor
+
+
+@dataclass(slots=True)
+class ModuleInputs:
+    """The inputs of one forward of a module, as `describe` returns them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInputs:
+    """Describes the inputs of one forward; tensors may be a compiler's fake ones."""
+    return ModuleInputs(
+        tuple(describe(x) for x in args), {name: describe(x) for name, x in kwargs.items()}
+    )
+
+
+def describe(x: Any) -> Any:
+    """Describes an input; a tensor that cannot be described becomes None."""
+
+    def copier_of(kind: type) -> Copier | None:
+        if issubclass(kind, Tensor):
+            return lambda x, _: _describe_tensor(x)
+        return _itself if issubclass(kind, _AS_THEY_ARE) else None
+
+    with Copiers(copier_of).in_use():
+        return copy.deepcopy(x)
+
+
+def _itself(x: Any, _: object) -> Any:
+    return x
+
+
+def _describe_tensor(x: Tensor) -> TensorSpec | _Values | None:
+    if x.is_nested or x.layout is not torch.strided or is_lazy(x):
+        return None
+    shape = tuple(present_size(n) for n in x.shape)
+    is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    is_real = type(x) in (Tensor, nn.Parameter) and not isinstance(x, FakeTensor)
+    if is_whole and is_real and x.numel() <= _MOST_KEPT and not torch.compiler.is_compiling():
+        return _Values(x.detach().clone())
+    return TensorSpec(shape, x.dtype)
+
+
+def present_size(n: int | torch.SymInt) -> int:
+    """Returns a size as a number; for a symbolic one, its present value."""
+    # int() of a symbolic size would fix it, and each length would then be compiled by itself.
+    return n if isinstance(n, int) else int(n.node.hint)
+
+
+def make_up(
+    inputs: ModuleInputs, generator: torch.Generator, cut: bool, with_objects: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes up inputs that match a description, on the generator's device.
+
+    Args:
+        inputs: The description.
+        generator: Draws the values of floating tensors.
+        cut: Whether to make one sequence only.
+        with_objects: Whether to make objects other than containers too; else they become None.
+    """
+    batch = _batch_of(inputs) if cut else None
+
+    def copier_of(kind: type) -> Copier | None:
+        if issubclass(kind, TensorSpec | _Values):
+            return lambda x, _: _made(x, batch, generator)
+        if issubclass(kind, _AS_THEY_ARE):
+            return _itself
+        return None if with_objects or issubclass(kind, _CONTAINERS) else lambda x, _: None
+
+    # One by one: a tensor that was given twice was described twice, and is made twice.
+    with Copiers(copier_of).in_use():
+        args = tuple(copy.deepcopy(x) for x in inputs.args)
+        return args, {name: copy.deepcopy(x) for name, x in inputs.kwargs.items()}
+
+
+def _batch_of(inputs: ModuleInputs) -> int | None:
+    for x in (*inputs.args, *inputs.kwargs.values()):
+        try:
+            leaves = tree_leaves(x)
+        except RecursionError:  # it contains itself
+            continue
+        for leaf in leaves:
+            if isinstance(leaf, TensorSpec) and len(leaf.shape) >= 2:
+                return leaf.shape[0]
+    return None
+
+
+def _made(x: TensorSpec | _Values, batch: int | None, generator: torch.Generator) -> Tensor:
+    device = generator.device  # the module's; it may have been moved since the inputs were seen
+    if isinstance(x, _Values):
+        values = x.tensor.to(device)
+        return values[:1] if values.dim() >= 2 and len(values) == batch else values.clone()
+    shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        dtype = torch.complex64 if x.dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+    fill = torch.ones if x.dtype == torch.bool else torch.zeros
+    return fill(shape, dtype=x.dtype, device=device)
 
 
 @dataclass

@@ -62,7 +62,6 @@ def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether any parameter of a module is spread over several ranks."""
     return bool(_spread(module))
 
 

@@ -15,22 +15,21 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
 from guardbit import guard
-from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import report
 from guardbit.monitor.interception.frames import drop_stale, frame_stack, site_modules
-from guardbit.monitor.interception.inputs import (
-    ModuleInputs,
-    describe,
-    describe_inputs,
-    describe_items,
-    present_size,
-)
 from guardbit.monitor.interception.records import (
+    Heads,
     TracedRefusal,
     keep_traced_entry,
     keep_traced_inputs,
     keep_traced_refusal,
     keep_traced_share,
+)
+from guardbit.monitor.interception.rerunning import (
+    ModuleInputs,
+    describe,
+    describe_inputs,
+    present_size,
 )
 
 
@@ -46,7 +45,6 @@ def _drop_stale(_: Any) -> None:
 
 
 def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Records the inputs of a module that is being traced."""
     comptime(_read_inputs)
 
 
@@ -118,7 +116,7 @@ def _describe_variable(variable: Any) -> Any:
     if variable.is_python_constant():
         return describe(variable.as_python_constant())
     if isinstance(variable, BaseListVariable):
-        return describe_items(tuple(_describe_variable(item) for item in variable.items))
+        return tuple(_describe_variable(item) for item in variable.items)
     if isinstance(variable, TensorVariable):
         return describe(variable.as_proxy().node.meta["example_value"])
     return None

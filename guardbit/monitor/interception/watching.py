@@ -1,4 +1,4 @@
-"""Attention that is watched but cannot be switched: the original runs, an observer hears of it.
+"""Attention that is watched but cannot be switched: the original runs, an observer gets the call.
 
 The call's queries and output keep their bits; hooks on them report their gradients. At steps when
 no observer listens the original runs alone. For eager calls only.
@@ -98,7 +98,6 @@ class Watch:
 
     @reporting
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Takes the gradient of the output, in the backward."""
         self._d_out, self._saved = d_out, saved
         if not self._waits_for_dq:
             self._report(None)
@@ -119,10 +118,9 @@ class Watch:
     def _report(self, dq: Tensor | None) -> None:
         saved, d_out, delta = self._saved, self._d_out, self._delta
         self._saved, self._d_out, self._delta = (), None, None
-        observer = runtime.site(self._number).observer
-        if observer is None or d_out is None:
+        if d_out is None:
             return
-        q, k, v = (x.detach() for x in saved[:3])
+        q, k, v = saved[:3]
         heads, dropout_p = q.size(1), self._spec.dropout_p
         dropped = None
         if dropout_p > 0:  # PyTorch does not say which entries it dropped
@@ -130,23 +128,28 @@ class Watch:
         out = saved[3].detach() if self._keeps_output else None
         if delta is not None:
             out = float_carrier(d_out.detach(), delta)
-        observer(
-            AttentionCall(
-                site=self._number,
-                q=q,
-                k=k,
-                v=v,
-                out=out,
-                residual=None,
-                d_out=d_out.detach().to(q.dtype),
-                dq=None if dq is None else dq.detach(),
-                dk=None,
-                dv=None,
-                spec=self._spec,
-                stabilizers=("none",) * heads,
-                dropout=dropped,
-            )
-        )
+        hand_to_observer(
+            self._number, q, k, v, self._spec, ("none",) * heads, out=out, dropout=dropped,
+            d_out=d_out.detach().to(q.dtype), dq=None if dq is None else dq.detach(),
+        )  # fmt: skip
+
+
+def hand_to_observer(
+    number: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    stabilizers: tuple[str, ...],
+    **known: Any,
+) -> None:
+    """Hands what is known of a call to the observer of its site, if it has one."""
+    observer = runtime.site(number).observer
+    if observer is None:
+        return
+    tensors = dict.fromkeys(("out", "residual", "d_out", "dq", "dk", "dv"))
+    tensors |= {"q": q.detach(), "k": k.detach(), "v": v.detach()}
+    observer(AttentionCall(site=number, spec=spec, stabilizers=stabilizers, **{**tensors, **known}))
 
 
 def _either(out: Tensor, heard: Tensor | None) -> Tensor:

@@ -12,16 +12,15 @@ from guardbit.monitor.interception.entry_points.base import (
     Refusal,
     note_flash_call,
 )
-from guardbit.monitor.interception.entry_points.flash_attn import FLASH_ATTN
 from guardbit.monitor.interception.entry_points.flex import FLEX
+from guardbit.monitor.interception.entry_points.libraries import OF_LIBRARIES
 from guardbit.monitor.interception.entry_points.multi_head import MULTI_HEAD
 from guardbit.monitor.interception.entry_points.sdpa import SDPA
 from guardbit.monitor.interception.entry_points.transformers_eager import EAGER
-from guardbit.monitor.interception.entry_points.varlen import VARLEN
 
 #: Every function that GuardBit stands in for. Where one calls another, each takes its own calls.
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
-    SDPA, MULTI_HEAD, EAGER, FLEX, VARLEN, *FLASH_ATTN
+    SDPA, MULTI_HEAD, EAGER, FLEX, *OF_LIBRARIES
 )  # fmt: skip
 
 __all__ = ["ENTRY_POINTS", "Bound", "EntryPoint", "Refusal", "note_flash_call"]

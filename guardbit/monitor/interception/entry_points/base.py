@@ -31,10 +31,8 @@ from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import named, recorders, report, reporting, stand_in
-from guardbit.monitor.interception.outside import note_outside
-from guardbit.monitor.interception.records import note_call
+from guardbit.monitor.interception.records import Heads, note_call, note_outside
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
@@ -90,8 +88,8 @@ class Refusal(NamedTuple):
     is_fused: bool = True
 
 
-class _Watched(NamedTuple):
-    """A call that the original runs and an observer hears of.
+class Watched(NamedTuple):
+    """A call that the original runs and an observer gets.
 
     Attributes:
         watch: Reports the call to the observer.
@@ -196,7 +194,6 @@ class EntryPoint:
 
     @property
     def name_there(self) -> str:
-        """The function's name in `owner`."""
         return self.attribute.rpartition(".")[2]
 
 
@@ -226,7 +223,6 @@ def heads_first(x: Tensor, layout: Layout) -> Tensor:
 
 
 def as_given(x: Tensor, layout: Layout) -> Tensor:
-    """Undoes `heads_first`."""
     if layout == "BHND":
         return x
     return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)
@@ -248,7 +244,7 @@ def before(
     found = heard_eagerly(entry, args, kwargs)
     if found is None:
         return None
-    if isinstance(found, _Watched):
+    if isinstance(found, Watched):
         return _around(entry, found, args, kwargs)
     compute = functools.partial(_computed, found, runtime.here())
     hand_back = functools.partial(_handed_back, entry, found, args, kwargs)
@@ -300,7 +296,7 @@ def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> B
 
 def heard_eagerly(
     entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Bound | _Watched | None:
+) -> Bound | Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not runtime.is_inside_site():
         note_outside(entry.name, args, kwargs)
@@ -329,10 +325,10 @@ def heard_eagerly(
     heads = heads_of(q, k)
     refusal = note_call(number, heads, refusal, entry.name, watched=is_watched, share=share)
     if isinstance(found, Refusal) and found.bound is not None:
-        state.native_dropout_p = found.bound.spec.dropout_p
         if state.is_unheard or not torch.is_grad_enabled():
             return None
-        return _Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))
+        state.native_dropout_p = found.bound.spec.dropout_p
+        return Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))
     # The op costs the host 0.2 ms, so it runs only where it is needed.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
 
@@ -353,7 +349,7 @@ def _keeps_output(bound: Bound) -> bool:
 
 
 def _around(
-    entry: EntryPoint, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
+    entry: EntryPoint, watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Around:
     """Lets the original run, and the observer hear of it."""
     watch, (q, k, v, spec, layout, *_), keeps_output = watched

@@ -74,7 +74,6 @@ def bind(
 def _why(
     q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, options: dict[str, Any] | None
 ) -> str | None:
-    """Why a call must stay with PyTorch's function, or None."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
     if (why := why_head(q, q.size(3)) or why_head(v, v.size(3))) is not None:
@@ -163,7 +162,6 @@ def _is_genuine(found: Any) -> bool:
 
 class _Flex(EntryPoint):
     def why_left_alone(self) -> str | None:
-        """See `EntryPoint.why_left_alone`."""
         # Once it is known, PyTorch's function may be replaced by ours, which is not asked.
         if self.original is not None or _HOME not in sys.modules:
             return None
@@ -172,7 +170,6 @@ class _Flex(EntryPoint):
         return None
 
     def find(self) -> bool:
-        """See `EntryPoint.find`."""
         if self.original is None and _HOME in sys.modules and self.why_left_alone() is None:
             with suppress(ValueError):  # a wrapper of itself
                 found = inspect.unwrap(getattr(sys.modules[_HOME], _ATTRIBUTE), stop=_is_genuine)

@@ -1,5 +1,9 @@
 """Functions of libraries, whose parameters differ between releases.
 
+They are PyTorch's `varlen_attn`, and the functions of FlashAttention 2, 3 and 4: `flash_attn`,
+`flash_attn_interface`, `.cute`, and the same of kernels from Hugging Face's hub, see
+`guardbit.kernels.engines.hub`.
+
 A call is bound by the parameter names of the installed function. A parameter that GuardBit does not
 know must have its default value, or the call stays with the library.
 """
@@ -112,7 +116,6 @@ class LibraryEntryPoint(EntryPoint):
         return found is not None if self.is_of_hub else super().is_genuine(found)
 
     def find(self) -> bool:
-        """See `EntryPoint.find`; reads the function's parameters."""
         was_known = self.original is not None
         if self.is_of_hub and not was_known:
             self.home = home_of(self.engine)
@@ -128,13 +131,11 @@ class LibraryEntryPoint(EntryPoint):
         return True
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a call's arguments by name."""
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
     def why_other(
         self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> str | None:
-        """See `EntryPoint.why_other`; compared once for each configuration."""
         if not self.is_of_hub:
             return None
         q, k, _, spec, *_ = bound
@@ -170,7 +171,6 @@ class LibraryEntryPoint(EntryPoint):
         return "its function does not return what its kernel does, so that it is another one"
 
     def understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
-        """Binds a call, see `EntryPoint`."""
         if not is_unread():
             return self._bound(args, kwargs, is_unread=False)
         with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
@@ -209,6 +209,23 @@ class LibraryEntryPoint(EntryPoint):
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
         return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
 
+    def result(
+        self, out: Tensor, lse: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
+        lse = lse.squeeze(0) if self.is_packed else lse
+        if self.engine == "varlen_attn":
+            wanted = kwargs.get("return_aux")
+            return (out, lse) if wanted is not None and wanted.lse else out
+        # The latter of early releases of FlashAttention 3.
+        if self.engine.endswith("flash_attn_4") or "return_attn_probs" not in self.defaults:
+            return out, lse
+        if not self.given(args, kwargs).get("return_attn_probs", False):
+            return out
+        if self.engine.endswith("flash_attn_3"):
+            return out, lse
+        return out, lse, out.new_empty(0)  # P is there with dropout only
+
     def _why_unknown(self, given: Mapping[str, Any]) -> str | None:
         for name, x in given.items():
             is_known = _MEANS.get(name, name) in _KNOWN
@@ -217,21 +234,6 @@ class LibraryEntryPoint(EntryPoint):
                 continue
             return _WHY.get(name, f"it is called with `{name}`, which GuardBit does not pass on")
         return None
-
-
-def entry_point(
-    name: str, home: str, engine: str, returns: Any, is_packed: bool = False
-) -> LibraryEntryPoint:
-    """Makes the entry point of a library's function."""
-
-    def bind(*args: Any, **kwargs: Any) -> Bound | Refusal:
-        return entry.understand(*args, **kwargs)
-
-    attribute = name.rpartition(".")[2]
-    entry = LibraryEntryPoint(
-        name, home, attribute, bind, returns, engine=engine, is_packed=is_packed
-    )
-    return entry
 
 
 def _is_same(x: Any, default: Any) -> bool:
@@ -349,6 +351,49 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
     )
 
 
-def lse_of(lse: Tensor, entry: LibraryEntryPoint) -> Tensor:
-    """Returns LSE as libraries do: `(B, H, N)`, or `(H, T)` for packed sequences."""
-    return lse.squeeze(0) if entry.is_packed else lse
+def _entry_point(name: str, home: str, engine: str) -> LibraryEntryPoint:
+    def bind(*args: Any, **kwargs: Any) -> Bound | Refusal:
+        return entry.understand(*args, **kwargs)
+
+    def returns(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return entry.result(out, lse, args, kwargs)
+
+    attribute = name.rpartition(".")[2]
+    entry = LibraryEntryPoint(
+        name, home, attribute, bind, returns, engine=engine, is_packed="varlen" in attribute
+    )
+    return entry
+
+
+def _with_cache(package: str, home: str) -> EntryPoint:
+    def bind(*args: Any, **kwargs: Any) -> Refusal:
+        return Refusal("it is inference with a cache of keys, which is not watched")
+
+    attribute = "flash_attn_with_kvcache"
+    return EntryPoint(f"{package}.{attribute}", home, attribute, bind)
+
+
+# Package, home and engine -> the functions there. Later versions have fewer.
+_OF_2 = ("", "_qkvpacked", "_kvpacked", "_varlen", "_varlen_qkvpacked", "_varlen_kvpacked")
+_OF_3, _OF_4 = ("", "_varlen", "_qkvpacked"), ("", "_varlen")
+_FUNCTIONS = {
+    ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn"): _OF_2,
+    ("flash_attn_interface", "flash_attn_interface", "flash_attn_3"): _OF_3,
+    ("flash_attn.cute", "flash_attn.cute.interface", "flash_attn_4"): _OF_4,
+    ("kernels/flash_attn_2", "", "kernels/flash_attn_2"): _OF_2,
+    ("kernels/flash_attn_3", "", "kernels/flash_attn_3"): _OF_3,
+    ("kernels/flash_attn_4", "", "kernels/flash_attn_4"): _OF_4,
+}
+
+OF_LIBRARIES: tuple[EntryPoint, ...] = (
+    _entry_point(
+        "torch.nn.attention.varlen.varlen_attn", "torch.nn.attention.varlen", "varlen_attn"
+    ),
+    *(
+        _entry_point(f"{package}.flash_attn{kind}_func", home, engine)
+        for (package, home, engine), kinds in _FUNCTIONS.items()
+        for kind in kinds
+    ),
+    _with_cache("flash_attn", "flash_attn.flash_attn_interface"),
+    _with_cache("flash_attn_interface", "flash_attn_interface"),
+)

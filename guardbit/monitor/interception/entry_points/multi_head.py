@@ -18,12 +18,10 @@ from torch import Tensor
 from guardbit.guard import Around, of_torch, then_finish
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import report, stand_in
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal, is_genuine
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
-from guardbit.monitor.interception.outside import note_outside
-from guardbit.monitor.interception.records import note_call
+from guardbit.monitor.interception.records import Heads, note_call, note_outside
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
@@ -63,7 +61,6 @@ _COMPILED = f"{_RETURNS_WEIGHTS}; compiled it is not watched either"
 
 
 def bind(*args: Any, **kwargs: Any) -> Refusal:
-    """Binds a call, see `base.EntryPoint`."""
     return Refusal(_RETURNS_WEIGHTS)
 
 

@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.op import has_tangent
-from guardbit.monitor.interception.calls import CAPTURED
+from guardbit.monitor.interception.records import CAPTURED
 
 #: What answers for tensors of PyTorch's own classes, and for those that leave it at that.
 _ORDINARY = (
@@ -34,7 +34,6 @@ _DTENSORS = (
 
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str | None:
-    """Returns why a call with these tensors must stay with the original, or None."""
     if isinstance(q, DTensor) or isinstance(k, DTensor):
         return _DTENSORS
     if q.is_nested or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -66,14 +65,12 @@ def why_head(q: Tensor, head_dim: int) -> str | None:
 
 
 def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
-    """Returns why a call with these heads must stay with the original, or None."""
     if q.size(1) != k.size(1) and not (are_allowed and q.size(1) % k.size(1) == 0):
         return "it broadcasts keys over heads"
     return None
 
 
 def why_mask(mask: Tensor | None) -> str | None:
-    """Returns why a call with this mask must stay with the original, or None."""
     if mask is None:
         return None
     if isinstance(mask, DTensor) or mask.is_nested or mask.layout is not torch.strided:
@@ -86,7 +83,6 @@ def why_mask(mask: Tensor | None) -> str | None:
 
 
 def why_dropout(dropout_p: float) -> str | None:
-    """Returns why a call with this dropout must stay with the original, or None."""
     if dropout_p != 0.0 and not 0.0 < dropout_p < 1.0:
         return f"it is called with dropout {dropout_p}"
     return None

@@ -44,7 +44,6 @@ def bind(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Bound | Refusal:
-    """Binds a call, see `base.EntryPoint`."""
     shared: tuple[DTensor, Share] | None = None
     if isinstance(query, DTensor) and not torch.compiler.is_compiling():
         share = share_of_tensors((query, key, value), heads_axis=1)

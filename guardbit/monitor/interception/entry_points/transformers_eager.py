@@ -18,16 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from guardbit.guard import Around, call_first
+from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import stand_in
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
     Refusal,
+    Watched,
     as_given,
     heads_first,
     heads_of,
+    heard_eagerly,
     is_empty,
 )
 from guardbit.monitor.interception.entry_points.refusals import (
@@ -37,10 +39,9 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_now,
     why_tensors,
 )
-from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
-from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
+from guardbit.monitor.interception.watching import WRITTEN_OUT
 
 _NAME = "transformers' eager attention"
 _COMPILED = f"{WRITTEN_OUT}; compiled it is not watched either"
@@ -111,6 +112,21 @@ def _attending(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return found
 
 
+def _bind(
+    original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Bound | Refusal:
+    found = bind(module, *args, **kwargs)
+    if isinstance(found, Refusal):
+        why: str | None = found.why
+    elif is_empty(found.q, found.k) or probe.site is not None:
+        why = None
+    else:
+        why = _why_other(original, module, found, args, kwargs)
+    if isinstance(found, Refusal) or why is not None:
+        return Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
+    return Refusal(WRITTEN_OUT, found.q, found.k, found, is_fused=False)
+
+
 def _traced(
     original: Callable[..., Any],
     module: nn.Module,
@@ -126,55 +142,33 @@ def _traced(
 
 
 def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
-    original, module, query, key, value, *others = args
-    watched = _watched(original, module, (query, key, value, *others), kwargs)
-    if watched is None:
+    found = heard_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
+    if not isinstance(found, Watched):
         return None
-    watch, bound = watched
-    query = watch.query(query)
+    watch, bound, _ = found
+    original, module, query, *others = args
+    key, value = others[:2]
 
     def after(found: Any) -> Any:
         out, weights = found
-        out = watch.output(heads_first(out, "BNHD"), query, key, value, bound.spec)
+        out = watch.output(heads_first(out, "BNHD"), watched, key, value, bound.spec)
         return as_given(out, "BNHD"), watch.weights(weights)
 
-    return Around((original, module, query, key, value, *others), kwargs, after)
+    watched = watch.query(query)
+    return Around((original, module, watched, *others), kwargs, after)
 
 
-class _Place:
-    original = staticmethod(call_first)
-
-
-#: Stands in for a model's `eager_attention_forward`, which is its first argument.
-attend = stand_in(_Place, _before, _traced)
-
-
-def _watched(
-    original: Callable[..., Any],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Watch, Bound] | None:
-    """Records an eager call; returns what watches it if there is an observer."""
-    if not runtime.is_inside_site():
-        return None
-    number = int(runtime.current)
-    found = bind(module, *args, **kwargs)
-    q, k = found.q, found.k
-    if q is not None and k is not None and (is_empty(q, k) or probe.note_call(number, q, k)):
-        return None
-    if isinstance(found, Refusal):
-        why: str | None = found.why
-    else:
-        why = _why_other(original, module, found, args, kwargs)
-    refusal = WRITTEN_OUT if why is None else f"{WRITTEN_OUT}; nor is it watched: {why}"
-    note_call(number, heads_of(q, k), refusal, _NAME, watched=why is None)
-    state = runtime.site(number)
-    state.begin_forward()
-    if why is not None or isinstance(found, Refusal) or state.is_unheard:
-        return None
-    state.native_dropout_p = found.spec.dropout_p
-    return Watch(number), found
+# A model's `eager_attention_forward` is the first argument of what stands in for it.
+_ATTEND = EntryPoint(
+    _NAME,
+    home="",
+    attribute="eager_attention_forward",
+    bind=_bind,
+    original=call_first,
+    before=_before,
+    traced=_traced,
+)
+attend = _ATTEND.stand_in
 
 
 def _why_other(
@@ -218,30 +212,14 @@ def _is_what_is_said(
     with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
         said = bind(module, *args, **kwargs)
         assert isinstance(said, Bound)
-        ours = _plain(said).transpose(1, 2)
+        ours = shadow(said.q, said.k, said.v, spec=said.spec)
         theirs, _ = original(module, *args, **kwargs)
-        if theirs.shape != ours.shape:
+        if theirs.shape != ours.out.transpose(1, 2).shape:
             return False
         # Functions differ in rows that see no key.
-        seen = ours.isfinite()
-        difference = (theirs - ours).where(seen, 0.0).abs().max()
+        seen = ours.row_max.isfinite()[..., None]
+        difference = (theirs.transpose(1, 2) - ours.out).where(seen, 0.0).abs().max()
         return bool(difference <= _TOLERANCE * said.v.abs().max())
-
-
-def _plain(bound: Bound) -> Tensor:
-    """Computes what the arguments describe, `(B, H, N, D)`."""
-    q, k, v, spec = bound[:4]
-    group = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * spec.scale
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if spec.mask is not None:
-        scores = scores + spec.mask
-    if spec.sinks is None:
-        return scores.softmax(-1) @ v
-    sinks = spec.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
 
 
 EAGER = EntryPoint(
