@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import nn
@@ -372,12 +372,9 @@ def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _save(path: Path, state: dict[str, Any], strict: bool) -> None:
-    def write(file: BinaryIO) -> None:
-        file.write(json.dumps(state).encode())
-
     # Write it completely or not at all: no run can continue from half a state.
     try:
-        publish(path, write)
+        publish(path, json.dumps(state).encode())
     except OSError as error:
         # There may be room for the next checkpoint.
         if strict:
