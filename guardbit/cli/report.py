@@ -125,7 +125,7 @@ def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _read_whole(path: Path, name: str) -> ReportedRun:
     from guardbit.dashboards.report import Run
-    from guardbit.dashboards.report.diagnosed import Kept, read_kept
+    from guardbit.dashboards.report.contents import Kept, read_kept
     from guardbit.store import folder_of_run, is_run, read_end
 
     folder = folder_of_run(path)

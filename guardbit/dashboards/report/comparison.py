@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import marks, ranking, tables
@@ -16,10 +17,9 @@ from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
 from guardbit.dashboards.names import distinguished
 from guardbit.dashboards.outcome import Outcome, headline
+from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
 from guardbit.dashboards.report import contents, words
-from guardbit.dashboards.report.contents import Run
-from guardbit.dashboards.report.document import Document, Picture, Table, Tile
-from guardbit.dashboards.views import CATALOG_OF_PAGES, plain_numbers, thinned
+from guardbit.dashboards.report.contents import Document, Run, Table, Tile
 
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
@@ -67,33 +67,32 @@ def compared(runs: Sequence[Run]) -> Document:
     kinds = Counter(_SHORT[outcome.kind] for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.kind for outcome in outcomes.values()), key=_WORST_LAST.index)
-    return Document(
-        title=" · ".join(titles),
-        extent=words.count(len(runs), "run"),
-        headline=f"{words.count(len(runs), 'run')}: {told}",
-        outcome=worst,
-        lede=(
-            (f"They are copies of one run up to step {fork:,}, and drawn from there on.",)
-            if fork is not None
-            else ()
-        ),
-        tiles=tuple(
+    document: Document = dict.fromkeys(("effect", "diagnosed", "not_drawn", "timeline"))
+    return document | {
+        "title": " · ".join(titles),
+        "extent": words.count(len(runs), "run"),
+        "headline": f"{words.count(len(runs), 'run')}: {told}",
+        "outcome": worst,
+        "lede": []
+        if fork is None
+        else [f"They are copies of one run up to step {fork:,}, and drawn from there on."],
+        "tiles": [
             Tile(name, _SHORT[outcome.kind].capitalize(), headline(outcome), outcome.kind)
             for name, outcome in outcomes.items()
-        ),
-        pictures=_overlays(runs, fork),
-        answers=_answers(runs, fork),
-        runs=[contents.heads_of(run) for run in runs],
-        settings=_settings(runs),
-        side_by_side=_side_by_side(runs, outcomes),
-    )
+        ],
+        "pictures": _overlays(runs, fork),
+        "answers": _answers(runs, fork),
+        "runs": [contents.heads_of(run) for run in runs],
+        "settings": _settings(runs),
+        "side_by_side": _side_by_side(runs, outcomes),
+    }
 
 
 def _side_by_side(runs: Sequence[Run], outcomes: Mapping[str, Outcome]) -> Table:
     columns: list[list[str]] = []
     for run in runs:
         outcome = outcomes[run.title]
-        first_alarm, _, switched, loss = contents.tiles(run.frame, run.events)
+        first_alarm, _, switched, loss = contents.tiles(run)
         lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
         columns.append(
             [
@@ -165,18 +164,18 @@ def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
     return {"overlays": overlays, "catalog": catalog} if overlays else None
 
 
-def _overlays(runs: Sequence[Run], fork: int | None) -> list[Picture]:
-    pictures: list[Picture] = []
+def _overlays(runs: Sequence[Run], fork: int | None) -> dict[str, Figure]:
+    pictures: dict[str, Figure] = {}
     samples = {run.title: _from(run.frame, fork) for run in runs if not run.frame.empty}
     for indicator, title, label in OVERLAYS:
         figure = runs_over_steps(samples, indicator, title, label) if samples else None
         if figure is not None:
-            pictures.append(Picture(f"runs_{indicator}", figure))
+            pictures[f"runs_{indicator}"] = figure
     for number, run in enumerate(runs):
         step = None if run.frame.empty else marks.first_step(run.frame, run.events, "alarm")
         figure = None if run.frame.empty else model_map(run.frame, run.events, step, name=run.title)
         if figure is not None:
-            pictures.append(Picture(f"run_{number}_model_map", figure))
+            pictures[f"run_{number}_model_map"] = figure
     return pictures
 
 
