@@ -66,7 +66,7 @@ class _Training(NamedTuple):
     thread: int
 
     def is_over(self, model: nn.Module) -> bool:
-        """Whether the call was of this model and has ended; told in its own thread only."""
+        """Whether the call was of this model and has ended; only its own thread can say."""
         is_here = self.model is model and self.thread == threading.get_ident()
         return is_here and self.trainer is not None and not _is_running(self.trainer)
 
@@ -146,12 +146,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             check_policy(policy, dry_run)
         self.strict = strict
         self.dirpath = dirpath
-        self._settings: dict[str, Any] = {
-            **settings.arguments(),
-            "policy": policy,
-            "dry_run": dry_run,
-            "strict": strict,
-        }
+        self._settings, self._policy, self._dry_run = settings, policy, dry_run
         self.session: MonitorSession | None = None
         self._place: str | os.PathLike[str] = ""
         self._reporters: list[TrainerCallback] = []
@@ -171,7 +166,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
-        end(self, "crashed")  # had the run before ended, its session were closed
+        end(self, "crashed")  # when a run before did not end, its session is still open
         for other in _all_training():
             other._end_if_over(model)
         self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
@@ -180,9 +175,14 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             self._reporters = _reporters_beside(self)
         self._logged, self._logged_step = LoggedRun(), None
         self.session = watched(
-            self._settings["strict"],
+            self.strict,
             lambda: MonitorSession(
-                model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
+                model,
+                **self._settings.arguments(),
+                policy=self._policy,
+                dry_run=self._dry_run,
+                dirpath=dirpath if state.is_world_process_zero else None,
+                strict=self.strict,
             ),
         )
         if self.session is None:
@@ -193,7 +193,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 _training.add(self)
         if state.is_world_process_zero:
             with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
-                print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
+                print(first_line(self._settings.every_n_train_steps, dirpath), flush=True)
         if state.global_step > 0:
             path = _state_path(args, state)
             try:
@@ -284,8 +284,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if session is None or not state.is_world_process_zero:
             return
         path = _state_path(args, state)
-        strict = self._settings["strict"]
-        session.attempt("checkpoint", lambda: _save(path, session.state_dict(), strict))
+        session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 
     @guard.method(nothing, at_last=end)
     def on_train_end(

@@ -116,7 +116,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         strict: bool = False,
     ) -> None:
         with refusing():
-            Settings(
+            settings = Settings(
                 every_n_train_steps=every_n_train_steps,
                 sites=sites,
                 indicators=indicators,
@@ -129,25 +129,16 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                 on_alarm=on_alarm,
             )
             _check_images(image_every_n_samples)
-        self.every_n_train_steps = every_n_train_steps
-        self.sites = sites
-        self.indicators = indicators
-        self.num_rows = num_rows
-        self.num_audited_heads = num_audited_heads
-        self.image_every_n_samples = image_every_n_samples
-        self.rules = rules
-        self.dirpath = dirpath
-        self.snapshot_megabytes = snapshot_megabytes
-        self.audit_repeats = audit_repeats
-        self.preflight = preflight
-        self.on_alarm = on_alarm
         self.strict = strict
+        self.dirpath = dirpath
+        self._settings = settings
+        self._image_every_n_samples = image_every_n_samples
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False
         self.session: MonitorSession | None = None
         self._restored: dict[str, Any] = {}
-        #: The module that this state is of; None for a checkpoint's, which is of whatever resumes.
+        #: The module that this state is of; None if it is a checkpoint's.
         self._state_of: weakref.ref[pl.LightningModule] | None = None
         self._watched: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
@@ -169,25 +160,16 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             self.strict,
             lambda: MonitorSession(
                 pl_module,
-                every_n_train_steps=self.every_n_train_steps,
-                sites=self.sites,
-                indicators=self.indicators,
-                num_rows=self.num_rows,
-                num_audited_heads=self.num_audited_heads,
-                rules=self.rules,
+                **self._settings.arguments(),
                 policy=policy,
                 dry_run=self.dry_run,
                 dirpath=dirpath if trainer.is_global_zero else None,
-                snapshot_megabytes=self.snapshot_megabytes,
-                audit_repeats=self.audit_repeats,
-                preflight=self.preflight,
-                on_alarm=self.on_alarm,
                 strict=self.strict,
             ),
         )
         if self.session is not None:
             with suppress(Exception):  # of a handler of the user's
-                rank_zero_info(first_line(self.every_n_train_steps, dirpath))
+                rank_zero_info(first_line(self._settings.every_n_train_steps, dirpath))
 
     @guard.method(nothing)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -355,7 +337,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     def _log_map(self, session: MonitorSession, trainer: pl.Trainer, step: int) -> None:
         """Every so many samples, the model map to the loggers that take pictures."""
-        every = self.image_every_n_samples
+        every = self._image_every_n_samples
         if every is None or self._logged.num_samples % every or not trainer.is_global_zero:
             return
         stabilizers = session.instrumentation.stabilizers()

@@ -92,7 +92,7 @@ def _check_writable(place: Path) -> None:
 
 def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
     """Writes the answer beside the figures, for the report; other heads' answers stay."""
-    from guardbit.dashboards.report.contents import ANSWER, read_kept
+    from guardbit.dashboards.loading import ANSWER, read_kept
     from guardbit.store.files import publish
 
     new = {(one["site"], one["head"]) for one in told}

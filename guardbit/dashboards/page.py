@@ -16,7 +16,7 @@ from guardbit.dashboards import marks
 from guardbit.dashboards.coverage import Sampling
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.dashboards.outcome import LOSS_SAMPLES, facts, headline, outcome_of
+from guardbit.dashboards.outcome import LOSS_SAMPLES, headline, outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
 from guardbit.dashboards.tables import SAMPLE_COLUMNS, Head
 from guardbit.records import Event
@@ -183,12 +183,7 @@ class RunPage:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
                 lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
         steps = _steps(history)
-        return {
-            "steps": steps,
-            "seconds": seconds_at(steps, clock),
-            "lines": lines,
-            "marks": _marks(self.events),
-        }
+        return {"steps": steps, "seconds": seconds_at(steps, clock), "lines": lines}
 
     def answers(self) -> Json:
         """Returns all answers at once, for a page that opens without a server."""
@@ -276,7 +271,6 @@ class RunPage:
             "outcome": found.kind if rows else "waiting",
             "headline": headline(found) if rows else waiting,
             "headline_running": headline(found, is_running=True) if rows else waiting,
-            "facts": facts(found),
             "departed": found.departed,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,27 +13,6 @@ from guardbit.dashboards.figures.style import WIDTH, styled
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 
 _PANEL = 2.7
-
-
-class Row(Protocol):
-    """A row taken apart: `guardbit.diagnosis.row_error.RowError` says what each of these is."""
-
-    @property
-    def position(self) -> int: ...
-    @property
-    def d_out(self) -> Sequence[float]: ...
-    @property
-    def out_error(self) -> Sequence[float]: ...
-    @property
-    def column(self) -> int: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def values(self) -> Sequence[float]: ...
-    @property
-    def weights(self) -> Sequence[float]: ...
-    @property
-    def adding_up(self) -> Sequence[float]: ...
 
 
 # Below this part nothing can be told apart.
@@ -47,7 +26,7 @@ def head_diagnosis(
     row_push: Sequence[float],
     key_push: Sequence[float],
     column_push: Sequence[float],
-    row: Row | None = None,
+    row: Any = None,
 ) -> Figure:
     """What each operation and remedy leaves, and which rows, keys and columns of V push."""
     panels = 4 if row is None else 7
@@ -98,8 +77,11 @@ def head_diagnosis(
     return figure
 
 
-def _draw_row(all_axes: Sequence[Axes], row: Row) -> None:
-    """The paper's figures 5b and 5c in one panel, 6a, and 6b and 6c."""
+def _draw_row(all_axes: Sequence[Axes], row: Any) -> None:
+    """The paper's figures 5b and 5c in one panel, 6a, and 6b and 6c.
+
+    `guardbit.diagnosis.row_error.RowError` says what the parts of a row are.
+    """
     signs, values, adding = all_axes
     at = np.arange(len(row.d_out))
     for place, (name, drawn, gid) in enumerate(

@@ -10,40 +10,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jinja2
-import pandas as pd
 
 from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import STYLE
+from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.report.comparison import PICTURES, compared
-from guardbit.dashboards.report.contents import Document, Run, document_of
+from guardbit.dashboards.report.contents import Document, document_of
 from guardbit.dashboards.web import asset
 
 Format = Literal["html", "png"]
 FORMATS: tuple[Format, ...] = ("html", "png")
 
-__all__ = ["FORMATS", "Format", "Run", "write_report", "write_reports"]
+__all__ = ["FORMATS", "Format", "write_reports"]
 
 
-def write_report(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None,
-    metadata: Mapping[str, Any] | None,
-    output: str | Path,
-    *,
-    title: str = "Training run",
-    format: Format = "html",
+def write_reports(
+    runs: Sequence[LoadedRun], output: str | Path, *, format: Format = "html"
 ) -> Path:
-    """Writes the report of one run."""
-    return write_reports([Run(title, frame, events, metadata or {})], output, format=format)
-
-
-def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "html") -> Path:
     """Writes the report of one run, or of two to four side by side."""
     output = Path(output)
     if not runs:

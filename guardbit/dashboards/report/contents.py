@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +17,11 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
-from guardbit.dashboards.outcome import Outcome, headline, outcome_of
+from guardbit.dashboards.loading import Kept, LoadedRun
+from guardbit.dashboards.outcome import Outcome, headline
 from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.report import words
-from guardbit.records import Event, RunEnd
+from guardbit.records import Event
 
 #: A wider table of heads does not fit the page.
 HEAD_COLUMNS = (
@@ -36,8 +35,7 @@ HEAD_COLUMNS = (
 MOST_ALARMS = 40
 #: Steps that the page resolves, even.
 BUCKETS = 300
-#: Where `guardbit diagnose` keeps its answer in the folder of a run, and how many heads are shown.
-ANSWER = Path("diagnosis", "diagnosis.json")
+#: Diagnosed heads that are shown.
 _MOST_DIAGNOSED = 8
 
 #: A cell of two texts shows the second small below the first.
@@ -71,58 +69,17 @@ class Tile(NamedTuple):
     outcome: str = ""
 
 
-class Kept(NamedTuple):
-    """What a run's folder holds about its diverging heads.
-
-    Attributes:
-        snapshots: Steps of which inputs of heads were kept.
-        heads: What was found of each head that was diagnosed.
-    """
-
-    snapshots: int = 0
-    heads: Sequence[Mapping[str, Any]] = ()
-
-
-_NOTHING = Kept()
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as reports take it.
-
-    Attributes:
-        title: What it is called.
-        frame: Samples, as `guardbit.read_run` returns them.
-        events: Events, as `guardbit.read_events` returns them.
-        metadata: Settings, versions and attention modules; JSON-able.
-        kept: What is known of why heads diverge.
-        end: How it ended, as `guardbit.store.read_end` returns it.
-    """
-
-    title: str
-    frame: pd.DataFrame
-    events: pd.DataFrame | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    kept: Kept = _NOTHING
-    end: RunEnd | None = None
-
-    @cached_property
-    def outcome(self) -> Outcome:
-        """What became of it."""
-        return outcome_of(self.frame, self.events, self.metadata, self.end)
-
-
-def document_of(run: Run) -> Document:
+def document_of(run: LoadedRun) -> Document:
     """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
-    frame, events = tables.check_samples(run.frame), run.events
+    frame, events = tables.check_samples(run.samples), run.events
     outcome = run.outcome
     pictures, not_drawn = _figures(frame, events, outcome)
-    page = RunPage(run.title, BUCKETS)
+    page = RunPage(run.name, BUCKETS)
     page.metadata, page.events = run.metadata, marks.events_of(events)
     page.take(frame)
     page.take_picture()
     return {
-        "title": run.title,
+        "title": run.name,
         "extent": extent(frame),
         "headline": headline(outcome),
         "outcome": outcome.kind,
@@ -140,12 +97,12 @@ def document_of(run: Run) -> Document:
     }
 
 
-def heads_of(run: Run) -> Document:
+def heads_of(run: LoadedRun) -> Document:
     """What became of the heads: their alarms, and those to worry about."""
-    frame = tables.check_samples(run.frame)
+    frame = tables.check_samples(run.samples)
     alarms = _alarms_by_head(frame, run.events)
     return {
-        "run": run.title,
+        "run": run.name,
         "summary": summary(frame, run.events),
         "alarms": alarms[:MOST_ALARMS],
         "alarms_note": _hidden(len(alarms), "head", " that alarmed later"),
@@ -190,9 +147,9 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     return sentences
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: LoadedRun) -> list[Tile]:
     """First alarm, lead, heads switched and loss at the end."""
-    frame, events, outcome = run.frame, run.events, run.outcome
+    frame, events, outcome = run.samples, run.events, run.outcome
     alarms = [event for event in marks.events_of(events) if event.kind == "alarm"]
     current = marks.current_stabilizers(frame, events).values()
     undone = sum(name == "none" for name in current)
@@ -362,7 +319,7 @@ def _figures(
         if figure is not None:
             drawn[chart.name] = figure
             continue
-        recorded = tables.recorded_indicators(frame)
+        recorded = set(frame["indicator"])
         if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
             missing.append(f"{chart.title}: no head was switched.")
         else:
@@ -395,16 +352,6 @@ def _records(value: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _key_values(value: Mapping[str, Any]) -> Table:
     return Table([], [[words.title(name), words.setting(entry)] for name, entry in value.items()])
-
-
-def read_kept(folder: Path) -> Kept:
-    """Reads what a run's folder holds of its heads; an answer that cannot be read is none."""
-    try:
-        heads = json.loads((folder / ANSWER).read_text(encoding="utf-8"))["heads"]
-        complete = [one for one in heads if {"site", "head", "answer", "left", "steps"} <= {*one}]
-    except (OSError, ValueError, TypeError, KeyError):
-        complete = []
-    return Kept(len(list(folder.glob("snapshot-*.pt"))), complete)
 
 
 def _why_heads_diverge(kept: Kept) -> Document | None:

@@ -85,5 +85,5 @@ def test_a_callback_is_pickled_within_a_fit_without_its_session(trains, tmp_path
     monitor, look = AttentionMonitor(2, dirpath=tmp_path / "run"), Pickles()
     trains.fit(monitor, look, max_steps=3)
     assert monitor.session is None and look.copy.session is None
-    assert look.copy.every_n_train_steps == 2
+    assert look.copy._settings.every_n_train_steps == 2
     trains.fit(look.copy, max_steps=3)
