@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from guardbit.dashboards.live import LiveServer, RunWatcher
+from guardbit.dashboards.live import LiveRuns, LiveServer
 from guardbit.records import Sample
 from guardbit.store import RunWriter
 
@@ -56,8 +56,8 @@ def in_the_browser(folder: str, last_step: int) -> None:
     """Opens the page of a server just started, and again when all of the run is read."""
     from playwright.sync_api import sync_playwright
 
-    watcher = RunWatcher(folder)
-    server = LiveServer(watcher)
+    runs = LiveRuns(folder)
+    server, watcher = LiveServer(runs), runs.opened()
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -101,8 +101,9 @@ def main() -> None:
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"on disk                   {size / 2**20:8.0f} MiB")
-        watcher = RunWatcher(folder)
-        watcher.start()
+        runs = LiveRuns(folder)
+        runs.start()
+        watcher = runs.opened()
         print(f"first answer              {milliseconds(lambda: watcher.state(-1, None)):8.1f} ms")
         start, slowest = time.perf_counter(), 0.0
         while watcher.state(-1, None)["last_step"] < last_step:
@@ -121,7 +122,7 @@ def main() -> None:
             print(f"{name:25} {milliseconds(answer):8.1f} ms")
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"memory above the writer's {max(after - before, 0) / 2**10:8.0f} MiB (at most)")
-        watcher.stop()
+        runs.stop()
         if settings.browser:
             in_the_browser(folder, last_step)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from guardbit.dashboards.live import LiveServer, RunList, RunWatcher
-from guardbit.store import folder_of_run, is_run
+from guardbit.dashboards.live import LiveRuns, LiveServer
 
 
 def main() -> None:
@@ -24,8 +23,8 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--width", type=int, default=1280)
     settings = parser.parse_args()
-    is_one = is_run(folder_of_run(settings.run))
-    server = LiveServer(RunWatcher(settings.run) if is_one else RunList(settings.run))
+    runs = LiveRuns(settings.run)
+    server = LiveServer(runs)
     threading.Thread(target=server.run, daemon=True).start()
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
@@ -34,7 +33,7 @@ def main() -> None:
             color_scheme="dark" if settings.dark else "light",
         )
         page.goto(server.address)
-        (_open_worst_head if is_one else _tick_runs)(page)
+        (_tick_runs if runs.is_list else _open_worst_head)(page)
         page.wait_for_timeout(1500)
         whole = page.evaluate("document.documentElement.scrollHeight")
         page.screenshot(

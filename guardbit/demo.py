@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sysconfig
 import warnings
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from typing import cast
@@ -29,10 +30,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.callbacks.stabilizing import AutoStabilizer
-from guardbit.dashboards.outcome import headline, outcome_of
-from guardbit.dashboards.report import write_report
+from guardbit.dashboards.loading import LoadedRun, load
+from guardbit.dashboards.marks import events_of
+from guardbit.dashboards.outcome import headline
+from guardbit.dashboards.report import write_reports
 from guardbit.records import Event
-from guardbit.store import read_events, read_metadata, read_run
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
 WIDTH = NUM_HEADS * HEAD_DIM
@@ -217,12 +219,9 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     )
     windows = StandardLibrary(NUM_STEPS * BATCH_SIZE, seed=1)
     trainer.fit(SmallGPT(), DataLoader(windows, batch_size=BATCH_SIZE))
-    frame, events = read_run(run_dir), read_events(run_dir)
-    title = f"guardbit demo{' --healthy' if healthy else ''}"
-    report = write_report(
-        frame, events, read_metadata(run_dir), run_dir / "report.html", title=title
-    )
-    _print_events(console, frame, events)
+    run = replace(load(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
+    report = write_reports([run], run_dir / "report.html")
+    _print_events(console, run)
     if not healthy:
         console.print(
             "The switch takes the rounding bias out of the head's delta (delta_bias_abs). It does"
@@ -231,10 +230,10 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     console.print(f"\nThe report: [bold]{report}[/bold]")
 
 
-def _print_events(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
+def _print_events(console: Console, run: LoadedRun) -> None:
     """Prints what happened: head, step, rule, figures before and after the switch."""
-    happened = [Event(**row) for row in events.to_dict("records")]
-    console.print(f"\n[bold]{headline(outcome_of(frame, events))}[/bold]")
+    happened = events_of(run.events)
+    console.print(f"\n[bold]{headline(run.outcome)}[/bold]")
     for event in happened:
         heads = ", ".join(str(head) for head in event.heads)
         where = f"{event.site} head {heads}" if event.site else "the run"
@@ -246,7 +245,7 @@ def _print_events(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -
         )
     for event in happened:
         if event.kind == "switch" and event.stabilizer != "none":
-            console.print(_before_and_after(frame, event, happened))
+            console.print(_before_and_after(run.samples, event, happened))
 
 
 def _before_and_after(frame: pd.DataFrame, switch: Event, happened: list[Event]) -> Table:

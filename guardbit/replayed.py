@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from guardbit.dashboards.forks import against_each_other
+from guardbit.dashboards.loading import LoadedRun, load
 from guardbit.dashboards.outcome import facts, headline
-from guardbit.dashboards.report import Run, write_reports
+from guardbit.dashboards.report import write_reports
 from guardbit.dashboards.tables import of_run
-from guardbit.store import read_end, read_events, read_metadata, read_run
 
 #: What the two runs are called, and what they are.
 RUNS = {
@@ -25,15 +25,13 @@ RUNS = {
 def show_recorded(run_dir: Path) -> Path:
     """Writes reports of the recorded runs, prints their outcomes, opens the comparison."""
     recorded = resources.files("guardbit").joinpath("recorded")
-    runs: list[Run] = []
+    runs: list[LoadedRun] = []
     for name in RUNS:
         with resources.as_file(recorded.joinpath(name)) as folder:
-            samples, events = read_run(folder), read_events(folder)
-            end = read_end(folder)
-            runs.append(Run(name, samples, events, read_metadata(folder), end=end))
+            runs.append(load(folder))
     outcomes = against_each_other(
-        {run.title: run.outcome for run in runs},
-        {run.title: of_run(run.frame, "loss") for run in runs},
+        {run.name: run.outcome for run in runs},
+        {run.name: of_run(run.samples, "loss") for run in runs},
     )
     console = Console(highlight=False)
     for name, outcome in outcomes.items():
@@ -45,7 +43,7 @@ def show_recorded(run_dir: Path) -> Path:
     )
     comparison = write_reports(runs, run_dir / "comparison.html")
     for run in runs:
-        write_reports([run], run_dir / f"{run.title}.html")
+        write_reports([run], run_dir / f"{run.name}.html")
     console.print(f"\nSide by side: [bold]{comparison}[/bold]", soft_wrap=True)
     console.print(f"Each by itself: {', '.join(f'{name}.html' for name in RUNS)} beside it")
     if sys.stdout.isatty():

@@ -164,7 +164,7 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("starlette", reason="the extra `live` is not installed")
-    from guardbit.dashboards.live import RunWatcher
+    from guardbit.dashboards.live import LiveRun
 
     monkeypatch.setattr(contents, "CHARTS", ())  # drawn once, in the next test
     folder = tmp_path / "run"
@@ -178,7 +178,7 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(
     assert "h.1, head 2" in report and "steps 0 to 290" in report
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        watcher = RunWatcher(folder)
+        watcher = LiveRun(folder)
         watcher.look()
         state = json.loads(json.dumps(watcher.state(-1, None), allow_nan=False))
         head = watcher.head(1, 2)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import nn
@@ -114,7 +114,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
-        end(self, "crashed")  # had the run before ended, its session were closed
+        end(self, "crashed")  # a session is still open where the run before did not end
         with _lock:
             others = list(_training)
         for other in others:
@@ -296,12 +296,9 @@ def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _save(path: Path, state: dict[str, Any], strict: bool) -> None:
-    def write(file: BinaryIO) -> None:
-        file.write(json.dumps(state).encode())
-
     # Write it completely or not at all: no run can continue from half a state.
     try:
-        publish(path, write)
+        publish(path, json.dumps(state).encode())
     except OSError as error:
         # There may be room for the next checkpoint.
         if strict:

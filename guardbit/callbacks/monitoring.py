@@ -137,7 +137,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self.dry_run = False
         self.session: MonitorSession | None = None
         self._restored: dict[str, Any] = {}
-        #: The module that this state is of; None for a checkpoint's, which is of whatever resumes.
+        #: The module that this state is of; None if it is a checkpoint's.
         self._state_of: weakref.ref[pl.LightningModule] | None = None
         self._watched: weakref.ref[pl.LightningModule] | None = None
         self._step = 0

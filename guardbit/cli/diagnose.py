@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -94,17 +94,13 @@ def _check_writable(place: Path) -> None:
 
 def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
     """Writes the answer beside the figures, for the report; other heads' answers stay."""
-    from guardbit.dashboards.report.diagnosed import ANSWER, read_kept
+    from guardbit.dashboards.loading import ANSWER, read_kept
     from guardbit.store.files import publish
 
     new = {(one["site"], one["head"]) for one in told}
     old = [one for one in read_kept(folder).heads if (one["site"], one["head"]) not in new]
-
-    def write(stream: BinaryIO) -> None:
-        stream.write(json.dumps({"heads": told + old}).encode())
-
     with refusing(OSError):
-        publish(folder / ANSWER, write)
+        publish(folder / ANSWER, json.dumps({"heads": told + old}).encode())
 
 
 def _draw(kept: list[KeptHead], found: Diagnosis, place: Path) -> Path:

@@ -33,22 +33,20 @@ def live(
     ] = None,
 ) -> None:
     """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
-    from guardbit.store import folder_of_run, is_run, read_metadata, runs_below
+    from guardbit.store import read_metadata
 
     with refusing(OSError, ValueError):
         if path.is_file():
             raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
         try:
-            from guardbit.dashboards.live import LiveServer, RunList, RunWatcher, Webhook
+            from guardbit.dashboards.live import LiveRuns, LiveServer, Webhook
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"live needs the package {error.name}: pip install 'guardbit[live]'"
             ) from None
-        tell = None if notify is None else Webhook(notify).tell
-        holds_runs = path.is_dir() and not is_run(folder_of_run(path)) and bool(runs_below(path))
-        runs = RunList(path, tell)
-        server = LiveServer(runs if holds_runs else RunWatcher(path), port=port)
-        if not holds_runs:
+        runs = LiveRuns(path, None if notify is None else Webhook(notify).tell)
+        server = LiveServer(runs, port=port)
+        if not runs.is_list:
             try:
                 read_metadata(path)
             except (OSError, ValueError) as error:
@@ -58,9 +56,4 @@ def live(
             f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "
             "then the same address there.\nCtrl-C ends the page; the run goes on."
         )
-        if tell is not None and not holds_runs:
-            runs.start()
-        try:
-            server.run()
-        finally:
-            runs.stop()
+        server.run()

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +16,7 @@ from guardbit.records import Event, printable
 if TYPE_CHECKING:
     import pandas as pd
 
+    from guardbit.dashboards.loading import LoadedRun
     from guardbit.monitor.replay import Replay
 
 #: What the metadata of a report say about events that were not recorded.
@@ -42,27 +43,18 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
             raise typer.Exit(2) from None
 
 
-def read_samples(path: Path) -> pd.DataFrame:
-    """Returns the samples of a run."""
-    from guardbit.store import read_run
+def load_judged(path: Path) -> LoadedRun:
+    """Reads a run; of data from elsewhere the detectors find the events that it would have had."""
+    from guardbit.dashboards.loading import load
+    from guardbit.store import folder_of_run, is_run
 
-    frame = read_run(path)
-    if frame.empty:
-        raise ValueError(f"the run at {path} holds no samples yet")
-    return frame
-
-
-def read_recorded(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
-    """Returns samples, events and metadata of a run."""
-    from guardbit.store import folder_of_run, is_run, read_events, read_metadata
-
-    frame = read_samples(path)
+    run = load(path)
     if is_run(folder_of_run(path)):
-        return frame, read_events(path), read_metadata(path)
-    # Data from elsewhere has no events: the detectors find those that a run would have had.
+        return run
     from guardbit.monitor.replay import replay as replay_frame
 
-    return frame, events_of_replay(frame, replay_frame(frame)), {"events": REPLAYED}
+    events = events_of_replay(run.samples, replay_frame(run.samples))
+    return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})
 
 
 def events_of_replay(frame: pd.DataFrame, result: Replay) -> pd.DataFrame:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.cli.reading import events_of_replay, read_samples, refusing
+from guardbit.cli.reading import events_of_replay, refusing
 from guardbit.records import printable
 
 if TYPE_CHECKING:
-    import pandas as pd
-
+    from guardbit.dashboards.loading import LoadedRun
     from guardbit.dashboards.outcome import Outcome
     from guardbit.monitor.detectors import Rule
     from guardbit.monitor.replay import Replay
@@ -47,18 +46,17 @@ def replay(
     ] = None,
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
+    from guardbit.dashboards.loading import load
     from guardbit.dashboards.outcome import headline
     from guardbit.monitor.detectors import DEFAULT_RULES
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
-    from guardbit.store import read_metadata
 
     with refusing(OSError, ValueError):
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
-        samples = read_samples(path)
-        metadata = read_metadata(path)
-        result = replay_frame(samples, rules, normalised_sites(metadata))
-        outcome = _outcome_of_replay(path, samples, result, metadata)
+        run = load(path)
+        result = replay_frame(run.samples, rules, normalised_sites(run.metadata))
+        outcome = _outcome_of_replay(run, result)
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
@@ -110,21 +108,17 @@ def replay(
         )  # fmt: skip
 
 
-def _outcome_of_replay(
-    path: Path, frame: pd.DataFrame, result: Replay, metadata: dict[str, Any]
-) -> Outcome:
+def _outcome_of_replay(run: LoadedRun, result: Replay) -> Outcome:
     """The outcome by the alarms of a replay, and by the switches that the run recorded."""
     import pandas as pd
 
-    from guardbit.dashboards.outcome import outcome_of
-    from guardbit.store import read_end, read_events
-
-    recorded = read_events(path)
-    is_earlier = (recorded["kind"] == "alarm") & (recorded["step"] < frame["step"].min())
-    kept = recorded.loc[(recorded["kind"] == "switch") | is_earlier]
-    found = events_of_replay(frame, result)
-    events = pd.concat([found, kept]) if len(kept) else found
-    return outcome_of(frame, events, metadata, read_end(path))
+    events = events_of_replay(run.samples, result)
+    if run.events is not None:
+        is_earlier = run.events["step"] < run.samples["step"].min()
+        recorded = run.events["kind"]
+        kept = run.events.loc[(recorded == "switch") | (recorded == "alarm") & is_earlier]
+        events = pd.concat([events, kept]) if len(kept) else events
+    return dataclasses.replace(run, events=events).outcome
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:

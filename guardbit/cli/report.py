@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from guardbit.cli.reading import read_recorded, refusing
+from guardbit.cli.reading import load_judged, refusing
 from guardbit.records import printable
-
-if TYPE_CHECKING:
-    from guardbit.dashboards.report import Run as ReportedRun
 
 
 class ReportFormat(enum.StrEnum):
@@ -72,7 +70,8 @@ def report(
 
     with refusing(OSError, ValueError):
         place = _report_path(paths, output, format)
-        runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+        named = zip(_names(paths), paths, strict=True)
+        runs = [dataclasses.replace(load_judged(path), name=name) for name, path in named]
         with _saying_where(place):
             written = write_reports(runs, place, format=format.value)
     typer.echo(printable(str(written)))
@@ -110,27 +109,15 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
 def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The outcome of each run; copies of one run are held against each other."""
     from guardbit.dashboards.forks import against_each_other
-    from guardbit.dashboards.outcome import outcome_of
     from guardbit.dashboards.tables import of_run
-    from guardbit.store import read_end
 
-    runs = {str(path): read_recorded(path) for path in paths}
-    outcomes = {path: outcome_of(*run, read_end(path)) for path, run in runs.items()}
-    losses = {path: of_run(frame, "loss") for path, (frame, *_) in runs.items()}
+    runs = {str(path): load_judged(path) for path in paths}
+    outcomes = {path: run.outcome for path, run in runs.items()}
+    losses = {path: of_run(run.samples, "loss") for path, run in runs.items()}
     return [
         {"run": path, **outcome.as_json()}
         for path, outcome in against_each_other(outcomes, losses).items()
     ]
-
-
-def _read_whole(path: Path, name: str) -> ReportedRun:
-    from guardbit.dashboards.report import Run
-    from guardbit.dashboards.report.diagnosed import Kept, read_kept
-    from guardbit.store import folder_of_run, is_run, read_end
-
-    folder = folder_of_run(path)
-    kept = read_kept(folder) if is_run(folder) else Kept()
-    return Run(name, *read_recorded(path), kept, read_end(path))
 
 
 def _name(path: Path) -> str:

@@ -1,22 +1,55 @@
-"""A run in a notebook: `guardbit.load(run)`."""
+"""A run that was read: as reports take it, and as a notebook shows it."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from guardbit.dashboards import figures, marks, ranking
+from guardbit.dashboards import marks, ranking
 from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.outcome import Outcome, facts, headline, outcome_of
 from guardbit.dashboards.palette import OUTCOME_COLOURS
 from guardbit.records import RunEnd
-from guardbit.store import read_end, read_events, read_metadata, read_run
+from guardbit.store import folder_of_run, read_end, read_events, read_metadata, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Where `guardbit diagnose` keeps its answer in the folder of a run.
+ANSWER = Path("diagnosis", "diagnosis.json")
+
+
+class Kept(NamedTuple):
+    """What a run's folder holds about its diverging heads.
+
+    Attributes:
+        snapshots: Steps of which inputs of heads were kept.
+        heads: What was found of each head that was diagnosed.
+    """
+
+    snapshots: int = 0
+    heads: Sequence[Mapping[str, Any]] = ()
+
+
+_NOTHING = Kept()
+
+
+def read_kept(folder: Path) -> Kept:
+    """Reads what a run's folder holds of its heads; an answer that cannot be read is none."""
+    try:
+        heads = json.loads((folder / ANSWER).read_text(encoding="utf-8"))["heads"]
+        complete = [one for one in heads if {"site", "head", "answer", "left", "steps"} <= {*one}]
+    except (OSError, ValueError, TypeError, KeyError):
+        complete = []
+    return Kept(len(list(folder.glob("snapshot-*.pt"))), complete)
 
 
 def load(path: str | os.PathLike[str]) -> LoadedRun:
@@ -39,10 +72,17 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     frame = read_run(path)
     if frame.empty:
         raise ValueError(f"the run at {path} holds no samples yet")
-    name = place_of_run(Path(path)).name
-    return LoadedRun(name, frame, read_events(path), read_metadata(path), read_end(path))
+    return LoadedRun(
+        place_of_run(Path(path)).name,
+        frame,
+        read_events(path),
+        read_metadata(path),
+        read_end(path),
+        read_kept(folder_of_run(path)),
+    )
 
 
+@dataclass(eq=False, repr=False)
 class LoadedRun:
     """A run that was read.
 
@@ -52,23 +92,20 @@ class LoadedRun:
         events: As `guardbit.read_events` returns them.
         metadata: As `guardbit.read_metadata` returns it.
         end: How it ended: "finished", "interrupted" or "crashed"; None where that is not known.
-        plot: Its figures.
+        kept: What is known of why heads diverge.
     """
 
-    def __init__(
-        self,
-        name: str,
-        samples: pd.DataFrame,
-        events: pd.DataFrame,
-        metadata: dict[str, Any],
-        end: RunEnd | None = None,
-    ) -> None:
-        self.name = name
-        self.samples = samples
-        self.events = events
-        self.metadata = metadata
-        self.end: RunEnd | None = end
-        self.plot = Plots(self)
+    name: str
+    samples: pd.DataFrame
+    events: pd.DataFrame | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    end: RunEnd | None = None
+    kept: Kept = _NOTHING
+
+    @property
+    def plot(self) -> Plots:
+        """Its figures."""
+        return Plots(self)
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -76,11 +113,7 @@ class LoadedRun:
         return outcome_of(self.samples, self.events, self.metadata, self.end)
 
     def summary(self, count: int = 10) -> pd.DataFrame:
-        """The heads to watch, worst first, with their latest values.
-
-        Args:
-            count: Rows at most.
-        """
+        """The heads to watch, worst first, at most so many, with their latest values."""
         return ranking.heads_to_watch(self.samples, self.events, count)
 
     def __repr__(self) -> str:
@@ -103,15 +136,14 @@ class Plots:
 
     def heads(self) -> Figure | None:
         """Loss, and below it norm and logits of the worst heads; None without any of both."""
+        from guardbit.dashboards import figures
+
         return figures.story(self._run.samples, self._run.events, self._run.outcome)
 
     def map(self, step: int | None = None) -> Figure | None:
-        """The model map; None where nothing was recorded that it could draw.
+        """The model map after a step; by default after the first alarm, or at the run's end."""
+        from guardbit.dashboards import figures
 
-        Args:
-            step: What was known after this step; None for the first alarm, or, without any, for
-                the end of the run.
-        """
         run = self._run
         if step is None:
             step = marks.first_step(run.samples, run.events, "alarm")

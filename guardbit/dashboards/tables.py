@@ -112,10 +112,6 @@ def head_label(layer: int, head: int, heads_in_layer: int) -> str:
     return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer} · head {head}"
 
 
-def recorded_indicators(frame: pd.DataFrame) -> set[str]:
-    return set(check_samples(frame)["indicator"].unique())
-
-
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
     """The last recorded value of every head."""
     samples = check_samples(frame)

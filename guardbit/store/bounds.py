@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import os
 import stat
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 
-from guardbit.records import RUN_ENDS, Event
+from guardbit.records import RUN_ENDS
+from guardbit.store.files import EVENT_COLUMNS
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
 MAX_STEP = 2**53
@@ -25,8 +26,6 @@ MAX_STEP = 2**53
 MAX_LAYERS = MAX_HEADS = 1024
 #: Bytes of a file of JSON, of one event in it, and of a CSV, unpacked.
 MAX_JSON, MAX_EVENT, MAX_CSV = 256 << 20, 1 << 20, 8 << 30
-#: Times of steps that a session may hold; a writer keeps some thousand.
-MAX_TICKS = 100_000
 #: Levels of a run's metadata; GuardBit's own has four.
 MAX_DEPTH = 32
 
@@ -35,6 +34,10 @@ OUT_OF_BOUNDS = (
     f"steps count from 0 to {MAX_STEP}, layers from 0 to {MAX_LAYERS - 1} and heads from 0 to "
     f"{MAX_HEADS - 1}"
 )
+
+#: Its functions are made when it is imported, where type checkers do not see them.
+compute: Any = pyarrow.compute
+Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
 
 
 def check_file(path: Path, most: int | None = None) -> None:
@@ -46,46 +49,33 @@ def check_file(path: Path, most: int | None = None) -> None:
         raise ValueError(f"it is larger than {most >> 20} MiB")
 
 
-def good_rows(rows: pa.Table | pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Marks the rows of samples that are within the bounds."""
+def good_rows(rows: Rows) -> Rows:
+    """The rows of samples that are within the bounds; those of the whole run have no head."""
     rows.validate(full=True)
-    good = np.ones(rows.num_rows, dtype=bool)
-    for name in ("step", "site", "layer", "head", "indicator"):
-        if rows[name].null_count:
-            good &= rows[name].is_valid().to_numpy(zero_copy_only=False)
-    step, layer, head = (_numbers(rows[name]) for name in ("step", "layer", "head"))
-    return good & within_bounds(step, _has_site(rows["site"]), layer, head)
+
+    def from_0(name: str, most: int) -> Any:
+        column = rows[name]
+        return compute.and_(compute.greater_equal(column, 0), compute.less_equal(column, most))
+
+    of_head = compute.and_(from_0("layer", MAX_LAYERS - 1), from_0("head", MAX_HEADS - 1))
+    of_run = compute.equal(rows["site"], "")
+    good = compute.and_(from_0("step", MAX_STEP), compute.or_(of_head, of_run))
+    return rows.filter(compute.and_(good, compute.is_valid(rows["indicator"])))
 
 
-def within_bounds(
-    step: npt.NDArray[np.integer],
-    has_site: npt.NDArray[np.bool_],
-    layer: npt.NDArray[np.integer],
-    head: npt.NDArray[np.integer],
-) -> npt.NDArray[np.bool_]:
-    """Marks the rows within the bounds; layer and head of rows of the whole run do not count."""
-    known = (layer >= 0) & (layer < MAX_LAYERS) & (head >= 0) & (head < MAX_HEADS)
-    return (step >= 0) & (step <= MAX_STEP) & (known | ~has_site)
-
-
-def _numbers(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.integer]:
-    return (column.fill_null(-1) if column.null_count else column).to_numpy()
-
-
-def _has_site(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    if isinstance(column, pa.DictionaryArray) and not column.null_count:
-        # A name stands once in the dictionary, and millions of times in the column.
-        named = np.array([site.as_py() != "" for site in column.dictionary], dtype=bool)
-        return named[column.indices.to_numpy()]
-    return np.array([site != "" for site in column.to_pylist()], dtype=bool)
+def warn_of_rows(left_out: int, rows: int, path: Path) -> None:
+    """Warns that rows are left out, if any are."""
+    if left_out:
+        warnings.warn(
+            f"left out {left_out:,} of {rows:,} rows of {path}: {OUT_OF_BOUNDS}", stacklevel=3
+        )
 
 
 def checked_event(event: Any) -> dict[str, Any]:
     """Returns one event with its step as an int and its heads as a tuple of ints."""
     if not isinstance(event, dict):
         raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
-    names = list(Event.__dataclass_fields__)
-    missing = [name for name in names if name not in event]
+    missing = [name for name in EVENT_COLUMNS if name not in event]
     if missing:
         raise ValueError(f"an event lacks {', '.join(missing)}")
     try:
@@ -94,13 +84,15 @@ def checked_event(event: Any) -> dict[str, Any]:
         raise ValueError(f"an event's step and heads must be whole numbers: {error}") from error
     if not 0 <= step <= MAX_STEP or any(not 0 <= head < MAX_HEADS for head in heads):
         raise ValueError(f"an event's step or heads are out of bounds: {OUT_OF_BOUNDS}")
-    texts = {name: event[name] for name in names if name not in ("step", "heads")}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise ValueError(f"an event's {name} must be text, got {str(text)[:40]!r}")
-    # A lone surrogate cannot be written to any file.
-    texts = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
-    return {**texts, "step": step, "heads": heads}
+    checked: dict[str, Any] = {"step": step, "heads": heads}
+    for name in EVENT_COLUMNS:
+        if name in checked:
+            continue
+        if not isinstance(event[name], str):
+            raise ValueError(f"an event's {name} must be text, got {str(event[name])[:40]!r}")
+        # A lone surrogate cannot be written to any file.
+        checked[name] = event[name].encode(errors="replace").decode()
+    return checked
 
 
 def checked_session(session: Any) -> dict[str, Any]:
@@ -110,31 +102,29 @@ def checked_session(session: Any) -> dict[str, Any]:
     start = session.get("start_step")
     if not isinstance(start, int) or not -1 <= start <= MAX_STEP:
         raise ValueError(f"a session's start_step must be a whole number from -1, got {start!r}")
-    end = session.get("end")  # a session that goes on, or was killed, has none
     level: list[Any] = [session["metadata"]]
     for _ in range(MAX_DEPTH):
         level = [part for value in level for part in _parts(value)]
-        if not level:
-            return {
-                "start_step": start,
-                "metadata": session["metadata"],
-                "end": end if end in RUN_ENDS else None,
-                "clock": _checked_clock(session.get("clock")),
-            }
-    raise ValueError(f"a session's metadata has more than {MAX_DEPTH} levels")
+    if level:
+        raise ValueError(f"a session's metadata has more than {MAX_DEPTH} levels")
+    end = session.get("end")  # a session that goes on, or was killed, has none
+    return {
+        "start_step": start,
+        "metadata": session["metadata"],
+        "end": end if end in RUN_ENDS else None,
+        "clock": _checked_clock(session.get("clock")),
+    }
 
 
 def _checked_clock(clock: Any) -> list[tuple[int, float]]:
     """The times of steps, ascending; none where they are not what a writer writes."""
-    if not isinstance(clock, list) or len(clock) > MAX_TICKS:
-        return []
     try:
-        ticks = [(int(step), float(seconds)) for step, seconds in clock]
+        ticks = [(int(step), float(seconds)) for step, seconds in clock or ()]
     except (TypeError, ValueError, OverflowError):
         return []
     steps = [step for step, _ in ticks]
     is_sound = steps == sorted(set(steps)) and all(0 <= step <= MAX_STEP for step in steps)
-    return ticks if is_sound and all(map(math.isfinite, (s for _, s in ticks))) else []
+    return ticks if is_sound and all(math.isfinite(seconds) for _, seconds in ticks) else []
 
 
 def _parts(value: Any) -> list[Any]:

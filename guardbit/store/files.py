@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, their columns, and how they are written."""
+"""The files of a run's folder: their names and columns, how they are found and written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -46,6 +46,9 @@ UNREADABLE = (
 
 #: Seconds without a write after which a half-written file counts as abandoned.
 _ABANDONED = 600.0
+
+#: Levels below a folder at which runs are looked for, how many are, and how many an error names.
+_DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
 
 _SEGMENT_NAME = re.compile(
     r"(?P<kind>samples|events)-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})"
@@ -98,6 +101,71 @@ def list_folder(folder: Path) -> Listing:
     return listing
 
 
+def unread(segments: Iterable[Segment], flush: int = 0) -> Iterator[Segment]:
+    """Yields the segments of a session that hold its flushes from one on, the widest first."""
+    segments = list(segments)
+    while ahead := [segment for segment in segments if segment.last >= flush]:
+        first = max(min(segment.first for segment in ahead), flush)
+        bringing = (segment for segment in ahead if segment.first <= first)
+        segment = max(bringing, key=lambda segment: segment.last)
+        yield segment
+        flush = segment.last + 1
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the folder of a run."""
+    path = Path(path)
+    if not path.is_dir():
+        return False
+    listing = list_folder(path)
+    return bool(listing.sessions) or any(listing.segments.values())
+
+
+def folder_of_run(path: str | os.PathLike[str]) -> Path:
+    """Returns the folder of the run: `path`, or the one in this log directory."""
+    path = Path(path)
+    inner = path / RUN_FOLDER
+    return path if is_run(path) or not is_run(inner) else inner
+
+
+def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
+    """The runs below a folder, each as the folder that people call it by; by name."""
+    found: list[Path] = []
+    for place, inner, _ in os.walk(folder):
+        inner.sort()
+        path = Path(place)
+        depth = len(path.relative_to(folder).parts)
+        if depth and is_run(folder_of_run(path)):
+            found.append(path)
+            inner.clear()
+        elif depth >= _DEEPEST_RUN or len(found) >= _MOST_RUNS:
+            inner.clear()
+    return found
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """Returns what `folder_of_run` does, of a path that is there."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(f"there is no run at {path}: it is neither a file nor a folder")
+    return folder_of_run(path)
+
+
+def list_run(folder: Path) -> Listing:
+    """Lists the files of a run."""
+    if not is_run(folder):
+        state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
+        runs = [str(run.relative_to(folder)) for run in runs_below(folder)]
+        if runs:
+            shown = ", ".join(runs[:_NAMED_RUNS])
+            more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
+            state = f"is none itself, but holds {shown}{more}"
+        raise ValueError(f"there is no run at {folder}: the folder {state}")
+    return list_folder(folder)
+
+
 def sweep(folder: Path) -> None:
     """Removes half-written files of writers that were killed."""
     for path in folder.glob(".*.partial"):
@@ -108,12 +176,19 @@ def sweep(folder: Path) -> None:
                     path.unlink()
 
 
-def publish(path: Path, write: Callable[[BinaryIO], None]) -> None:
+#: What is written to a file, or what writes it.
+Content = bytes | Callable[[BinaryIO], None]
+
+
+def publish(path: Path, content: Content) -> None:
     """Makes a complete file appear under its name, or nothing at all."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with open(temporary, "wb") as stream:
-            write(stream)
+            if isinstance(content, bytes):
+                stream.write(content)
+            else:
+                content(stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

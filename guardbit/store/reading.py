@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd
 from guardbit.store.bounds import (
     MAX_EVENT,
     MAX_JSON,
-    OUT_OF_BOUNDS,
     check_file,
     checked_event,
     checked_session,
+    compute,
     good_rows,
-    within_bounds,
+    warn_of_rows,
 )
 from guardbit.store.csv_file import read_csv
 from guardbit.store.files import (
@@ -35,13 +35,22 @@ from guardbit.store.files import (
     Segment,
     SessionKey,
     check_columns,
+    existing,
+    list_run,
+    unread,
 )
-from guardbit.store.finding import existing, list_run
 
 Part = TypeVar("Part")
 
+#: Columns of batches: names are dictionary-encoded, so that a batch holds each of them once.
+BATCHES = pa.schema(
+    (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
+)
 #: How often a reader tries again when the merge of a live writer has removed a file.
 _READ_ATTEMPTS = 10
+#: Rows read at a time.
+_BATCH = 1 << 16
 
 
 def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -81,12 +90,12 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     """
     path = existing(path)
     if path.is_file():
-        return _tidy(_bounded(read_csv(path), path))
-    parts = [
-        part.loc[part["step"] <= last_step]
-        for part, last_step in _read_segments(path, "samples", _load_samples)
-    ]
-    return _tidy(pd.concat(parts) if parts else SCHEMA.empty_table().to_pandas())
+        table = pa.Table.from_pandas(read_csv(path), SCHEMA, preserve_index=False)
+        good = good_rows(table)
+        warn_of_rows(len(table) - len(good), len(table), path)
+        return _tidy(good)
+    batches = _read_segments(path, "samples", sample_batches)
+    return _tidy(pa.Table.from_batches(batches, BATCHES).cast(SCHEMA))
 
 
 def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -111,8 +120,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     path = existing(path)
     rows: list[dict[str, Any]] = []
     if path.is_dir():
-        for events, last_step in _read_segments(path, "events", _load_events):
-            rows += [event for event in events if event["step"] <= last_step]
+        rows = _read_segments(path, "events", _load_events)
     frame = pd.DataFrame(rows, columns=EVENT_COLUMNS).astype(
         {name: "object" if name == "heads" else "str" for name in EVENT_COLUMNS} | {"step": "int64"}
     )
@@ -147,132 +155,110 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
     """Reads how a run ended."""
     path = existing(path)
-    if not path.is_dir():
-        return None
-    return end_of(list_run(path))
+    return end_of(list_run(path)) if path.is_dir() else None
 
 
 def end_of(listing: Listing) -> RunEnd | None:
     """How the newest session of a folder says that it ended."""
-    newest = max(listing.sessions, default=None)
-    return _load_session(listing.sessions[newest])["end"] if newest else None
-
-
-def read_clock(path: str | os.PathLike[str]) -> list[tuple[int, float]]:
-    """Reads when a run's steps were."""
-    path = existing(path)
-    if not path.is_dir():
-        return []
-    return clock_of(list_run(path))
+    return _load_session(max(listing.sessions.items(), default=(None, None))[1])["end"]
 
 
 def clock_of(listing: Listing) -> list[tuple[int, float]]:
     """When the steps were that a folder's sessions have recorded and that still count."""
     ticks: dict[int, float] = {}
     for key, last_step in last_steps(listing):
-        path = listing.sessions.get(key)
-        for step, seconds in _load_session(path)["clock"] if path else ():
+        for step, seconds in _load_session(listing.sessions.get(key))["clock"]:
             if step <= last_step:
                 ticks[step] = seconds
     return sorted(ticks.items())
 
 
-def _load_session(path: Path) -> dict[str, Any]:
-    """Reads a session's file; a broken one hides no steps and has no metadata."""
+def _load_session(path: Path | None) -> dict[str, Any]:
+    """Reads a session's file; where it is broken or missing, it hides no steps."""
     try:
-        check_file(path, MAX_JSON)
-        return checked_session(json.loads(path.read_bytes()))
+        if path is not None:
+            check_file(path, MAX_JSON)
+            return checked_session(json.loads(path.read_bytes()))
     except UNREADABLE as error:
         warnings.warn(
             f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=3
         )
-        return {"start_step": None, "metadata": {}, "end": None, "clock": []}
+    return {"start_step": None, "metadata": {}, "end": None, "clock": []}
 
 
-def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
-    """Yields the sessions that recorded something, oldest first, each with its last valid step."""
+def last_steps(listing: Listing) -> list[tuple[SessionKey, float]]:
+    """The sessions that recorded something, oldest first, each with its last valid step."""
     recorded = sorted({key for sessions in listing.segments.values() for key in sessions})
-    last_steps: list[tuple[SessionKey, float]] = []
+    found: list[tuple[SessionKey, float]] = []
     last_step = float("inf")
     for key in reversed(recorded):
-        last_steps.append((key, last_step))
-        path = listing.sessions.get(key)
-        start_step = _load_session(path)["start_step"] if path else None
+        found.append((key, last_step))
+        start_step = _load_session(listing.sessions.get(key))["start_step"]
         if start_step is not None:
             last_step = min(last_step, start_step)
-    yield from reversed(last_steps)
+    return found[::-1]
 
 
 def _read_segments(
-    folder: Path, kind: str, load: Callable[[Path], Part]
-) -> list[tuple[Part, float]]:
-    """Reads all segments of a kind in the order of writing, each with its last valid step."""
+    folder: Path, kind: str, load: Callable[[Path, float], Iterable[Part]]
+) -> list[Part]:
+    """Reads all segments of a kind in the order of writing, each up to its last valid step."""
+    loaded: dict[tuple[Path, float], list[Part]] = {}
+    broken: set[Path] = set()
+
+    def load_all(segments: Iterable[Segment], last_step: float) -> list[Part]:
+        whole = [segment for segment in segments if segment.path not in broken]
+        paths = [segment.path for segment in unread(whole)]
+        for path in paths:
+            try:
+                if (path, last_step) not in loaded:
+                    loaded[path, last_step] = list(load(path, last_step))
+            except FileNotFoundError:
+                raise
+            except UNREADABLE as error:
+                broken.add(path)
+                warn_of_segment(path, error)
+                return load_all(whole, last_step)  # those that it covers may be there still
+        return [part for path in paths for part in loaded[path, last_step]]
+
     for attempt in range(_READ_ATTEMPTS):
         listing = list_run(folder)
-        parts: list[tuple[Part, float]] = []
         try:
-            for key, last_step in last_steps(listing):
-                segments = listing.segments[kind].get(key, [])
-                parts += [(part, last_step) for part in _load_uncovered(segments, load)]
+            parts = [
+                part
+                for key, last_step in last_steps(listing)
+                for part in load_all(listing.segments[kind].get(key, []), last_step)
+            ]
         except FileNotFoundError:
             if attempt == _READ_ATTEMPTS - 1:
                 raise
             continue
-        listed = sum(map(len, listing.segments[kind].values()))
-        if listed and not parts:
-            raise ValueError(f"none of the {listed} segments of {kind} in {folder} can be read")
+        if broken and not loaded:
+            named = f"the {len(broken)} segments of {kind} in {folder}"
+            raise ValueError(f"none of {named} can be read")
         return parts
     raise AssertionError("the last attempt returns or raises")
 
 
-def _load_uncovered(segments: Iterable[Segment], load: Callable[[Path], Part]) -> Iterator[Part]:
-    """Loads the segments of one session in order, without those that another one covers."""
-    loaded: list[tuple[Segment, Part]] = []
-    for segment in sorted(segments, key=lambda segment: segment.width, reverse=True):
-        if any(other.first <= segment.first and segment.last <= other.last for other, _ in loaded):
-            continue
-        try:
-            loaded.append((segment, load(segment.path)))
-        except FileNotFoundError:
-            raise
-        except UNREADABLE as error:
-            warnings.warn(
-                f"left out the segment {segment.path}, which cannot be read: {error}", stacklevel=5
-            )
-    for _, part in sorted(loaded, key=lambda pair: pair[0].first):
-        yield part
+def warn_of_segment(path: Path, error: Exception) -> None:
+    """Warns that a segment is left out."""
+    warnings.warn(f"left out the segment {path}, which cannot be read: {error}", stacklevel=5)
 
 
-def _load_samples(path: Path) -> pd.DataFrame:
+def sample_batches(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
+    """Yields the samples of a segment that are within the bounds, up to a step."""
     check_file(path)
-    with pq.ParquetFile(path) as file:
+    read, left_out = 0, 0
+    with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
         check_columns(file.schema_arrow.names, path)
-        table = file.read(columns=COLUMNS).cast(SCHEMA)
-    good = good_rows(table)
-    if not good.all():
-        table = table.filter(good)
-        warn_of_rows(int((~good).sum()), len(good), path)
-    return table.to_pandas()
+        for batch in file.iter_batches(_BATCH, columns=COLUMNS):
+            good = good_rows(batch.select(COLUMNS).cast(BATCHES))
+            read, left_out = read + len(batch), left_out + len(batch) - len(good)
+            yield good.filter(compute.less_equal(good["step"], last_step))
+    warn_of_rows(left_out, read, path)
 
 
-def warn_of_rows(left_out: int, rows: int, path: Path) -> None:
-    """Warns that rows are left out."""
-    warnings.warn(
-        f"left out {left_out:,} of {rows:,} rows of {path}: {OUT_OF_BOUNDS}", stacklevel=2
-    )
-
-
-def _bounded(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Returns the samples of a file that are within the bounds."""
-    step, layer, head = (frame[name].to_numpy() for name in ("step", "layer", "head"))
-    good = within_bounds(step, np.asarray(frame["site"] != "", dtype=bool), layer, head)
-    if good.all():
-        return frame
-    warn_of_rows(int((~good).sum()), len(good), path)
-    return frame.loc[good]
-
-
-def _load_events(path: Path) -> list[dict[str, Any]]:
+def _load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
     check_file(path, MAX_JSON)
     # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
     # does not escape in a string, such as U+0085.
@@ -294,11 +280,12 @@ def _load_events(path: Path) -> list[dict[str, Any]]:
             f"left out {len(lines) - len(events):,} of {len(lines):,} events of {path}: {first}",
             stacklevel=2,
         )
-    return events
+    return [event for event in events if event["step"] <= last_step]
 
 
-def _tidy(frame: pd.DataFrame) -> pd.DataFrame:
+def _tidy(table: pa.Table) -> pd.DataFrame:
     """Drops heads that were not measured, keeps the last of equal keys, and sorts."""
+    frame = table.to_pandas()
     measured = frame["value"].notna() | (frame["site"] == "")
-    frame = frame.loc[measured, COLUMNS].drop_duplicates(subset=KEY, keep="last")
+    frame = frame.loc[measured].drop_duplicates(subset=KEY, keep="last")
     return frame.sort_values(KEY, ignore_index=True)

@@ -23,6 +23,7 @@ from guardbit.store.files import (
     NO_PAST,
     SCHEMA,
     UNREADABLE,
+    Content,
     Segment,
     SessionKey,
     list_folder,
@@ -82,9 +83,9 @@ class _SegmentSeries:
         name = f"{self._stem.name}-{first:08d}-{last:08d}{self._suffix}"
         return Segment(self._stem.with_name(name), first, last)
 
-    def append(self, write: Callable[[BinaryIO], None]) -> None:
+    def append(self, content: Content) -> None:
         segment = self._segment(self._flushes, self._flushes)
-        publish(segment.path, write)
+        publish(segment.path, content)
         self._segments.append(segment)
         self._flushes += 1
 
@@ -183,39 +184,18 @@ class RunWriter:
         self.close("finished" if error is None else "crashed")
 
     def is_hidden(self) -> bool:
-        """Whether another writer has opened the folder since, and hides what this one writes.
-
-        Raises:
-            OSError: The folder cannot be listed.
-        """
+        """Whether another writer has opened the folder since, and hides what this one writes."""
         return any(session > self._session for session in list_folder(self._folder).sessions)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Adds to the run's metadata, or replaces values under the same keys.
-
-        Args:
-            metadata: JSON-able; on disk when this returns.
-
-        Raises:
-            TypeError: It cannot be written as JSON; the old metadata stays.
-            ValueError: The writer is closed.
-        """
+        """Adds to the run's metadata, or replaces values under the same keys; on disk at once."""
         self._check_open()
         updated = {**self._metadata, **_sound(dict(metadata))}
         self._write_session(updated, self._clock, None)
         self._metadata = updated
 
     def tick(self, step: int, seconds: float) -> None:
-        """Keeps when a step was, unless the time of one shortly before is kept already.
-
-        Args:
-            step: The step, in ascending order.
-            seconds: Since 1970.
-
-        Raises:
-            ValueError: The writer is closed.
-            OSError: It cannot be written.
-        """
+        """Keeps when a step was, since 1970, unless one shortly before has its time already."""
         self._check_open()
         if self._clock and step - self._clock[-1][0] < max(_TICK * step, 1):
             return
@@ -238,18 +218,14 @@ class RunWriter:
             content = json.dumps(session, indent=2)
         except (TypeError, ValueError) as error:
             raise TypeError(f"metadata of a run must be JSON-able: {error}") from error
-        publish(self._session_path, lambda stream: _write_text(stream, content))
+        publish(self._session_path, content.encode())
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Takes samples, and writes a segment whenever it holds `flush_every` of them.
 
-        Args:
-            samples: In any order. Of two samples of the same step, site, head and indicator the
-                reader gives the later one. Heads that were not measured (NaN) leave no row.
-
-        Raises:
-            ValueError: The writer is closed.
-            OSError: The segment cannot be written; the samples stay in memory for the next try.
+        Of two samples of the same step, site, head and indicator the reader gives the later one.
+        Heads that were not measured (NaN) leave no row. After an `OSError` the samples stay in
+        memory for the next try.
         """
         self._check_open()
         failed: OSError | None = None
@@ -266,24 +242,14 @@ class RunWriter:
             raise failed
 
     def event(self, event: Event) -> None:
-        """Writes an event; it is on disk when this returns.
-
-        Raises:
-            ValueError: The writer is closed.
-            OSError: It cannot be written.
-        """
+        """Writes an event; it is on disk when this returns."""
         self._check_open()
         line = json.dumps(_sound(dataclasses.asdict(event)), ensure_ascii=False) + "\n"
-        self._events.append(lambda stream: _write_text(stream, line))
+        self._events.append(line.encode())
         self._events.compact()
 
     def flush(self) -> None:
-        """Writes the samples held in memory; they are on disk when this returns.
-
-        Raises:
-            ValueError: The writer is closed.
-            OSError: They cannot be written and stay in memory for the next try.
-        """
+        """Writes the samples held in memory; they are on disk when this returns."""
         self._check_open()
         if self._rows:
             columns = zip(*self._rows, strict=True)
@@ -295,16 +261,7 @@ class RunWriter:
         self._samples.compact()
 
     def close(self, end: RunEnd = "finished") -> None:
-        """Flushes, merges this session's segments into one file a kind, and ends the session.
-
-        Closing twice is allowed.
-
-        Args:
-            end: How the run ended.
-
-        Raises:
-            OSError: The samples held in memory cannot be written.
-        """
+        """Flushes, merges this session's segments into one file a kind, and notes how it ended."""
         if self._closed:
             return
         self.flush()
@@ -327,7 +284,3 @@ def _sound(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_sound(item) for item in value]
     return value
-
-
-def _write_text(stream: BinaryIO, text: str) -> None:
-    stream.write(text.encode())

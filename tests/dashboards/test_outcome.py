@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.outcome import OUTCOMES, headline, limits, outcome_of
 from guardbit.dashboards.report.contents import tiles
 from guardbit.monitor.settings import Settings
@@ -98,7 +99,7 @@ def test_of_a_loss_that_was_never_recorded_nothing_is_said(events, said):
     found = outcome_of(heads, pd.DataFrame([alarm(6750), *events], columns=EVENTS))
     assert found.kind == "alarmed"
     assert headline(found) == f"Alarmed: 1 of 12 heads since step 6,750, {said}"
-    (lead,) = (tile for tile in tiles(heads, None) if tile.name == "Lead on the loss")
+    (lead,) = (tile for tile in tiles(LoadedRun("a", heads)) if tile.name == "Lead on the loss")
     assert lead.note == "no loss was recorded"
 
 

@@ -149,12 +149,12 @@ def read(command: str, folder: Path) -> str:
     from typer.testing import CliRunner
 
     from guardbit.cli import app
-    from guardbit.dashboards.live import RunWatcher
+    from guardbit.dashboards.live import LiveRun
 
     warnings.simplefilter("ignore")
     try:
         if command == "watch":
-            watcher = RunWatcher(folder)
+            watcher = LiveRun(folder)
             for _ in range(2):
                 with contextlib.suppress(OSError, ValueError):  # a sentence, which the page shows
                     watcher.look()

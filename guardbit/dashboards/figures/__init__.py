@@ -7,7 +7,7 @@ steps and one way to mark events (`style`). `CHARTS` are those of a report, in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -45,60 +45,48 @@ __all__ = [
 
 Draw = Callable[[pd.DataFrame, pd.DataFrame | None], Figure | None]
 
-EXCESS_NEEDS = tuple(EXCESS_INDICATORS)
 
-
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """A figure of the report.
 
     Attributes:
         name: Stem of its PNG.
         title: What it shows, in a few words.
-        needs: The indicators of which it needs at least one.
         draw: The function that draws it.
+        needs: The indicators of which it needs at least one.
     """
 
     name: str
     title: str
-    needs: tuple[str, ...]
     draw: Draw
+    needs: tuple[str, ...]
 
 
 def _map_that_tells(frame: pd.DataFrame, events: pd.DataFrame | None) -> Figure | None:
     return model_map(frame, events, first_step(frame, events, "alarm"))
 
 
+_NORM = ("w_q_spectral_norm",)
 CHARTS: tuple[Chart, ...] = (
-    Chart("story", "What happened", tuple(name for name, _ in STORY_PANELS), story),
-    Chart("model_map", "Model map", EXCESS_NEEDS, _map_that_tells),
-    Chart("loss", "Loss and gradient norm", ("loss", "grad_norm"), loss_and_gradient),
-    Chart(
-        "w_q_spectral_norm_layers",
-        "W_Q spectral norm by layer",
-        ("w_q_spectral_norm",),
-        spectral_norm_by_layer,
+    Chart("story", "What happened", story, tuple(dict(STORY_PANELS))),
+    Chart("model_map", "Model map", _map_that_tells, tuple(EXCESS_INDICATORS)),
+    Chart("loss", "Loss and gradient norm", loss_and_gradient, ("loss", "grad_norm")),
+    Chart("w_q_spectral_norm_layers", "W_Q spectral norm by layer", spectral_norm_by_layer, _NORM),
+    Chart("w_q_spectral_norm_heads", "W_Q spectral norm by head", spectral_norm_of_heads, _NORM),
+    *(
+        Chart(name, title, draw, (name,))
+        for name, title, draw in (
+            ("max_logit", "Max logit", max_logit),
+            ("attention_entropy", "Attention entropy", attention_entropy),
+            ("multiple_maxima", "Multiple maxima, FP32 scores", multiple_maxima),
+            ("multiple_maxima_bf16", "Multiple maxima, BF16-rounded scores", multiple_maxima_bf16),
+            ("delta_bias_cumulative", "Cumulative delta bias", delta_bias),
+        )
     ),
-    Chart(
-        "w_q_spectral_norm_heads",
-        "W_Q spectral norm by head",
-        ("w_q_spectral_norm",),
-        spectral_norm_of_heads,
-    ),
-    Chart("max_logit", "Max logit", ("max_logit",), max_logit),
-    Chart("attention_entropy", "Attention entropy", ("attention_entropy",), attention_entropy),
-    Chart("multiple_maxima", "Multiple maxima, FP32 scores", ("multiple_maxima",), multiple_maxima),
-    Chart(
-        "multiple_maxima_bf16",
-        "Multiple maxima, BF16-rounded scores",
-        ("multiple_maxima_bf16",),
-        multiple_maxima_bf16,
-    ),
-    Chart("delta_bias_cumulative", "Cumulative delta bias", ("delta_bias_cumulative",), delta_bias),
     Chart(
         "switch_before_and_after",
         "Before and after the switch",
-        tuple(indicator for indicator, _ in SWITCH_PANELS),
         before_and_after,
+        tuple(dict(SWITCH_PANELS)),
     ),
 )

@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Callable
-from importlib import resources
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -27,31 +26,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from guardbit.dashboards.live.run_list import RunList
-from guardbit.dashboards.live.watcher import RunWatcher
+from guardbit.dashboards.live.runs import LiveRun, LiveRuns
+from guardbit.dashboards.web import asset
 
 HOST = "127.0.0.1"
 #: Names this machine has for itself; through an SSH tunnel the browser uses one of them too.
 ALLOWED_HOSTS = (HOST, "localhost")
 
-_HTML, _SCRIPT, _STYLE = (f"text/{kind}; charset=utf-8" for kind in ("html", "javascript", "css"))
-#: Addresses of the page and its files -> the folder, the file and its media type.
-ASSETS = {
-    "": ("live.assets", "page.html", _HTML),
-    "page.js": ("live.assets", "page.js", _SCRIPT),
-    "page.css": ("live.assets", "page.css", _STYLE),
-    "theme.css": ("web", "theme.css", _STYLE),
-    "charts.js": ("web", "charts.js", _SCRIPT),
-    "uPlot.iife.min.js": ("web", "uPlot.iife.min.js", _SCRIPT),
-    "uPlot.min.css": ("web", "uPlot.min.css", _STYLE),
-}
-#: The same for the list of runs, whose pages lie below it.
-LIST_ASSETS = {
-    **{name: ASSETS[name] for name in ("theme.css", "charts.js", "uPlot.iife.min.js")},
-    **{name: ASSETS[name] for name in ("uPlot.min.css", "page.css")},
-    "": ("live.assets", "list.html", _HTML),
-    "list.js": ("live.assets", "list.js", _SCRIPT),
-}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_SHARED = ("page.css", "theme.css", "charts.js", "uPlot.iife.min.js", "uPlot.min.css")
+#: Files of a run's page, the page itself first, and of the list of runs.
+ASSETS = ("page.html", "page.js", *_SHARED)
+LIST_ASSETS = ("list.html", "list.js", *_SHARED)
 #: The page runs its own scripts only, talks to this server only, and stands in no frame.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -75,8 +61,8 @@ class LiveServer:
         port: The port it listens on.
     """
 
-    def __init__(self, watcher: RunWatcher | RunList, *, port: int = 0) -> None:
-        self._watcher = watcher
+    def __init__(self, runs: LiveRuns, *, port: int = 0) -> None:
+        self._runs = runs
         self._socket = socket.socket()
         # A port that an earlier server has just left is free.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,7 +78,7 @@ class LiveServer:
         token = secrets.token_urlsafe(18)
         self.address = f"http://{HOST}:{self.port}/{token}/"
         config = uvicorn.Config(
-            application(watcher, token),
+            application(runs, token),
             log_level="error",
             access_log=False,
             server_header=False,
@@ -104,13 +90,13 @@ class LiveServer:
 
     def run(self) -> None:
         """Serves until interrupted (Ctrl-C), or until `stop`."""
-        self._watcher.start()
+        self._runs.start()
         try:
             self._server.run(sockets=[self._socket])
         except KeyboardInterrupt:
             pass
         finally:
-            self._watcher.stop()
+            self._runs.stop()
             self._socket.close()
 
     def stop(self) -> None:
@@ -118,13 +104,9 @@ class LiveServer:
         self._server.should_exit = True
 
 
-def application(watcher: RunWatcher | RunList, token: str) -> Starlette:
+def application(runs: LiveRuns, token: str) -> Starlette:
     """The application: a fixed list of addresses below the token."""
-    routes = (
-        _routes_of_a_run(lambda _: watcher)
-        if isinstance(watcher, RunWatcher)
-        else _routes_of_a_list(watcher)
-    )
+    routes = _routes_of_a_list(runs) if runs.is_list else _routes_of_a_run(lambda _: runs.opened())
     return Starlette(
         routes=routes,
         middleware=[
@@ -138,30 +120,24 @@ def application(watcher: RunWatcher | RunList, token: str) -> Starlette:
     )
 
 
-def _routes_of_a_run(watcher: Callable[[Request], RunWatcher]) -> list[BaseRoute]:
+def _routes_of_a_run(run: Callable[[Request], LiveRun]) -> list[BaseRoute]:
     """The page of a run, and what it asks."""
 
     def state(request: Request) -> Response:
-        step = _whole(request, "step", -1)
-        since = _whole(request, "since", -1)
-        return _json(watcher(request).state(since, None if step < 0 else step))
+        step = _whole(request, "step")
+        return _json(run(request).state(_whole(request, "since"), None if step < 0 else step))
 
     def head(request: Request) -> Response:
-        layer, number = _whole(request, "layer", -1), _whole(request, "head", -1)
-        return _json(watcher(request).head(layer, number))
+        return _json(run(request).head(_whole(request, "layer"), _whole(request, "head")))
 
     def curves(request: Request) -> Response:
-        return _json(watcher(request).curves(request.query_params.get("indicator", "")))
+        return _json(run(request).curves(request.query_params.get("indicator", "")))
 
-    return [
-        *[Route(f"/{address}", _asset(*ASSETS[address])) for address in ASSETS],
-        Route("/state", state),
-        Route("/head", head),
-        Route("/curves", curves),
-    ]
+    answers = {"/state": state, "/head": head, "/curves": curves}
+    return [*_assets(ASSETS), *(Route(path, answer) for path, answer in answers.items())]
 
 
-def _routes_of_a_list(runs: RunList) -> list[BaseRoute]:
+def _routes_of_a_list(runs: LiveRuns) -> list[BaseRoute]:
     """The list of runs, what it asks, and below it the page of each run."""
 
     def overlay(request: Request) -> Response:
@@ -170,14 +146,14 @@ def _routes_of_a_list(runs: RunList) -> list[BaseRoute]:
             raise ValueError("runs must be whole numbers with commas between them")
         return _json(runs.overlay([int(part) for part in named]))
 
-    def reader(request: Request) -> RunWatcher:
-        return runs.reader(int(request.path_params["number"]))
+    def opened(request: Request) -> LiveRun:
+        return runs.opened(int(request.path_params["number"]))
 
     return [
-        *[Route(f"/{address}", _asset(*LIST_ASSETS[address])) for address in LIST_ASSETS],
-        Route("/runs", lambda _: _json(runs.runs())),
+        *_assets(LIST_ASSETS),
+        Route("/runs", lambda _: _json(runs.rows())),
         Route("/overlay", overlay),
-        Mount("/run/{number:int}", routes=_routes_of_a_run(reader)),
+        Mount("/run/{number:int}", routes=_routes_of_a_run(opened)),
     ]
 
 
@@ -214,9 +190,15 @@ class _Token:
         await self._app(scope, receive, send)
 
 
-def _asset(folder: str, name: str, media_type: str) -> Callable[[Request], Response]:
-    content = resources.files(f"guardbit.dashboards.{folder}").joinpath(name).read_bytes()
-    return lambda request: Response(content, media_type=media_type)
+def _assets(names: Sequence[str]) -> list[Route]:
+    """The files of a page; the first stands for the page itself."""
+
+    def route(name: str) -> Route:
+        content, kind = asset(name), _TYPES[name[name.rindex(".") :]]
+        path = "/" if name == names[0] else f"/{name}"
+        return Route(path, lambda _: Response(content, media_type=f"{kind}; charset=utf-8"))
+
+    return [route(name) for name in names]
 
 
 def _json(content: dict[str, Any]) -> Response:
@@ -228,9 +210,9 @@ def _refused(status: int) -> Callable[[Request, Exception], Response]:
     return lambda request, error: Response(str(error), status_code=status, media_type="text/plain")
 
 
-def _whole(request: Request, name: str, default: int) -> int:
-    value = request.query_params.get(name, "")
+def _whole(request: Request, name: str) -> int:
+    value = request.query_params.get(name) or "-1"
     try:
-        return int(value) if value else default
+        return int(value)
     except ValueError:
         raise ValueError(f"{name} must be a whole number, got {value[:40]!r}") from None

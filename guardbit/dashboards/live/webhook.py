@@ -1,4 +1,4 @@
-"""Tells a webhook of alarms, and disturbs nothing whatever becomes of that."""
+"""Sends alarms to a webhook, and disturbs nothing whatever becomes of that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import queue
 import threading
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from guardbit.records import Event, printable
 
 log = logging.getLogger("guardbit")
 
-#: Seconds that a webhook may take, and messages that wait for it at most.
-PATIENCE, MOST_WAITING = 10.0, 100
+#: Seconds that a webhook may take.
+PATIENCE = 10.0
 #: Characters of a message.
 MOST_CHARACTERS = 600
 
@@ -24,8 +23,8 @@ MOST_CHARACTERS = 600
 class Webhook:
     """Posts one JSON object with a one-line `text` for the new alarms of a run, as Slack takes it.
 
-    Messages are sent from a thread of its own. One that fails is told once in the log, and the next
-    is tried again.
+    Messages are sent from a thread of its own. The first that fails is logged, and the next is
+    tried all the same.
     """
 
     def __init__(self, url: str) -> None:
@@ -34,47 +33,33 @@ class Webhook:
             raise ValueError(f"a webhook is an address like https://host/path, got {url!r}")
         self._url = url
         self._host = parts.hostname
-        self._waiting: queue.Queue[str] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[str] = queue.Queue()
         self._is_failing = False
         threading.Thread(target=self._run, name="guardbit-webhook", daemon=True).start()
 
     def tell(self, name: str, alarms: Sequence[Event]) -> None:
         """Sends a line about new alarms of a run; returns at once."""
-        try:
-            self._waiting.put_nowait(message(name, alarms))
-        except queue.Full:
-            self._say(f"{MOST_WAITING} messages wait already")
+        self._waiting.put(message(name, alarms))
 
     def join(self) -> None:
         self._waiting.join()
 
     def _run(self) -> None:
         while True:
-            text = self._waiting.get()
+            content = json.dumps({"text": self._waiting.get()}).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(self._url, content, headers, method="POST")
             try:
-                self._send(text)
+                urllib.request.urlopen(request, timeout=PATIENCE).close()
                 self._is_failing = False
             # Whatever happens here is no reason to disturb anybody.
             except Exception as error:
-                self._say(repr(error))
+                if not self._is_failing:
+                    # Not the whole address: it is a secret of whoever may post there.
+                    log.warning("the webhook at %s was not told of an alarm: %r", self._host, error)
+                self._is_failing = True
             finally:
                 self._waiting.task_done()
-
-    def _send(self, text: str) -> None:
-        request = urllib.request.Request(
-            self._url,
-            data=json.dumps({"text": text}).encode(),
-            headers={"Content-Type": "application/json"},
-            method="POST",
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE):
-            pass
-
-    def _say(self, why: str) -> None:
-        if not self._is_failing:
-            self._is_failing = True
-            # Not the whole address: it is a secret of whoever may post there.
-            log.warning("the webhook at %s was not told of an alarm: %s", self._host, why)
 
 
 def message(name: str, alarms: Sequence[Event]) -> str:

@@ -10,52 +10,39 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jinja2
-import pandas as pd
 
 from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import STYLE
+from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.report.comparison import PICTURES, compared
-from guardbit.dashboards.report.contents import Run, document_of
-from guardbit.dashboards.report.document import Document
+from guardbit.dashboards.report.contents import Document, document_of
 from guardbit.dashboards.web import asset
 
 Format = Literal["html", "png"]
 FORMATS: tuple[Format, ...] = ("html", "png")
 
-__all__ = ["FORMATS", "Format", "Run", "write_report", "write_reports"]
+__all__ = ["FORMATS", "Format", "write_reports"]
 
 
-def write_report(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None,
-    metadata: Mapping[str, Any] | None,
-    output: str | Path,
-    *,
-    title: str = "Training run",
-    format: Format = "html",
+def write_reports(
+    runs: Sequence[LoadedRun], output: str | Path, *, format: Format = "html"
 ) -> Path:
-    """Writes the report of one run."""
-    return write_reports([Run(title, frame, events, metadata or {})], output, format=format)
-
-
-def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "html") -> Path:
     """Writes the report of one run, or of two to four side by side."""
     output = Path(output)
     if not runs:
         raise ValueError("A report needs at least one run, got none.")
     _check_place(output, format)
     document = document_of(runs[0]) if len(runs) == 1 else compared(runs)
-    if format == "png" and not document.pictures:
+    if format == "png" and not document["pictures"]:
         raise ValueError("The run recorded nothing that a figure shows.")
     folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
-    pictures = {folder / f"{picture.name}.png": picture.figure for picture in document.pictures}
+    pictures = {folder / f"{name}.png": figure for name, figure in document["pictures"].items()}
     _refuse_links(output, folder, *pictures)
     folder.mkdir(parents=True, exist_ok=True)
     # Figures of an earlier report that this one does not have.
@@ -99,12 +86,12 @@ def _refuse_links(*paths: Path) -> None:
 
 
 def _page(document: Document, folder: str) -> str:
-    script = "\n".join((asset("uPlot.iife.min.js"), asset("charts.js"), _own("report.js")))
+    script = "\n".join((asset("uPlot.iife.min.js"), asset("charts.js"), asset("report.js")))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(_own("page.html")).render(
+    return environment.from_string(asset("report.html")).render(
         document=document,
         folder=folder,
         averaged=SAMPLES_AVERAGED,
@@ -112,10 +99,6 @@ def _page(document: Document, folder: str) -> str:
         policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'",
         # Within a script element nothing but its end is markup.
-        data=json.dumps(document.answers or {}, separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(document["answers"] or {}, separators=(",", ":")).replace("<", "\\u003c"),
         script=script,
     )
-
-
-def _own(name: str) -> str:
-    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

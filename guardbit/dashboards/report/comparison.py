@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
+from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.names import distinguished
 from guardbit.dashboards.outcome import Outcome, headline
+from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
 from guardbit.dashboards.report import contents, words
-from guardbit.dashboards.report.contents import Run
-from guardbit.dashboards.report.document import Document, Picture, Table, Tile
-from guardbit.dashboards.views import CATALOG_OF_PAGES, plain_numbers, thinned
+from guardbit.dashboards.report.contents import Document, Table, Tile
 
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
@@ -50,9 +50,9 @@ PICTURES = (
 )
 
 
-def compared(runs: Sequence[Run]) -> Document:
+def compared(runs: Sequence[LoadedRun]) -> Document:
     """Two runs or more side by side; the text calls them by what distinguishes their names."""
-    titles = [run.title for run in runs]
+    titles = [run.name for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
             f"A report compares {len(RUN_LINES)} runs at most, as more cannot be distinguished in "
@@ -60,44 +60,44 @@ def compared(runs: Sequence[Run]) -> Document:
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
-    runs = [replace(run, title=name) for run, name in zip(runs, distinguished(titles), strict=True)]
-    losses = {run.title: tables.of_run(run.frame, "loss") for run in runs}
+    runs = [replace(run, name=name) for run, name in zip(runs, distinguished(titles), strict=True)]
+    losses = {run.name: tables.of_run(run.samples, "loss") for run in runs}
     fork = fork_of(losses)
-    outcomes = against_each_other({run.title: run.outcome for run in runs}, losses)
+    samples = {run.name: _from(fork, run) for run in runs}
+    outcomes = against_each_other({run.name: run.outcome for run in runs}, losses)
     kinds = Counter(_SHORT[outcome.kind] for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.kind for outcome in outcomes.values()), key=_WORST_LAST.index)
-    return Document(
-        title=" · ".join(titles),
-        extent=words.count(len(runs), "run"),
-        headline=f"{words.count(len(runs), 'run')}: {told}",
-        outcome=worst,
-        lede=(
-            (f"They are copies of one run up to step {fork:,}, and drawn from there on.",)
-            if fork is not None
-            else ()
-        ),
-        tiles=tuple(
+    document: Document = dict.fromkeys(("effect", "diagnosed", "not_drawn", "timeline"))
+    return document | {
+        "title": " · ".join(titles),
+        "extent": words.count(len(runs), "run"),
+        "headline": f"{words.count(len(runs), 'run')}: {told}",
+        "outcome": worst,
+        "lede": []
+        if fork is None
+        else [f"They are copies of one run up to step {fork:,}, and drawn from there on."],
+        "tiles": [
             Tile(name, _SHORT[outcome.kind].capitalize(), headline(outcome), outcome.kind)
             for name, outcome in outcomes.items()
-        ),
-        pictures=_overlays(runs, fork),
-        answers=_answers(runs, fork),
-        runs=[contents.heads_of(run) for run in runs],
-        settings=_settings(runs),
-        side_by_side=_side_by_side(runs, outcomes),
-    )
+        ],
+        "pictures": _pictures(runs, samples),
+        "answers": _answers(samples),
+        "runs": [contents.heads_of(run) for run in runs],
+        "settings": _settings(runs),
+        "side_by_side": _side_by_side(runs, outcomes),
+    }
 
 
-def _side_by_side(runs: Sequence[Run], outcomes: Mapping[str, Outcome]) -> Table:
+def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Outcome]) -> Table:
     columns: list[list[str]] = []
     for run in runs:
-        outcome = outcomes[run.title]
-        first_alarm, _, switched, loss = contents.tiles(run.frame, run.events)
+        outcome = outcomes[run.name]
+        first_alarm, _, switched, loss = contents.tiles(run)
         lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
         columns.append(
             [
-                contents.extent(run.frame),
+                contents.extent(run.samples),
                 outcome.kind,
                 f"{first_alarm.value} {first_alarm.note}".strip(),
                 lead,
@@ -116,33 +116,31 @@ def _side_by_side(runs: Sequence[Run], outcomes: Mapping[str, Outcome]) -> Table
         "Farthest above its baseline",
     )
     rows = [[name, *cells] for name, *cells in zip(names, *columns, strict=True)]
-    return Table(["", *[run.title for run in runs]], rows)
+    return Table(["", *[run.name for run in runs]], rows)
 
 
-def _worst_head(run: Run) -> str:
-    excess = ranking.excess(run.frame)["excess"].dropna()
+def _worst_head(run: LoadedRun) -> str:
+    excess = ranking.excess(run.samples)["excess"].dropna()
     if excess.empty:
         return "–"
     position = int(excess.to_numpy().argmax())
     layer, head = excess.index.to_list()[position]
-    heads = tables.heads_of_layer(run.frame)
+    heads = tables.heads_of_layer(run.samples)
     label = tables.head_label(layer, head, len(heads[layer]))
     return f"{label}, {contents.times(float(excess.to_numpy()[position]))}"
 
 
-def _from(frame: pd.DataFrame, fork: int | None) -> pd.DataFrame:
+def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
     """The samples from the fork on."""
+    frame = tables.check_samples(run.samples)
     return frame if fork is None else tables.rows_of(frame, frame["step"] >= fork)
 
 
-def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
+def _answers(samples: Mapping[str, pd.DataFrame]) -> Document | None:
     """What the page draws: the same overlays as the figures."""
-    overlays: list[dict[str, Any]] = []
+    overlays: list[Document] = []
     for indicator, title, label in OVERLAYS:
-        series = {
-            run.title: of_run_or_worst_head(_from(tables.check_samples(run.frame), fork), indicator)
-            for run in runs
-        }
+        series = {name: of_run_or_worst_head(frame, indicator) for name, frame in samples.items()}
         series = {name: thinned(values) for name, values in series.items() if len(values)}
         if not series:
             continue
@@ -153,34 +151,31 @@ def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
                 "title": f"{title} ({label})",
                 "steps": table.index.tolist(),
                 "lines": [
-                    {"label": name, "values": plain_numbers(table[name].to_numpy())}
+                    {"label": name, "values": plain_numbers(table[name].to_numpy(dtype=float))}
                     for name in series
                 ],
             }
         )
-    catalog = {
-        **CATALOG_OF_PAGES,
-        VALIDATION_LOSS: {"label": "validation loss", "is_signed": False},
+    validation = {VALIDATION_LOSS: {"label": "validation loss", "is_signed": False}}
+    return {"overlays": overlays, "catalog": CATALOG_OF_PAGES | validation} if overlays else None
+
+
+def _pictures(runs: Sequence[LoadedRun], samples: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    samples = {name: frame for name, frame in samples.items() if not frame.empty}
+    pictures = {
+        f"runs_{indicator}": runs_over_steps(samples, indicator, title, label)
+        for indicator, title, label in OVERLAYS
+        if samples
     }
-    return {"overlays": overlays, "catalog": catalog} if overlays else None
-
-
-def _overlays(runs: Sequence[Run], fork: int | None) -> list[Picture]:
-    pictures: list[Picture] = []
-    samples = {run.title: _from(run.frame, fork) for run in runs if not run.frame.empty}
-    for indicator, title, label in OVERLAYS:
-        figure = runs_over_steps(samples, indicator, title, label) if samples else None
-        if figure is not None:
-            pictures.append(Picture(f"runs_{indicator}", figure))
     for number, run in enumerate(runs):
-        step = None if run.frame.empty else marks.first_step(run.frame, run.events, "alarm")
-        figure = None if run.frame.empty else model_map(run.frame, run.events, step, name=run.title)
-        if figure is not None:
-            pictures.append(Picture(f"run_{number}_model_map", figure))
-    return pictures
+        if not run.samples.empty:
+            step = marks.first_step(run.samples, run.events, "alarm")
+            figure = model_map(run.samples, run.events, step, name=run.name)
+            pictures[f"run_{number}_model_map"] = figure
+    return {name: figure for name, figure in pictures.items() if figure is not None}
 
 
-def _settings(runs: Sequence[Run]) -> list[tuple[str, Table]]:
+def _settings(runs: Sequence[LoadedRun]) -> list[tuple[str, Table]]:
     """Only what differs is worth comparing; everything else stands in each run's own report."""
     flat = [_flat(run.metadata) for run in runs]
     names = list(dict.fromkeys(name for settings in flat for name in settings))
@@ -189,7 +184,7 @@ def _settings(runs: Sequence[Run]) -> list[tuple[str, Table]]:
         for name in names
         if len(set(values := [settings.get(name, "–") for settings in flat])) > 1
     ]
-    titles = ["", *[run.title for run in runs]]
+    titles = ["", *[run.name for run in runs]]
     return [("Settings that differ", Table(titles, rows))] if rows else []
 
 

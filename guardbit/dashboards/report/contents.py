@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
-from guardbit.dashboards.outcome import Outcome, headline, outcome_of
+from guardbit.dashboards.loading import Kept, LoadedRun
+from guardbit.dashboards.outcome import Outcome, headline
+from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.report import words
-from guardbit.dashboards.report.answers import answers_of
-from guardbit.dashboards.report.diagnosed import Kept, why_heads_diverge
-from guardbit.dashboards.report.document import (
-    Alarmed,
-    Document,
-    Heads,
-    Moment,
-    Picture,
-    Table,
-    Tile,
-)
-from guardbit.records import Event, RunEnd
+from guardbit.records import Event
 
 #: A wider table of heads does not fit the page.
 HEAD_COLUMNS = (
@@ -40,72 +33,86 @@ HEAD_COLUMNS = (
     "dq_relative_error",
 )
 MOST_ALARMS = 40
-_NOTHING = Kept()
+#: Steps that the page resolves, even.
+BUCKETS = 300
+#: Diagnosed heads that are shown.
+_MOST_DIAGNOSED = 8
+
+#: A cell of two texts shows the second small below the first.
+Cell = str | tuple[str, str]
+#: What `report.html` renders: names of its parts -> what they show.
+Document = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run as reports take it.
+class Table(NamedTuple):
+    """A table, without a header if that is empty.
 
     Attributes:
-        title: What it is called.
-        frame: Samples, as `guardbit.read_run` returns them.
-        events: Events, as `guardbit.read_events` returns them.
-        metadata: Settings, versions and attention modules; JSON-able.
-        kept: What is known of why heads diverge.
-        end: How it ended, as `guardbit.store.read_end` returns it.
+        header: Names of the columns.
+        rows: The cells.
+        numbers_from: First of the columns that hold numbers, set flush right.
+        kinds: A kind for each row ("alarmed" or ""), or none.
     """
 
-    title: str
-    frame: pd.DataFrame
-    events: pd.DataFrame | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    kept: Kept = _NOTHING
-    end: RunEnd | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        """What became of it."""
-        return outcome_of(self.frame, self.events, self.metadata, self.end)
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    numbers_from: int = sys.maxsize
+    kinds: Sequence[str] = ()
 
 
-def document_of(run: Run) -> Document:
+class Tile(NamedTuple):
+    """A number to be seen first, with its name and a note; an outcome gives it a colour."""
+
+    name: str
+    value: str
+    note: str
+    outcome: str = ""
+
+
+def document_of(run: LoadedRun) -> Document:
     """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
-    frame, events = tables.check_samples(run.frame), run.events
+    frame, events = tables.check_samples(run.samples), run.events
     outcome = run.outcome
     pictures, not_drawn = _figures(frame, events, outcome)
-    moments, note = timeline(marks.events_of(events))
-    return Document(
-        title=run.title,
-        extent=extent(frame),
-        headline=headline(outcome),
-        outcome=outcome.kind,
-        lede=summary(frame, events),
-        tiles=tiles(frame, events),
-        pictures=pictures,
-        answers=None if frame.empty else answers_of(frame, events, run.title, run.metadata),
-        runs=[heads_of(run)],
-        settings=settings(run.metadata),
-        effect=_before_and_after(frame, events),
-        diagnosed=why_heads_diverge(run.kept),
-        not_drawn=not_drawn,
-        timeline=moments,
-        timeline_note=note,
-    )
+    page = RunPage(run.name, BUCKETS)
+    page.metadata, page.events = run.metadata, marks.events_of(events)
+    page.take(frame)
+    page.take_picture()
+    return {
+        "title": run.name,
+        "extent": extent(frame),
+        "headline": headline(outcome),
+        "outcome": outcome.kind,
+        "lede": summary(frame, events),
+        "tiles": tiles(run),
+        "pictures": pictures,
+        "answers": None if frame.empty else page.answers(),
+        "runs": [heads_of(run)],
+        "settings": settings(run.metadata),
+        "side_by_side": None,
+        "effect": _before_and_after(frame, events),
+        "diagnosed": _why_heads_diverge(run.kept),
+        "not_drawn": not_drawn,
+        **timeline(page.events),
+    }
 
 
-def heads_of(run: Run) -> Heads:
+def heads_of(run: LoadedRun) -> Document:
     """What became of the heads: their alarms, and those to worry about."""
-    frame = tables.check_samples(run.frame)
+    frame = tables.check_samples(run.samples)
     alarms = _alarms_by_head(frame, run.events)
-    hidden = len(alarms) - MOST_ALARMS
-    return Heads(
-        run.title,
-        summary(frame, run.events),
-        alarms[:MOST_ALARMS],
-        f"{words.count(hidden, 'head')} that alarmed later not shown." if hidden > 0 else "",
-        *_heads_to_watch(frame, run.events),
-    )
+    return {
+        "run": run.name,
+        "summary": summary(frame, run.events),
+        "alarms": alarms[:MOST_ALARMS],
+        "alarms_note": _hidden(len(alarms), "head", " that alarmed later"),
+        **_heads_to_watch(frame, run.events),
+    }
+
+
+def _hidden(number: int, noun: str, which: str = "") -> str:
+    hidden = number - MOST_ALARMS
+    return f"{words.count(hidden, noun)}{which} not shown." if hidden > 0 else ""
 
 
 def extent(frame: pd.DataFrame) -> str:
@@ -119,14 +126,10 @@ def extent(frame: pd.DataFrame) -> str:
     return f"{text} · {words.count(heads, 'head')}" if heads > len(layers) else text
 
 
-def verdict(happened: Sequence[Event]) -> Event | None:
-    return next((event for event in reversed(happened) if event.kind == "verdict"), None)
-
-
 def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     """What happened, in a few sentences, most important first."""
     happened = marks.events_of(events)
-    given = verdict(happened)
+    given = next((event for event in reversed(happened) if event.kind == "verdict"), None)
     sentences = [f"Verdict {given.verdict}: {given.why}"] if given is not None else []
     if frame.empty:
         sentences.append("The run recorded no samples.")
@@ -144,48 +147,33 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     return sentences
 
 
-def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
-    happened = marks.events_of(events)
-    outcome = outcome_of(frame, events)
-    alarms = [event for event in happened if event.kind == "alarm"]
-    switched = marks.first_events(frame, events, "switch")
-    current = marks.current_stabilizers(frame, events)
-    stabilized = sorted({name for name in current.values() if name != "none"})
-    undone = sum(name == "none" for name in current.values())
+def tiles(run: LoadedRun) -> list[Tile]:
+    """First alarm, lead, heads switched and loss at the end."""
+    frame, events, outcome = run.samples, run.events, run.outcome
+    alarms = [event for event in marks.events_of(events) if event.kind == "alarm"]
+    current = marks.current_stabilizers(frame, events).values()
+    undone = sum(name == "none" for name in current)
+    switched = [
+        ", ".join(sorted({name for name in current if name != "none"})),
+        f"at step {outcome.first_switch:,}" if outcome.switched else "",
+        f"{undone} undone" if undone else "",
+    ]
+    first_alarm, said = "none", ""
+    if alarms:
+        first_alarm = f"step {alarms[0].step:,}"
+        said = f"{words.where(alarms[0])}; {words.count(len(alarms), 'alarm')} in all"
+    departed = outcome.missing_loss or "the loss has not left"
+    if outcome.departed is not None:
+        departed = f"the loss diverged at step {outcome.departed:,}"
+    lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
     loss = tables.of_run(frame, "loss")
+    averaged = min(effect.SAMPLES_AVERAGED, len(loss))
+    median = f"median of the last {averaged} samples" if averaged else ""
     return [
-        Tile(
-            "First alarm",
-            f"step {alarms[0].step:,}" if alarms else "none",
-            f"{words.where(alarms[0])}; {words.count(len(alarms), 'alarm')} in all"
-            if alarms
-            else "",
-        ),
-        Tile(
-            "Lead on the loss",
-            "–" if outcome.lead is None else f"{outcome.lead:,} steps",
-            f"the loss diverged at step {outcome.departed:,}"
-            if outcome.departed is not None
-            else outcome.missing_loss or "the loss has not left",
-        ),
-        Tile(
-            "Heads switched",
-            f"{len(switched):,}",
-            "; ".join(
-                [
-                    *([f"{', '.join(stabilized)}"] if stabilized else []),
-                    *([f"at step {outcome.first_switch:,}"] if switched else []),
-                    *([f"{undone} undone"] if undone else []),
-                ]
-            ),
-        ),
-        Tile(
-            "Loss at the end",
-            _last_loss(loss),
-            f"median of the last {min(effect.SAMPLES_AVERAGED, len(loss))} samples"
-            if len(loss)
-            else "",
-        ),
+        Tile("First alarm", first_alarm, said),
+        Tile("Lead on the loss", lead, departed),
+        Tile("Heads switched", f"{outcome.switched:,}", "; ".join(filter(None, switched))),
+        Tile("Loss at the end", _last_loss(loss), median),
     ]
 
 
@@ -216,7 +204,7 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table
     return Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2)
 
 
-def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Alarmed]:
+def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Document]:
     """One row a head, however often it has alarmed, in the order of the first alarm."""
     heads, current = tables.heads_of_layer(frame), marks.current_stabilizers(frame, events)
     of: dict[tuple[str, str], list[Event]] = {}
@@ -231,26 +219,26 @@ def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Al
         if not concerned:
             of.setdefault((words.where(event), ""), []).append(event)
     return [
-        Alarmed(
-            name,
-            site,
-            [
+        {
+            "name": name,
+            "site": site,
+            "rules": [
                 rule if times == 1 else f"{rule} × {times:,}"
                 for rule, times in Counter(event.rule for event in alarms).items()
             ],
-            words.span(alarms[0].step, alarms[-1].step),
-            stabilizers.get((name, site), "none"),
-            alarms[0].why,
-        )
+            "when": words.span(alarms[0].step, alarms[-1].step),
+            "stabilizer": stabilizers.get((name, site), "none"),
+            "why": alarms[0].why,
+        }
         for (name, site), alarms in of.items()
     ]
 
 
-def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> tuple[Table | None, str]:
+def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> Document:
     """The heads to worry about, worst first, and a note that says which they are."""
     watched = ranking.heads_to_watch(frame, events)
     if watched.empty:
-        return None, "No head has been measured."
+        return {"watched": None, "watched_note": "No head has been measured."}
     heads = tables.heads_of_layer(frame)
     alarmed = len(marks.first_events(frame, events, "alarm"))
     shown = [name for name in HEAD_COLUMNS if name in watched.columns]
@@ -258,12 +246,11 @@ def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> tuple[T
     for row in watched.to_dict("records"):
         has_alarm = not math.isnan(row["alarm_step"])
         label = tables.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
+        step = f"step\N{NO-BREAK SPACE}{int(row['alarm_step']):,}" if has_alarm else ""
         rows.append(
             [
                 (label, row["site"]),
-                (f"step\N{NO-BREAK SPACE}{int(row['alarm_step']):,}", row["rule"])
-                if has_alarm
-                else "–",
+                (step, row["rule"]) if has_alarm else "–",
                 row["stabilizer"],
                 times(row["excess"]),
                 *[words.value(name, row[name]) for name in shown],
@@ -275,11 +262,12 @@ def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> tuple[T
         if alarmed
         else "No head has an alarm; these are farthest above their baseline"
     )
+    total = f"{sum(map(len, heads.values())):,}"
     header = ["Head", "First alarm", "Stabilizer", "Times its baseline"]
-    return (
-        Table([*header, *[words.LABELS[name] for name in shown]], rows, 3, kinds),
-        f"{note}. Latest samples; {len(rows)} of {words.total(heads)} shown.",
-    )
+    return {
+        "watched": Table([*header, *[words.LABELS[name] for name in shown]], rows, 3, kinds),
+        "watched_note": f"{note}. Latest samples; {len(rows)} of {total} shown.",
+    }
 
 
 def times(excess: float) -> str:
@@ -289,20 +277,23 @@ def times(excess: float) -> str:
     return "> 1,000 ×" if excess > 1000 else f"{excess:.2g} ×" if excess < 10 else f"{excess:.0f} ×"
 
 
-def timeline(happened: Sequence[Event]) -> tuple[list[Moment], str]:
+def timeline(happened: Sequence[Event]) -> Document:
     """The events in their order. Later alarms are cut; a switch of many modules is one line."""
-    if not happened:
-        return [], "No event was recorded."
     alarms = [event for event in happened if event.kind == "alarm"]
     others = [event for event in happened if event.kind != "alarm"]
     # Alarms first: where a step has both, the alarm is what the switch answers.
     shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
-    hidden = len(alarms) - MOST_ALARMS
     moments = [
-        Moment(some[0].step, marks.what_of(some[0]), words.what(some), some[0].why)
+        {
+            "step": some[0].step,
+            "kind": marks.what_of(some[0]),
+            "what": words.what(some),
+            "why": some[0].why,
+        }
         for some in _together(shown)
     ]
-    return moments, f"{words.count(hidden, 'later alarm')} not shown." if hidden > 0 else ""
+    note = _hidden(len(alarms), "later alarm") if happened else "No event was recorded."
+    return {"timeline": moments, "timeline_note": note}
 
 
 def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
@@ -318,17 +309,17 @@ def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 def _figures(
     frame: pd.DataFrame, events: pd.DataFrame | None, outcome: Outcome
-) -> tuple[list[Picture], list[str]]:
-    """The figures, and a sentence for each that cannot be drawn."""
-    drawn: list[Picture] = []
+) -> tuple[dict[str, Figure], list[str]]:
+    """The figures by the stem of their files, and a sentence for each that cannot be drawn."""
+    drawn: dict[str, Figure] = {}
     missing: list[str] = []
     for chart in CHARTS:
         draw = partial(story, outcome=outcome) if chart.draw is story else chart.draw
         figure = draw(frame, events)
         if figure is not None:
-            drawn.append(Picture(chart.name, figure))
+            drawn[chart.name] = figure
             continue
-        recorded = tables.recorded_indicators(frame)
+        recorded = set(frame["indicator"])
         if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
             missing.append(f"{chart.title}: no head was switched.")
         else:
@@ -361,3 +352,33 @@ def _records(value: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _key_values(value: Mapping[str, Any]) -> Table:
     return Table([], [[words.title(name), words.setting(entry)] for name, entry in value.items()])
+
+
+def _why_heads_diverge(kept: Kept) -> Document | None:
+    """The answer of each diagnosed head, then what is left with each remedy."""
+    if not kept.snapshots and not kept.heads:
+        return None
+    if not kept.heads:
+        steps = words.count(kept.snapshots, "step")
+        said = f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
+        return {"said": said, "heads": [], "note": "", "left": None}
+    shown = kept.heads[:_MOST_DIAGNOSED]
+    more = len(kept.heads) - len(shown)
+    note = "What is left of the summed error of dQ without a rounding, and with a remedy."
+    rows = [
+        [
+            name,
+            *(f"{100 * one['left'][name]:.3g} %" if name in one["left"] else "–" for one in shown),
+        ]
+        for name in dict.fromkeys(name for one in shown for name in one["left"])
+    ]
+    names = [f"{one['site']} head {one['head']}" for one in shown]
+    return {
+        "said": "",
+        "heads": [
+            (f"{name}, {words.span(min(one['steps']), max(one['steps']))}", " ".join(one["answer"]))
+            for name, one in zip(names, shown, strict=True)
+        ],
+        "note": note + (f" {words.count(more, 'more head')} not shown." if more else ""),
+        "left": Table(["", *names], rows, numbers_from=1),
+    }

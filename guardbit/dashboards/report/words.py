@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
 from guardbit.dashboards import marks
@@ -67,10 +67,6 @@ def _listed(heads: Sequence[int]) -> str:
 
 def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def total(heads: Mapping[int, Sequence[int]]) -> str:
-    return f"{sum(map(len, heads.values())):,}"
 
 
 def span(first: int, last: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `live` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `live` is not installed")
 
-from guardbit.dashboards.live import LiveServer, RunList, RunWatcher
+from guardbit.dashboards.live import LiveRuns, LiveServer
 from tests.dashboards.live.serving import Recorder, looking_often, running
 
 
@@ -20,11 +20,11 @@ def recorder():
 def serve():
     """A context manager: the live page of a folder."""
     with looking_often():
-        yield lambda folder: running(LiveServer(RunWatcher(folder)))
+        yield lambda folder: running(LiveServer(LiveRuns(folder)))
 
 
 @pytest.fixture
 def serve_list():
     """The same for the list of the runs below a folder."""
     with looking_often():
-        yield lambda folder: running(LiveServer(RunList(folder)))
+        yield lambda folder: running(LiveServer(LiveRuns(folder)))

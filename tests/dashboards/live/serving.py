@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from guardbit.dashboards.live import run_list, watcher
+from guardbit.dashboards.live import runs
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 
@@ -45,8 +45,7 @@ class Recorder(RunWriter):
 def looking_often():
     """Servers look at their folders fifty times a second."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (watcher, run_list):
-            patch.setattr(module, "LOOK_EVERY", 0.02)
+        patch.setattr(runs, "LOOK_EVERY", 0.02)
         yield
 
 

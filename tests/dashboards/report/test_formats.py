@@ -7,7 +7,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from guardbit.dashboards.report import FORMATS, Run, write_report, write_reports
+from guardbit.dashboards.loading import LoadedRun as Run
+from guardbit.dashboards.report import FORMATS, write_reports
+from tests.dashboards.report.writing import write_report
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from guardbit.dashboards.report import Run, contents, write_report, write_reports
+from guardbit.dashboards.loading import LoadedRun as Run
+from guardbit.dashboards.report import contents, write_reports
+from tests.dashboards.report.writing import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.report import write_report
 from guardbit.dashboards.report.words import LABELS
+from tests.dashboards.report.writing import write_report
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]

@@ -1,8 +1,8 @@
-"""What the live page shows of a run: its answers are made here, from what has been read so far."""
+"""What a page shows of a run, as JSON: embedded in a report, or polled by the live page."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -10,19 +10,17 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import pyarrow as pa
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
 from guardbit.dashboards.coverage import Sampling
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.dashboards.outcome import LOSS_SAMPLES, facts, headline, outcome_of
+from guardbit.dashboards.outcome import LOSS_SAMPLES, headline, outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.tables import SAMPLE_COLUMNS
+from guardbit.dashboards.tables import SAMPLE_COLUMNS, Head
 from guardbit.records import Event
 
-Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
 
@@ -35,8 +33,10 @@ _MOST_EVENTS = 200
 _TYPICAL_HEADS = 1024
 #: Indicators of heads that are drawn of several runs at once, beside the loss.
 OVERLAID = ("w_q_spectral_norm", "max_logit", "multiple_maxima_bf16")
-#: Maps of earlier steps that are kept.
-_KEPT_MAPS = 32
+#: Model maps of a report's player, evenly spread, beside those of the first alarm and switch.
+MAPS = 40
+#: Characters of these maps together, and of the histories of single heads, worst heads first.
+MOST_OF_MAPS, MOST_OF_HEADS = 600_000, 1_500_000
 #: What the page calls each indicator, and which have no place on a log scale.
 CATALOG_OF_PAGES: Json = {
     one.name: {
@@ -47,8 +47,8 @@ CATALOG_OF_PAGES: Json = {
 }
 
 
-class RunViews:
-    """The samples and events of a run, and the views of them that the live page asks for.
+class RunPage:
+    """The samples and events of a run, and what its page asks about them.
 
     Attributes:
         events: The events, ordered by step.
@@ -56,13 +56,12 @@ class RunViews:
         version: Number of pictures taken so far; each has its own.
     """
 
-    def __init__(self, buckets: int) -> None:
+    def __init__(self, title: str, buckets: int) -> None:
         self.events: list[Event] = []
         self.metadata: Mapping[str, Any] = {}
         self.version = 0
-        self._buckets = buckets
+        self._title, self._buckets = title, buckets
         self._picture: Json = {}
-        self._maps: OrderedDict[tuple[int, int], Json] = OrderedDict()
         self.forget_samples()
 
     def forget_samples(self) -> None:
@@ -74,99 +73,82 @@ class RunViews:
     def has_samples(self) -> bool:
         return self._history.last_step >= 0
 
-    def take(self, batch: pa.RecordBatch) -> None:
-        """Takes in samples, as `RunFollower.batches` yields them."""
-        indicators = batch["indicator"]
-        names, codes = indicators.dictionary.to_pylist(), indicators.indices.to_numpy()
-        steps, values = batch["step"].to_numpy(), batch["value"].to_numpy(zero_copy_only=False)
-        sites, heads = batch["site"].indices.to_numpy(), batch["head"].to_numpy()
-        named = batch["site"].dictionary.to_pylist()
-        of_heads = np.array([bool(site) for site in named], dtype=bool)[sites]
-        of_these = [names[code] for code in np.unique(codes[of_heads])]
-        self._sampling = self._sampling.extended(steps[of_heads], of_these)
-        layers = batch["layer"].to_numpy()
-        self._note_layers(named, sites, layers)
-        for code, name in enumerate(names):
-            chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
-            if chosen.any():
-                self._history.add(
-                    name, steps[chosen], layers[chosen], heads[chosen], values[chosen]
-                )
+    def take(self, rows: pd.DataFrame) -> None:
+        """Takes in samples, with the columns of `guardbit.read_run`."""
+        of_heads = (rows["site"] != "").to_numpy()
+        measured = rows.loc[of_heads]
+        self._sampling = self._sampling.extended(
+            measured["step"].to_numpy(), measured["indicator"].unique()
+        )
+        sites = measured[["site", "layer"]].drop_duplicates()
+        for site, layer in sites.itertuples(index=False, name=None):
+            self._layers.setdefault(site, int(layer))
+        columns = [rows[name].to_numpy() for name in ("step", "layer", "head", "value")]
+        for name, chosen in rows.groupby("indicator", observed=True).indices.items():
+            chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
+            self._history.add(str(name), *(column[chosen] for column in columns))
 
-    def take_picture(self, title: str) -> None:
+    def take_picture(self) -> None:
         """Composes what the page shows first, so that an answer costs next to nothing."""
         history = self._history
-        newest = self._map(history.used - 1)
+        given = [event for event in self.events if event.kind == "verdict"]
         self.version += 1
         self._picture = {
             "version": self.version,
-            "title": title,
+            "title": self._title,
             "layers": history.num_layers,
             "heads": history.num_heads,
             "sites": {str(layer): site for site, layer in self._layers.items()},
             "steps": _steps(history),
             "last_step": history.last_step,
-            "map": newest,
-            "worst": self._worst(history.used - 1),
+            **self._map(history.used - 1),
             "indicators": [name for name in HEAD_INDICATORS if name in history.high],
             "events": [_event(event) for event in _shown(self.events)],
             "marks": _marks(self.events),
             "num_events": len(self.events),
-            "verdict": self._verdict(),
+            "verdict": _event(given[-1]) if given else None,
             "run": {
                 name: {
-                    "low": _numbers(history.run_low[name][history.known]),
-                    "high": _numbers(history.run_high[name][history.known]),
+                    "low": plain_numbers(history.run_low[name][history.known]),
+                    "high": plain_numbers(history.run_high[name][history.known]),
                 }
                 for name in RUN_INDICATORS
                 if name in history.run_high
             },
             "levels": self._levels(),
             "catalog": CATALOG_OF_PAGES,
-            "palette": {
-                "heat": HEAT_STOPS,
-                "heat_dark": HEAT_STOPS_DARK,
-                "most": MOST_EXCESS,
-            },
+            "palette": {"heat": HEAT_STOPS, "heat_dark": HEAT_STOPS_DARK, "most": MOST_EXCESS},
             **self._outcome(),
         }
 
-    def picture(self, step: int | None) -> Json:
+    def picture(self, step: int | None = None) -> Json:
         """Returns the latest picture, with map and worst heads at a step; None for the newest."""
-        if step is None:
-            return dict(self._picture)
-        bucket = self._history.bucket_of(step)
-        return {**self._picture, "map": self._map(bucket), "worst": self._worst(bucket)}
+        at_step = {} if step is None else self._map(self._history.bucket_of(step))
+        return {**self._picture, **at_step}
 
     def head(self, layer: int, head: int) -> Json:
         """Returns every indicator of one head."""
         history = self._history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
-        site = self._site(layer)
-        events = [
-            event
-            for event in self.events
-            if event.site == site and head in (event.heads or (head,))
-        ]
+        events = [event for event in self.events if (layer, head) in self._heads_of(event)]
         indicators: Json = {}
         for name in [name for name in HEAD_INDICATORS if name in history.high]:
             low, high = history.of_head(name, layer, head)
             if not np.isnan(high).all():
-                typical = _numbers(self._typical(name, (0.5,))[0])
                 indicators[name] = {
-                    "low": _numbers(low),
-                    "high": _numbers(high),
-                    "typical": typical,
+                    "low": plain_numbers(low),
+                    "high": plain_numbers(high),
+                    "typical": plain_numbers(self._typical(name, (0.5,))[0]),
                 }
         return {
             "layer": layer,
             "head": head,
-            "site": site,
+            "site": next((site for site, at in self._layers.items() if at == layer), ""),
             "steps": _steps(history),
             "indicators": indicators,
             "events": [_event(event) for event in _shown(events)],
-            "marks": _marks([*events, *_of_run(self.events)]),
+            "marks": _marks([*events, *(event for event in self.events if not event.site)]),
         }
 
     def curves(self, indicator: str) -> Json:
@@ -177,16 +159,14 @@ class RunViews:
         low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
         heads: list[Json] = []
         for layer, head in self._notable():
-            lowest, highest = (
-                _numbers(values) for values in history.of_head(indicator, layer, head)
-            )
+            lowest, highest = map(plain_numbers, history.of_head(indicator, layer, head))
             heads.append({"layer": layer, "head": head, "low": lowest, "high": highest})
         return {
             "indicator": indicator,
             "steps": _steps(history),
-            "typical_low": _numbers(low),
-            "typical": _numbers(middle),
-            "typical_high": _numbers(high),
+            "typical_low": plain_numbers(low),
+            "typical": plain_numbers(middle),
+            "typical_high": plain_numbers(high),
             "heads": heads,
         }
 
@@ -197,28 +177,77 @@ class RunViews:
         if "loss" in history.run_high:
             known = history.known
             middle = (history.run_low["loss"][known] + history.run_high["loss"][known]) / 2
-            lines["loss"] = _numbers(middle)
+            lines["loss"] = plain_numbers(middle)
         for name in OVERLAID:
             if name in history.high:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
-                lines[name] = _numbers(np.fmax.reduce(sizes[history.known], axis=1))
+                lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
         steps = _steps(history)
+        return {"steps": steps, "seconds": seconds_at(steps, clock), "lines": lines}
+
+    def answers(self) -> Json:
+        """Returns all answers at once, for a page that opens without a server."""
+        state = self.picture()
+        maps = self._maps()
+        alarm = self._first_step("alarm")
+        known = [one["map"]["step"] for one in maps]
+        at = len(maps) if alarm is None else int(np.searchsorted(known, alarm))
         return {
-            "steps": steps,
-            "seconds": seconds_at(steps, clock),
-            "lines": lines,
-            "marks": _marks(self.events),
+            "state": {**state, "events": [], "version": 0},
+            "maps": maps,
+            "start": min(at, len(maps) - 1),
+            "curves": {name: self.curves(name) for name in state["indicators"]},
+            "heads": self._histories(),
         }
 
-    def _note_layers(self, names: Sequence[str], sites: Integers, layers: Integers) -> None:
-        layer_of = np.full(len(names), -1, dtype=np.int64)
-        layer_of[sites] = layers
-        for name, layer in zip(names, layer_of.tolist(), strict=True):
-            if name and layer >= 0:
-                self._layers.setdefault(name, layer)
+    def _maps(self) -> list[Json]:
+        steps = self._picture["steps"]
+        if not steps:
+            return []
+        size = len(json.dumps(self._map(self._history.used - 1)))
+        count = int(np.clip(MOST_OF_MAPS // size, 2, MAPS))
+        chosen = {steps[round(at)] for at in np.linspace(0, len(steps) - 1, count)}
+        for first in (self._first_step("alarm"), self._first_step("switch")):
+            if first is not None:
+                # Of a step within a bucket the whole bucket is taken, which knows what happened.
+                chosen.add(steps[min(int(np.searchsorted(steps, first)), len(steps) - 1)])
+        maps = [self._map(self._history.bucket_of(step)) for step in sorted(chosen)]
+        return [one for one in maps if one["map"]["step"] >= 0]
 
-    def _site(self, layer: int) -> str:
-        return next((site for site, at in self._layers.items() if at == layer), "")
+    def _histories(self) -> Json:
+        """The histories of the alarmed heads, then of those farthest above their baseline."""
+        excess, _, _ = self._history.excess()
+        order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")
+        places = zip(*np.unravel_index(order, excess.shape), strict=True)
+        farthest = [(int(layer), int(head)) for layer, head in places]
+        heads: Json = {}
+        room = MOST_OF_HEADS
+        for layer, head in dict.fromkeys([*self._alarmed(), *farthest]):
+            if self._history.column_of(layer, head) < 0:
+                continue  # an alarm may name a head without samples
+            history = self.head(layer, head)
+            history["events"] = history["events"][:5]
+            room -= len(json.dumps(history, separators=(",", ":")))
+            if room < 0:
+                break
+            heads[f"{layer},{head}"] = history
+        return heads
+
+    def _heads_of(self, event: Event) -> list[Head]:
+        """The heads that an event concerns; none before its module has a sample."""
+        layer = self._layers.get(event.site)
+        if layer is None:
+            return []
+        return [(layer, head) for head in event.heads or range(self._history.num_heads)]
+
+    def _alarmed(self) -> list[Head]:
+        heads = [self._heads_of(event) for event in self.events if event.kind == "alarm"]
+        return list(dict.fromkeys(head for some in heads for head in some))
+
+    def _first_step(self, mark: marks.Mark) -> int | None:
+        """The step of the first mark on a head."""
+        marked = (event for event in self.events if marks.mark_of(event) == mark)
+        return next((event.step for event in marked if self._heads_of(event)), None)
 
     def _outcome(self) -> Json:
         """What has become of the run so far; where it ends, what became of it."""
@@ -237,13 +266,11 @@ class RunViews:
         events = pd.DataFrame([asdict(event) for event in self.events])
         frame = pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
         found = outcome_of(frame, events, self.metadata, sampling=self._sampling)
+        waiting = "Waiting for the first sample"
         return {
             "outcome": found.kind if rows else "waiting",
-            "headline": headline(found) if rows else "Waiting for the first sample",
-            "headline_running": headline(found, is_running=True)
-            if rows
-            else "Waiting for the first sample",
-            "facts": facts(found),
+            "headline": headline(found) if rows else waiting,
+            "headline_running": headline(found, is_running=True) if rows else waiting,
             "departed": found.departed,
         }
 
@@ -269,51 +296,38 @@ class RunViews:
         best = float(cast(pd.Series, loss.rolling(LOSS_SAMPLES).median()).min())
         return [best] if np.isfinite(best) else []
 
-    def _verdict(self) -> Json | None:
-        given = [event for event in self.events if event.kind == "verdict"]
-        return _event(given[-1]) if given else None
-
     def _map(self, bucket: int) -> Json:
-        """The model map at a bucket, with the marks of what had happened by then."""
+        """The model map at a bucket, with the marks of what had happened by then; worst heads."""
         history = self._history
-        key = (self.version, bucket)
-        if key in self._maps:
-            return self._maps[key]
         step = int(history.steps[bucket]) if bucket >= 0 else -1
         excess, which, names = history.excess(bucket)
-        alarmed, stabilized = self._marked(step)
-        self._maps[key] = {
-            "step": step,
-            "excess": _numbers(excess.ravel()),
-            "which": which.ravel().tolist(),
-            "names": list(names),
-            "alarmed": sorted(alarmed),
-            "stabilized": sorted([*head, name] for head, name in stabilized.items()),
-        }
-        while len(self._maps) > _KEPT_MAPS:
-            self._maps.popitem(last=False)
-        return self._maps[key]
-
-    def _marked(self, step: int) -> tuple[set[tuple[int, int]], Mapping[tuple[int, int], str]]:
-        layer_of = self._layers
-        alarmed: set[tuple[int, int]] = set()
-        stabilized: dict[tuple[int, int], str] = {}
+        alarmed: set[Head] = set()
+        stabilizers: dict[Head, str] = {}
         for event in self.events:
-            layer = layer_of.get(event.site)
-            if layer is None or event.step > step:
-                continue
-            for head in event.heads or range(self._history.num_heads):
-                if event.kind == "alarm":
-                    alarmed.add((layer, head))
-                elif marks.mark_of(event) in ("switch", "undo"):
-                    stabilized[layer, head] = event.stabilizer
-        current = {head: name for head, name in stabilized.items() if name != "none"}
-        return alarmed, current
+            mark = marks.mark_of(event) if event.step <= step else None
+            if mark == "alarm":
+                alarmed.update(self._heads_of(event))
+            elif mark is not None:
+                stabilizers |= dict.fromkeys(self._heads_of(event), event.stabilizer)
+        return {
+            "map": {
+                "step": step,
+                "excess": plain_numbers(excess.ravel()),
+                "which": which.ravel().tolist(),
+                "names": list(names),
+                "alarmed": sorted(alarmed),
+                "stabilized": sorted(
+                    [*head, name] for head, name in stabilizers.items() if name != "none"
+                ),
+            },
+            "worst": self._worst(bucket, excess, which, names),
+        }
 
-    def _worst(self, bucket: int) -> list[Json]:
+    def _worst(
+        self, bucket: int, excess: Floats, which: npt.NDArray[np.integer], names: Sequence[str]
+    ) -> list[Json]:
         """The heads that are farthest above their baseline at a bucket, worst first."""
         history = self._history
-        excess, which, names = history.excess(bucket)
         order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")[:_WORST]
         worst: list[Json] = []
         for layer, head in zip(*np.unravel_index(order, excess.shape), strict=True):
@@ -333,24 +347,14 @@ class RunViews:
             )
         return worst
 
-    def _notable(self) -> list[tuple[int, int]]:
-        layer_of = self._layers
-        alarmed = [
-            (layer_of[event.site], head)
-            for event in self.events
-            if event.kind == "alarm" and event.site in layer_of
-            for head in event.heads
-        ]
-        # Beside the alarmed heads those that were far above their baseline by then.
-        first = min(
-            (event.step for event in self.events if event.kind == "alarm" and event.site),
-            default=None,
-        )
+    def _notable(self) -> list[Head]:
+        """The alarmed heads, then those that were far above their baseline at the first alarm."""
+        first = next((one.step for one in self.events if one.kind == "alarm" and one.site), None)
         far = self._picture["worst"]
         if first is not None:
-            far = self._worst(max(self._history.bucket_of(first), 0))
+            far = self._map(max(self._history.bucket_of(first), 0))["worst"]
         worst = [(head["layer"], head["head"]) for head in far]
-        return list(dict.fromkeys([*alarmed, *worst]))[:_DRAWN]
+        return list(dict.fromkeys([*self._alarmed(), *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         """Quantiles over heads by bucket."""
@@ -380,11 +384,6 @@ def levels_in(metadata: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def plain_numbers(values: Floats) -> list[float | None]:
-    """Values as JSON has them: four significant digits, None for what is not finite."""
-    return _numbers(np.asarray(values, dtype=float))
-
-
 def thinned(series: pd.Series, most: int = 400) -> pd.Series:
     """At most so many of a curve's values, evenly spread, the last one among them."""
     return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
@@ -403,17 +402,13 @@ def seconds_at(
     return [round(float(at), 1) if np.isfinite(at) else None for at in found]
 
 
+def plain_numbers(values: Floats) -> list[float | None]:
+    """Values as JSON has them: four significant digits, which are more than a screen shows."""
+    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
 def _steps(history: History) -> list[int]:
     return history.steps[history.known].tolist()
-
-
-def _numbers(values: Floats) -> list[float | None]:
-    """Four significant digits are more than a screen shows; what is not finite has no place."""
-    finite = np.isfinite(values)
-    return [
-        float(f"{value:.4g}") if known else None
-        for value, known in zip(values.tolist(), finite.tolist(), strict=True)
-    ]
 
 
 def _shown(events: Sequence[Event]) -> list[Event]:
@@ -429,18 +424,5 @@ def _marks(events: Sequence[Event]) -> list[Json]:
     return [{"step": step, "kind": mark} for step, mark in sorted(marked)]
 
 
-def _of_run(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if not event.site]
-
-
 def _event(event: Event) -> Json:
-    return {
-        "step": event.step,
-        "kind": marks.what_of(event),
-        "site": event.site,
-        "heads": list(event.heads),
-        "rule": event.rule,
-        "verdict": event.verdict,
-        "stabilizer": event.stabilizer,
-        "why": event.why,
-    }
+    return {**asdict(event), "kind": marks.what_of(event)}

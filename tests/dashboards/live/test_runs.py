@@ -6,21 +6,13 @@ import http.server
 import json
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
 
-from guardbit.dashboards.live import RunList, Webhook
+from guardbit.dashboards.live import LiveRuns, Webhook
 from guardbit.dashboards.live.webhook import message
 from guardbit.records import Event
-
-
-def until(holds, patience=20):
-    deadline = time.monotonic() + patience
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -38,9 +30,9 @@ def folder(tmp_path, recorder):
 
 
 def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder):
-    runs = RunList(folder)
+    runs = LiveRuns(folder)
     runs.look()
-    rows = {row["name"]: row for row in runs.runs()["runs"]}
+    rows = {row["name"]: row for row in runs.rows()["runs"]}
     assert {name: row["end"] for name, row in rows.items()} == {
         "a/done": "finished", "a/broke": "crashed", "killed": None, "on": None
     }  # fmt: skip
@@ -53,44 +45,54 @@ def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder):
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(folder):
-    runs = RunList(folder)
+    runs = LiveRuns(folder)
     runs.look()
-    ids = {row["name"]: row["id"] for row in runs.runs()["runs"]}
+    ids = {row["name"]: row["id"] for row in runs.rows()["runs"]}
     for broken in (folder / "on").iterdir():
         broken.unlink()
     (folder / "on").rmdir()
     runs.look()
-    rows = {row["name"]: row for row in runs.runs()["runs"]}
+    rows = {row["name"]: row for row in runs.rows()["runs"]}
     assert "on" in rows["on"]["problem"] and rows["a/done"]["problem"] == ""
     assert {name: row["id"] for name, row in rows.items()} == ids, "addresses stay"
 
 
 def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
-    runs = RunList(folder)
+    runs = LiveRuns(folder)
     runs.look()
-    ids = {row["name"]: row["id"] for row in runs.runs()["runs"]}
-    try:
-        until(lambda: len(runs.overlay([ids["on"]])["runs"][0]["steps"]) == 5)
-        (one,) = runs.overlay([ids["on"]])["runs"]
-        assert one["name"] == "on" and one["steps"] == [0, 10, 20, 30, 40]
-        assert one["lines"]["loss"] == [3.0, 2.99, 2.98, 2.97, 2.96]
-        largest = [
-            max(
-                (1 + 0.01 * np.random.default_rng((step, layer)).random(4)).max()
-                for layer in range(3)
-            )
-            for step in range(0, 50, 10)
-        ]
-        # Pages get four digits.
-        assert one["lines"]["max_logit"] == pytest.approx(largest, rel=5e-4)
-        assert one["lines"]["w_q_spectral_norm"] == pytest.approx(np.sqrt(largest), rel=5e-4)
-        assert one["seconds"] is None
-        with pytest.raises(ValueError, match="4 runs at most are drawn at once, got 5"):
-            runs.overlay([0, 1, 2, 3, 4])
-        with pytest.raises(LookupError, match="no run 9"):
-            runs.overlay([9])
-    finally:
-        runs.stop()
+    ids = {row["name"]: row["id"] for row in runs.rows()["runs"]}
+    assert runs.overlay([ids["on"]])["runs"][0]["steps"] == []
+    runs.look()  # from now on its samples are read
+    (one,) = runs.overlay([ids["on"]])["runs"]
+    assert one["name"] == "on" and one["steps"] == [0, 10, 20, 30, 40]
+    assert one["lines"]["loss"] == [3.0, 2.99, 2.98, 2.97, 2.96]
+    largest = [
+        max((1 + 0.01 * np.random.default_rng((step, layer)).random(4)).max() for layer in range(3))
+        for step in range(0, 50, 10)
+    ]
+    # Pages get four digits.
+    assert one["lines"]["max_logit"] == pytest.approx(largest, rel=5e-4)
+    assert one["lines"]["w_q_spectral_norm"] == pytest.approx(np.sqrt(largest), rel=5e-4)
+    assert one["seconds"] is None
+    (row,) = [row for row in runs.rows()["runs"] if row["name"] == "on"]
+    assert (row["headline"], row["outcome"]) == ("Running: no alarm so far", "healthy")
+    with pytest.raises(ValueError, match="4 runs at most are drawn at once, got 5"):
+        runs.overlay([0, 1, 2, 3, 4])
+    with pytest.raises(LookupError, match="no run 9"):
+        runs.overlay([9])
+
+
+def test_the_runs_that_were_opened_first_are_forgotten(folder, monkeypatch):
+    monkeypatch.setattr("guardbit.dashboards.live.runs.MOST_READ", 2)
+    runs = LiveRuns(folder)
+    runs.look()
+    for number in (0, 1, 2, 0):
+        runs.opened(number)
+        runs.look()
+    runs.look()
+    read = {row["id"] for row in runs.rows()["runs"] if "headline" in row}
+    assert read == {0, 2}
+    assert all(row["last_step"] >= 40 for row in runs.rows()["runs"])
 
 
 def test_times_come_from_the_clock_and_are_not_made_up(tmp_path, recorder):
@@ -98,14 +100,12 @@ def test_times_come_from_the_clock_and_are_not_made_up(tmp_path, recorder):
         writer.record(range(0, 60, 10))
         for step, seconds in ((10, 1000.0), (20, 1010.0), (40, 1070.0)):
             writer.tick(step, seconds)
-    runs = RunList(tmp_path)
+    runs = LiveRuns(tmp_path)
     runs.look()
-    try:
-        until(lambda: runs.overlay([0])["runs"][0]["seconds"])
-        (one,) = runs.overlay([0])["runs"]
-        assert one["seconds"] == [None, 0.0, 10.0, 40.0, 70.0, None]
-    finally:
-        runs.stop()
+    runs.opened(0)
+    runs.look()
+    (one,) = runs.overlay([0])["runs"]
+    assert one["seconds"] == [None, 0.0, 10.0, 40.0, 70.0, None]
 
 
 def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
@@ -114,7 +114,9 @@ def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
         old.record([0])
         old.alarm(0)
         new.record([0])
-        runs = RunList(tmp_path, lambda name, alarms: told.append((name, [a.step for a in alarms])))
+        runs = LiveRuns(
+            tmp_path, lambda name, alarms: told.append((name, [a.step for a in alarms]))
+        )
         runs.look()
         assert told == [], "what had happened before is no news"
         new.alarm(10)

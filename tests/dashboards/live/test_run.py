@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from guardbit.catalog import INDICATORS
-from guardbit.dashboards.live import RunWatcher
+from guardbit.dashboards.live import LiveRun
 from guardbit.records import Event, Sample
 from guardbit.store import RunFollower, RunWriter
 
@@ -22,7 +22,7 @@ def measured(values):
 
 def test_before_the_run_has_written_anything(tmp_path):
     for folder in (tmp_path / "not yet" / "there", tmp_path):
-        watcher = RunWatcher(folder)
+        watcher = LiveRun(folder)
         watcher.look()
         state = watcher.state(-1, None)
         assert (state["layers"], state["last_step"], state["worst"]) == (0, -1, [])
@@ -31,7 +31,7 @@ def test_before_the_run_has_written_anything(tmp_path):
 
 
 def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     watcher.look()
     catalog = watcher.state(-1, None)["catalog"]
     assert tuple(catalog) == INDICATORS
@@ -50,8 +50,8 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
             super().__init__(*args)
             followers.append(self)
 
-    monkeypatch.setattr("guardbit.dashboards.live.watcher.RunFollower", Kept)
-    watcher = RunWatcher(tmp_path)
+    monkeypatch.setattr("guardbit.dashboards.live.runs.RunFollower", Kept)
+    watcher = LiveRun(tmp_path)
     (follower,) = followers
     with recorder(tmp_path, ill_from=150) as writer:
         read = []
@@ -75,7 +75,7 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
 
 
 def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     with recorder(tmp_path, ill_from=50) as writer:
         writer.record(range(0, 100, 10))
     watcher.look()
@@ -89,7 +89,7 @@ def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
 
 
 def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_path):
-    watcher = RunWatcher(tmp_path, buckets=8)
+    watcher = LiveRun(tmp_path, buckets=8)
     with RunWriter(tmp_path) as writer:
         for step in range(100):
             writer.add([Sample(step, "", -1, "loss", (3.0,))])
@@ -111,7 +111,7 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
 
 
 def test_a_long_run_keeps_its_size_and_its_peaks(recorder, tmp_path):
-    watcher = RunWatcher(tmp_path, buckets=32)
+    watcher = LiveRun(tmp_path, buckets=32)
     with recorder(tmp_path, layers=1, heads=2, sick=(0, 1)) as writer:
         writer.record(range(0, 300))
         writer.ill_from = 300
@@ -133,7 +133,7 @@ def test_broken_and_foreign_files_are_passed_over(recorder, tmp_path):
     broken = max(tmp_path.glob("samples-*"))
     broken.write_bytes(broken.read_bytes()[:-9])
     (tmp_path / ".samples-0002.partial").write_bytes(b"half")
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     with pytest.warns(UserWarning, match="cannot be read"):
         watcher.look()
     assert watcher.state(-1, None)["last_step"] == 4
@@ -146,7 +146,7 @@ def test_samples_are_shown_whatever_is_wrong_with_the_events(recorder, tmp_path)
         writer.alarm(3)
     (broken,) = tmp_path.glob("events-*")
     broken.write_bytes(broken.read_bytes()[:20])
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     with pytest.warns(UserWarning, match="left out"), pytest.raises(ValueError, match="of events"):
         watcher.look()  # the thread tells the page
     state = watcher.state(-1, None)
@@ -161,7 +161,7 @@ def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):
                 site = f"h.{layer}.attn"
                 writer.add([Sample(step, site, layer, "delta_bias_abs", sizes)])
             writer.add([Sample(step, "", -1, "loss", (float("inf" if step > 15 else "2"),))])
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     watcher.look()
     for answer in (
         watcher.state(-1, None),
@@ -176,7 +176,7 @@ def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):
 def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_path):
     with recorder(tmp_path, layers=4, heads=8, ill_from=30) as writer:
         writer.record(range(0, 40))
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     watcher.look()
     curves = watcher.curves("max_logit")
     assert (curves["heads"][0]["layer"], curves["heads"][0]["head"]) == (1, 2)
@@ -201,7 +201,7 @@ def test_a_run_that_is_killed_leaves_what_it_wrote(tmp_path):
         """
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]
-    watcher = RunWatcher(tmp_path / "run")
+    watcher = LiveRun(tmp_path / "run")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if int(line) >= 20:
@@ -218,7 +218,7 @@ def test_a_run_that_is_killed_leaves_what_it_wrote(tmp_path):
 
 
 def test_the_first_step_of_a_run_with_more_samples_than_buckets_has_a_map(recorder, tmp_path):
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     with recorder(tmp_path, layers=1, heads=2) as writer:
         writer.record(range(400))
         watcher.look()
@@ -251,7 +251,7 @@ def test_first_alarms_switches_and_departures_are_told_however_many_events_follo
     name = samples.name.replace("samples", "events").replace("parquet", "jsonl")
     lines = [json.dumps(dataclasses.asdict(event)) + "\n" for event in told + later]
     (tmp_path / name).write_text("".join(lines))
-    watcher = RunWatcher(tmp_path)
+    watcher = LiveRun(tmp_path)
     watcher.look()
     state = watcher.state(-1, None)
     marks = [(mark["step"], mark["kind"]) for mark in state["marks"]]

@@ -1,0 +1,300 @@
+"""Runs that are looked on at: what is known of each, how it is doing, and its new alarms."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from guardbit.dashboards import marks
+from guardbit.dashboards.names import place_of_run
+from guardbit.dashboards.page import Json, RunPage
+from guardbit.records import Event
+from guardbit.store import (
+    RunFollower,
+    folder_of_run,
+    is_run,
+    read_events,
+    read_metadata,
+    runs_below,
+)
+
+log = logging.getLogger("guardbit")
+
+#: Seconds between two looks, between two searches for new runs, and between two pictures while a
+#: long run is read.
+LOOK_EVERY, SEARCH_EVERY, PICTURE_EVERY = 1.0, 10.0, 1.0
+#: Seconds without anything new after which a run does not count as running, as in the pages.
+SILENT_AFTER = 120.0
+#: Runs whose samples are read at a time.
+MOST_READ = 8
+#: Runs drawn over one another.
+MOST_OVERLAID = 4
+
+#: Called with the name of a run and its first alarms that are new.
+Tell = Callable[[str, Sequence[Event]], None]
+
+
+class LiveRun:
+    """Keeps what is known of a run, from before it has written anything until after it is gone.
+
+    Attributes:
+        name: What the list calls it.
+        problem: Why it cannot be read; "" where it can.
+        is_open: Whether its samples are read.
+    """
+
+    def __init__(self, path: str | Path, name: str = "", *, buckets: int = 400) -> None:
+        self.path = Path(path)
+        self.name = name or place_of_run(self.path).name
+        self.problem = ""
+        self.is_open = True
+        self._buckets = buckets
+        self._lock = threading.RLock()
+        self._changed: int | None = None
+        self._alarms: list[Event] = []
+        self._last_step = -1
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all that was read."""
+        with self._lock:
+            self._follower = RunFollower(self.path)
+            self._page = RunPage(place_of_run(self.path).name, self._buckets)
+            self._event_files: tuple[str, ...] = ()
+            self._sessions = 0
+            self._is_reading = False
+            self._page.take_picture()
+
+    def look(self) -> list[Event]:
+        """Reads what is new; returns the first alarms that are."""
+        before = self._changed
+        try:
+            self._changed = os.stat(folder_of_run(self.path)).st_mtime_ns
+        except FileNotFoundError:
+            if before is not None:
+                raise
+        if not self.is_open and self._changed == before:
+            return []
+        if self._follower.look():
+            with self._lock:
+                self._page.forget_samples()
+        has_changed = self.is_open and self._read_samples()
+        alarms: list[Event] = []
+        try:
+            if self.is_open and (has_changed or self._follower.num_sessions != self._sessions):
+                # What describes the run comes with samples, or with a session.
+                metadata = read_metadata(self.path)
+                has_changed = True
+                with self._lock:
+                    self._page.metadata = metadata
+                    self._sessions = self._follower.num_sessions
+            files = self._follower.event_files()
+            if files != self._event_files:
+                alarms = self._take_events(marks.events_of(read_events(self.path)))
+                self._event_files, has_changed = files, True
+        finally:
+            # Samples are shown whatever is wrong with the events.
+            if has_changed:
+                self._take_picture()
+        self._last_step = max(self._follower.last_step(), self._last_step)
+        return alarms
+
+    def state(self, since: int, step: int | None) -> Json:
+        """Returns the whole picture, or only how the run is doing where nothing has changed."""
+        with self._lock:
+            if since == self._page.version and step is None:
+                return {"version": since, "status": self._status()}
+            return {**self._page.picture(step), "status": self._status()}
+
+    def head(self, layer: int, head: int) -> Json:
+        """Returns every indicator of one head."""
+        with self._lock:
+            return self._page.head(layer, head)
+
+    def curves(self, indicator: str) -> Json:
+        """Returns one indicator: the heads that matter most, and the range of all."""
+        with self._lock:
+            return self._page.curves(indicator)
+
+    def largest(self) -> Json:
+        """Returns the loss and the largest head's values, each over steps and over time."""
+        with self._lock:
+            return {"name": self.name, **self._page.largest(self._follower.clock)}
+
+    def row(self) -> Json:
+        """Returns how the run is doing, for the list; its headline where its samples were read."""
+        first = self._alarms[0] if self._alarms else None
+        silent = self._seconds_silent() or 0.0
+        row: Json = {
+            "name": self.name,
+            "end": self._follower.end,
+            "seconds_silent": silent,
+            "last_step": self._last_step,
+            "problem": self.problem,
+            "alarms": len(self._alarms),
+            "first_alarm": first.step if first else None,
+            "where": first.site if first else "",
+            "heads": list(first.heads) if first else [],
+        }
+        with self._lock:
+            if self._page.has_samples:
+                picture = self._page.picture()
+                is_over = self._follower.end or silent > SILENT_AFTER
+                row["headline"] = picture["headline" if is_over else "headline_running"]
+                row["outcome"] = picture["outcome"]
+        return row
+
+    def _read_samples(self) -> bool:
+        """Takes in the samples that are new; returns whether there are any."""
+        has_changed = False
+        pictured = time.monotonic()
+        self._is_reading = True
+        try:
+            for batch in self._follower.batches():
+                with self._lock:
+                    self._page.take(batch.to_pandas())
+                has_changed = True
+                if time.monotonic() - pictured > PICTURE_EVERY:
+                    self._take_picture()
+                    pictured = time.monotonic()
+                if not self.is_open:
+                    break
+        finally:
+            self._is_reading = False
+        return has_changed
+
+    def _take_events(self, events: list[Event]) -> list[Event]:
+        """Takes in all events; returns the first alarms that are new."""
+        known = {_identity(alarm) for alarm in self._alarms}
+        with self._lock:
+            self._page.events = events
+            self._alarms = [event for event, mark in marks.marked(events) if mark == "alarm"]
+        return [alarm for alarm in self._alarms if _identity(alarm) not in known]
+
+    def _take_picture(self) -> None:
+        with self._lock:
+            self._page.take_picture()
+
+    def _seconds_silent(self) -> float | None:
+        written = self._follower.last_written
+        return None if written is None else max(time.time() - written, 0.0)
+
+    def _status(self) -> Json:
+        read, found = self._follower.bytes_read, self._follower.bytes_found
+        return {
+            "folder": str(self.path),
+            "samples": self._page.has_samples,
+            "seconds_silent": self._seconds_silent(),
+            "read": read / max(found, 1) if self._is_reading else 1.0,
+            "end": self._follower.end,
+            "problem": self.problem,
+        }
+
+
+def _identity(event: Event) -> tuple[object, ...]:
+    return event.step, event.site, event.heads, event.rule
+
+
+class LiveRuns:
+    """Looks on at the run of a folder, or at all runs below it, in a thread of its own.
+
+    Attributes:
+        is_list: Whether the folder held several runs at the start.
+    """
+
+    def __init__(self, folder: str | Path, tell: Tell | None = None) -> None:
+        self.folder = Path(folder)
+        is_one = not self.folder.is_dir() or is_run(folder_of_run(self.folder))
+        self.is_list = not is_one and bool(runs_below(self.folder))
+        self._tell = tell
+        self._runs: list[LiveRun] = [] if self.is_list else [LiveRun(self.folder)]
+        self._opened: list[LiveRun] = []
+        self._searched = -SEARCH_EVERY
+        self._is_first = True
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="guardbit-live", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends looking on; what is known stays."""
+        self._stop.set()
+        for run in self._runs:
+            run.is_open = False
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def look(self) -> None:
+        """Reads what is new of each run; called by the thread, once in a while."""
+        if self.is_list and time.monotonic() - self._searched >= SEARCH_EVERY:
+            self._search()
+        with self._lock:
+            for run in self._opened[:-MOST_READ]:
+                run.is_open = False
+                run.forget()
+            self._opened = self._opened[-MOST_READ:]
+        for run in self._runs:
+            try:
+                alarms = run.look()
+                run.problem = ""
+                # What had happened before is no news.
+                if alarms and self._tell is not None and not self._is_first:
+                    self._tell(run.name, alarms)
+            # One broken run hides no other, and the page outlives whatever happens to the folder.
+            except Exception as error:
+                run.problem = str(error) or type(error).__name__
+                self._say_once(f"cannot read {run.path}: {error!r}")
+        self._is_first = False
+
+    def rows(self) -> Json:
+        """Returns the list as the page asks for it, the latest first."""
+        rows = [{"id": number, **run.row()} for number, run in enumerate(list(self._runs))]
+        rows.sort(key=lambda row: row["seconds_silent"])
+        return {"folder": str(self.folder), "runs": rows}
+
+    def opened(self, number: int = 0) -> LiveRun:
+        """Returns a run, whose samples are read from now on."""
+        if not 0 <= number < len(self._runs):
+            raise LookupError(f"there is no run {number} in the list")
+        run = self._runs[number]
+        with self._lock:
+            self._opened = [*(one for one in self._opened if one is not run), run]
+            run.is_open = True
+        return run
+
+    def overlay(self, numbers: Sequence[int]) -> Json:
+        """Returns the curves of some runs, to be drawn over one another."""
+        if len(numbers) > MOST_OVERLAID:
+            raise ValueError(f"{MOST_OVERLAID} runs at most are drawn at once, got {len(numbers)}")
+        numbers = list(dict.fromkeys(numbers))
+        return {"runs": [{"id": number, **self.opened(number).largest()} for number in numbers]}
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.look()
+            # The list outlives whatever happens to the folder.
+            except Exception as error:
+                self._say_once(f"cannot look for runs in {self.folder}: {error!r}")
+            self._stop.wait(LOOK_EVERY)
+
+    def _search(self) -> None:
+        self._searched = time.monotonic()
+        known = {run.path for run in self._runs}
+        for path in runs_below(self.folder):
+            if path not in known:
+                run = LiveRun(path, str(path.relative_to(self.folder)))
+                run.is_open = False
+                self._runs.append(run)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text)
