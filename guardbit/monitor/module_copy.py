@@ -2,7 +2,8 @@
 
 The search for W_Q runs an attention module several times. It runs a copy: `copy.deepcopy` with
 given tensors in place of the parameters. Functions, classes, Python modules and what cannot be
-copied are shared with the run, as are global variables. Random generators are put back afterwards.
+copied are shared with the run, as are global variables. Random generators, and what the module's
+code names, are put back afterwards.
 
 Hooks of others do not run on the copy, except PyTorch's that compute weights or tensors.
 """
@@ -12,12 +13,14 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
+import operator
 import random
 import sys
 import threading
 import types
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -48,6 +51,10 @@ _HAVE_NEXT = (io.IOBase, weakref.ProxyType, weakref.CallableProxyType)
 _KEPT_HOOKS = ("torch.nn.utils", "torch.distributed.tensor", "guardbit")
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks"})
 
+# Packages whose code is taken to keep nothing from call to call.
+_TRUSTED = frozenset({"torch", "numpy", "guardbit", "transformers", "lightning"})
+_TRUSTED_CODE = _TRUSTED | sys.stdlib_module_names
+
 
 @contextmanager
 def runnable_copy(
@@ -63,6 +70,7 @@ def runnable_copy(
             warnings.catch_warnings(),
             _without_global_hooks(),
             _without_torchscript(),
+            _variables_kept(module),
         ):
             stack.enter_context(context)
         warnings.simplefilter("ignore")
@@ -235,6 +243,97 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _variables_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back the variables that a module's code names, and what these hold directly."""
+    with ExitStack() as undo:
+        # By id; the objects are held, so that their ids stay theirs.
+        seen: dict[int, Any] = {}
+        pending: list[Any] = [type(each) for each in module.modules()]
+        pending += [x for each in module.modules() for x in vars(each).values() if callable(x)]
+        while pending:
+            x = pending.pop()
+            if id(x) in seen or _is_trusted(x):
+                continue
+            seen[id(x)] = x
+            for put_back in _undo_of(x):
+                undo.callback(put_back)
+            pending += _named_by(x)
+        yield
+
+
+def _is_trusted(x: Any) -> bool:
+    if isinstance(x, types.FunctionType | type | types.ModuleType):
+        name = x.__name__ if isinstance(x, types.ModuleType) else _module_of(x)
+        return name.partition(".")[0] in _TRUSTED_CODE
+    is_generator = isinstance(x, torch.Generator) or _module_of(type(x)).startswith("numpy.random")
+    return not is_generator and _module_of(type(x)).partition(".")[0] in _TRUSTED
+
+
+def _named_by(x: Any) -> Iterator[Any]:
+    """What a function's code may reach by name, and what a class holds."""
+    if isinstance(x, type):
+        yield from (*vars(x).values(), *x.__mro__)
+    elif isinstance(x, types.MethodType | staticmethod | classmethod):
+        yield x.__func__
+    elif isinstance(x, types.FunctionType):
+        yield from (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+        for cell in x.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                yield cell.cell_contents
+        names = _names_of(x.__code__)
+        # Code may import the latter.
+        found = [of.get(name) for name in names for of in (x.__globals__, sys.modules)]
+        yield from found
+        for holder in found:
+            if isinstance(holder, types.ModuleType):
+                yield from (vars(holder).get(name) for name in names)
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*map(_names_of, inner))
+
+
+def _undo_of(x: Any) -> Iterator[Callable[[], object]]:
+    """Yields functions that put back what an object holds directly."""
+    if isinstance(x, torch.Generator) or type(x).__module__ == "numpy.random.mtrand":
+        yield partial(x.set_state, x.get_state())
+    elif isinstance(x, random.Random):
+        yield partial(x.setstate, x.getstate())
+    elif type(x).__module__ == "numpy.random._generator":
+        yield partial(setattr, x.bit_generator, "state", x.bit_generator.state)
+    elif isinstance(x, list | set | deque):
+        yield partial(_put_back_items, x, list(x))
+    elif isinstance(x, dict):
+        yield partial(_put_back_entries, x, dict(x))
+    elif isinstance(x, type):
+        for name, value in vars(x).items():
+            yield partial(_put_back_attribute, x, name, value)
+    elif isinstance(x, types.FunctionType):
+        for name in _names_of(x.__code__) & x.__globals__.keys():
+            yield partial(x.__globals__.__setitem__, name, x.__globals__[name])
+    if isinstance(held := getattr(x, "__dict__", None), dict):
+        yield partial(_put_back_entries, held, dict(held))
+
+
+def _put_back_items(x: Any, before: list[Any]) -> None:
+    if len(x) != len(before) or any(map(operator.is_not, x, before)):
+        x.clear()
+        (x.update if isinstance(x, set) else x.extend)(before)
+
+
+def _put_back_entries(x: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if list(x) != list(before) or any(map(operator.is_not, x.values(), before.values())):
+        x.clear()
+        x.update(before)
+
+
+def _put_back_attribute(owner: type, name: str, before: Any) -> None:
+    if vars(owner).get(name) is not before:
+        setattr(owner, name, before)
 
 
 @contextmanager

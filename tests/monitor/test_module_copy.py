@@ -8,9 +8,11 @@ import gc
 import multiprocessing
 import random
 import socket
+import sys
 import threading
 import types
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +28,11 @@ from guardbit.monitor.module_copy import runnable_copy
 
 WIDTH, HEADS = 32, 4
 
+calls = 0
 log = []
+shared = {"calls": 0}
+outside = types.ModuleType("outside")
+outside.calls = 0
 
 
 class Attention(nn.Module):
@@ -80,6 +86,43 @@ class OwnGenerator(Attention):
 
     def kept(self):
         return self.generator.get_state().tolist()
+
+
+noise = torch.Generator()
+
+
+class GlobalGenerator(Attention):
+    def disturbed(self, x):
+        return 1 + torch.rand((), generator=noise)
+
+    def kept(self):
+        return noise.get_state().tolist()
+
+
+class ClassGenerator(GlobalGenerator):
+    noise = noise
+
+    def disturbed(self, x):
+        return 1 + torch.rand((), generator=self.noise)
+
+
+class DefaultGenerator(GlobalGenerator):
+    def disturbed(self, x, noise=noise):
+        return 1 + torch.rand((), generator=noise)
+
+
+def closed_over():
+    held = noise
+    return lambda: torch.rand((), generator=held)
+
+
+class ClosureGenerator(GlobalGenerator):
+    def __init__(self):
+        super().__init__()
+        self.draw = closed_over()
+
+    def disturbed(self, x):
+        return 1 + self.draw()
 
 
 class OwnRandom(Attention):
@@ -161,6 +204,23 @@ class Memory(Attention):
         return self.memory.tolist()
 
 
+class SharedObject(Attention):
+    store = types.SimpleNamespace()
+
+    def __init__(self):
+        super().__init__()
+        self.store.memory = torch.ones(())
+        self.lock = threading.Lock()
+
+    def disturbed(self, x):
+        with self.lock:
+            self.store.memory = self.store.memory + 1
+        return self.store.memory / 8
+
+    def kept(self):
+        return self.store.memory.item()
+
+
 class Parent(Attention):
     """Counts in the module around it."""
 
@@ -170,6 +230,70 @@ class Parent(Attention):
 
     def kept(self):
         return self.around[0].calls
+
+
+class GlobalCounter(Attention):
+    def disturbed(self, x):
+        global calls
+        calls += 1
+        return 1 + calls / 8
+
+    def kept(self):
+        return calls
+
+
+class GlobalList(Attention):
+    def disturbed(self, x):
+        log.append(1)
+        shared["calls"] += 1
+        return 1 + len(log) / 8
+
+    def kept(self):
+        return list(log), dict(shared)
+
+
+class ImportedModule(Attention):
+    def disturbed(self, x):
+        outside.calls += 1
+        return 1 + outside.calls / 8
+
+    def kept(self):
+        return outside.calls
+
+
+class Statistics:
+    sizes: ClassVar = []
+
+
+class AnotherClass(Attention):
+    def disturbed(self, x):
+        Statistics.sizes.append(1)
+        return 1 + len(Statistics.sizes) / 8
+
+    def kept(self):
+        return list(Statistics.sizes)
+
+
+class ClassCounter(Attention):
+    calls = 0
+
+    def disturbed(self, x):
+        type(self).calls += 1
+        return 1 + self.calls / 8
+
+    def kept(self):
+        return self.calls
+
+
+class ClassList(Attention):
+    list: ClassVar = []
+
+    def disturbed(self, x):
+        self.list.append(1)
+        return 1 + len(self.list) / 8
+
+    def kept(self):
+        return list(self.list)
 
 
 def counting(function):
@@ -182,6 +306,15 @@ def counting(function):
 
     wrapper.seen = seen
     return wrapper
+
+
+class Decorated(Attention):
+    @counting
+    def disturbed(self, x):
+        return 1.0
+
+    def kept(self):
+        return len(type(self).disturbed.seen)
 
 
 class Patched(Attention):
@@ -207,6 +340,21 @@ class Hooks(Attention):
 
     def kept(self):
         return list(self.seen), list(log)
+
+
+def counted(x):
+    counted.calls += 1
+    return 1 + counted.calls / 8
+
+
+class FunctionCounter(Attention):
+    """Counts in an attribute of a function."""
+
+    def disturbed(self, x):
+        return counted(x)
+
+    def kept(self):
+        return counted.calls
 
 
 class ThreadLocal(Attention):
@@ -365,15 +513,28 @@ CERTAIN = [
     PythonRandom,
     NumpyRandom,
     OwnGenerator,
+    GlobalGenerator,
+    ClassGenerator,
+    DefaultGenerator,
+    ClosureGenerator,
     OwnRandom,
     Counter,
     PlainTensor,
     RegisteredBuffer,
     ListAndDict,
     Memory,
+    SharedObject,
     Parent,
+    GlobalList,
+    ClassList,
+    AnotherClass,
+    Decorated,
     Patched,
     Hooks,
+    GlobalCounter,
+    ImportedModule,
+    ClassCounter,
+    FunctionCounter,
     ThreadLocal,
     ReachedThreadLocal,
     Mode,
@@ -394,7 +555,13 @@ class Around(nn.Module):
 
 
 def forget():
+    global calls
+    calls = outside.calls = ClassCounter.calls = shared["calls"] = counted.calls = 0
+    noise.manual_seed(0)
     log.clear()
+    ClassList.list.clear()
+    Statistics.sizes.clear()
+    Decorated.disturbed.seen.clear()
 
 
 def train(kind, watched):
@@ -434,6 +601,34 @@ def test_a_watched_run_ends_with_the_bits_of_the_unwatched_one(kind):
         assert torch.equal(rows, weights[0][:WIDTH].view(HEADS, -1, WIDTH))
 
 
+def wrapped(function):
+    def wrapper(*args):
+        return function(*args)
+
+    function.wrapper = wrapper  # a cycle
+    return wrapper
+
+
+@wrapped
+def one(x):
+    return 1.0
+
+
+class Cyclic(Attention):
+    """Calls a function that is found behind itself."""
+
+    def disturbed(self, x):
+        return one(x)
+
+
+def test_a_function_that_is_found_behind_itself_is_no_obstacle():
+    session = MonitorSession(model := Cyclic(), every_n_train_steps=1)
+    with session.step(0):
+        model(torch.randn(2, 6, WIDTH)).sum().backward()
+    assert session.instrumentation.sites["Cyclic"].why_unavailable("query") is None
+    session.close()
+
+
 # PyTorch says so of `torch.jit.script`, which libraries go on using.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkeypatch):
@@ -457,6 +652,53 @@ def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkey
     assert session.instrumentation.sites["Scripted"].why_unavailable("query") is None
     session.close()
     assert runs == [1]
+
+
+loaded = None
+
+
+class Lazy(Attention):
+    """Loads something once, as libraries load kernels, and not when it is run again."""
+
+    def disturbed(self, x):
+        global loaded
+        if loaded is None:
+            loaded = 1.0
+        return loaded
+
+
+def test_a_global_variable_that_is_not_set_again_settles_the_rows():
+    model = Lazy()
+    session = MonitorSession(model, every_n_train_steps=1)
+    try:
+        with session.step(0):
+            model(torch.randn(2, 6, WIDTH)).sum().backward()
+        assert session.instrumentation.sites["Lazy"].why_unavailable("query") is None
+        assert loaded == 1.0
+    finally:
+        session.close()
+
+
+def test_what_a_forward_imports_is_held_apart(monkeypatch):
+    imported = types.ModuleType("imported_in_a_forward")
+    imported.generator = random.Random(0)
+    monkeypatch.setitem(sys.modules, imported.__name__, imported)
+
+    class Importing(Attention):
+        def disturbed(self, x):
+            import imported_in_a_forward  # pyright: ignore[reportMissingImports]
+
+            return 1 + imported_in_a_forward.generator.random()
+
+    model = nn.Sequential(Importing())
+    session = MonitorSession(model, every_n_train_steps=1)
+    with session.step(0):
+        model(torch.randn(2, 4, WIDTH)).sum().backward()
+    session.close()
+    assert any(sample.indicator == "w_q_spectral_norm" for sample in session.samples)
+    expected = random.Random(0)
+    expected.random()
+    assert imported.generator.getstate() == expected.getstate()
 
 
 class Counts(Attention):
