@@ -7,7 +7,8 @@ import torch
 
 from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_run
 from guardbit.catalog import INDICATORS, VALIDATION_LOSS
-from guardbit.dashboards.report import Run, write_reports
+from guardbit.dashboards.loading import LoadedRun
+from guardbit.dashboards.report import write_reports
 from guardbit.monitor.replay import replay
 from tests.callbacks.conftest import Net, TinyGPT
 
@@ -63,7 +64,7 @@ def test_runs_are_compared_by_it(tmp_path):
                 record.loss(5.0 - step)
             session.validation_loss(5.0 - step if step < 3 else at_end)
         session.close()
-        runs.append(Run(name, read_run(tmp_path / name)))
+        runs.append(LoadedRun(name, read_run(tmp_path / name)))
         assert recorded(tmp_path / name) == {0: 5.0, 1: 4.0, 2: 3.0, 3: at_end}
     page = write_reports(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert "Validation loss (validation loss)" in page

@@ -13,7 +13,7 @@ from guardbit.monitor.interception.entry_points.base import (
     note_flash_call,
 )
 from guardbit.monitor.interception.entry_points.flex import FLEX
-from guardbit.monitor.interception.entry_points.libraries import OF_LIBRARIES
+from guardbit.monitor.interception.entry_points.libraries import OF_LIBRARIES, VARLEN
 from guardbit.monitor.interception.entry_points.multi_head import MULTI_HEAD
 from guardbit.monitor.interception.entry_points.sdpa import SDPA
 from guardbit.monitor.interception.entry_points.transformers_eager import EAGER
@@ -23,4 +23,4 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     SDPA, MULTI_HEAD, EAGER, FLEX, *OF_LIBRARIES
 )  # fmt: skip
 
-__all__ = ["ENTRY_POINTS", "Bound", "EntryPoint", "Refusal", "note_flash_call"]
+__all__ = ["ENTRY_POINTS", "VARLEN", "Bound", "EntryPoint", "Refusal", "note_flash_call"]

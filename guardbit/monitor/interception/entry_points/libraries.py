@@ -385,10 +385,12 @@ _FUNCTIONS = {
     ("kernels/flash_attn_4", "", "kernels/flash_attn_4"): _OF_4,
 }
 
+VARLEN = _entry_point(
+    "torch.nn.attention.varlen.varlen_attn", "torch.nn.attention.varlen", "varlen_attn"
+)
+
 OF_LIBRARIES: tuple[EntryPoint, ...] = (
-    _entry_point(
-        "torch.nn.attention.varlen.varlen_attn", "torch.nn.attention.varlen", "varlen_attn"
-    ),
+    VARLEN,
     *(
         _entry_point(f"{package}.flash_attn{kind}_func", home, engine)
         for (package, home, engine), kinds in _FUNCTIONS.items()
