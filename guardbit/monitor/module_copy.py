@@ -326,7 +326,13 @@ def _put_back_items(x: Any, before: list[Any]) -> None:
 
 
 def _put_back_entries(x: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if list(x) != list(before) or any(map(operator.is_not, x.values(), before.values())):
+    # One by one: another thread may look up names of a Python module meanwhile.
+    for key in x.keys() - before.keys():
+        del x[key]
+    for key, value in before.items():
+        if key not in x or x[key] is not value:
+            x[key] = value
+    if list(x) != list(before):  # a cache may go by the order
         x.clear()
         x.update(before)
 
