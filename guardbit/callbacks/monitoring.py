@@ -80,7 +80,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
             for `guardbit diagnose`; 0 for nothing.
         audit_repeats: Whether the backward of sampled calls is run a second time, and differences
-            are told: a race, or additions in any order.
+            are reported: a race, or additions in any order.
         preflight: Whether the attention kernels are examined at the model's own shapes and masks,
             when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
             or a number of seconds.

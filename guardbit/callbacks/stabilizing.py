@@ -36,7 +36,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
         escalate: Whether the scope widens where a switch does not help: to the layer, then to the
-            model. What no switch helps is told, with the checkpoint to go back to.
+            model. Where no switch helps, the log names the checkpoint to go back to.
         quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
             never. It must be longer than 1,000, the steps after which a lasting alarm is repeated,
             or heads that still diverge are switched back.

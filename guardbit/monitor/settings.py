@@ -16,10 +16,10 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm
 
-#: Seconds after which an examination begins nothing more, unless it is told otherwise.
+#: Seconds after which an examination begins nothing more, by default.
 PREFLIGHT_SECONDS = 60.0
 
-#: Megabytes of snapshots that a run keeps unless it is told otherwise.
+#: Megabytes of snapshots that a run keeps by default.
 SNAPSHOT_MEGABYTES = 64
 
 F = TypeVar("F", bound=Callable[..., None])

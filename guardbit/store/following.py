@@ -70,7 +70,7 @@ class RunFollower:
         return len(self._listing.sessions)
 
     def last_step(self) -> int:
-        """The last step of the newest segment of samples, -1 where it cannot be told."""
+        """The last step of the newest segment of samples, -1 where it is unknown."""
         newest = max(self._segments("samples"), key=_age, default=None)
         if newest is None:
             return -1

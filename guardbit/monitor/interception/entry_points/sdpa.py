@@ -112,12 +112,12 @@ def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | Result | None:
-    """What is done in an eager call: a call that is taken over is heard when it comes by again."""
+    """Handles an eager call; one that a tensor subclass takes over is seen when that calls again."""
     return None if is_taken_over(_tensors(args, kwargs)) else before(SDPA, args, kwargs)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """What compilers trace. Whoever takes the call over is to know it by its name."""
+    """What compilers trace; a subclass that takes a call over gets PyTorch's own function."""
     tensors = _tensors(args, kwargs)
     for x in tensors:
         if takes_over(x):
