@@ -112,7 +112,7 @@ def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | Result | None:
-    """Handles an eager call; one that a tensor subclass takes over is seen when that calls again."""
+    """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
     return None if is_taken_over(_tensors(args, kwargs)) else before(SDPA, args, kwargs)
 
 
