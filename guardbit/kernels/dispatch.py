@@ -87,12 +87,17 @@ def _suits_triton(q: Tensor, spec: AttentionSpec | None = None, dropout: Any = N
     return dropout is None and not has_functions and on_triton("auto", q)
 
 
-def _chosen(plain: Callable[P, T]) -> Callable[P, T]:
-    """Returns a function that computes each call where it can be computed faster."""
+def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:
+    """Returns a function that computes each call where it can be computed faster.
+
+    `alike`: Triton is chosen only if the last two tensors, k and v, have one shape; audits of
+    narrow values are not tested on GPUs.
+    """
 
     @wraps(plain)
     def run(*tensors: Any, **options: Any) -> T:
         triton = _suits_triton(tensors[0], options.get("spec"), options.get("dropout"))
+        triton = triton and not (alike and tensors[-2].shape != tensors[-1].shape)
         if triton:
             options.pop("dropout", None)
         return launcher(plain.__name__, triton)(*tensors, **options)
@@ -100,17 +105,23 @@ def _chosen(plain: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-shadow = _chosen(reference.shadow)
+shadow = _chosen(reference.shadow, alike=True)
 delta_bias = _chosen(reference.delta_bias)
-exact_query_gradient = _chosen(reference.exact_query_gradient)
+exact_query_gradient = _chosen(reference.exact_query_gradient, alike=True)
 exact_delta = _chosen(reference.exact_delta)
 carry_exact_delta = _chosen(reference.carry_exact_delta)
 carry_compensated_delta = _chosen(reference.carry_compensated_delta)
 
 
 def row_maxima(
-    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None, dropout: Dropout | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    query_ids: Tensor | None,
+    dropout: Dropout | None,
 ) -> RowMaxima:
     """The maxima of `shadow` alone; where that would be computed, so that they are the same."""
-    run = launcher("row_maxima", _suits_triton(q, spec, dropout))
+    run = launcher("row_maxima", k.shape == v.shape and _suits_triton(q, spec, dropout))
     return run(q, k, spec=spec, query_ids=query_ids)

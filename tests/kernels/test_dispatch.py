@@ -55,7 +55,7 @@ def test_maxima_come_from_where_the_shadow_comes_from(triton_calls, monkeypatch,
     if not served:
         monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: False)
     settings = {"spec": AttentionSpec(0.3, True), "query_ids": torch.tensor([0, 7, 32])}
-    found = dispatch.row_maxima(q, k, **settings, dropout=None)
+    found = dispatch.row_maxima(q, k, v, **settings, dropout=None)
     whole = dispatch.shadow(q, k, v, **settings, eps=1e-3, dropout=None)
     assert triton_calls == (["row_maxima", "shadow"] if served else [])
     assert torch.equal(found.row_max, whole.row_max)

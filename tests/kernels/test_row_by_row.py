@@ -161,3 +161,16 @@ def test_delta_bias_is_the_signed_sum(batch, heads, rows, width, seed):
     # FP32 inside a row of at most nine products, each at most about 10 times 2^-8.
     torch.testing.assert_close(bias, expected.sum((0, 2)), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(bias_abs, expected.abs().sum((0, 2)), rtol=1e-5, atol=1e-6)
+
+
+def test_exact_query_gradient_is_far_nearer_than_the_low_precision_backward():
+    q, k, v, d_out = random_inputs((1, 2, 2, 64, 64, 32), torch.bfloat16)
+    common = {"causal": True, "scale": 32**-0.5}
+    names = {"stabilizers": ["none", "none"]}
+    result = reference.forward(q, k, v, **common, **names)
+    low = reference.backward(d_out, q, k, v, *result, **common, **names)
+    spec = AttentionSpec(common["scale"], True)
+    exact = reference.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[0, 1])
+    error = (low.dq.float() - exact).norm() / exact.norm()
+    # A few roundings to 8 bits, each 2^-9 at most and about a third of it in the mean.
+    assert 2.0**-11 < error < 2.0**-7

@@ -75,7 +75,7 @@ class CallView:
             return self.shadow
         call = self.call
         return dispatch.row_maxima(
-            call.q, call.k, spec=call.spec, query_ids=self.rows, dropout=self._dropout
+            call.q, call.k, call.v, spec=call.spec, query_ids=self.rows, dropout=self._dropout
         )
 
     @cached_property
