@@ -32,7 +32,6 @@ from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.callbacks.stabilizing import AutoStabilizer
 from guardbit.dashboards.loading import LoadedRun, load
 from guardbit.dashboards.marks import events_of
-from guardbit.dashboards.outcome import headline
 from guardbit.dashboards.report import write_reports
 from guardbit.records import Event
 
@@ -233,7 +232,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
 def _print_events(console: Console, run: LoadedRun) -> None:
     """Prints what happened: head, step, rule, figures before and after the switch."""
     happened = events_of(run.events)
-    console.print(f"\n[bold]{headline(run.outcome)}[/bold]")
+    console.print(f"\n[bold]{run.judgement.headline}[/bold]")
     for event in happened:
         heads = ", ".join(str(head) for head in event.heads)
         where = f"{event.site} head {heads}" if event.site else "the run"

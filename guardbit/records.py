@@ -29,7 +29,7 @@ EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
 Subject = Literal["head", "model", "loss"]
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 
-Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
+Verdict = Literal["stable", "rounding", "not-rounding", "learning-rate", "unclear"]
 
 #: How a run ended; one that was killed has no time to say.
 RunEnd = Literal["finished", "interrupted", "crashed"]

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from guardbit.dashboards.forks import against_each_other
 from guardbit.dashboards.loading import LoadedRun, load
-from guardbit.dashboards.outcome import facts, headline
 from guardbit.dashboards.report import write_reports
 from guardbit.dashboards.tables import of_run
 
@@ -30,13 +29,13 @@ def show_recorded(run_dir: Path) -> Path:
         with resources.as_file(recorded.joinpath(name)) as folder:
             runs.append(load(folder))
     outcomes = against_each_other(
-        {run.name: run.outcome for run in runs},
+        {run.name: run.judgement for run in runs},
         {run.name: of_run(run.samples, "loss") for run in runs},
     )
     console = Console(highlight=False)
     for name, outcome in outcomes.items():
-        console.print(f"\n[bold]{headline(outcome)}[/bold]  ({RUNS[name]})")
-        console.print(" · ".join(facts(outcome)))
+        console.print(f"\n[bold]{outcome.headline}[/bold]  ({RUNS[name]})")
+        console.print(" · ".join(outcome.facts))
     console.print(
         "\nSide by side, a loss has left where it leaves the other copy's; by itself, where it has"
         " left its own best, which is later. Writing the reports ..."

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import guardbit
-from guardbit.dashboards.outcome import outcome_of
+from guardbit.dashboards.marks import judgement_of
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_events, read_metadata, read_run
 from tests import toys
@@ -45,11 +45,11 @@ def judged(run: Path) -> dict[str, Any]:
     path = ROOT / run
     frame, metadata = read_run(path), read_metadata(path)
     found, events = replay(frame, normalised=normalised_sites(metadata)), read_events(path)
-    outcome = outcome_of(frame, events, metadata).as_json()
+    outcome = judgement_of(frame, events, metadata).as_json()
     del outcome["headline"]
     kept = ("step", "kind", "site", "heads", "rule", "stabilizer", "verdict")
     return {
-        "verdict": found.verdict,
+        "verdict": outcome["verdict"],
         "alarms": [[a.step, a.rule, a.site, list(a.heads)] for a in found.alarms],
         "advisories": [[a.step, a.rule, a.site, list(a.heads)] for a in found.advisories],
         "events": [[_plain(event[name]) for name in kept] for _, event in events.iterrows()],

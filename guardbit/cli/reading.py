@@ -53,17 +53,16 @@ def load_judged(path: Path) -> LoadedRun:
         return run
     from guardbit.monitor.replay import replay as replay_frame
 
-    events = events_of_replay(run.samples, replay_frame(run.samples))
+    events = events_of_replay(replay_frame(run.samples))
     return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})
 
 
-def events_of_replay(frame: pd.DataFrame, result: Replay) -> pd.DataFrame:
+def events_of_replay(result: Replay) -> pd.DataFrame:
     """What a replay has found, as the events that a run would have recorded."""
     import pandas as pd
 
     from guardbit.monitor.findings import event_of
 
     events = [event_of(alarm) for alarm in result.alarms]
-    last = int(frame["step"].to_numpy().max())
-    events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
-    return pd.DataFrame([dataclasses.asdict(event) for event in events])
+    names = [field.name for field in dataclasses.fields(Event)]
+    return pd.DataFrame([dataclasses.asdict(event) for event in events], columns=names)

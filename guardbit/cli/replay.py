@@ -16,7 +16,7 @@ from guardbit.records import printable
 
 if TYPE_CHECKING:
     from guardbit.dashboards.loading import LoadedRun
-    from guardbit.dashboards.outcome import Outcome
+    from guardbit.judgement import Judgement
     from guardbit.monitor.detectors import Rule
     from guardbit.monitor.replay import Replay
     from guardbit.records import Alarm
@@ -47,7 +47,6 @@ def replay(
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
     from guardbit.dashboards.loading import load
-    from guardbit.dashboards.outcome import headline
     from guardbit.monitor.detectors import DEFAULT_RULES
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
@@ -56,7 +55,7 @@ def replay(
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
         run = load(path)
         result = replay_frame(run.samples, rules, normalised_sites(run.metadata))
-        outcome = _outcome_of_replay(run, result)
+        judgement = _judgement_of_replay(run, result)
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
@@ -66,11 +65,8 @@ def replay(
             json.dumps(
                 {
                     "alarms": alarms,
-                    "first_alarm": result.first_alarm,
-                    "verdict": result.verdict,
-                    "outcome": outcome.kind,
-                    "headline": headline(outcome),
-                    "not_watched": outcome.not_watched,
+                    "replayed_first_alarm": result.first_alarm,
+                    **judgement.as_json(),
                 }
             )
         )
@@ -96,11 +92,10 @@ def replay(
                 str(len(alarms)),
             )
         console.print(table)
-    console.print(headline(outcome), markup=False, highlight=False, soft_wrap=True)
-    verdict = f"{result.verdict}: {printable(result.why)}"
-    console.print(verdict, markup=False, highlight=False, soft_wrap=True)
-    begins = outcome.first_step
-    if begins is not None and outcome.first_alarm is not None and outcome.first_alarm < begins:
+    for line in _lines(judgement, result):
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+    begins, first_alarm = judgement.first_step, judgement.first_alarm
+    if begins is not None and first_alarm is not None and first_alarm < begins:
         console.print(
             f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
             " could not be replayed.",
@@ -108,17 +103,31 @@ def replay(
         )  # fmt: skip
 
 
-def _outcome_of_replay(run: LoadedRun, result: Replay) -> Outcome:
-    """The outcome by the alarms of a replay, and by the switches that the run recorded."""
+def _lines(judgement: Judgement, result: Replay) -> list[str]:
+    """The headline, the verdict with its cause, what to do, and which rules could not judge."""
+    cause = judgement.cause
+    measured = f": {cause.why}" if cause.why and judgement.num_alarms else ""
+    lines = [
+        judgement.headline,
+        f"Verdict by today's rules: {judgement.verdict}{measured}",
+        judgement.advice,
+    ]
+    for rule, names in result.unjudged.items():
+        lines.append(f"Not judged by {rule}: the telemetry lacks {', '.join(names)}")
+    return lines
+
+
+def _judgement_of_replay(run: LoadedRun, result: Replay) -> Judgement:
+    """The judgement by the alarms of a replay, and by the switches that the run recorded."""
     import pandas as pd
 
-    events = events_of_replay(run.samples, result)
+    events = events_of_replay(result)
     if run.events is not None:
         is_earlier = run.events["step"] < run.samples["step"].min()
         recorded = run.events["kind"]
         kept = run.events.loc[(recorded == "switch") | (recorded == "alarm") & is_earlier]
         events = pd.concat([events, kept]) if len(kept) else events
-    return dataclasses.replace(run, events=events).outcome
+    return dataclasses.replace(run, events=events).judgement
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:

@@ -53,7 +53,7 @@ def report(
         bool,
         typer.Option(
             "--json",
-            help="Write no report: print the outcome as one JSON object, of several runs as "
+            help="Write no report: print the judgement as one JSON object, of several runs as "
             'one with "runs".',
         ),
     ] = False,
@@ -112,7 +112,7 @@ def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
     from guardbit.dashboards.tables import of_run
 
     runs = {str(path): load_judged(path) for path in paths}
-    outcomes = {path: run.outcome for path, run in runs.items()}
+    outcomes = {path: run.judgement for path, run in runs.items()}
     losses = {path: of_run(run.samples, "loss") for path, run in runs.items()}
     return [
         {"run": path, **outcome.as_json()}

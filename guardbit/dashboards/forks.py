@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from guardbit.dashboards.outcome import Outcome
+from guardbit.judgement import Judgement, State
 
 #: Losses in common that make two runs copies of one.
 FEWEST_SHARED = 20
@@ -49,8 +49,8 @@ def departure(loss: pd.Series, other: pd.Series) -> int | None:
 
 
 def against_each_other(
-    outcomes: Mapping[str, Outcome], losses: Mapping[str, pd.Series]
-) -> dict[str, Outcome]:
+    outcomes: Mapping[str, Judgement], losses: Mapping[str, pd.Series]
+) -> dict[str, Judgement]:
     """The outcomes of copies of one run, with the departures that only the copies show."""
     if fork_of(losses) is None:
         return dict(outcomes)
@@ -67,19 +67,19 @@ def against_each_other(
         if outcome.departed is None
         and not any(left[name, other] for other in outcomes if other != name)
     }
-    found: dict[str, Outcome] = {}
+    found: dict[str, Judgement] = {}
     for name, outcome in outcomes.items():
         steps = [left[name, other] for other in sound if other != name]
         departed = min((step for step in steps if step is not None), default=None)
-        if departed is None or (not outcome.alarmed and outcome.kind == "learning-rate"):
+        if departed is None or (not outcome.alarmed and outcome.state == "learning-rate"):
             found[name] = outcome
             continue
         departed = min(departed, outcome.departed or departed)
         if not outcome.alarmed:
-            found[name] = replace(outcome, kind="unclear", departed=departed)
+            found[name] = replace(outcome, state="lost", severity="critical", departed=departed)
             continue
         lead = departed - outcome.first_alarm if outcome.first_alarm is not None else None
-        is_lost = outcome.kind in ("saved", "alarmed", "lost")
-        kind = "lost" if is_lost else outcome.kind
-        found[name] = replace(outcome, kind=kind, departed=departed, lead=lead)
+        is_unclear = outcome.state in ("unclear", "learning-rate")
+        state: State = outcome.state if is_unclear else "lost"
+        found[name] = replace(outcome, state=state, departed=departed, lead=lead)
     return found

@@ -15,10 +15,16 @@ import pandas as pd
 
 from guardbit.dashboards import marks, ranking
 from guardbit.dashboards.names import place_of_run
-from guardbit.dashboards.outcome import Outcome, facts, headline, outcome_of
 from guardbit.dashboards.palette import OUTCOME_COLOURS
-from guardbit.records import RunEnd
-from guardbit.store import folder_of_run, read_end, read_events, read_metadata, read_run
+from guardbit.judgement import Ended, Judgement
+from guardbit.store import (
+    folder_of_run,
+    is_run,
+    read_end,
+    read_events,
+    read_metadata,
+    read_run,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +62,7 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     """Reads a run, to be looked at in a notebook.
 
         run = guardbit.load("lightning_logs/version_0")
-        run                     # the outcome in a sentence
+        run                     # the judgement in a sentence
         run.plot.heads()        # what happened
         run.plot.map(step=6750)
         run.summary()           # the heads to watch, as a table
@@ -77,7 +83,7 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
         frame,
         read_events(path),
         read_metadata(path),
-        read_end(path),
+        read_end(path) or ("not closed" if is_run(folder_of_run(path)) else None),
         read_kept(folder_of_run(path)),
     )
 
@@ -91,7 +97,7 @@ class LoadedRun:
         samples: As `guardbit.read_run` returns them.
         events: As `guardbit.read_events` returns them.
         metadata: As `guardbit.read_metadata` returns it.
-        end: How it ended: "finished", "interrupted" or "crashed"; None where that is not known.
+        ended: How it ended; None where that is not known, as of a CSV.
         kept: What is known of why heads diverge.
     """
 
@@ -99,7 +105,7 @@ class LoadedRun:
     samples: pd.DataFrame
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    end: RunEnd | None = None
+    ended: Ended | None = None
     kept: Kept = _NOTHING
 
     @property
@@ -108,22 +114,22 @@ class LoadedRun:
         return Plots(self)
 
     @cached_property
-    def outcome(self) -> Outcome:
-        """What became of the run."""
-        return outcome_of(self.samples, self.events, self.metadata, self.end)
+    def judgement(self) -> Judgement:
+        """What became of the run, what moved its heads, and what to do."""
+        return marks.judgement_of(self.samples, self.events, self.metadata, self.ended)
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The heads to watch, worst first, at most so many, with their latest values."""
         return ranking.heads_to_watch(self.samples, self.events, count)
 
     def __repr__(self) -> str:
-        return f"{self.name}: {headline(self.outcome)}"
+        return f"{self.name}: {self.judgement.headline}"
 
     def _repr_html_(self) -> str:
-        colour = OUTCOME_COLOURS[self.outcome.kind]
-        parts = escape(" · ".join(facts(self.outcome)))
+        colour = OUTCOME_COLOURS[self.judgement.state]
+        parts = escape(" · ".join(self.judgement.facts))
         return (
-            f'<div><b style="color:{colour}">●</b> <b>{escape(headline(self.outcome))}</b><br>'
+            f'<div><b style="color:{colour}">●</b> <b>{escape(self.judgement.headline)}</b><br>'
             f"<small>{escape(self.name)}{' · ' if parts else ''}{parts}</small></div>"
         )
 
@@ -138,7 +144,7 @@ class Plots:
         """Loss, and below it norm and logits of the worst heads; None without any of both."""
         from guardbit.dashboards import figures
 
-        return figures.story(self._run.samples, self._run.events, self._run.outcome)
+        return figures.story(self._run.samples, self._run.events, self._run.judgement)
 
     def map(self, step: int | None = None) -> Figure | None:
         """The model map after a step; by default after the first alarm, or at the run's end."""

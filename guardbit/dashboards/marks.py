@@ -7,14 +7,23 @@ without any column.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from guardbit.dashboards.tables import Head, check_columns, heads_of_layer, layer_of_site, rows_of
+from guardbit.dashboards.tables import (
+    Head,
+    check_columns,
+    check_samples,
+    heads_of_layer,
+    layer_of_site,
+    rows_of,
+)
+from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
 from guardbit.records import Event
+from guardbit.store.samples import samples_of
 
 EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
 
@@ -43,6 +52,25 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
         for row in events.to_dict("records")
     ]
     return sorted(found, key=lambda event: event.step)
+
+
+def judgement_of(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    metadata: Mapping[str, Any] | None = None,
+    ended: Ended | None = None,
+) -> Judgement:
+    """Judges a run by its tables."""
+    evidence = Evidence()
+    evidence.add(samples_of(check_samples(frame)))
+    return judge(evidence, events_of(events), metadata, ended)
+
+
+def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
+    """The step at which the loss diverged, as `judgement_of` has it."""
+    evidence, samples = Evidence(), check_samples(frame)
+    evidence.add(samples_of(rows_of(samples, samples["indicator"] == "loss")))
+    return departed(events_of(events), evidence)
 
 
 def _text(value: object) -> str:

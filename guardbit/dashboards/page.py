@@ -13,13 +13,13 @@ import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
-from guardbit.dashboards.coverage import Sampling
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.dashboards.outcome import LOSS_SAMPLES, headline, outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.tables import SAMPLE_COLUMNS, Head
+from guardbit.dashboards.tables import Head
+from guardbit.judgement import LOSS_SAMPLES, Ended, Evidence, judge
 from guardbit.records import Event
+from guardbit.store.samples import samples_of
 
 Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
@@ -53,12 +53,14 @@ class RunPage:
     Attributes:
         events: The events, ordered by step.
         metadata: What describes the run.
+        ended: How the run ended; None where that is not known.
         version: Number of pictures taken so far; each has its own.
     """
 
     def __init__(self, title: str, buckets: int) -> None:
         self.events: list[Event] = []
         self.metadata: Mapping[str, Any] = {}
+        self.ended: Ended | None = None
         self.version = 0
         self._title, self._buckets = title, buckets
         self._picture: Json = {}
@@ -66,7 +68,7 @@ class RunPage:
 
     def forget_samples(self) -> None:
         """Begins anew with the samples, as where a run was resumed from an earlier step."""
-        self._history, self._sampling = History(self._buckets), Sampling()
+        self._history, self._evidence = History(self._buckets), Evidence()
         self._layers: dict[str, int] = {}  # of each site
 
     @property
@@ -77,9 +79,7 @@ class RunPage:
         """Takes in samples, with the columns of `guardbit.read_run`."""
         of_heads = (rows["site"] != "").to_numpy()
         measured = rows.loc[of_heads]
-        self._sampling = self._sampling.extended(
-            measured["step"].to_numpy(), measured["indicator"].unique()
-        )
+        self._evidence.add(samples_of(rows))
         sites = measured[["site", "layer"]].drop_duplicates()
         for site, layer in sites.itertuples(index=False, name=None):
             self._layers.setdefault(site, int(layer))
@@ -251,26 +251,12 @@ class RunPage:
 
     def _outcome(self) -> Json:
         """What has become of the run so far; where it ends, what became of it."""
-        history, site_of = self._history, {layer: site for site, layer in self._layers.items()}
-        rows = [
-            (history.last_step, site_of.get(at, ""), at, head, "", 0.0)
-            for at, head in history.heads
-        ]
-        if "loss" in history.run_high:
-            loss = history.run_high["loss"][history.known]
-            rows += [
-                (step, "", -1, -1, "loss", value)
-                for step, value in zip(_steps(history), loss.tolist(), strict=True)
-                if not np.isnan(value)
-            ]
-        events = pd.DataFrame([asdict(event) for event in self.events])
-        frame = pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
-        found = outcome_of(frame, events, self.metadata, sampling=self._sampling)
-        waiting = "Waiting for the first sample"
+        found = judge(self._evidence, self.events, self.metadata, self.ended)
+        waiting = "" if self.has_samples else "Waiting for the first sample"
         return {
-            "outcome": found.kind if rows else "waiting",
-            "headline": headline(found) if rows else waiting,
-            "headline_running": headline(found, is_running=True) if rows else waiting,
+            "outcome": "waiting" if waiting else found.state,
+            "headline": waiting or found.headline,
+            "headline_running": waiting or found.headline_running,
             "departed": found.departed,
         }
 

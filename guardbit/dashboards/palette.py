@@ -16,7 +16,9 @@ HIGHLIGHTS: tuple[tuple[str, str], ...] = (
 OUTCOME_COLOURS = {
     "healthy": "#00664a",
     "saved": "#00664a",
+    "warning": "#b84a00",
     "alarmed": "#b84a00",
+    "switched": "#b84a00",
     "unclear": "#b84a00",
     "lost": "#a3260d",
     "learning-rate": "#a3260d",

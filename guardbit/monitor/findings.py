@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import Any
 
-from guardbit.monitor.verdict import judge
+from guardbit.judgement import Cause, verdict_of
 from guardbit.records import Alarm, Event, Role
 
 
@@ -54,15 +54,11 @@ class Findings:
             " one before the first alarm, if it is still there, and resume"
         )
 
-    def judge(self, alarms: Sequence[Alarm], num_sites: int, step: int) -> Event | None:
-        """Returns the verdict, where it is to be recorded."""
-        verdict, why = judge(self.alarms, num_sites)
-        # The sentence says what became of the loss: it is said again when that has changed.
-        departed = any(
-            alarm.role.judges == "loss" and self._first[alarm.rule, alarm.site] is alarm
-            for alarm in alarms
-        )
-        if verdict == self.verdict and not departed:
+    def judge(self, cause: Cause, step: int) -> Event | None:
+        """Returns the verdict, where it is another than before."""
+        events = [event for event in self.events() if event.kind == "alarm"]
+        verdict, why = verdict_of(events, cause)
+        if verdict == self.verdict:
             return None
         self.verdict = verdict
         return Event(step, "verdict", "", (), why, verdict=verdict)

@@ -68,6 +68,9 @@ class Journal:
         self._stages = stages
         self._writer: RunWriter | None = None
         self._described: dict[str, dict[str, Any]] = {}
+        #: What a judgement of the run reads: all its events, and its metadata.
+        self.events: list[Event] = []
+        self.metadata: dict[str, Any] = {"settings": settings}
         self._warned: set[tuple[str, str, str]] = set()
         #: The sentence of the first alarm of each rule and attention module, once logged.
         self._said: dict[tuple[str, str], str] = {}
@@ -136,6 +139,7 @@ class Journal:
             )
         recorded = _recorded(self._dirpath, start.step)
         missing = _missing(start.remembered, recorded, start.step)
+        self.events[:0] = recorded
         for event in missing:
             self._log(event)
         self._events[:0] = missing
@@ -152,6 +156,7 @@ class Journal:
             self._try_to_write([])
 
     def _log(self, event: Event) -> None:
+        self.events.append(event)
         if ranks.rank() == 0:
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
             verdict = f" {event.verdict}" if event.kind == "verdict" else ""
@@ -237,11 +242,11 @@ class Journal:
         if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention modules: %s", count, reason)
-        self._notes |= {"sites": modules}
-        self._try_to_write([])
+        self.note({"sites": modules})
 
     def note(self, metadata: Mapping[str, Any]) -> None:
         self._notes |= metadata
+        self.metadata |= metadata
         self._try_to_write([])
 
     def _warn(self, modules: Mapping[str, Mapping[str, Any]]) -> None:

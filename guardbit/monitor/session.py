@@ -25,6 +25,7 @@ from guardbit import guard
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing
+from guardbit.judgement import Evidence, Judgement, judge, nothing_to_correct, unmeasured_cause
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
@@ -225,6 +226,9 @@ class MonitorSession(Guarded):
         )  # fmt: skip
         self._missed = MissedModules(settings.every_n_train_steps)
         self._described: dict[str, dict[str, Any]] = {}
+        self._evidence = Evidence()
+        self._ended: RunEnd | None = None
+        self._precisions: set[str] = set()  # of the calls of sampled steps
         self._left_out: set[str] = set()  # the scalars that were no numbers
         self._examinations = Examinations(
             model, self.instrumentation, self._schedule, self._journal, self.record,
@@ -320,6 +324,12 @@ class MonitorSession(Guarded):
         Both are 0 before the first step that calls attention has ended.
         """
         return self._notices.coverage
+
+    @property
+    @guard.method(_nothing)
+    def judgement(self) -> Judgement | None:
+        """What is to be said of the run so far, by what this session saw of it."""
+        return judge(self._evidence, self._journal.events, self._journal.metadata, self._ended)
 
     @guard.method(_nothing)
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
@@ -486,6 +496,11 @@ class MonitorSession(Guarded):
 
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
         self._described = facts
+        precision = {"precision": sorted(self._precisions)}
+        self._journal.note(precision)
+        nothing = nothing_to_correct(precision)
+        if nothing and self._notices.first("nothing to correct"):
+            _warn(f"GuardBit: {nothing}, which rounds next to nothing: nothing to correct here")
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = frozenset(
             name for name, known in facts.items() if known["normalises_queries"]
@@ -496,6 +511,7 @@ class MonitorSession(Guarded):
         samples = self.samples = self._samples_of_all_ranks(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
+        self.attempt("judgement", lambda: self._evidence.add(samples))
         self.attempt(
             "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
         )
@@ -510,7 +526,7 @@ class MonitorSession(Guarded):
             self.attempt("clip", lambda: self._clip(samples))
 
         self._presence.after_step(decide)
-        self.attempt("verdict", lambda: self._judge(alarms, ended))
+        self.attempt("verdict", lambda: self._judge(ended))
         return alarms
 
     def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:
@@ -551,9 +567,10 @@ class MonitorSession(Guarded):
             _, why = policy.clipping
             self._clipping.act(self.instrumentation.sites, samples, policy.qk_clip, why)
 
-    def _judge(self, alarms: list[Alarm], ended: int) -> None:
+    def _judge(self, ended: int) -> None:
         """Records the verdict on the run if it is another than before."""
-        event = self._findings.judge(alarms, self._measurement.num_sites, ended)
+        cause = unmeasured_cause({"precision": sorted(self._precisions)})
+        event = self._findings.judge(cause, ended)
         if event is not None:
             self.record(event)
 
@@ -582,6 +599,7 @@ class MonitorSession(Guarded):
             end: How the run ended, for the report and the live page.
         """
         self._presence.close()
+        self._ended = end
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
                 self._schedule.close,
@@ -608,6 +626,7 @@ class MonitorSession(Guarded):
         if left is not None:
             samples = self.attempt("samples", lambda: self._measurement.receive(left))
             self._journal.add(samples or [])
+            self.attempt("judgement", lambda: self._evidence.add(samples or []))
 
     def _describe_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):
@@ -726,6 +745,7 @@ class MonitorSession(Guarded):
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
                 if self._examinations.wants_calls:
                     self.attempt("preflight", lambda: self._examinations.take(call))
+                self._precisions.add(str(call.q.dtype).removeprefix("torch."))
                 self._measurement.consume(call)
                 self.attempt("snapshots", lambda: self._snapshots.consume(call))
         except Exception as error:

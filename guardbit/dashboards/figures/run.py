@@ -25,8 +25,8 @@ from guardbit.dashboards.figures.style import (
     styled,
 )
 from guardbit.dashboards.names import fitted
-from guardbit.dashboards.outcome import Outcome, limits, outcome_of, what_became
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
+from guardbit.judgement import Judgement
 
 #: What is shown of the heads below the loss, with the labels of the axes.
 STORY_PANELS = (("w_q_spectral_norm", "W_Q spectral norm"), ("max_logit", "max logit"))
@@ -38,9 +38,9 @@ RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 @styled
 def story(
-    frame: pd.DataFrame, events: pd.DataFrame | None = None, outcome: Outcome | None = None
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, judgement: Judgement | None = None
 ) -> Figure | None:
-    """Loss, and below it norm and logits of the worst heads; its title is the outcome."""
+    """Loss, and below it norm and logits of the worst heads; its title is the judgement."""
     loss = finite(tables.of_run(frame, "loss"))
     shown = {
         name: finite(table)
@@ -50,8 +50,8 @@ def story(
     has_loss = has_finite(loss)
     if not shown:
         return None
-    outcome = outcome or outcome_of(frame, events)
-    figure, all_axes = canvas(what_became(outcome), has_loss + len(shown), panel_height=LOW_PANEL)
+    judgement = judgement or marks.judgement_of(frame, events)
+    figure, all_axes = canvas(judgement.sentence, has_loss + len(shown), panel_height=LOW_PANEL)
     if has_loss:
         _draw_loss(all_axes[0], loss)
     heads = ranking.heads_of_story(frame, events)
@@ -67,7 +67,7 @@ def story(
     all_axes[0].text(
         1,
         above(all_axes[0], KEY_HEIGHT),
-        "; ".join(limits(outcome)),
+        "; ".join(judgement.limits),
         ha="right",
         transform=all_axes[0].transAxes,
     )

@@ -23,7 +23,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from guardbit.dashboards import marks, tables
 from guardbit.dashboards.marks import MARKS, Mark
-from guardbit.dashboards.outcome import outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, INK, PAPER
 
 Arguments = ParamSpec("Arguments")
@@ -286,7 +285,7 @@ def end_at_departure(
     axes: Axes, table: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> None:
     """Ends an axis at what was reached until the loss diverged; what comes after runs out of it."""
-    departed = outcome_of(frame, events).departed
+    departed = marks.departed_of(frame, events)
     until = table.loc[: departed if departed is not None else None].to_numpy(dtype=float)
     until = until[np.isfinite(until)]
     if departed is None or not until.size:

@@ -177,6 +177,7 @@ class LiveRun:
 
     def _take_picture(self) -> None:
         with self._lock:
+            self._page.ended = self._follower.end or "not closed"
             self._page.take_picture()
 
     def _seconds_silent(self) -> float | None:

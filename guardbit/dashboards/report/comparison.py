@@ -16,10 +16,10 @@ from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.names import distinguished
-from guardbit.dashboards.outcome import Outcome, headline
 from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Document, Table, Tile
+from guardbit.judgement import Judgement
 
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
@@ -33,16 +33,9 @@ OVERLAYS = (
         "share of rows",
     ),
 )
-#: What the headline calls each outcome.
-_SHORT = {
-    "healthy": "healthy",
-    "saved": "saved",
-    "alarmed": "alarmed",
-    "lost": "lost",
-    "learning-rate": "diverged by its learning rate",
-    "unclear": "unclear",
-}
-_WORST_LAST = ("healthy", "saved", "unclear", "alarmed", "learning-rate", "lost")
+_WORST_LAST = (
+    "healthy", "saved", "unclear", "warning", "switched", "alarmed", "learning-rate", "lost",
+)  # fmt: skip
 #: Names of all figures a comparison may have.
 PICTURES = (
     *[f"runs_{overlay[0]}" for overlay in OVERLAYS],
@@ -64,10 +57,10 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     losses = {run.name: tables.of_run(run.samples, "loss") for run in runs}
     fork = fork_of(losses)
     samples = {run.name: _from(fork, run) for run in runs}
-    outcomes = against_each_other({run.name: run.outcome for run in runs}, losses)
-    kinds = Counter(_SHORT[outcome.kind] for outcome in outcomes.values())
+    outcomes = against_each_other({run.name: run.judgement for run in runs}, losses)
+    kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-    worst = max((outcome.kind for outcome in outcomes.values()), key=_WORST_LAST.index)
+    worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
     document: Document = dict.fromkeys(("effect", "diagnosed", "not_drawn", "timeline"))
     return document | {
         "title": " · ".join(titles),
@@ -78,7 +71,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         if fork is None
         else [f"They are copies of one run up to step {fork:,}, and drawn from there on."],
         "tiles": [
-            Tile(name, _SHORT[outcome.kind].capitalize(), headline(outcome), outcome.kind)
+            Tile(name, _short(outcome.state).capitalize(), outcome.headline, outcome.state)
             for name, outcome in outcomes.items()
         ],
         "pictures": _pictures(runs, samples),
@@ -89,7 +82,11 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     }
 
 
-def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Outcome]) -> Table:
+def _short(state: str) -> str:
+    return "diverged by its learning rate" if state == "learning-rate" else state
+
+
+def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Judgement]) -> Table:
     columns: list[list[str]] = []
     for run in runs:
         outcome = outcomes[run.name]
@@ -98,7 +95,7 @@ def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Outcome]) ->
         columns.append(
             [
                 contents.extent(run.samples),
-                outcome.kind,
+                outcome.state,
                 f"{first_alarm.value} {first_alarm.note}".strip(),
                 lead,
                 f"{switched.value} {switched.note}".strip(),

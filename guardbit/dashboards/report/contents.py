@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
 from guardbit.dashboards.loading import Kept, LoadedRun
-from guardbit.dashboards.outcome import Outcome, headline
 from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.report import words
+from guardbit.judgement import Judgement
 from guardbit.records import Event
 
 #: A wider table of heads does not fit the page.
@@ -72,17 +72,18 @@ class Tile(NamedTuple):
 def document_of(run: LoadedRun) -> Document:
     """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
     frame, events = tables.check_samples(run.samples), run.events
-    outcome = run.outcome
-    pictures, not_drawn = _figures(frame, events, outcome)
+    judgement = run.judgement
+    pictures, not_drawn = _figures(frame, events, judgement)
     page = RunPage(run.name, BUCKETS)
     page.metadata, page.events = run.metadata, marks.events_of(events)
+    page.ended = run.ended
     page.take(frame)
     page.take_picture()
     return {
         "title": run.name,
         "extent": extent(frame),
-        "headline": headline(outcome),
-        "outcome": outcome.kind,
+        "headline": judgement.headline,
+        "outcome": judgement.state,
         "lede": summary(frame, events),
         "tiles": tiles(run),
         "pictures": pictures,
@@ -149,7 +150,7 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
 
 def tiles(run: LoadedRun) -> list[Tile]:
     """First alarm, lead, heads switched and loss at the end."""
-    frame, events, outcome = run.samples, run.events, run.outcome
+    frame, events, outcome = run.samples, run.events, run.judgement
     alarms = [event for event in marks.events_of(events) if event.kind == "alarm"]
     current = marks.current_stabilizers(frame, events).values()
     undone = sum(name == "none" for name in current)
@@ -308,13 +309,13 @@ def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 
 def _figures(
-    frame: pd.DataFrame, events: pd.DataFrame | None, outcome: Outcome
+    frame: pd.DataFrame, events: pd.DataFrame | None, judgement: Judgement
 ) -> tuple[dict[str, Figure], list[str]]:
     """The figures by the stem of their files, and a sentence for each that cannot be drawn."""
     drawn: dict[str, Figure] = {}
     missing: list[str] = []
     for chart in CHARTS:
-        draw = partial(story, outcome=outcome) if chart.draw is story else chart.draw
+        draw = partial(story, judgement=judgement) if chart.draw is story else chart.draw
         figure = draw(frame, events)
         if figure is not None:
             drawn[chart.name] = figure

@@ -1,0 +1,824 @@
+"""One judgement of a run: what became of it, what moved its heads, how it ended, what to do.
+
+`judge` is a pure function of samples (as `Evidence` keeps them), events and metadata. The console,
+the report, the live page, `replay` and `guardbit.load` all show what it returns.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+from guardbit.catalog import NONFINITE
+from guardbit.records import Event, Sample, Verdict
+
+State = Literal[
+    "healthy", "unclear", "warning", "alarmed", "switched", "saved", "lost", "learning-rate"
+]
+STATES: tuple[State, ...] = get_args(State)
+
+#: How a run ended. A run that was killed could not say so, and neither can one that still runs.
+Ended = Literal["finished", "interrupted", "crashed", "not closed"]
+
+Severity = Literal["none", "warning", "critical"]
+
+#: The tensors of a call's forward, in `NONFINITE`.
+FORWARD = ("q", "k", "v", "O")
+
+#: A head is named by the pair (layer, head), both counted from 0.
+Head = tuple[int, int]
+
+#: A loss has come back when the median of this many last samples is within so many nats of the
+#: smallest such median. It rises when all of them lie further above it.
+LOSS_SAMPLES, COME_BACK = 8, 0.1
+#: A switched head is still alarming with an alarm in so many last steps; one within so many steps
+#: of its switch is of the failure before.
+LASTING = 1000
+#: What a switch is to stop.
+GROWING = ("w_q_spectral_norm", "max_logit")
+#: A head goes on growing if all of `GROWING` are so many times their value at its switch. The
+#: switch has had an effect once one of them is at most so many times that value.
+STILL_GROWING, FALLEN = 1.1, 0.9
+#: A model that leaves at most this many steps after a head leaves at once. Heads that fail by
+#: rounding lead the loss by 1,500 steps and more in the runs we have; at too high a rate all goes
+#: within 600.
+AT_ONCE = 1000
+#: Logits are rising where the largest is above the first number, or above the second and so many
+#: times that of so many steps before. Of 199 recorded runs this names those that grow, and no
+#: corrected copy (`docs/evidence.md`).
+HIGH_LOGIT, RISING_LOGIT, RISE, RISE_STEPS = 4096.0, 1024.0, 1.4, 1000
+#: Logits at which BF16 leaves no digit of the differences between keys.
+CRITICAL_LOGIT = 10_000.0
+
+#: How many samples of a module are kept of each of `GROWING`.
+_KEPT = 512
+#: Rounding's share of a head's growth, and the ends of its interval.
+SHARES = ("rounding_share", "rounding_share_low", "rounding_share_high")
+
+
+class Cause(NamedTuple):
+    """What moves the alarmed heads.
+
+    Attributes:
+        what: "rounding" or "not rounding", where the interval lies above or below one half;
+            "not settled" where it holds it; "not measured".
+        why: Why it is not measured, or cannot be rounding; else "".
+        share: Rounding's share of the growth of W_Q, None where it was not measured.
+        interval: The 95 % interval of the share.
+    """
+
+    what: Literal["rounding", "not rounding", "not settled", "not measured"]
+    why: str = ""
+    share: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+_VERDICTS: dict[str, Verdict] = {
+    "rounding": "rounding",
+    "not rounding": "not-rounding",
+    "not settled": "unclear",
+    "not measured": "unclear",
+}
+
+
+class Nonfinite(NamedTuple):
+    """Where the first NaN or infinity of a run was seen."""
+
+    step: int
+    site: str
+    tensor: str
+    heads: tuple[int, ...]
+
+
+class Evidence:
+    """What a judgement needs of the samples of a run; it takes them in the order of their steps.
+
+    Attributes:
+        steps: The first and the last recorded step, None without any.
+        layers: Attention module -> its layer.
+        heads: Attention module -> its heads that were measured.
+        indicators: What was measured of heads.
+        head_steps: How often heads were measured, when last, and the most steps between two times.
+        loss: Step -> training loss.
+        logits: Step -> the largest logit of all heads.
+        shares: Head -> rounding's share of its growth and the ends of the interval.
+        nonfinite: The first NaN or infinity in a call of attention.
+    """
+
+    def __init__(self) -> None:
+        self.steps: tuple[int, int] | None = None
+        self.layers: dict[str, int] = {}
+        self.heads: dict[str, set[int]] = {}
+        self.indicators: set[str] = set()
+        self.head_steps: tuple[int, int | None, int | None] = 0, None, None
+        self.loss: dict[int, float] = {}
+        self.logits: dict[int, float] = {}
+        self.shares: dict[Head, dict[str, float]] = {}
+        self.nonfinite: Nonfinite | None = None
+        self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
+        self._values: dict[tuple[int, str], list[tuple[int, array[float]]]] = {}
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Takes in samples."""
+        nonfinite: list[Sample] = []
+        for sample in samples:
+            first, last = self.steps or (sample.step, sample.step)
+            self.steps = min(first, sample.step), max(last, sample.step)
+            if sample.site:
+                self._add_heads(sample)
+            elif sample.indicator == "loss":
+                self.loss[sample.step] = sample.values[0]
+            if sample.indicator == "nonfinite":
+                nonfinite.append(sample)
+        if nonfinite and self.nonfinite is None:
+            step = min(sample.step for sample in nonfinite)
+            found = first_nonfinite(sample for sample in nonfinite if sample.step == step)
+            self.nonfinite = None if found is None else Nonfinite(step, found[0].site, *found[1:])
+
+    def _add_heads(self, sample: Sample) -> None:
+        step, layer, name = sample.step, sample.layer, sample.indicator
+        measured = [head for head, value in enumerate(sample.values) if not math.isnan(value)]
+        if not measured:
+            return
+        self.layers.setdefault(sample.site, layer)
+        self.heads.setdefault(sample.site, set()).update(measured)
+        for head in measured:
+            first, _ = self._measured.get((layer, head), (step, step))
+            self._measured[layer, head] = first, step
+        self.indicators.add(name)
+        count, last, every = self.head_steps
+        if last is None or step > last:
+            self.head_steps = (
+                count + 1,
+                step,
+                None if last is None else max(every or 0, step - last),
+            )
+        if name in SHARES:
+            for head in measured:
+                self.shares.setdefault((layer, head), {})[name] = sample.values[head]
+        if name == "max_logit":
+            largest = max(sample.values[head] for head in measured)
+            self.logits[step] = max(largest, self.logits.get(step, -math.inf))
+        if name in GROWING:
+            kept = self._values.setdefault((layer, name), [])
+            kept.append((step, array("f", sample.values)))
+            if len(kept) > _KEPT:
+                del kept[1 : _KEPT // 2 : 2]
+
+    def growth(self, head: Head, since: int) -> list[float]:
+        """By what factor each of `GROWING` has changed from a step to the end, where known."""
+        found: list[float] = []
+        for name in GROWING:
+            kept = self._values.get((head[0], name), [])
+            values = [(step, row[head[1]]) for step, row in kept if head[1] < len(row)]
+            values = [(step, value) for step, value in values if not math.isnan(value)]
+            at = bisect_right([step for step, _ in values], since)
+            if 0 < at < len(values) and values[at - 1][1]:
+                found.append(values[-1][1] / values[at - 1][1])
+        return found
+
+    def heads_of(self, event: Event) -> list[Head]:
+        """The measured heads that an event concerns."""
+        layer = self.layers.get(event.site)
+        if layer is None:
+            return []
+        return [(layer, head) for head in event.heads or sorted(self.heads[event.site])]
+
+    def first(self, events: Iterable[Event]) -> dict[Head, Event]:
+        """Every head that the events concern -> the first of them, earliest first."""
+        found: dict[Head, Event] = {}
+        for event in events:
+            found.update({head: event for head in self.heads_of(event) if head not in found})
+        return found
+
+    def last_measured(self, head: Head) -> int:
+        """The step of a head's last sample, -1 without any."""
+        return self._measured.get(head, (0, -1))[1]
+
+    def first_measured(self, head: Head) -> float:
+        """The step of a head's first sample."""
+        return self._measured.get(head, (math.inf, -1))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is to be said of a run.
+
+    Attributes:
+        state: One of `STATES`. "healthy": rules had what they need, and neither the loss nor the
+            logits rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are
+            not switched, or go on alarming or growing. "switched": all are switched, and what that
+            does is not seen yet. "saved": logits or W_Q of the switched heads fell by a tenth or
+            more, none grows on, and the loss is sound. "lost": the loss diverged, or is not finite.
+        cause: What moves the alarmed heads.
+        severity: "critical" for logits above 10,000, a loss that is lost, or one that rises with an
+            alarmed head.
+        ended: How the run ended; None where that is not known.
+        first_step, last_step: Of the samples; None without any.
+        first_alarm: Step of the first alarm, None without any.
+        num_alarms: Alarms in all.
+        alarmed: The heads alarmed, in the order of their first alarm; (layer, head).
+        num_heads, num_layers: What was measured.
+        head_samples: Steps at which heads were measured.
+        last_head_step: The last of them, None without any.
+        head_samples_every: The most steps between two of them, None without two.
+        num_modules: Attention modules that were measured or that the run's metadata name.
+        not_watched: Names of those that called no attention that could be watched, and of those of
+            which no head was measured. Of some of them the weights were measured all the same.
+        without_attention: Number of sampled steps in which no watched module called attention, and
+            the first of them.
+        first_switch: Step of the first switch to a stabilizer, None without any.
+        switched: Number of heads that were switched.
+        stabilizers: What they were switched to.
+        alarming_again: Number of switched heads that go on alarming at the end.
+        still_growing: Number of alarmed heads whose logit and W_Q have both grown by a tenth since
+            their switch, or since their alarm if that is later.
+        not_measured_since: Number of alarmed and switched heads without a sample since then.
+        unknown_before: Number of those without a sample up to their alarm, as in the folder of a
+            resumed run: what the switch does to them cannot be seen.
+        missing_loss: Which losses are missing to say that the loss is sound, a clause; "" if none.
+        departed: Step at which the loss diverged, None where it did not or has come back.
+        lead: Steps from the first alarm to that one; None without either or without alarmed heads.
+        rising: What rises although nothing alarms, a clause; "" if nothing does.
+        largest_logit: The largest of the last sample, None where it was not measured.
+        loss_is_finite: Whether the last loss is a number.
+        nonfinite: The first NaN or infinity in a call of attention.
+    """
+
+    state: State
+    cause: Cause
+    severity: Severity
+    ended: Ended | None
+    first_step: int | None
+    last_step: int | None
+    first_alarm: int | None
+    num_alarms: int
+    alarmed: tuple[Head, ...]
+    num_heads: int
+    num_layers: int
+    head_samples: int
+    last_head_step: int | None
+    head_samples_every: int | None
+    num_modules: int
+    not_watched: tuple[str, ...]
+    without_attention: tuple[int, int | None]
+    first_switch: int | None
+    switched: int
+    stabilizers: tuple[str, ...]
+    alarming_again: int
+    still_growing: int
+    not_measured_since: int
+    unknown_before: int
+    missing_loss: str
+    departed: int | None
+    lead: int | None
+    rising: str
+    largest_logit: float | None
+    loss_is_finite: bool
+    nonfinite: Nonfinite | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The cause in one word, "stable" without an alarm."""
+        if self.state == "learning-rate":
+            return "learning-rate"
+        if not self.num_alarms:
+            return "unclear" if self.state in ("unclear", "lost") else "stable"
+        return _VERDICTS[self.cause.what]
+
+    @property
+    def headline(self) -> str:
+        """The judgement in a sentence, most important first, with what limits it."""
+        return "; ".join([self.sentence, *self.limits])
+
+    @property
+    def sentence(self) -> str:
+        """The headline without what limits it."""
+        return f"{_TITLES[self.state]}: {_SENTENCES[self.state](self)}"
+
+    @property
+    def headline_running(self) -> str:
+        """The headline of a run that goes on."""
+        so_far = replace(self, ended=None).headline
+        return f"Running, {so_far[0].lower()}{so_far[1:]}"
+
+    @property
+    def limits(self) -> list[str]:
+        """What the sentence does not say: how the run broke off, and what was not watched."""
+        found = [_ENDS[self.ended]] if self.ended in _ENDS else []
+        if self.num_heads and self.not_watched:
+            watched = self.num_modules - len(self.not_watched)
+            share = f"{watched:,}" if watched else f"the weights of {self.num_layers:,}"
+            were = "was" if watched == 1 else "were"
+            found.append(f"only {share} of {self.num_modules:,} attention modules {were} watched")
+        count, first = self.without_attention
+        if first is not None:
+            found.append(
+                f"no watched attention was called in {count:,} of the sampled steps"
+                f"{', the first' if count > 1 else ','} at step {first:,}"
+            )
+        return found
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        return _ADVICE[self.state]
+
+    @property
+    def facts(self) -> list[str]:
+        """What the sentence rests on, in one line's worth of parts: alarms, lead, what was done."""
+        parts = []
+        if self.first_alarm is not None:
+            parts.append(f"first alarm at step {self.first_alarm:,}")
+        if self.alarmed:
+            named = [self.name_of(head) for head in self.alarmed[:3]]
+            if self.num_heads > self.num_layers:
+                # Once in full: the others are then understood.
+                named[0] += " (layer {}, head {})".format(*self.alarmed[0])
+            more = f" and {len(self.alarmed) - 3} more" if len(self.alarmed) > 3 else ""
+            parts.append(f"in {', '.join(named)}{more}")
+        if self.departed is not None:
+            parts.append(f"loss diverged at step {self.departed:,}")
+            if self.lead is not None:
+                parts.append(f"lead {self.lead:,} steps")
+        if self.first_switch is not None:
+            to = " and ".join(self.stabilizers)
+            parts.append(f"{self.switched} switched to {to} at step {self.first_switch:,}")
+        elif self.alarmed:
+            parts.append("nothing was switched")
+        return parts
+
+    def name_of(self, head: Head) -> str:
+        """A short name: "head 2.6" is head 6 of layer 2."""
+        layer, number = head
+        # One value a layer may be the largest over its heads: their numbers are then not known.
+        return f"head {layer}.{number}" if self.num_heads > self.num_layers else f"layer {layer}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for a program; `outcome` is the state, `headline` the sentence."""
+        fields = asdict(self)
+        fields["cause"] = self.cause._asdict()
+        fields["nonfinite"] = None if self.nonfinite is None else self.nonfinite._asdict()
+        return {
+            "outcome": fields.pop("state"),
+            "verdict": self.verdict,
+            "headline": self.headline,
+            "advice": self.advice,
+            **fields,
+        }
+
+
+def judge(
+    evidence: Evidence,
+    events: Iterable[Event] = (),
+    metadata: Mapping[str, Any] | None = None,
+    ended: Ended | None = None,
+) -> Judgement:
+    """Judges a run.
+
+    Args:
+        evidence: Its samples.
+        events: Its events.
+        metadata: As `guardbit.read_metadata` returns it.
+        ended: How it ended, None where that is not known.
+    """
+    events = sorted(events, key=lambda event: event.step)
+    alarms = [event for event in events if event.kind == "alarm"]
+    switches = [e for e in events if e.kind == "switch" and e.stabilizer != "none"]
+    alarmed, switched = evidence.first(alarms), evidence.first(switches)
+    first_step, last_step = evidence.steps or (None, None)
+    not_watched, measured = not_watched_of(metadata, evidence.layers), len(evidence.layers)
+    # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
+    since = {
+        head: max(event.step, switched[head].step)
+        for head, event in alarmed.items()
+        if head in switched
+    }
+    growths = {head: evidence.growth(head, step) for head, step in since.items()}
+    loss = [evidence.loss[step] for step in sorted(evidence.loss)]
+    left = departed(alarms, evidence)
+    first_alarm = min((event.step for event in alarms), default=None)
+    judgement = Judgement(
+        state="healthy",
+        cause=_cause(evidence, alarmed, metadata),
+        severity="none",
+        ended=ended,
+        first_step=first_step,
+        last_step=last_step,
+        first_alarm=first_alarm,
+        num_alarms=len(alarms),
+        alarmed=tuple(alarmed),
+        num_heads=sum(map(len, evidence.heads.values())),
+        num_layers=measured,
+        head_samples=evidence.head_steps[0],
+        last_head_step=evidence.head_steps[1],
+        head_samples_every=evidence.head_steps[2],
+        num_modules=measured + len(set(not_watched) - evidence.layers.keys()),
+        not_watched=not_watched,
+        without_attention=without_attention_of(metadata),
+        first_switch=min((event.step for event in switched.values()), default=None),
+        switched=len(switched),
+        stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
+        alarming_again=len(_alarming_again(evidence, alarms, switched)),
+        still_growing=sum(bool(found) and min(found) > STILL_GROWING for found in growths.values()),
+        not_measured_since=sum(
+            evidence.last_measured(head) <= step for head, step in since.items()
+        ),
+        unknown_before=sum(evidence.first_measured(head) > alarmed[head].step for head in since),
+        missing_loss=_missing_loss(evidence, alarms, switched),
+        departed=left,
+        lead=None if left is None or not alarmed else left - (first_alarm or 0),
+        rising=_rising(evidence),
+        largest_logit=_last(evidence.logits),
+        loss_is_finite=not loss or math.isfinite(loss[-1]),
+        nonfinite=evidence.nonfinite,
+    )
+    has_fallen = any(bool(found) and min(found) <= FALLEN for found in growths.values())
+    state = _state(judgement, alarms, switched, has_fallen, is_judged(metadata, evidence))
+    return replace(judgement, state=state, severity=_severity(judgement, state))
+
+
+def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
+    """The verdict by the alarms of a run that goes on, and why."""
+    if not alarms:
+        return "stable", "no rule has fired"
+    first = min(alarms, key=lambda event: event.step)
+    if _leaves_at_once(alarms):
+        return "learning-rate", f"all layers left at once, at step {first.step:,}"
+    if cause.share is not None:
+        low, high = cause.interval or (cause.share, cause.share)
+        why = f"rounding makes {cause.share:.2f} of the growth of W_Q ({low:.2f} to {high:.2f})"
+    else:
+        why = cause.why
+    return _VERDICTS[cause.what], why
+
+
+def _state(
+    found: Judgement,
+    alarms: Sequence[Event],
+    switched: Mapping[Head, Event],
+    has_fallen: bool,
+    is_judged: bool,
+) -> State:
+    """Returns the first state whose condition holds."""
+    is_switched = bool(found.alarmed) and switched.keys() >= set(found.alarmed)
+    goes_on = (
+        found.still_growing
+        or found.alarming_again
+        or found.unknown_before
+        or found.cause.what == "not rounding"
+        or _rises_alarmed(found)
+    )
+    is_seen = has_fallen and not found.not_measured_since and not found.missing_loss
+    conditions: list[tuple[State, object]] = [
+        ("learning-rate", _leaves_at_once(alarms)),
+        ("lost", found.departed is not None),
+        ("unclear", not found.num_heads),
+        ("alarmed", alarms and (not is_switched or goes_on)),
+        ("switched", alarms and not is_seen),
+        ("saved", alarms),
+        ("unclear", not is_judged),
+        ("warning", found.rising),
+    ]
+    return next((state for state, holds in conditions if holds), "healthy")
+
+
+def _severity(found: Judgement, state: State) -> Severity:
+    if state in ("healthy", "unclear", "saved"):
+        return "none"
+    is_high = (found.largest_logit or 0.0) > CRITICAL_LOGIT
+    return "critical" if state == "lost" or is_high or _rises_alarmed(found) else "warning"
+
+
+def _rises_alarmed(found: Judgement) -> bool:
+    return bool(found.alarmed) and found.rising.startswith("the loss")
+
+
+def _leaves_at_once(alarms: Sequence[Event]) -> bool:
+    """Whether the whole model left before single heads did, as at too high a learning rate."""
+    model = min((event.step for event in alarms if event.judges == "model"), default=None)
+    heads = min((event.step for event in alarms if event.judges == "head"), default=math.inf)
+    return model is not None and model <= heads + AT_ONCE
+
+
+def _cause(
+    evidence: Evidence, alarmed: Mapping[Head, Event], metadata: Mapping[str, Any] | None
+) -> Cause:
+    """The cause by the head that alarmed first and whose push was measured."""
+    for head in alarmed:
+        measured = evidence.shares.get(head, {})
+        if len(measured) == len(SHARES):
+            share, low, high = (measured[name] for name in SHARES)
+            what = "rounding" if low > 0.5 else "not rounding" if high < 0.5 else "not settled"
+            return Cause(what, "", share, (low, high))
+    return unmeasured_cause(metadata)
+
+
+def unmeasured_cause(metadata: Mapping[str, Any] | None) -> Cause:
+    """The cause where no push was measured: not rounding, where next to nothing is rounded."""
+    nothing = nothing_to_correct(metadata)
+    if nothing:
+        return Cause("not rounding", nothing)
+    return Cause("not measured", "what rounding adds to W_Q was not measured")
+
+
+def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
+    """Why attention of a run is next to free of rounding; "" where it is not."""
+    precision = (metadata or {}).get("precision")
+    if isinstance(precision, list | tuple) and precision and set(precision) <= _WIDE:
+        return f"attention runs in {' and '.join(map(str, precision))}"
+    return ""
+
+
+_WIDE = {"float32", "float64"}
+
+
+def _missing_loss(
+    evidence: Evidence, alarms: Sequence[Event], switched: Mapping[Head, Event]
+) -> str:
+    if not evidence.loss:
+        return "no loss was recorded"
+    first, last = min(evidence.loss), max(evidence.loss)
+    # A resumed run may have had its alarms before its first sample.
+    begins = evidence.steps[0] if evidence.steps else 0
+    if first > max(begins, min((event.step for event in alarms), default=math.inf)):
+        return "no loss was recorded before the first alarm"
+    if last <= max((event.step for event in switched.values()), default=-1):
+        return "no loss was recorded after the last switch"
+    return ""
+
+
+def _medians(evidence: Evidence) -> list[float]:
+    """The median of the last `LOSS_SAMPLES` losses at each of them, not finite ones left out."""
+    values = [evidence.loss[step] for step in sorted(evidence.loss)]
+    windows = (values[max(0, at - LOSS_SAMPLES) : at] for at in range(1, len(values) + 1))
+    finite = ([value for value in window if math.isfinite(value)] for window in windows)
+    return [statistics.median(window) if window else math.inf for window in finite]
+
+
+def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
+    """The step at which the loss diverged for good."""
+    of_loss = (event.step for event in events if event.kind == "alarm" and event.judges == "loss")
+    left = min(of_loss, default=None)
+    steps = sorted(evidence.loss)
+    if not steps:
+        return left
+    if not math.isfinite(evidence.loss[steps[-1]]):
+        ends = [at for at, step in enumerate(steps, 1) if math.isfinite(evidence.loss[step])]
+        lost = steps[ends[-1] if ends else 0]
+        return lost if left is None else min(left, lost)
+    if left is None:
+        return None
+    medians = _medians(evidence)
+    return None if medians[-1] <= min(medians) + COME_BACK else left
+
+
+def _rising(evidence: Evidence) -> str:
+    """Says what rises: the loss, or the largest logit."""
+    steps = sorted(evidence.loss)
+    if len(steps) > 2 * LOSS_SAMPLES:
+        best = min(_medians(evidence)[LOSS_SAMPLES - 1 :])
+        above = min(evidence.loss[step] for step in steps[-LOSS_SAMPLES:]) - best
+        if above > COME_BACK:
+            return f"the loss is {above:.2g} above its best"
+    logit = _last(evidence.logits)
+    if logit is None:
+        return ""
+    end = max(evidence.logits)
+    before = [value for step, value in evidence.logits.items() if step <= end - RISE_STEPS]
+    has_risen = bool(before) and logit > RISE * before[-1]
+    if logit >= HIGH_LOGIT or (logit >= RISING_LOGIT and has_risen):
+        since = f", {before[-1]:,.0f} {RISE_STEPS:,} steps before" if before else ""
+        return f"the largest logit is {logit:,.0f}{since}"
+    return ""
+
+
+def _last(values: Mapping[int, float]) -> float | None:
+    return values[max(values)] if values else None
+
+
+def _alarming_again(
+    evidence: Evidence, alarms: Sequence[Event], switched: Mapping[Head, Event]
+) -> set[Head]:
+    """The heads with an alarm in the last steps of the run, long after their switch."""
+    end = evidence.steps[1] if evidence.steps else 0
+    return {
+        head
+        for event in alarms
+        if event.step > end - LASTING
+        for head in evidence.heads_of(event)
+        if head in switched and event.step > switched[head].step + LASTING
+    }
+
+
+# --- what the metadata say -----------------------------------------------------------------------
+
+#: For runs whose metadata do not say by what heads were judged: class of a rule -> the indicators
+#: of which it needs one; none of those that judge something else. A rule that is not listed is
+#: taken to judge heads by whatever was measured.
+_READS: dict[str, tuple[str, ...]] = {
+    "CommonMode": (),
+    "HeadGrowth": ("w_q_spectral_norm", "max_logit"),
+    "GradientError": ("dq_coherent_error", "w_q_push"),
+    "ModelLogits": (),
+    "LossDeparture": (),
+}
+
+
+def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
+    """Whether some rule could judge heads by what was measured of them, twice or more."""
+    indicators = evidence.indicators
+    if evidence.head_steps[0] < 2:
+        return False
+    settings = (metadata or {}).get("settings")
+    settings = settings if isinstance(settings, Mapping) else {}
+    judged_by, rules = settings.get("heads_judged_by"), settings.get("rules")
+    if isinstance(judged_by, Mapping):
+        return any(
+            all(not set(either).isdisjoint(indicators) for either in needed)
+            for needed in judged_by.values()
+        )
+    kinds = _READS
+    if isinstance(rules, list | tuple):
+        kinds = [str(rule).partition("(")[0] for rule in rules]
+    return any(kind not in _READS or not set(_READS[kind]).isdisjoint(indicators) for kind in kinds)
+
+
+def not_watched_of(
+    metadata: Mapping[str, Any] | None, measured: Collection[str]
+) -> tuple[str, ...]:
+    """The attention modules that a run's metadata name and that were not watched."""
+    known = metadata or {}
+    sites, unseen = known.get("sites"), known.get("unseen")
+    called = sites.items() if isinstance(sites, Mapping) else ()
+    names = [
+        *(
+            name
+            for name, about in called
+            if name not in measured or (isinstance(about, Mapping) and about.get("unwatched"))
+        ),
+        *(unseen if isinstance(unseen, list | tuple) else ()),
+    ]
+    return tuple(dict.fromkeys(map(str, names)))
+
+
+def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
+    """In how many sampled steps no watched module called attention, and the first of them."""
+    known = (metadata or {}).get("without_attention")
+    known = known if isinstance(known, Mapping) else {}
+    samples, first = known.get("samples"), known.get("first")
+    if isinstance(samples, int) and isinstance(first, int):
+        return samples, first
+    return 0, None
+
+
+def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, ...]] | None:
+    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in."""
+    found = sorted(
+        (sample for sample in samples if sample.indicator == "nonfinite"),
+        key=lambda sample: sample.layer,
+    )
+    forward = sum(NONFINITE[name] for name in FORWARD)
+    with_forward = [one for one in found if any(code & forward for code in _codes(one))]
+    sample = with_forward[0] if with_forward else found[-1] if found else None
+    if sample is None:
+        return None
+    for name, number in NONFINITE.items():
+        heads = tuple(head for head, code in enumerate(_codes(sample)) if code & number)
+        if heads:
+            return sample, name, heads
+    return None
+
+
+def _codes(sample: Sample) -> Iterator[int]:
+    return (int(value) if value == value else 0 for value in sample.values)
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+_TITLES: dict[State, str] = {
+    "healthy": "Healthy",
+    "unclear": "Unclear",
+    "warning": "Warning",
+    "alarmed": "Alarmed",
+    "switched": "Switched",
+    "saved": "Saved",
+    "lost": "Lost",
+    "learning-rate": "Learning rate too high",
+}
+
+_ENDS: dict[Ended | None, str] = {
+    "crashed": "the run crashed",
+    "interrupted": "the run was interrupted",
+    "not closed": "the run was not closed: it was killed, or it still runs",
+}
+
+_ADVICE: dict[State, str] = {
+    "healthy": "Nothing is to be done.",
+    "unclear": "Measure more: see the limits in the headline.",
+    "warning": "Look at the heads with the largest logits, and attach a policy before they alarm.",
+    "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy; keep a checkpoint.",
+    "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
+    "saved": "Go on training.",
+    "lost": "Resume from a checkpoint before the first alarm, with the alarmed heads switched.",
+    "learning-rate": "Resume from before the alarm with a lower rate or a longer warm-up.",
+}
+
+
+def _healthy(of: Judgement) -> str:
+    assert of.last_step is not None and of.last_head_step is not None
+    # The next sample is due a cadence after the last one.
+    if of.last_step - of.last_head_step <= (of.head_samples_every or 0):
+        return f"no alarm up to step {of.last_head_step:,}"
+    return (
+        f"no alarm in {of.head_samples:,} samples of the heads, the last at step"
+        f" {of.last_head_step:,} of {of.last_step:,}"
+    )
+
+
+def _unclear(of: Judgement) -> str:
+    if not of.num_heads:
+        return "no head was watched"
+    if of.head_samples < 2:
+        return f"heads were sampled once, at step {of.last_head_step:,}: rules need two samples"
+    return "no rule could judge the heads"
+
+
+def _warning(of: Judgement) -> str:
+    return f"no alarm, but {of.rising}"
+
+
+def _alarmed(of: Judgement) -> str:
+    if not of.alarmed:
+        return f"since step {of.first_alarm:,}, and no measured head says why"
+    since = f"{_counted(of)} since step {of.first_alarm:,}"
+    if of.still_growing:
+        return f"{since}; {of.still_growing} still growing after the switch"
+    if of.alarming_again:
+        return f"{since}; {of.alarming_again} still alarming after the switch"
+    if of.cause.what == "not rounding":
+        return f"{since}; rounding is not the cause"
+    if of.unknown_before:
+        return f"{since}; {of.unknown_before} not measured before the alarm"
+    done = f"{of.switched or 'none'} switched"
+    return f"{since}, {done}; {of.rising or of.missing_loss or 'no alarm on the loss'}"
+
+
+def _switched(of: Judgement) -> str:
+    if of.not_measured_since:
+        seen = f"{of.not_measured_since} not measured since the switch"
+    else:
+        seen = of.missing_loss or "logits and W_Q have not fallen yet"
+    return f"{_counted(of)} alarmed{_when(of)}, all of them switched; {seen}"
+
+
+def _saved(of: Judgement) -> str:
+    return f"{_counted(of)} alarmed{_when(of)}, corrected, loss unharmed"
+
+
+def _lost(of: Judgement) -> str:
+    assert of.departed is not None
+    what = "the loss diverged" if of.loss_is_finite else "the loss is not finite (NaN or infinity)"
+    at = f"{what} {'at' if of.loss_is_finite else 'from'} step {of.departed:,}"
+    if of.lead is not None and of.lead > 0:
+        at = f"{at}, {of.lead:,} steps after the first alarm"
+        at += ", in spite of the switch" if of.switched else ""
+    else:
+        at += ", before any head alarmed" if of.num_heads else ", and no head was watched"
+    if of.loss_is_finite or of.nonfinite is None:
+        return at
+    step, site, tensor, heads = of.nonfinite
+    named = f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads[:3]))}"
+    return f"{at}; NaN was first seen in {tensor} of {site}, {named}, at step {step:,}"
+
+
+def _learning_rate(of: Judgement) -> str:
+    return f"all layers left at once, at step {of.first_alarm:,}"
+
+
+_SENTENCES = {
+    "healthy": _healthy,
+    "unclear": _unclear,
+    "warning": _warning,
+    "alarmed": _alarmed,
+    "switched": _switched,
+    "saved": _saved,
+    "lost": _lost,
+    "learning-rate": _learning_rate,
+}
+
+
+def _when(of: Judgement) -> str:
+    of_several = ", the first" if len(of.alarmed) > 1 else ""
+    return f"{of_several} at step {of.first_alarm:,}"
+
+
+def _counted(of: Judgement) -> str:
+    by_head = of.num_heads > of.num_layers
+    total, noun = (of.num_heads, "head") if by_head else (of.num_layers, "layer")
+    return f"{len(of.alarmed):,} of {total:,} {noun}{'s' * (total != 1)}"
