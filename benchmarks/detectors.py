@@ -27,11 +27,11 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.simulation import Run, poisson_interval, shifted, simulated, stretched
-from benchmarks.simulation import samples as samples_of
+from benchmarks.simulation import samples as simulated
+from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.replay import samples
-from guardbit.monitor.verdict import judge
-from guardbit.records import Alarm, Sample
+from guardbit.records import Alarm, Sample, event_of
+from guardbit.store.samples import samples_of
 from studies.rescue.packed import begun_at, load
 
 RESULTS = Path(__file__).parents[1] / "studies" / "rescue" / "results"
@@ -92,7 +92,7 @@ def recorded() -> list[Recorded]:
     for run in load(RESULTS):
         if run.name.startswith(("stock", "from_start")) and begun_at(run.name) is None:
             frame = run.frame[run.frame["indicator"].isin(kept)]
-            runs.append(Recorded(run.name, list(samples(frame))))
+            runs.append(Recorded(run.name, list(samples_of(frame))))
     return runs
 
 
@@ -217,7 +217,7 @@ def simulated_study(runs: list[Recorded], count: int) -> Iterator[Row]:
                 scatter, start, pace = generator.uniform((1, 0, 0.5), (2, 20_000, 2))
                 run = simulated(pool, depth, scatter, generator, spliced=spliced)
                 run = shifted(stretched(run, pace), start)
-                found = Detectors().update(samples_of(run))
+                found = Detectors().update(simulated(run))
                 alarms = [alarm for alarm in found if not alarm.role.is_advisory]
                 step, rule = (alarms[0].step, alarms[0].rule) if alarms else ("", "")
                 setting = f"{trends}, rate {rate}, {depth} layers"
@@ -243,10 +243,12 @@ def _heads(run: Recorded) -> Run:
 
 
 def verdicts(runs: list[Recorded]) -> Iterator[str]:
-    """Yields a line for each run: its verdict."""
+    """Yields a line for each run: its state."""
     for run in runs:
-        sites = len({s.site for s in run.samples if s.site})
-        yield f"{run.name}: {judge(alarms_of(run.samples), sites).verdict}"
+        evidence = Evidence()
+        evidence.add(run.samples)
+        events = map(event_of, alarms_of(run.samples))
+        yield f"{run.name}: {judge(evidence, events).state}"
 
 
 def heads(runs: list[Recorded]) -> Iterator[str]:

@@ -95,6 +95,24 @@ class Nonfinite(NamedTuple):
     heads: tuple[int, ...]
 
 
+class _Kept:
+    """Values of a module's heads at evenly spread samples, the first and the latest among them."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, array[float]]] = []
+        self.latest: tuple[int, array[float]] = 0, array("f")
+        self._count, self._stride = 0, 1
+
+    def add(self, step: int, values: Sequence[float]) -> None:
+        self.latest = step, array("f", values)
+        if self._count % self._stride == 0:
+            self.rows.append(self.latest)
+            if len(self.rows) > _KEPT:
+                del self.rows[1::2]
+                self._stride *= 2
+        self._count += 1
+
+
 class Evidence:
     """What a judgement needs of the samples of a run; it takes them in the order of their steps.
 
@@ -121,7 +139,7 @@ class Evidence:
         self.shares: dict[Head, dict[str, float]] = {}
         self.nonfinite: Nonfinite | None = None
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
-        self._values: dict[tuple[int, str], list[tuple[int, array[float]]]] = {}
+        self._values: dict[tuple[int, str], _Kept] = {}
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Takes in samples."""
@@ -165,17 +183,15 @@ class Evidence:
             largest = max(sample.values[head] for head in measured)
             self.logits[step] = max(largest, self.logits.get(step, -math.inf))
         if name in GROWING:
-            kept = self._values.setdefault((layer, name), [])
-            kept.append((step, array("f", sample.values)))
-            if len(kept) > _KEPT:
-                del kept[1 : _KEPT // 2 : 2]
+            self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
 
     def growth(self, head: Head, since: int) -> list[float]:
         """By what factor each of `GROWING` has changed from a step to the end, where known."""
         found: list[float] = []
         for name in GROWING:
-            kept = self._values.get((head[0], name), [])
-            values = [(step, row[head[1]]) for step, row in kept if head[1] < len(row)]
+            kept = self._values.get((head[0], name))
+            rows = [] if kept is None else [*kept.rows, kept.latest]
+            values = [(step, row[head[1]]) for step, row in rows if head[1] < len(row)]
             values = [(step, value) for step, value in values if not math.isnan(value)]
             at = bisect_right([step for step, _ in values], since)
             if 0 < at < len(values) and values[at - 1][1]:

@@ -166,3 +166,17 @@ class Event:
     stabilizer: str = ""
     verdict: str = ""
     judges: str = ""
+
+
+def event_of(alarm: Alarm, more: str = "") -> Event:
+    """Returns an alarm, or an advisory, as an event, its sentence followed by `more`."""
+    kind = "advisory" if alarm.role.is_advisory else "alarm"
+    return Event(
+        alarm.step,
+        kind,
+        alarm.site,
+        alarm.heads,
+        alarm.why + more,
+        rule=alarm.rule,
+        judges=alarm.role.judges,
+    )

@@ -49,7 +49,7 @@ def judged(run: Path) -> dict[str, Any]:
     del outcome["headline"]
     kept = ("step", "kind", "site", "heads", "rule", "stabilizer", "verdict")
     return {
-        "verdict": outcome["verdict"],
+        "verdict": found.judgement(metadata=metadata).verdict,
         "alarms": [[a.step, a.rule, a.site, list(a.heads)] for a in found.alarms],
         "advisories": [[a.step, a.rule, a.site, list(a.heads)] for a in found.advisories],
         "events": [[_plain(event[name]) for name in kept] for _, event in events.iterrows()],

@@ -16,7 +16,7 @@ LEAN = [
     "guardbit.monitor.detectors",
     "guardbit.monitor.policy",
     "guardbit.monitor.replay",
-    "guardbit.monitor.verdict",
+    "guardbit.judgement",
     "guardbit.records",
     "guardbit.store",
 ]

@@ -41,7 +41,6 @@ def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str
 
 def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[str]) -> str:
     """Says what was found, and where the report comes from."""
-    num_alarmed = session.num_alarmed_heads
     judgement = session.judgement
     if session.sampled_step is None or judgement is None:
         found = "no step was sampled"

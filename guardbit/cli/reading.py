@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from guardbit.records import Event, printable
+from guardbit.records import Event, event_of, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,8 +60,6 @@ def load_judged(path: Path) -> LoadedRun:
 def events_of_replay(result: Replay) -> pd.DataFrame:
     """What a replay has found, as the events that a run would have recorded."""
     import pandas as pd
-
-    from guardbit.monitor.findings import event_of
 
     events = [event_of(alarm) for alarm in result.alarms]
     names = [field.name for field in dataclasses.fields(Event)]

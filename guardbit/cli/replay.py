@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.cli.reading import events_of_replay, refusing
+from guardbit.cli.reading import refusing
 from guardbit.records import printable
 
 if TYPE_CHECKING:
@@ -119,15 +119,15 @@ def _lines(judgement: Judgement, result: Replay) -> list[str]:
 
 def _judgement_of_replay(run: LoadedRun, result: Replay) -> Judgement:
     """The judgement by the alarms of a replay, and by the switches that the run recorded."""
-    import pandas as pd
+    from guardbit.dashboards.marks import events_of
 
-    events = events_of_replay(result)
-    if run.events is not None:
-        is_earlier = run.events["step"] < run.samples["step"].min()
-        recorded = run.events["kind"]
-        kept = run.events.loc[(recorded == "switch") | (recorded == "alarm") & is_earlier]
-        events = pd.concat([events, kept]) if len(kept) else events
-    return dataclasses.replace(run, events=events).judgement
+    first, _ = result.evidence.steps or (0, 0)
+    kept = [
+        event
+        for event in events_of(run.events)
+        if event.kind == "switch" or (event.kind == "alarm" and event.step < first)
+    ]
+    return result.judgement(kept, run.metadata, run.ended)
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:

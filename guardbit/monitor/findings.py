@@ -7,7 +7,7 @@ from dataclasses import astuple
 from typing import Any
 
 from guardbit.judgement import Cause, verdict_of
-from guardbit.records import Alarm, Event, Role
+from guardbit.records import Alarm, Event, Role, event_of
 
 
 class Findings:
@@ -89,17 +89,3 @@ class Findings:
         self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
         self.sound_step = state["sound_step"]
         self.is_whole = state["is_whole"]
-
-
-def event_of(alarm: Alarm, more: str = "") -> Event:
-    """Returns an alarm, or an advisory, as an event, its sentence followed by `more`."""
-    kind = "advisory" if alarm.role.is_advisory else "alarm"
-    return Event(
-        alarm.step,
-        kind,
-        alarm.site,
-        alarm.heads,
-        alarm.why + more,
-        rule=alarm.rule,
-        judges=alarm.role.judges,
-    )

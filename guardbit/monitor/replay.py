@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.records import Alarm
+from guardbit.monitor.detectors.rule import judges_heads, reads_of
+from guardbit.records import Alarm, Event, event_of
 from guardbit.store.samples import samples_of
 
 
@@ -21,16 +23,31 @@ class Replay:
         alarms: In the order of their steps.
         advisories: What rules found that is no alarm, in the order of their steps.
         unjudged: Rule -> the indicators that it needs and that the telemetry lacks.
+        evidence: What a judgement needs of the telemetry.
+        judged_by: Rule that judges heads -> the indicators of which it needs one each.
     """
 
     alarms: list[Alarm]
     advisories: list[Alarm]
     unjudged: dict[str, list[str]]
+    evidence: Evidence
+    judged_by: dict[str, list[list[str]]]
 
     @property
     def first_alarm(self) -> int | None:
         """Step of the first alarm, None without any."""
         return self.alarms[0].step if self.alarms else None
+
+    def judgement(
+        self,
+        events: Iterable[Event] = (),
+        metadata: Mapping[str, Any] | None = None,
+        ended: Ended | None = None,
+    ) -> Judgement:
+        """Judges the run by these alarms, and by other events that it recorded."""
+        happened = [*map(event_of, self.alarms), *events]
+        settings = {"settings": {"heads_judged_by": self.judged_by}}
+        return judge(self.evidence, happened, {**(metadata or {}), **settings}, ended)
 
 
 def normalised_sites(metadata: Mapping[str, Any]) -> frozenset[str]:
@@ -52,9 +69,14 @@ def replay(
     """Runs rules over the telemetry of one run."""
     detectors = Detectors(rules)
     detectors.normalised = normalised
-    found = detectors.update(samples_of(frame))
+    samples = list(samples_of(frame))
+    found = detectors.update(samples)
+    evidence = Evidence()
+    evidence.add(samples)
     return Replay(
         [alarm for alarm in found if not alarm.role.is_advisory],
         [alarm for alarm in found if alarm.role.is_advisory],
         detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"].unique())),
+        evidence,
+        {rule.name: reads_of(rule) for rule in rules if judges_heads(rule)},
     )

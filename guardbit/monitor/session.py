@@ -32,7 +32,7 @@ from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
-from guardbit.monitor.findings import Findings, event_of
+from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import (
     Measurement,
@@ -54,7 +54,7 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.records import Alarm, Event, RunEnd, Sample
+from guardbit.records import Alarm, Event, RunEnd, Sample, event_of
 
 T = TypeVar("T")
 

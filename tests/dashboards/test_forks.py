@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from guardbit.dashboards.forks import against_each_other, departure, fork_of
-from guardbit.dashboards.outcome import headline, outcome_of
+from guardbit.dashboards.marks import judgement_of
 from guardbit.dashboards.tables import of_run
 from guardbit.store import read_events, read_run
 
@@ -51,36 +51,33 @@ def test_the_lead_of_a_failed_run_is_the_studys_own():
     frames = {short: read_run(RESULTS / name) for short, name in names.items()}
     losses = {short: of_run(frame, "loss") for short, frame in frames.items()}
     outcomes = {
-        short: outcome_of(frames[short], read_events(RESULTS / name))
+        short: judgement_of(frames[short], read_events(RESULTS / name))
         for short, name in names.items()
     }
     found = against_each_other(outcomes, losses)
     with open(RESULTS / "runs.csv") as lines:
         row = {line["run"]: line for line in csv.DictReader(lines)}[names["stock"]]
     lead = int(row["failed_at"]) - int(row["first_alarm"])
-    assert (found["stock"].kind, found["stock"].lead) == ("lost", lead)
-    assert (
-        headline(found["stock"]) == f"Lost: the loss diverged {lead:,} steps after the first alarm"
-    )
-    assert found["rescue"] == outcomes["rescue"] and found["rescue"].kind == "saved"
+    assert (found["stock"].state, found["stock"].lead) == ("lost", lead)
+    assert f"{lead:,} steps after the first alarm" in found["stock"].headline
+    assert found["rescue"] == outcomes["rescue"] and found["rescue"].state == "saved"
 
 
-def test_a_copy_that_leaves_without_an_alarm_is_unclear():
+def test_a_copy_that_leaves_without_an_alarm_is_lost():
     frame = read_run(RESULTS / "stock-cudnn-lr1.5e-03-seed0")
-    outcomes = {name: outcome_of(frame, None) for name in "ab"}
-    assert {outcome.kind for outcome in outcomes.values()} == {"healthy"}
+    outcomes = {name: judgement_of(frame, None) for name in "ab"}
+    assert {outcome.state for outcome in outcomes.values()} == {"warning"}
     found = against_each_other(outcomes, {"a": loss(1, 4000, 6000, 0.5), "b": loss(2, 4000)})
     assert found["b"] == outcomes["b"]
     # Of 25 samples, six at 0.5 lie 0.12 above in the mean; the noise may add a sample.
-    assert (found["a"].kind, found["a"].lead) == ("unclear", None)
+    assert (found["a"].state, found["a"].lead) == ("lost", None)
     assert found["a"].departed == pytest.approx(6100, abs=20)
-    assert headline(found["a"]) == (
-        f"Unclear: the loss diverged at step {found['a'].departed:,}, and no head says why"
-    )
+    said = f"Lost: the loss diverged at step {found['a'].departed:,}, before any head alarmed"
+    assert found["a"].headline.startswith(said)
 
 
 def test_runs_that_are_no_copies_are_no_measure_for_one_another():
     frame = read_run(RESULTS / "stock-cudnn-lr1.5e-03-seed0")
-    outcomes = {name: outcome_of(frame, None) for name in "ab"}
+    outcomes = {name: judgement_of(frame, None) for name in "ab"}
     found = against_each_other(outcomes, {"a": loss(1, -1, 0, 5.0), "b": loss(2, -1)})
     assert found == outcomes

@@ -22,7 +22,10 @@ def run():
 
 
 def test_a_run_says_what_became_of_it(run):
-    said = "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed"
+    said = (
+        "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed; the run was not"
+        " closed: it was killed, or it still runs"
+    )
     assert repr(run) == f"{run.name}: {said}"
     html = run._repr_html_()
     assert said in html and "head 2.11" in html and "144 switched to compensated" in html
@@ -52,7 +55,7 @@ def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     run = guardbit.load(tmp_path / "run")
     limits = "the run was interrupted; only 1 of 2 attention modules was watched"
     assert repr(run) == f"run: Healthy: no alarm up to step 2; {limits}"
-    assert (run.end, run.outcome.not_watched) == ("interrupted", ("h.1",))
+    assert (run.ended, run.judgement.not_watched) == ("interrupted", ("h.1",))
     # Its figure says so too, and all of it can be seen.
     figure = run.plot.heads()
     (note,) = [text for axes in figure.axes for text in axes.texts if text.get_text() == limits]

@@ -123,7 +123,7 @@ BELOW = {
     "end_step: writing": (journal.Journal, "add"),
     "end_step: detectors": (session_module.Detectors, "update"),
     "end_step: policy": (policy.Policy, "decide"),
-    "end_step: verdict": (findings_module, "judge"),
+    "end_step: verdict": (findings_module, "verdict_of"),
     "end_step: sites": (journal.Journal, "describe"),
     "state_dict: detectors": (session_module.Detectors, "state_dict"),
     "state_dict: measurement": (Measurement, "state_dict"),

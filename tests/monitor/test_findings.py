@@ -3,8 +3,7 @@
 import pytest
 
 from guardbit.monitor.detectors import DEFAULT_RULES, role_of
-from guardbit.monitor.findings import event_of
-from guardbit.records import SUBJECTS, Alarm, Role
+from guardbit.records import SUBJECTS, Alarm, Role, event_of
 
 
 @pytest.mark.parametrize("judges", SUBJECTS)

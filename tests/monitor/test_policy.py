@@ -13,7 +13,6 @@ from guardbit.monitor.detectors import (
     role_of,
 )
 from guardbit.monitor.policy import HOLD_STEPS, SCOPES, SETTLING_STEPS, Policy
-from guardbit.monitor.verdict import judge
 from guardbit.records import STABILIZERS, Alarm, Role
 
 #: Written by hand, for the tests' alarms.
@@ -80,9 +79,7 @@ def test_the_names_of_rules_are_the_users():
                 for policy, some in zip(policies, told, strict=True)
             )
             assert decided(one) == decided(other)
-        assert judge(alarms, 8).verdict == judge(renamed(alarms), 8).verdict
     assert decided(decide(Policy("compensated", scope="head"), renamed(runs[0]), 100)) == []
-    assert judge(renamed(runs[2]), 8).verdict == "unclear"
 
 
 def test_one_alarm_switches_its_heads_to_compensated_once():
@@ -353,80 +350,6 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
         second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         after = [decide(second, alarms, step) for step, alarms in script[cut:]]
         assert before + after == expected, f"cut before decision {cut}"
-
-
-def everywhere(step, rule, layers=12):
-    return [alarm(step, rule, f"h.{layer}") for layer in range(layers)]
-
-
-def loss(step):
-    return alarm(step, "loss_departure", "", ())
-
-
-@pytest.mark.parametrize("start", [0, 100_000])
-@pytest.mark.parametrize(
-    "alarms, verdict, evidence",
-    [
-        ([alarm(7000)], "rounding", "alarms in 1 of 12 attention modules (h.2), from step"),
-        ([alarm(7000)], "rounding", "norm_growth: because"),
-        # All layers long after one head: the consequence, not the cause.
-        ([alarm(7000), *everywhere(8001, "model_logits")], "rounding", "1 of 12"),
-        ([alarm(7000), *everywhere(8000, "model_logits")], "learning-rate", "12 of 12"),
-        (everywhere(1200, "model_logits"), "learning-rate", "run away at once, at step"),
-        ([*everywhere(1200, "model_logits"), alarm(1200)], "learning-rate", "12 of 12"),
-        # The loss leads, comes at once, or follows.
-        ([loss(9000)], "unclear", "alarm on the loss at step"),
-        ([loss(6900), alarm(7000), alarm(7000, "delta_bias")], "unclear", "alarm on the loss at"),
-        ([alarm(7000), loss(8000)], "unclear", "alarm on the loss at"),
-        ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "alarm on the loss at"),
-        ([alarm(7000), loss(8001)], "rounding", "alarm on the loss at"),
-        ([alarm(7000)], "rounding", "no alarm on the loss"),
-        # How many modules have alarms.
-        (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 attention modules"),
-        (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 attention modules"),
-        (
-            everywhere(3000, "delta_bias", 5),
-            "unclear",
-            MEASURED + ";",
-        ),
-        ([alarm(3000), *everywhere(4001, "norm_growth", 5)], "rounding", "1 of 12"),
-        # Whether the bias sides with the growth.
-        ([alarm(7000)], "rounding", "no rule has measured the cause"),
-        (
-            [alarm(7000, "delta_bias")],
-            "rounding",
-            MEASURED + ";",
-        ),
-        (
-            [alarm(7000), alarm(7100, "delta_bias")],
-            "rounding",
-            MEASURED + " in the heads that grow",
-        ),
-        (
-            [alarm(7000), alarm(7100, "delta_bias", heads=(4,))],
-            "rounding",
-            MEASURED + " in other heads than those that grow",
-        ),
-    ],
-)
-def test_verdict(alarms, verdict, evidence, start):
-    alarms = [dataclasses.replace(one, step=one.step + start) for one in alarms]
-    judgement = judge(alarms, 12)
-    assert judgement.verdict == verdict
-    assert evidence in judgement.why
-
-
-def test_without_an_alarm_a_run_is_stable():
-    assert judge([], 12) == ("stable", "no rule has fired in any of 12 attention modules")
-
-
-@pytest.mark.parametrize("sites, verdict", [(1, "rounding"), (2, "rounding"), (5, "rounding")])
-def test_one_layer_is_few_in_any_model(sites, verdict):
-    assert judge([alarm(7000)], sites).verdict == verdict
-
-
-def test_two_layers_of_five_are_many():
-    assert judge(everywhere(7000, "norm_growth", 2), 5).verdict == "unclear"
 
 
 @pytest.mark.parametrize(

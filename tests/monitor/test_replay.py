@@ -13,9 +13,9 @@ from guardbit.monitor.detectors import (
     LossDeparture,
     ModelLogits,
 )
-from guardbit.monitor.findings import Findings
-from guardbit.monitor.replay import replay, samples
+from guardbit.monitor.replay import replay
 from guardbit.records import Sample
+from guardbit.store.samples import samples_of
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 RUNS = Path(__file__).parents[1] / "data" / "runs"
@@ -116,8 +116,8 @@ def test_rounding_failure_is_seen_a_thousand_steps_before_the_loss_departs(name)
     assert place(6000) <= result.first_alarm <= place(LOSS_DEPARTS) - 1000
     assert result.alarms[0].site == "h.2.attn"
     assert result.alarms[0].heads == (0,)
-    assert result.verdict == "rounding"
-    assert "h.2.attn" in result.why
+    # Its cause was not measured.
+    assert result.judgement().verdict == "unclear"
 
 
 def test_the_layer_and_the_head_are_named_wherever_they_are():
@@ -135,7 +135,7 @@ def test_the_layer_and_the_head_are_named_wherever_they_are():
 def test_stable_runs_raise_no_alarm(run, name):
     perturb, _ = PERTURBATIONS[name]
     result = replay(perturb(read(run)))
-    assert (result.alarms, result.first_alarm, result.verdict) == ([], None, "stable")
+    assert (result.alarms, result.first_alarm, result.judgement().verdict) == ([], None, "stable")
 
 
 @pytest.mark.parametrize("run", STABLE)
@@ -153,7 +153,7 @@ def test_stable_runs_raise_no_alarm_recorded_by_head(run):
 def test_divergence_of_the_learning_rate_is_called_so(run, name, verdict):
     perturb, _ = PERTURBATIONS[name]
     result = replay(perturb(read(run)))
-    assert result.verdict == verdict
+    assert result.judgement().verdict == verdict
     assert result.first_alarm is not None
     # The loss turns at about step 1,100, the end of the warm-up, and has lost 2 nats by 2,000.
     assert 800 <= result.first_alarm <= 2000
@@ -163,7 +163,7 @@ def test_divergence_of_the_learning_rate_is_called_so(run, name, verdict):
 @pytest.mark.parametrize("run", DIVERGES)
 def test_divergence_of_the_learning_rate_is_called_so_by_who_comes_late(run, start):
     result = replay(joined(read(run), start))
-    assert result.verdict == "learning-rate"
+    assert result.judgement().verdict == "learning-rate"
     assert result.first_alarm is not None
 
 
@@ -171,7 +171,7 @@ def test_the_rising_run_is_left_alone():
     # Its W_Q norm (41) and logits (5,060) rise steadily, and its loss is stable when it ends. An
     # alarm would be no fault; none is expected because the rules ask for growth that outruns that
     # of the other layers, whose norms rise as well.
-    assert replay(read("stable-shift-lr1.5e-3")).verdict == "stable"
+    assert replay(read("stable-shift-lr1.5e-3")).judgement().verdict == "stable"
 
 
 def test_no_alarm_in_runs_resampled_from_the_stable_ones():
@@ -241,7 +241,7 @@ def test_samples_hold_one_value_a_head():
         (10, "", -1, -1, "loss", 0.5),
     ]
     frame = pd.DataFrame(rows, columns=COLUMNS)
-    loss, logits = samples(frame)
+    loss, logits = samples_of(frame)
     assert loss == Sample(10, "", -1, "loss", (0.5,))
     assert (logits.step, logits.site, logits.layer) == (20, "b", 1)
     np.testing.assert_array_equal(logits.values, [1.0, np.nan, 3.0])
@@ -253,7 +253,7 @@ def test_a_missing_head_of_the_whole_run_makes_the_heads_of_modules_no_fractions
         (20, "b", 1, 0, "max_logit", 1.0),
         (20, "", -1, None, "loss", 0.5),
     ]
-    loss, logits = samples(pd.DataFrame(rows, columns=COLUMNS))
+    loss, logits = samples_of(pd.DataFrame(rows, columns=COLUMNS))
     assert loss == Sample(20, "", -1, "loss", (0.5,))
     np.testing.assert_array_equal(logits.values, [1.0, np.nan, 3.0])
 
@@ -261,7 +261,7 @@ def test_a_missing_head_of_the_whole_run_makes_the_heads_of_modules_no_fractions
 @pytest.mark.parametrize("missing", [None, math.nan])
 def test_a_row_without_an_indicator_is_of_no_other(missing):
     rows = [(20, "b", 1, 0, missing, 3.0), (20, "b", 1, 0, "max_logit", 1.0)]
-    found = samples(pd.DataFrame(rows, columns=COLUMNS))
+    found = samples_of(pd.DataFrame(rows, columns=COLUMNS))
     (values,) = [sample.values for sample in found if sample.indicator == "max_logit"]
     assert values == (1.0,)
 
@@ -276,7 +276,7 @@ def test_a_row_without_a_place_is_refused(name):
 
 def test_of_an_empty_run_nothing_is_known():
     frame = pd.DataFrame(columns=COLUMNS)
-    assert replay(frame).verdict == "unclear"
+    assert replay(frame).judgement().verdict == "unclear"
 
 
 def test_a_missing_column_is_named():
@@ -303,12 +303,12 @@ def test_what_no_rule_could_judge_is_not_called_stable(indicators, verdict, name
         for site in ([None] if name in ("loss", "grad_norm") else ["h.0", "h.1"])
     )  # fmt: skip
     result = replay(frame)
-    assert (result.verdict, result.first_alarm) == (verdict, None)
-    assert all(name in result.why for name in named)
-    assert ("not judged" in result.why) == bool(named)
+    assert (result.judgement().verdict, result.first_alarm) == (verdict, None)
+    lacking = {*result.unjudged, *(name for names in result.unjudged.values() for name in names)}
+    assert lacking >= set(named) and bool(lacking) == bool(named)
     # Rows without a value are no measurement.
     unknown = frame.assign(value=frame["value"].where(frame["indicator"] == "loss"))
-    assert replay(unknown).verdict == "unclear"
+    assert replay(unknown).judgement().verdict == "unclear"
 
 
 def test_a_loss_that_departs_where_no_head_was_measured_is_blamed_on_nothing():
@@ -316,11 +316,11 @@ def test_a_loss_that_departs_where_no_head_was_measured_is_blamed_on_nothing():
     frame = pd.DataFrame({"step": steps, "site": None, "layer": -1, "head": -1, "indicator": "loss",
                           "value": [3.0 if step < 2000 else 9.0 for step in steps]})  # fmt: skip
     result = replay(frame)
-    assert result.verdict == "unclear" and result.first_alarm >= 2000
-    assert "alarm on the loss" in result.why and "not judged by head_growth" in result.why
-    assert result.why.count("max_logit") == 1
+    assert result.judgement().verdict == "unclear" and result.first_alarm >= 2000
+    assert "head_growth" in result.unjudged
+    assert "no head was watched" in result.judgement().headline
     # Who asks for the loss alone is told of the loss, and no more.
-    assert replay(frame, (LossDeparture(),)).verdict == "unclear"
+    assert replay(frame, (LossDeparture(),)).judgement().verdict == "unclear"
 
 
 def test_a_loss_that_is_nan_over_sound_heads_is_blamed_on_nothing_as_in_the_run():
@@ -330,14 +330,9 @@ def test_a_loss_that_is_nan_over_sound_heads_is_blamed_on_nothing_as_in_the_run(
     frame = pd.DataFrame(rows, columns=COLUMNS)
     result = replay(frame)
     assert {alarm.rule for alarm in result.alarms} == {"loss_departure"}
-    assert result.verdict == "unclear" and "before any head shows a sign" in result.why
-    # What the run itself would have recorded at the alarm.
-    findings = Findings()
-    for alarm in result.alarms:
-        findings.add(alarm)
-    recorded = findings.judge(result.alarms, 2, result.alarms[0].step)
-    assert recorded is not None and result.why.startswith(recorded.why)
-    assert recorded.verdict == result.verdict
+    judgement = result.judgement()
+    assert (judgement.state, judgement.verdict) == ("lost", "unclear")
+    assert "from step 13, before any head alarmed" in judgement.headline
 
 
 @pytest.mark.parametrize("rules", [(), (LossDeparture(),), (ModelLogits(),)])
@@ -345,7 +340,7 @@ def test_without_a_rule_of_heads_nothing_is_stable(rules):
     rows = [(step, "h.0", 0, 0, "max_logit", 5.0) for step in range(0, 1000, 50)]
     rows += [(step, "", -1, -1, "loss", 3.0) for step in range(0, 1000, 50)]
     result = replay(pd.DataFrame(rows, columns=COLUMNS), rules)
-    assert (result.alarms, result.verdict) == ([], "unclear")
+    assert (result.alarms, result.judgement().verdict) == ([], "unclear")
 
 
 def test_a_rule_that_says_not_what_it_reads_is_taken_to_judge():
@@ -355,6 +350,6 @@ def test_a_rule_that_says_not_what_it_reads_is_taken_to_judge():
         def examine(self, frame, state):
             return []
 
-    frame = pd.DataFrame({"step": [0], "site": ["h.0"], "layer": [0], "head": [0],
-                          "indicator": ["attention_entropy"], "value": [1.0]})  # fmt: skip
-    assert replay(frame, (Quiet(),)).verdict == "stable"
+    frame = pd.DataFrame({"step": [0, 1], "site": "h.0", "layer": 0, "head": 0,
+                          "indicator": "attention_entropy", "value": 1.0})  # fmt: skip
+    assert replay(frame, (Quiet(),)).judgement().verdict == "stable"

@@ -80,4 +80,4 @@ def test_a_model_whose_norms_grow_where_scores_do_not_see_it_is_stable():
     )
     assert (norms.loc[9000] > 8 * norms.loc[2000]).all() and logits.loc[2000:].max().max() < 16
     found = replay(frame)
-    assert (found.alarms, found.advisories, found.verdict) == ([], [], "stable")
+    assert (found.alarms, found.advisories, found.judgement().verdict) == ([], [], "stable")

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import ranking, tables
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
 from guardbit.dashboards.figures.style import (
     KEY_HEIGHT,

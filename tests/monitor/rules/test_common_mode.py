@@ -1,7 +1,6 @@
 import pytest
 
 from guardbit.monitor.detectors import CommonMode, Detectors
-from guardbit.monitor.verdict import judge
 from guardbit.records import Sample
 
 
@@ -40,11 +39,3 @@ def test_it_takes_large_logits_and_many_keys_on_two_samples(logits, entropies, f
 
 def test_a_head_is_named_once():
     assert [alarm.step for alarm in found_in([300] * 9, [4] * 9)] == [1000]
-
-
-def test_the_verdict_stays_and_says_so():
-    found = found_in([300] * 2, [4] * 2)
-    assert judge(found, 12) == (
-        "stable", "no alarm in any of 12 attention modules, but rounding has taken hold in a"
-    )  # fmt: skip
-    assert judge([], 12).why == "no rule has fired in any of 12 attention modules"

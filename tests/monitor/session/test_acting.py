@@ -28,7 +28,7 @@ from tests.monitor.session.plain_loop import (
 from tests.toys import Model
 
 
-def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
+def test_a_verdict_is_recorded_once(tmp_path):
     # Beyond the cool-down of 1,000 steps the alarm repeats itself; the verdict does not.
     rules = (Always(), LossAtStep(1500))
     loop = Loop(every_n_train_steps=500, dirpath=tmp_path, rules=rules, strict=True)
@@ -37,13 +37,8 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     departed = events[events["rule"] == "my_loss"]
     assert departed["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
-    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
-        [0, "rounding"],
-        [1500, "rounding"],
-    ]
-    assert [why.split("; ")[-1] for why in verdicts["why"]] == [
-        "no alarm on the loss", "alarm on the loss at step 1500"
-    ]  # fmt: skip
+    # The model runs in FP32.
+    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [[0, "not-rounding"]]
 
 
 def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):

@@ -107,4 +107,4 @@ def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, normed):
     sites = read_metadata(tmp_path)["sites"].values()
     assert {site["normalises_queries"] for site in sites} == {normed}
     replayed = replay(read_run(tmp_path), normalised=normalised_sites(read_metadata(tmp_path)))
-    assert (replayed.verdict == "stable") is normed
+    assert (replayed.judgement().verdict == "stable") is normed

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.dashboards.outcome import headline, outcome_of
+from guardbit.dashboards.marks import judgement_of
 from guardbit.store import read_metadata
 from tests import toys
 from tests.toys import Model
@@ -38,7 +38,7 @@ def measured(path):
 
 
 def outcome(path):
-    return outcome_of(read_run(path), read_events(path), read_metadata(path))
+    return judgement_of(read_run(path), read_events(path), read_metadata(path))
 
 
 def told(caplog):
@@ -59,7 +59,7 @@ def test_a_network_that_no_sampled_step_meets_is_named_once(tmp_path, caplog):
     assert session.coverage == (1, 2)
     found = outcome(tmp_path)
     assert found.not_watched == ("D.layers.0",)
-    assert headline(found).endswith("; only 1 of 2 attention modules was watched")
+    assert found.headline.endswith("; only 1 of 2 attention modules was watched")
 
 
 def test_the_cadence_that_is_named_meets_both(tmp_path, caplog):
@@ -146,8 +146,8 @@ def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, 
     assert why.startswith("no watched module called attention in this sampled step")
     assert "(1) another model object trains now" in why
     found = outcome(tmp_path)
-    assert headline(found) == f"Healthy: no alarm up to step 8; {said}"
-    assert found.as_json()["first_without_attention"] == first
+    assert found.headline == f"Healthy: no alarm up to step 8; {said}"
+    assert found.as_json()["without_attention"][1] == first
 
 
 def test_where_attention_runs_in_other_steps_only_that_is_told_first(tmp_path, caplog):
@@ -158,7 +158,7 @@ def test_where_attention_runs_in_other_steps_only_that_is_told_first(tmp_path, c
     ((step, why),) = errors(tmp_path)  # once, of two such steps
     assert step == 2
     assert "(1) attention runs in other steps than the sampled ones, which every_n_train" in why
-    assert headline(outcome(tmp_path)).endswith("in 2 of the sampled steps, the first at step 2")
+    assert outcome(tmp_path).headline.endswith("in 2 of the sampled steps, the first at step 2")
 
 
 def test_compiled_calls_are_met(tmp_path, caplog):
@@ -191,6 +191,4 @@ def test_modules_that_were_replaced_are_not_said_to_have_never_called_attention(
     assert (
         "the modules that called attention are no longer in the model (net.layers.0, net.l" in why
     )
-    assert "no watched attention was called in 2 of the sampled steps" in headline(
-        outcome(tmp_path)
-    )
+    assert "no watched attention was called in 2 of the sampled steps" in outcome(tmp_path).headline

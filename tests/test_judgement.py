@@ -1,0 +1,514 @@
+"""The judgement of a run, from made-up runs whose judgement is known by construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from guardbit.dashboards.marks import judgement_of
+from guardbit.judgement import STATES, Evidence, judge
+from guardbit.monitor.settings import Settings
+from guardbit.records import Event, Sample
+
+LAST = 10_000
+SITE = "h.1.attn"
+
+
+def samples(loss=lambda step: 3.0 - step / LAST, logit=lambda step: 10.0, norm=None, every=100):
+    """Three layers of four heads; `logit` and `norm` are of head 1.2, which may fall ill."""
+    found = []
+    for step in range(0, LAST + 1, every):
+        for layer in range(3):
+            ours = layer == 1
+            logits = tuple(logit(step) if ours and head == 2 else 10.0 for head in range(4))
+            found.append(Sample(step, f"h.{layer}.attn", layer, "max_logit", logits))
+            if norm is not None:
+                norms = tuple(norm(step) if ours and head == 2 else 1.0 for head in range(4))
+                found.append(Sample(step, f"h.{layer}.attn", layer, "w_q_spectral_norm", norms))
+        if loss is not None:
+            found.append(Sample(step, "", -1, "loss", (loss(step),)))
+    return found
+
+
+def alarm(step, head=2, rule="norm_growth", site=SITE, judges="head"):
+    heads = (head,) if site else ()
+    return Event(step, "alarm", site, heads, "It grew.", rule=rule, judges=judges)
+
+
+def loss_alarm(step):
+    return alarm(step, rule="loss_departure", site="", judges="loss")
+
+
+def switch(step, heads=(0, 1, 2, 3), stabilizer="exact_delta", site=SITE):
+    return Event(step, "switch", site, heads, "alarmed", stabilizer=stabilizer)
+
+
+def judged(*events, metadata=None, ended=None, of=None, **made):
+    evidence = Evidence()
+    evidence.add(samples(**made) if of is None else of)
+    return judge(evidence, events, metadata, ended)
+
+
+def falling(step):
+    return 40.0 if step <= 6750 else 20.0
+
+
+def rising_from(step, height=2.0):
+    return lambda at: 3.0 - min(at, step) / LAST + (height if at >= step else 0.0)
+
+
+def test_what_an_alarm_judges_counts_and_not_the_name_of_its_rule():
+    events = [alarm(900), alarm(5000, rule="my_own", site="", judges="loss")]
+    found = judged(*events, loss=rising_from(5000))
+    assert (found.state, found.departed, found.lead) == ("lost", 5000, 4100)
+    everywhere = [alarm(950, rule="of_all", site=f"h.{n}.attn", judges="model") for n in range(3)]
+    assert judged(*everywhere).state == "learning-rate"
+    # The name alone says nothing: this one judges a head.
+    assert judged(alarm(5000, rule="loss_departure")).departed is None
+
+
+def test_without_an_alarm_a_run_is_healthy():
+    found = judged()
+    assert (found.state, found.verdict, found.num_alarms) == ("healthy", "stable", 0)
+    assert found.headline == "Healthy: no alarm up to step 10,000"
+    # Stabilized from the start on is no rescue.
+    assert judged(switch(0)).state == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ({"logit": lambda step: 5000.0}, "the largest logit is 5,000, 5,000 1,000 steps before"),
+        (
+            {"logit": lambda step: 10.0 if step < 9500 else 1500.0},
+            "the largest logit is 1,500, 10 1,000 steps before",
+        ),
+        ({"loss": lambda step: 3.0 if step < 9000 else 3.2}, "the loss is 0.2 above its best"),
+    ],
+)
+def test_what_rises_without_an_alarm_is_a_warning(made, said):
+    found = judged(**made)
+    assert (found.state, found.severity, found.verdict) == ("warning", "warning", "stable")
+    assert found.headline == f"Warning: no alarm, but {said}"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"logit": lambda step: 4000.0},  # high and level
+        {"logit": lambda step: 10.0 if step < 9500 else 900.0},  # risen and low
+        {"loss": lambda step: 3.0 if step < 9000 else 3.09},
+        {"loss": lambda step: 3.0 if step != 9500 else 5.0},  # a spike
+    ],
+)
+def test_what_does_not_rise_is_healthy(made):
+    assert judged(**made).state == "healthy"
+
+
+def test_alarmed_switched_and_fallen_since_is_saved():
+    found = judged(alarm(6750), switch(6750), logit=falling)
+    assert (found.state, found.severity) == ("saved", "none")
+    assert found.headline == "Saved: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed"
+    assert (found.first_alarm, found.first_switch, found.switched) == (6750, 6750, 4)
+    later = judged(alarm(6750), switch(6750), alarm(6800, head=1), logit=falling)
+    assert later.headline.startswith("Saved: 2 of 12 heads alarmed, the first at step 6,750, corr")
+    assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
+
+
+@pytest.mark.parametrize(
+    ("after", "state"), [(36.0, "saved"), (36.1, "switched"), (40.0, "switched")]
+)
+def test_saved_needs_a_fall_by_a_tenth(after, state):
+    found = judged(alarm(6750), switch(6750), logit=lambda step: 40.0 if step <= 6750 else after)
+    assert found.state == state
+    if state == "switched":
+        said = "all of them switched; logits and W_Q have not fallen yet"
+        assert found.headline == f"Switched: 1 of 12 heads alarmed at step 6,750, {said}"
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "said"),
+    [
+        ((switch(6750),), "switched", "all of them switched; no loss was recorded"),
+        ((), "alarmed", "none switched; no loss was recorded"),
+    ],
+)
+def test_of_a_loss_that_was_never_recorded_nothing_is_said(events, state, said):
+    found = judged(alarm(6750), *events, loss=None, logit=falling)
+    assert found.state == state and found.headline.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        ((0, 100), "no loss was recorded after the last switch"),
+        ((10_000, 10_000), "no loss was recorded before the first alarm"),
+    ],
+)
+def test_losses_on_one_side_of_an_alarm_do_not_say_that_it_did_no_harm(recorded, said):
+    kept = [
+        one
+        for one in samples(logit=falling)
+        if one.indicator != "loss" or recorded[0] <= one.step <= recorded[1]
+    ]
+    found = judged(alarm(6750), switch(6750), of=kept)
+    assert (found.state, found.missing_loss) == ("switched", said)
+    assert found.headline.endswith(said)
+
+
+def test_an_alarm_soon_after_the_switch_is_the_same_failure_and_a_lasting_one_is_not():
+    events = [alarm(3000), switch(3000)]
+
+    def fallen(step):
+        return 40.0 if step <= 3000 else 20.0
+
+    assert judged(*events, alarm(3100), logit=fallen).state != "alarmed"
+    assert judged(*events, alarm(5000), logit=fallen).state != "alarmed", "calm for 5,000 steps"
+    found = judged(*events, alarm(9500), logit=fallen)
+    assert (found.state, found.alarming_again) == ("alarmed", 1)
+    assert found.headline == (
+        "Alarmed: 1 of 12 heads since step 3,000; 1 still alarming after the switch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("norm", "logit", "state"),
+    [
+        (1.0, 1.0, "alarmed"),  # e-folds in 1,000 steps, from the switch on
+        (1.0, -1.0, "saved"),
+        (-1.0, 1.0, "saved"),
+        (0.01, 0.01, "switched"),  # 1.08 times in 8,000 steps
+        (0.02, 0.02, "alarmed"),  # 1.17 times
+        (None, 0.02, "alarmed"),
+        (None, 0.0, "switched"),
+    ],
+)
+def test_a_head_that_grows_on_after_its_switch_is_not_corrected(norm, logit, state):
+    def grown(rate):
+        return lambda step: math.exp(rate * max(step - 2000, 0) / 1000)
+
+    found = judged(
+        alarm(2000), switch(2000), logit=grown(logit), norm=None if norm is None else grown(norm)
+    )
+    assert (found.state, found.still_growing) == (state, int(state == "alarmed"))
+    # Switched from the start, it may have grown up to its alarm.
+    assert judged(switch(0), alarm(LAST), logit=grown(logit)).still_growing == 0
+
+
+@pytest.mark.parametrize(
+    ("measured", "later", "unmeasured"),
+    [
+        (3000, [], 1),
+        (3100, [], 0),
+        # A second head, alarmed after the switch of its layer: measured since that, or not.
+        (3100, [alarm(3100, head=3)], 1),
+        (3200, [alarm(3100, head=3)], 0),
+        (3000, [alarm(3000, head=3)], 2),
+    ],
+)
+def test_a_head_without_a_sample_since_its_switch_is_not_saved(measured, later, unmeasured):
+    # Losses go on, and so do samples of another layer.
+    kept = [one for one in samples(logit=falling) if one.layer != 1 or one.step <= measured]
+    found = judged(alarm(3000), switch(3000), *later, of=kept)
+    assert (found.state, found.not_measured_since) == ("switched", unmeasured)
+    if unmeasured:
+        assert found.headline.endswith(f"; {unmeasured} not measured since the switch")
+
+
+def test_what_was_switched_before_the_samples_begin_is_not_saved():
+    kept = [one for one in samples() if one.step >= 7000]
+    found = judged(alarm(3000), switch(7000), of=kept)
+    assert (found.state, found.unknown_before) == ("alarmed", 1)
+    assert found.headline.endswith("since step 3,000; 1 not measured before the alarm")
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        ((), "none switched; no alarm on the loss"),
+        ((switch(3000, (0, 1)),), "2 switched; no alarm on the loss"),
+        # To plain attention is no correction.
+        ((switch(3000, stabilizer="none"),), "none switched; no alarm on the loss"),
+    ],
+)
+def test_a_head_that_is_not_switched_is_alarmed(switches, said):
+    found = judged(alarm(3000), *switches)
+    assert (found.state, found.severity) == ("alarmed", "warning")
+    assert found.headline == f"Alarmed: 1 of 12 heads since step 3,000, {said}"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [{"logit": lambda step: 10_001.0}, {"loss": lambda step: 3.0 if step < 9000 else 3.2}],
+)
+def test_high_logits_and_a_rising_loss_make_an_alarm_critical(made):
+    found = judged(alarm(3000), switch(3000), **made)
+    assert found.severity == "critical"
+    if "loss" in made:  # nor is it saved, whatever its logits do
+        assert found.state == "alarmed" and "the loss is 0.2 above its best" in found.headline
+
+
+@pytest.mark.parametrize("switches", [(), (switch(3000),)])
+def test_a_loss_that_has_left_is_lost_whatever_was_switched(switches):
+    found = judged(alarm(3000), *switches, loss_alarm(6910), loss=rising_from(6900))
+    assert (found.state, found.departed, found.lead) == ("lost", 6910, 3910)
+    assert (found.severity, found.first_alarm) == ("critical", 3000)
+    said = "Lost: the loss diverged at step 6,910, 3,910 steps after the first alarm"
+    assert found.headline == said + (", in spite of the switch" if switches else "")
+
+
+def test_a_loss_that_has_come_back_is_not_lost():
+    def spike(step):
+        return 3.0 - step / LAST + (2.0 if 4000 <= step < 5000 else 0.0)
+
+    found = judged(alarm(3000), switch(3000), loss_alarm(4700), loss=spike)
+    assert (found.state, found.departed) == ("switched", None)
+
+
+@pytest.mark.parametrize("end", [np.nan, np.inf])
+def test_a_loss_that_ends_not_finite_is_lost_without_an_alarm_on_it(end):
+    found = judged(alarm(3000), loss=lambda step: 3.0 if step < 8000 else end)
+    assert (found.state, found.departed, found.lead) == ("lost", 8000, 5000)
+    assert found.headline == (
+        "Lost: the loss is not finite (NaN or infinity) from step 8,000, 5,000 steps after the"
+        " first alarm"
+    )
+
+
+def test_the_first_tensor_that_was_not_finite_is_named():
+    made = [
+        *samples(loss=lambda step: 3.0 if step < 8000 else np.nan),
+        Sample(8000, "h.2.attn", 2, "nonfinite", (np.nan, 16.0 + 32.0, np.nan, np.nan)),
+        Sample(8000, SITE, 1, "nonfinite", (np.nan, np.nan, 32.0, np.nan)),
+    ]
+    found = judged(of=made)
+    assert (found.state, found.verdict) == ("lost", "unclear")
+    # Backward, the last layer comes first; dO (16) comes before dQ (32).
+    assert found.headline.endswith("NaN was first seen in dO of h.2.attn, head 1, at step 8,000")
+
+
+def test_a_model_that_leaves_at_once_has_too_high_a_learning_rate():
+    whole = [alarm(950, head=head, rule="model_logits", judges="model") for head in range(4)]
+    # One head may have left before.
+    found = judged(alarm(900), *whole)
+    assert (found.state, found.verdict) == ("learning-rate", "learning-rate")
+    assert found.headline == "Learning rate too high: all layers left at once, at step 900"
+    assert judged(alarm(900), alarm(1900, judges="model")).state == "learning-rate"
+    assert judged(alarm(900), alarm(1901, judges="model")).state == "alarmed"
+    found = judged(loss_alarm(880), loss=rising_from(800))
+    assert found.headline == "Lost: the loss diverged at step 880, before any head alarmed"
+
+
+@pytest.mark.parametrize("site", ["another.module", ""])
+def test_an_alarm_on_no_measured_head_is_never_healthy(site):
+    found = judged(alarm(880, site=site, rule="a_rule"))
+    assert found.headline == "Alarmed: since step 880, and no measured head says why"
+    assert (
+        found.headline_running == "Running, alarmed: since step 880, and no measured head says why"
+    )
+
+
+def test_a_run_in_which_no_head_was_measured_is_unclear():
+    alone = [one for one in samples() if not one.site]
+    assert judged(of=alone).state == "unclear"
+    found = judged(of=[])
+    assert (found.state, found.last_step) == ("unclear", None)
+    assert found.headline == "Unclear: no head was watched"
+    lost = samples(lambda step: np.nan if step >= 8000 else 3.0)
+    found = judged(of=[one for one in lost if not one.site])
+    assert found.headline.endswith("from step 8,000, and no head was watched")
+
+
+@pytest.mark.parametrize(
+    ("head_steps", "said"),
+    [
+        ([0], "Unclear: heads were sampled once, at step 0: rules need two samples"),
+        (
+            [0, 50, 100],
+            "Healthy: no alarm in 3 samples of the heads, the last at step 100 of 10,000",
+        ),
+        # The next sample was due at 10,050 and at 10,100.
+        ([*range(0, 10_000, 50)], "Healthy: no alarm up to step 9,950"),
+        ([*range(0, 10_000, 300)], "Healthy: no alarm up to step 9,900"),
+        ([*range(0, 10_001, 100)], "Healthy: no alarm up to step 10,000"),
+    ],
+)
+def test_steps_that_nobody_measured_are_not_counted_as_healthy(head_steps, said):
+    loss = [one for one in samples() if not one.site]
+    made = [Sample(step, SITE, 1, "max_logit", (10.0, 10.0)) for step in head_steps]
+    # Values that are missing are no measurement.
+    empty = [Sample(one.step, SITE, 1, "max_logit", (np.nan, np.nan)) for one in loss[-1:]]
+    found = judged(of=sorted([*made, *loss, *empty], key=lambda one: one.step))
+    assert found.headline == said
+    assert (found.head_samples, found.last_head_step) == (len(head_steps), head_steps[-1])
+
+
+@pytest.mark.parametrize(
+    ("rules", "state"),
+    [
+        ([], "unclear"),
+        (["LossDeparture(name='loss_departure')", "ModelLogits(name='m')"], "unclear"),
+        (["GradientError(name='gradient_error')"], "unclear"),  # reads what was not measured
+        (["HeadGrowth(name='head_growth')"], "healthy"),
+        (["LossDeparture(name='loss_departure')", "MyOwn(name='mine')"], "healthy"),
+        (None, "healthy"),
+    ],
+)
+def test_a_run_whose_heads_no_rule_could_judge_is_unclear(rules, state):
+    metadata = {} if rules is None else {"settings": {"rules": rules}}
+    found = judged(metadata=metadata)
+    assert (found.state, found.verdict) == (state, {"healthy": "stable"}.get(state, state))
+    if state == "unclear":
+        assert found.headline == "Unclear: no rule could judge the heads"
+    entropy = [
+        Sample(one.step, one.site, one.layer, "attention_entropy", one.values)
+        for one in samples()
+        if one.site
+    ]
+    has_own = rules is not None and any("MyOwn" in rule for rule in rules)
+    found = judged(metadata=metadata, of=entropy)
+    assert found.state == ("healthy" if has_own else "unclear")
+
+
+@pytest.mark.parametrize(
+    ("judged_by", "state"),
+    [
+        ({}, "unclear"),
+        ({"mine": []}, "healthy"),  # reads nothing that it names
+        ({"growth": [["w_q_spectral_norm", "max_logit"]]}, "healthy"),
+        ({"growth": [["w_q_spectral_norm"], ["max_logit"]]}, "unclear"),  # needs both
+        ({"error": [["dq_coherent_error"]]}, "unclear"),
+        ({"error": [["dq_coherent_error"]], "logits": [["max_logit"]]}, "healthy"),
+    ],
+)
+def test_a_run_says_by_what_its_heads_were_judged(judged_by, state):
+    # The rules' names are not asked then.
+    settings = {"heads_judged_by": judged_by, "rules": ["HeadGrowth(name='head_growth')"]}
+    assert judged(metadata={"settings": settings}).state == state
+
+
+def test_the_default_rules_are_told_with_a_run():
+    told = Settings().described()["heads_judged_by"]
+    assert told == {
+        "head_growth": [["w_q_spectral_norm", "max_logit"]],
+        "gradient_error": [["dq_coherent_error", "w_q_push"]],
+    }
+
+
+def test_attention_that_was_not_watched_is_said():
+    sites = {f"h.{layer}.attn": {"unwatched": None} for layer in range(3)}
+    whole = judged(metadata={"sites": sites, "unseen": []})
+    assert (whole.not_watched, whole.num_modules) == ((), 3)
+    assert whole.headline == "Healthy: no alarm up to step 10,000"
+    # One was never seen, of one no head was measured, of one the weights alone.
+    sites |= {"refused": {"unwatched": "why"}, SITE: {"unwatched": "its head size is 8"}}
+    part = judged(metadata={"sites": sites, "unseen": ["eager"]})
+    assert (part.not_watched, part.num_modules) == ((SITE, "refused", "eager"), 5)
+    limit = "; only 2 of 5 attention modules were watched"
+    assert part.headline == f"Healthy: no alarm up to step 10,000{limit}"
+    assert part.headline_running == f"Running, healthy: no alarm up to step 10,000{limit}"
+    assert part.as_json()["not_watched"] == (SITE, "refused", "eager")
+    weights = {f"h.{layer}.attn": {"unwatched": "why"} for layer in range(3)}
+    found = judged(metadata={"sites": weights, "unseen": ["eager"]})
+    assert found.limits == ["only the weights of 3 of 4 attention modules were watched"]
+    # Metadata may hold anything.
+    found = judged(metadata={"sites": [1], "unseen": 3, "settings": 2, "precision": 4})
+    assert found.state == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ("crashed", "; the run crashed"),
+        ("interrupted", "; the run was interrupted"),
+        ("not closed", "; the run was not closed: it was killed, or it still runs"),
+        ("finished", ""),
+        (None, ""),
+    ],
+)
+def test_how_a_run_ended_stands_in_the_headline(ended, said):
+    found = judged(ended=ended)
+    assert found.headline == f"Healthy: no alarm up to step 10,000{said}"
+    assert found.as_json()["ended"] == ended
+    assert found.headline_running == "Running, healthy: no alarm up to step 10,000"
+
+
+def test_one_value_a_layer_counts_layers():
+    made = [
+        Sample(step, f"h.{n}.attn", n, "max_logit", (10.0,)) for step in (0, 9) for n in range(3)
+    ]
+    assert judged(alarm(3, head=0), of=made).headline.startswith(
+        "Alarmed: 1 of 3 layers since step 3"
+    )
+
+
+# --- the cause -----------------------------------------------------------------------------------
+
+
+def shares(low, share, high):
+    names = ("rounding_share_low", "rounding_share", "rounding_share_high")
+    pairs = zip(names, (low, share, high), strict=True)
+    return [Sample(LAST, SITE, 1, name, (np.nan, np.nan, x, np.nan)) for name, x in pairs]
+
+
+@pytest.mark.parametrize(
+    ("measured", "what", "verdict"),
+    [
+        ((0.6, 1.5, 2.4), "rounding", "rounding"),
+        ((-0.1, 0.1, 0.4), "not rounding", "not-rounding"),
+        ((0.4, 0.8, 1.2), "not settled", "unclear"),
+        (None, "not measured", "unclear"),
+    ],
+)
+def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what, verdict):
+    made = [*samples(logit=falling), *(shares(*measured) if measured else [])]
+    found = judged(alarm(6750), switch(6750), of=made)
+    assert (found.cause.what, found.verdict) == (what, verdict)
+    assert found.cause.interval == (measured and (measured[0], measured[2]))
+    # What rounding did not do, a correction did not mend.
+    assert found.state == ("alarmed" if what == "not rounding" else "saved")
+    told = found.as_json()
+    assert told["cause"]["what"] == what and told["verdict"] == verdict
+
+
+def test_attention_in_fp32_is_moved_by_no_rounding():
+    found = judged(alarm(6750), switch(6750), logit=falling, metadata={"precision": ["float32"]})
+    assert (found.verdict, found.state) == ("not-rounding", "alarmed")
+    assert found.headline.endswith("rounding is not the cause")
+    mixed = {"precision": ["bfloat16", "float32"]}
+    assert judged(alarm(6750), metadata=mixed).verdict == "unclear"
+
+
+# --- one answer ----------------------------------------------------------------------------------
+
+
+def test_a_table_is_judged_as_its_samples_are():
+    made = samples(logit=falling)
+    columns = ["step", "site", "layer", "head", "indicator", "value"]
+    frame = pd.DataFrame([row for one in made for row in one.rows()], columns=columns)
+    events = [alarm(6750), switch(6750)]
+    table = pd.DataFrame([asdict(event) for event in events])
+    assert judgement_of(frame.sample(frac=1, random_state=0), table) == judged(*events, of=made)
+    assert judgement_of(pd.DataFrame(), None).headline == "Unclear: no head was watched"
+
+
+def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():
+    made = samples(logit=lambda step: 1.0 + step, every=2)
+    found = judged(alarm(0), switch(0), of=made)
+    assert found.still_growing == 1
+    evidence = Evidence()
+    evidence.add(made)
+    assert evidence.growth((1, 2), 0) == [pytest.approx(LAST + 1.0)]
+    # From the middle on, to a part in ten.
+    assert evidence.growth((1, 2), 5000) == [pytest.approx(2.0, rel=0.1)]
+
+
+def test_in_json_it_is_plain():
+    fields = judged(alarm(6750), switch(6750), logit=falling).as_json()
+    assert fields["outcome"] in STATES and fields["headline"].startswith("Saved: ")
+    assert fields["alarmed"] == ((1, 2),) and "state" not in fields
+    assert fields["advice"] == "Go on training."
