@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.simulation import Run, poisson_interval, shifted, simulated, stretched
-from benchmarks.simulation import samples as simulated
+from benchmarks.simulation import samples as simulated_samples
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.records import Alarm, Sample, event_of
@@ -217,7 +217,7 @@ def simulated_study(runs: list[Recorded], count: int) -> Iterator[Row]:
                 scatter, start, pace = generator.uniform((1, 0, 0.5), (2, 20_000, 2))
                 run = simulated(pool, depth, scatter, generator, spliced=spliced)
                 run = shifted(stretched(run, pace), start)
-                found = Detectors().update(simulated(run))
+                found = Detectors().update(simulated_samples(run))
                 alarms = [alarm for alarm in found if not alarm.role.is_advisory]
                 step, rule = (alarms[0].step, alarms[0].rule) if alarms else ("", "")
                 setting = f"{trends}, rate {rate}, {depth} layers"
