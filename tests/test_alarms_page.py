@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "alarms.md").read_text()
 
 def test_the_replay_on_the_page_is_what_comes(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = re.search(r"`guardbit (replay studies/\S+)`.*?\n```\n(.*?)```", PAGE, re.DOTALL)
+    found = re.search(r"`guardbit (replay guardbit/\S+)`.*?\n```\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     result = CliRunner().invoke(app, found[1].split(), env={"COLUMNS": "100"})
     assert result.exit_code == 0

@@ -44,7 +44,7 @@ def test_an_index_gets_no_picture_and_no_link_that_leads_nowhere():
 
 def test_the_replay_on_the_page_is_what_comes(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = re.search(r"`guardbit (replay studies/\S+)`.*?\n```\n(.*?)```", README, re.DOTALL)
+    found = re.search(r"`guardbit (replay guardbit/\S+)`.*?\n```\n(.*?)```", README, re.DOTALL)
     assert found is not None
     result = CliRunner().invoke(app, found[1].split(), env={"COLUMNS": "100"})
     assert result.exit_code == 0
