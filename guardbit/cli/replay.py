@@ -65,7 +65,6 @@ def replay(
             json.dumps(
                 {
                     "alarms": alarms,
-                    "replayed_first_alarm": result.first_alarm,
                     **judgement.as_json(),
                 }
             )

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class Journal:
         self._stages = stages
         self._writer: RunWriter | None = None
         self._described: dict[str, dict[str, Any]] = {}
-        #: What a judgement of the run reads: all its events, and its metadata.
+        #: What a judgement of the run reads: alarms and switches without their sentences, metadata.
         self.events: list[Event] = []
         self.metadata: dict[str, Any] = {"settings": settings}
         self._warned: set[tuple[str, str, str]] = set()
@@ -139,7 +140,7 @@ class Journal:
             )
         recorded = _recorded(self._dirpath, start.step)
         missing = _missing(start.remembered, recorded, start.step)
-        self.events[:0] = recorded
+        self.events[:0] = [replace(event, why="") for event in recorded]
         for event in missing:
             self._log(event)
         self._events[:0] = missing
@@ -156,7 +157,8 @@ class Journal:
             self._try_to_write([])
 
     def _log(self, event: Event) -> None:
-        self.events.append(event)
+        if event.kind in ("alarm", "switch"):
+            self.events.append(replace(event, why=""))
         if ranks.rank() == 0:
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
             verdict = f" {event.verdict}" if event.kind == "verdict" else ""

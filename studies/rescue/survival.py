@@ -3,9 +3,9 @@
     python -m studies.rescue.survival studies/rescue/results
 
 The runs are those without a correction at rates below 2e-3 whose outcome can be judged: they
-failed, or have a sound run on the same batches to be compared with. First alarms are today's rules',
-from a replay. Kaplan-Meier estimates; intervals from a bootstrap over seeds and rates, because runs of one
-seed share batches.
+failed, or have a sound run on the same batches to be compared with. First alarms are those of
+today's rules, from a replay. Kaplan-Meier estimates; intervals from a bootstrap over seeds and
+rates, because runs of one seed share batches.
 """
 
 from __future__ import annotations

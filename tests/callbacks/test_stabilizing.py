@@ -89,7 +89,7 @@ def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
         trains.fit(monitor, *callbacks)
         events = read_events(tmp_path / name)
         (verdict,) = events[events.kind == "verdict"].itertuples()
-        assert (verdict.step, verdict.verdict) == (3, "rounding")
+        assert (verdict.step, verdict.verdict) == (3, "not-rounding")
     assert events_of(tmp_path / "watched", "switch") == []
 
 

@@ -1,4 +1,4 @@
-"""Every view of a run shows one judgement: the page in pieces, the report, the notebook, the CLI."""
+"""Every view of a run shows one judgement: the page, the report, the notebook, the commands."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS, last_line
 from guardbit.catalog import LOGGED_KEYS
+from guardbit.judgement import Evidence, judge
 from guardbit.monitor.measure import run as transfer
+from guardbit.records import Event, Sample
 from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import SITES, Recorder
 from tests.toys import Fires
@@ -84,8 +86,12 @@ def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, 
     monitor = AttentionMonitor(2, dirpath=tmp_path / "a run", strict=True, rules=rules)
     with caplog.at_level(logging.INFO):
         trains.fit(monitor, max_steps=5)
-    found = "1 head alarmed, no stabilizer attached" if rules else "no head alarmed up to step 4"
-    said = f"run finished, {found}; the report: guardbit report '{tmp_path}/a run'"
+    if rules:  # the model runs in FP32
+        found = "Alarmed: 1 of 4 heads since step 0; rounding is not the cause"
+        found += ", no stabilizer attached"
+    else:
+        found = "Unclear: no rule could judge the heads"
+    said = f"run finished. {found}; the report: guardbit report '{tmp_path}/a run'"
     assert [line for line in caplog.messages if "report" in line] == [f"GuardBit: {said}"]
     assert read_end(tmp_path / "a run") == "finished"
 
@@ -93,39 +99,52 @@ def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, 
 class Lines:
     """A session as far as the last line reads it."""
 
-    sampled_step, num_alarmed_heads, stages_off, policy = 4, 0, frozenset(), None
-    coverage = (3, 3)
+    sampled_step, stages_off, policy = 4, frozenset(), None
 
-    def __init__(self, **given):
+    def __init__(self, events=(), unseen=(), **given):
+        evidence = Evidence()
+        values = (1.0, 1.0)
+        evidence.add(Sample(step, "h.0", 0, "max_logit", values) for step in (0, 4))
+        self.judgement = judge(evidence, events, {"unseen": unseen}, "finished")
         vars(self).update(given)
+
+
+ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, "no head alarmed up to step 4"),
-        ({"coverage": (0, 2)}, "no head was watched"),
-        ({"coverage": (0, 0)}, "no head was watched"),
-        ({"sampled_step": None, "coverage": (0, 0)}, "no step was sampled"),
+        ({}, "Healthy: no alarm up to step 4"),
+        ({"sampled_step": None}, "no step was sampled"),
+        ({"judgement": None}, "no step was sampled"),
         (
-            {"coverage": (1, 3)},
-            "no head alarmed up to step 4, in the 1 of 3 attention modules that are watched",
+            {"unseen": ["h.1", "h.2"]},
+            "Healthy: no alarm up to step 4; only 1 of 3 attention modules was watched",
         ),
         (
-            {"coverage": (1, 3), "num_alarmed_heads": 2, "policy": "some"},
-            "2 heads alarmed, in the 1 of 3 attention modules that are watched",
+            {"events": [ALARM], "policy": "some"},
+            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded",
         ),
-        ({"num_alarmed_heads": 2}, "2 heads alarmed, no stabilizer attached"),
+        (
+            {"events": [ALARM]},
+            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded, no"
+            " stabilizer attached",
+        ),
+        (
+            {"stages_off": {"metrics"}},
+            "Healthy: no alarm up to step 4 (off after an error: metrics)",
+        ),
     ],
 )
-def test_the_last_line_says_what_was_watched(tmp_path, given, found):
+def test_the_last_line_is_the_headline(tmp_path, given, found):
     report = f"; the report: guardbit report {tmp_path}"
     assert (
         last_line("finished", Lines(**given), tmp_path)
-        == f"GuardBit: run finished, {found}{report}"
+        == f"GuardBit: run finished. {found}{report}"
     )
     elsewhere = last_line("crashed", Lines(**given), tmp_path / "never written")
-    assert elsewhere == f"GuardBit: run crashed, {found}"
+    assert elsewhere == f"GuardBit: run crashed. {found}"
 
 
 @pytest.mark.parametrize("callback", [AttentionMonitor, AutoStabilizer])
@@ -149,7 +168,7 @@ def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
     kinds = set(read_events(tmp_path)["kind"])
     assert {"alarm", "switch", "verdict"} <= kinds
     assert caplog.text.count("a sentence of its own") == 1
-    assert sum("verdict rounding" in line for line in caplog.messages) == 1
+    assert sum("verdict not-rounding" in line for line in caplog.messages) == 1
 
 
 def test_signatures_are_plain_enough_for_a_command_line():

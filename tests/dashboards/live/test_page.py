@@ -141,7 +141,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             writer.record(range(0, 300, 10))
             wait(page, "view.state.last_step === 290")
             wait(page, "document.body.dataset.version == view.version")
-            assert text(page, "h1") == "Running: no alarm so far"
+            assert text(page, "h1") == "Running, healthy: no alarm up to step 290"
             assert page.get_attribute("#map", "data-cells") == "12"
             assert page.locator("#run-charts .uplot").count() == 3
             healthy = pixel(page, 1, 2, 3, 4)

@@ -98,15 +98,18 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
             if step in (1, 4, 99):
                 writer.flush()
                 watcher.look()
-        said = "Healthy: no alarm in 5 samples of the heads, the last at step 6 of 99"
-        assert watcher.state(-1, None)["headline"] == said
+        said = "ealthy: no alarm in 5 samples of the heads, the last at step 6 of 99"
+        ended = "; the run was not closed: it was killed, or it still runs"
+        assert watcher.state(-1, None)["headline"] == f"H{said}{ended}"
+        assert watcher.state(-1, None)["headline_running"] == f"Running, h{said}"
         # Metadata come with samples, in a session that has begun before.
         writer.update_metadata({"unseen": ["h.1.attn"], "settings": {"rules": []}})
         writer.add([Sample(100, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
         writer.flush()
         watcher.look()
     assert watcher.state(-1, None)["headline"] == (
-        "Unclear: no rule could judge the heads; only 1 of 2 attention modules was watched"
+        "Unclear: no rule could judge the heads; the run was not closed: it was killed, or it still"
+        " runs; only 1 of 2 attention modules was watched"
     )
 
 

@@ -75,7 +75,10 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
     assert one["lines"]["w_q_spectral_norm"] == pytest.approx(np.sqrt(largest), rel=5e-4)
     assert one["seconds"] is None
     (row,) = [row for row in runs.rows()["runs"] if row["name"] == "on"]
-    assert (row["headline"], row["outcome"]) == ("Running: no alarm so far", "healthy")
+    assert (row["headline"], row["outcome"]) == (
+        "Running, healthy: no alarm up to step 40",
+        "healthy",
+    )
     with pytest.raises(ValueError, match="4 runs at most are drawn at once, got 5"):
         runs.overlay([0, 1, 2, 3, 4])
     with pytest.raises(LookupError, match="no run 9"):

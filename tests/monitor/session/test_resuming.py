@@ -74,7 +74,7 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
         [3, "verdict", "", (), ""],
     ]
     assert told["rule"].tolist() == ["always", "", ""]
-    assert told["verdict"].tolist() == ["", "", "rounding"]
+    assert told["verdict"].tolist() == ["", "", "unclear"]
     assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
 
 
@@ -142,11 +142,11 @@ def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
     state = own.session.state_dict()
     own.session.close()
     Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
-    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding"]
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear"]
     resumed = Loop(dirpath=tmp_path, **settings)
     resumed.session.load_state_dict(state)
     resumed.run([3, 4])
-    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding", "stable"]
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear", "stable"]
 
 
 def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
