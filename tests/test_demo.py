@@ -46,9 +46,7 @@ def test_the_recorded_demo_says_why_other_commands_have_other_dates():
     replay = json.loads(asked("replay", RECORDED / "lost", "--json"))
     first, _, lead = WHICH_IS_WHICH.partition("first alarm at step ")[2].partition(", lead ")
     assert first == f"{replay['first_alarm']:,}"
-    assert f"{lead.rstrip('.')} steps after the first alarm" in asked(
-        "replay", RECORDED / "lost"
-    )
+    assert f"{lead.rstrip('.')} steps after the first alarm" in asked("replay", RECORDED / "lost")
 
 
 def test_the_saved_run_is_a_copy_that_was_switched_at_its_own_alarm(monkeypatch):
