@@ -130,6 +130,17 @@ class HeadInputs:
         changed |= {name: getattr(self, name)[place] for name in ("rows", "first", "end")}
         return replace(self, **changed)
 
+    def of_keys(self, seen: slice) -> HeadInputs:
+        """Returns the head with some of its keys; its rows see no others."""
+        return replace(
+            self,
+            k=self.k[:, seen],
+            v=self.v[:, seen],
+            first=self.first - seen.start,
+            end=self.end - seen.start,
+            mask=None if self.mask is None else self.mask[..., seen],
+        )
+
     def thinned(self) -> HeadInputs:
         """Returns so many of the rows, evenly spread, that the time to diagnose stays bounded."""
         sequences, rows = self.q.shape[:2]

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.doctor.engines import (
     Candidates,
-    Flex,
     chosen,
+    flex,
     library_candidates,
     sdpa_candidates,
     why_not_flex,
@@ -90,7 +90,7 @@ class Examiner:
     def __init__(self, device: str, seconds: float, all_units: bool = False) -> None:
         self.device, self._units = device, None if all_units else _UNITS
         self.result = Preflight()
-        self._flex = Flex(is_compiled=True)
+        self._flex = flex(is_compiled=True)
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
     def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype_name: str) -> Preflight:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.engines import Flex, OwnKernels, library_candidates, run, sdpa_engine
+from guardbit.doctor.engines import flex, library_candidates, own_kernels, run, sdpa_engine
 from guardbit.doctor.exact import exactly, units_of
 from guardbit.doctor.examine import Examination
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
@@ -114,7 +114,7 @@ def test_nan_is_found_in_cudnn_where_pytorchs_own_function_returns_it(mask, leng
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_nothing_is_found_in_our_own_kernels(mask):
     spec = dense_spec(SHAPE, mask, torch.bfloat16, "cuda")
-    assert broken(examine(OwnKernels(), spec, mask)) == []
+    assert broken(examine(own_kernels(), spec, mask)) == []
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents", "window:64"])
@@ -130,7 +130,7 @@ def test_nothing_is_found_in_packed_attention(mask):
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_nothing_is_found_in_compiled_flex_attention(softcap):
-    engine = Flex(is_compiled=True)
+    engine = flex(is_compiled=True)
     for mask in ("causal", "padding", "documents"):
         spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cuda"), softcap=softcap)
         assert broken(examine(engine, spec, mask)) == []

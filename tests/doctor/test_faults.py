@@ -12,7 +12,7 @@ import torch.nn.attention.flex_attention as flex_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guardbit.doctor.engines import Flex
+from guardbit.doctor.engines import flex
 from guardbit.doctor.exact import exactly, units_of
 from guardbit.doctor.examine import Examination
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
@@ -217,7 +217,7 @@ def flex_trains_here(monkeypatch):
 @pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window:17"])
 def test_nothing_is_found_in_flex_attention(mask, softcap):
     spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cpu"), softcap=softcap)
-    found = Examination(Flex(False), str(SHAPE), mask, "bf16", "Do something.")
+    found = Examination(flex(False), str(SHAPE), mask, "bf16", "Do something.")
     for kind in ("as drawn", "keys counted", "rows counted", "low logsumexp", "peaked"):
         call = make(kind, SHAPE, spec, torch.bfloat16, "cpu")
         found.look(kind, call, [exactly(call, unit) for unit in units_of(call, None)], "all")
@@ -226,14 +226,12 @@ def test_nothing_is_found_in_flex_attention(mask, softcap):
 
 @pytest.mark.usefixtures("flex_trains_here")
 def test_a_soft_cap_that_is_left_out_is_found():
-    class Uncapped(Flex):
-        def forward(self, inputs, training):
-            return super().forward(
-                inputs._replace(spec=replace(inputs.spec, softcap=0.0)), training
-            )
+    def uncapped(inputs):
+        return inputs._replace(spec=replace(inputs.spec, softcap=0.0))
 
     spec = replace(dense_spec(SHAPE, "causal", torch.bfloat16, "cpu"), softcap=2.0)
-    found = Examination(Uncapped(False), str(SHAPE), "causal", "bf16", "Do something.")
+    engine = Wrapped("uncapped", flex(False), call=uncapped)
+    found = Examination(engine, str(SHAPE), "causal", "bf16", "Do something.")
     call = make("peaked", SHAPE, spec, torch.bfloat16, "cpu")
     found.look("peaked", call, [exactly(call, unit) for unit in units_of(call, None)], "all")
     (finding,) = found.findings()
