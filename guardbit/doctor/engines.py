@@ -93,14 +93,10 @@ def flex(is_compiled: bool) -> Engine:
         def looked_up(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
             return seen[b, 0, row, key]
 
-        def capped(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return spec.softcap * torch.tanh(score / spec.softcap)
-
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is slow where it is not compiled
             out = function(
                 q, k, v,
-                score_mod=capped if spec.softcap else None,
                 block_mask=create_block_mask(looked_up, batch, None, rows, keys, device=q.device),
                 scale=spec.scale,
                 enable_gqa=q.size(1) != k.size(1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -120,18 +120,16 @@ class Examiner:
             candidates = library_candidates(self._make("as drawn", long, spec, dtype_name))
             self._examine(candidates, long, spec, str(shape), mask, dtype_name)
 
-    def flex(self, shape: Shape, mask: str, dtype_name: str, softcap: float = 0.0) -> None:
+    def flex(self, shape: Shape, mask: str, dtype_name: str) -> None:
         """Examines FlexAttention, which is compiled for it on a GPU."""
-        said = f"{mask} softcap:{softcap:g}" if softcap else mask
-        if self._is_late(f"{shape} {said} {dtype_name}, flex_attention"):
-            self.result.left_out[f"{self._flex.name} {shape} {said} {dtype_name}"] = tuple(KINDS)
+        if self._is_late(f"{shape} {mask} {dtype_name}, flex_attention"):
+            self.result.left_out[f"{self._flex.name} {shape} {mask} {dtype_name}"] = tuple(KINDS)
             return
         spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        spec = replace(spec, softcap=softcap)
         if (why := why_not_flex(self._make("as drawn", shape, spec, dtype_name))) is not None:
-            self.refuse(f"flex_attention is not examined: {why}", f"{shape} {said}")
+            self.refuse(f"flex_attention is not examined: {why}", f"{shape} {mask}")
             return
-        self._examine(([self._flex], {}), shape, spec, str(shape), said, dtype_name)
+        self._examine(([self._flex], {}), shape, spec, str(shape), mask, dtype_name)
 
     def asked(
         self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, mask: str, kernel: str

@@ -128,11 +128,10 @@ def test_nothing_is_found_in_packed_attention(mask):
         assert broken(examine(engine, spec, mask, shape)) == []
 
 
-@pytest.mark.parametrize("softcap", [0.0, 20.0])
-def test_nothing_is_found_in_compiled_flex_attention(softcap):
+def test_nothing_is_found_in_compiled_flex_attention():
     engine = flex(is_compiled=True)
     for mask in ("causal", "padding", "documents"):
-        spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cuda"), softcap=softcap)
+        spec = dense_spec(SHAPE, mask, torch.bfloat16, "cuda")
         assert broken(examine(engine, spec, mask)) == []
 
 
