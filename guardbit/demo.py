@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.callbacks.stabilizing import AutoStabilizer
@@ -98,23 +98,14 @@ class SmallGPT(pl.LightningModule):
         }
 
 
-class StandardLibrary(Dataset[Tensor]):
-    """Windows of CONTEXT + 1 bytes of the Python standard library's own sources."""
-
-    def __init__(self, num_windows: int, seed: int) -> None:
-        paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        text = b"".join(path.read_bytes() for path in paths)
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        generator = torch.Generator().manual_seed(seed)
-        last = len(self.text) - CONTEXT - 1
-        self.starts = torch.randint(last, (num_windows,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = int(self.starts[index])
-        return self.text[start : start + CONTEXT + 1].long()
+def windows(number: int, seed: int) -> list[Tensor]:
+    """Cuts windows of CONTEXT + 1 bytes out of the Python standard library's own sources."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in paths)
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(tokens) - CONTEXT - 1, (number,), generator=generator)
+    return [tokens[start : start + CONTEXT + 1] for start in starts.tolist()]
 
 
 def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
@@ -174,8 +165,8 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    windows = StandardLibrary(NUM_STEPS * BATCH_SIZE, seed=1)
-    trainer.fit(SmallGPT(), DataLoader(windows, batch_size=BATCH_SIZE))
+    data = DataLoader(windows(NUM_STEPS * BATCH_SIZE, seed=1), batch_size=BATCH_SIZE)
+    trainer.fit(SmallGPT(), data)
     run = replace(load(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
     report = write_reports([run], run_dir / "report.html")
     console.print(f"\n[bold]{headline(run.outcome)}[/bold]")
