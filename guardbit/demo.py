@@ -14,6 +14,7 @@ import sysconfig
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.callbacks.stabilizing import AutoStabilizer
@@ -165,8 +166,8 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    data = DataLoader(windows(NUM_STEPS * BATCH_SIZE, seed=1), batch_size=BATCH_SIZE)
-    trainer.fit(SmallGPT(), data)
+    data = cast(Dataset[Tensor], windows(NUM_STEPS * BATCH_SIZE, seed=1))
+    trainer.fit(SmallGPT(), DataLoader(data, batch_size=BATCH_SIZE))
     run = replace(load(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
     report = write_reports([run], run_dir / "report.html")
     console.print(f"\n[bold]{headline(run.outcome)}[/bold]")
