@@ -1,6 +1,7 @@
 """What `guardbit demo` tells of a run; the run itself is tried by hand."""
 
 import json
+import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -40,7 +41,8 @@ def test_the_saved_run_is_a_copy_that_was_switched_at_its_own_alarm(monkeypatch)
     losses = [frame[frame.indicator == "loss"].set_index("step").value for frame in frames]
     apart = (losses[0] - losses[1]).dropna().abs()
     assert apart.loc[:4000].max() == 0 < apart.loc[4000:6750].max() < 0.05 < apart.loc[6750:].max()
-    monkeypatch.setattr("guardbit.replayed.show_recorded", lambda folder: None)  # it has its test
+    # It has its test.
+    monkeypatch.setattr(sys.modules["guardbit.cli.demo"], "_show_recorded", lambda folder: None)
     said = " ".join(CliRunner().invoke(app, ["demo", "--recorded"]).stdout.split())
     assert "a copy of lost from step 4,000 on" in said
     assert "its own first alarm, at step 6,750 in head 2.11" in said

@@ -164,7 +164,6 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
         "remedy centered_keys": lambda chunk: _run(FLASH, Chunk(replace(chunk.head, k=centered))),
         "remedy compensated": _compensated,
         "remedy row_max": _row_max,
-        "remedy FP32": _float32,
     }
 
     def compute(chunk: Chunk) -> dict[str, Tensor]:
@@ -201,16 +200,6 @@ def _row_max(chunk: Chunk) -> Tensor:
     sums = FLASH.rounded("P", numerators * factor, dtype) @ chunk.wide("v")
     out = FLASH.rounded("O", sums / (total * factor), dtype)
     return _backward(chunk, chunk.probabilities, out)
-
-
-def _float32(chunk: Chunk) -> Tensor:
-    """FP32 where FlashAttention-2 rounds, as is what FP32 makes of S, P, dP and delta."""
-    p = chunk.scores.float().softmax(-1).nan_to_num(0.0)
-    if chunk.head.sink is not None:
-        p = chunk.probabilities.float()
-    dp = chunk.head.d_out.float() @ chunk.head.v.float().mT
-    d_scores = p * (dp - (p * dp).sum(-1, keepdim=True))
-    return chunk.query_gradient(FLASH.without("dQ"), d_scores.double())
 
 
 def _backward(chunk: Chunk, p: Tensor, out: Tensor) -> Tensor:

@@ -16,8 +16,6 @@ _GRADIENTS = ("out", "dq", "dk", "dv")
 # A key is a sink where the rows that see it give it this much of their attention in the mean: the
 # first token of trained models has a half to nearly all.
 _SINK = 0.3
-#: Remedies that a head can be switched to.
-_SWITCHES = ("exact_delta", "centered_keys", "compensated", "row_max")
 
 
 def describe_machine(machine: Machine) -> Iterator[str]:
@@ -184,7 +182,7 @@ def _whence(found: Diagnosis) -> str:
     named = f"key {roots.key}"
     if roots.attention > _SINK:
         named += f" (a sink: the rows give it {roots.attention:.0%} of their attention)"
-    left = min(_SWITCHES, key=lambda name: found.remedies[name].summed)
+    _, left = min((each.summed, name) for name, each in found.remedies.items() if name != "none")
     where = (
         f"Of the sum {_percent(roots.top_share)} is in one row of a hundred, most by {named};"
         f" keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"

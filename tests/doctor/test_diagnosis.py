@@ -50,7 +50,7 @@ def test_the_rounding_of_delta_is_the_cause_with_its_sign(share, sign):
 
 def test_remedies_leave_what_they_should():
     left = diagnosed(peaked(1)).remedies
-    for name in ("exact_delta", "compensated", "centered_keys", "FP32"):
+    for name in ("exact_delta", "compensated", "centered_keys"):
         assert left[name].summed < 0.1 * left["none"].summed, name
 
 
@@ -165,7 +165,7 @@ def test_json_and_tables_hold_what_was_found():
     assert (told["site"], told["head"], told["steps"]) == ("attn", 3, [7])
     assert told["cause"] == "rounding" and told["operation"] == "delta"
     assert set(told["remedies"]) == {
-        "none", "exact_delta", "centered_keys", "compensated", "row_max", "FP32",
+        "none", "exact_delta", "centered_keys", "compensated", "row_max",
     }  # fmt: skip
     text = "\n".join(tables(found))
     assert "exact delta" in text and "remedy row_max" in text
