@@ -238,15 +238,7 @@ def gaps(
     delta_is_exact: bool = False,
     tiles: tuple[int, int] = (1, 1),
 ) -> Iterator[Gap]:
-    """Compares units of what an engine returned, tensor by tensor.
-
-    Args:
-        call: The call.
-        results: By `TENSORS`; those that are not in it are not compared.
-        exacts: The units.
-        delta_is_exact: Whether the engine was given an exact delta.
-        tiles: After how many tiles of queries, and of keys, it rounds its sums.
-    """
+    """Compares units of what an engine returned; after `tiles` of queries, keys it rounds sums."""
     u = torch.finfo(call.q.dtype).eps / 2
     # A partial sum is no larger than the sum of the sizes of all terms.
     rounded = {"dq": (tiles[1] - 1) * u, "dk": (tiles[0] - 1) * u, "dv": (tiles[0] - 1) * u}

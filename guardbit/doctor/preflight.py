@@ -134,15 +134,7 @@ class Examiner:
     def asked(
         self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, mask: str, kernel: str
     ) -> None:
-        """Examines the engines for a call that a model makes, with its own mask.
-
-        Args:
-            shape: Its sizes.
-            spec: What it asks for.
-            dtype: Of its tensors.
-            mask: What its mask is, in words.
-            kernel: Name of the engine that ran it, "" where it is not known.
-        """
+        """Examines the engines for a call that a model makes, with its own mask, told in words."""
         dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):

@@ -57,11 +57,9 @@ class Fault:
 
 
 def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
-    """Finds the arithmetic of a head's kernel; FlashAttention-2's if it returned nothing known.
+    """Finds the arithmetic that explains best what a kernel returned, and its faults.
 
-    Returns:
-        The arithmetic that explains best what the kernel returned, and where it is worse than
-        FlashAttention-2's, forward first.
+    It is FlashAttention-2's if nothing is known of what the kernel returned.
     """
     some = head.take(spread(len(head.rows), _ROWS))
     forward = backward = FLASH

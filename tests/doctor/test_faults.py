@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 
@@ -14,15 +13,16 @@ from hypothesis import strategies as st
 
 from guardbit.doctor.engines import flex
 from guardbit.doctor.exact import exactly, units_of
-from guardbit.doctor.examine import Examination
-from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
+from guardbit.doctor.inputs import Shape, dense_spec, make
 from guardbit.kernels.engines import Whole, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
 from tests.doctor.faulty_engines import (
+    SHAPE,
     Racing,
     Wrapped,
     Written,
     empty_rows_see_all,
+    examine,
     nan_in_head,
     nearest,
     one_key_less,
@@ -33,25 +33,6 @@ from tests.doctor.faulty_engines import (
     unmasked,
 )
 from tests.oracle import dense
-
-SHAPE = Shape(2, 4, 2, 128, 32)
-
-
-@functools.lru_cache(maxsize=64)
-def inputs_and_exact(kind, shape, mask, dtype):
-    """A call and what it is in FP64, which takes longer than to examine an engine with them."""
-    call = make(kind, shape, dense_spec(shape, mask, dtype, "cpu"), dtype, "cpu")
-    return call, [exactly(call, unit) for unit in units_of(call, None)]
-
-
-def examine(engine, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
-    """The examination of an engine on all kinds of inputs."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    found = Examination(engine, str(shape), mask, name, "Do something.")
-    for kind in kinds:
-        found.look(kind, *inputs_and_exact(kind, shape, mask, dtype), "all")
-    return found
-
 
 # What is made wrong: the engine, what it must be called, and words of the sentence.
 FAULTS = {
