@@ -216,7 +216,7 @@ class Roots(NamedTuple):
     delta_error: Tensor  # FP64 `(S, R)`, by how much delta is too large
     top_share: float  # the part of the sizes of all pushes that one row in a hundred has
     tied: float  # the part of the rows with more than one maximum
-    key_push: Tensor  # FP64 `(S, M)`, likewise
+    key_push: Tensor  # FP64 `(S, M)`, signed; these add up to the whole too
     key: int  # position of the key with the largest part
     attention: float  # what the rows that see this key give it of their attention, in the mean
     common: float  # what the keys have in common, see `key_common_mode`
@@ -290,7 +290,6 @@ class RowError(NamedTuple):
 
 
 def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int) -> RowError:
-    """Takes one row of a head apart."""
     chunk = Chunk(head.take(slice(row, row + 1)))
     out = chunk.forward(arithmetic) if chunk.own_out is None else chunk.own_out
     error = (out - chunk.exact.out)[sequence, 0]

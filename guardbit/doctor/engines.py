@@ -46,7 +46,6 @@ class Differentiated(Engine):
         self._last: tuple[Inputs, Inputs, Tensor] | None = None
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        """See `Engine.forward`."""
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         leaves = inputs._replace(q=q, k=k, v=v)
         with torch.enable_grad():
@@ -55,7 +54,6 @@ class Differentiated(Engine):
         return out.detach(), None if lse is None else lse.detach()
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See `Engine.backward`."""
         if self._last is None or self._last[0].q is not inputs.q:
             self.forward(inputs, training=True)
         assert self._last is not None
@@ -107,7 +105,6 @@ def flex(is_compiled: bool) -> Engine:
 
 
 def why_not_flex(call: Call) -> str | None:
-    """Returns why FlexAttention is not examined at a call, or None."""
     if not call.q.is_cuda:
         return "PyTorch has no backward of it for CPUs"
     if call.spec.mask is not None and call.spec.mask.dtype != torch.bool:
@@ -142,7 +139,6 @@ def sdpa_engine(backend: SDPBackend, call: Call) -> Engine:
 
 
 def chosen(call: Call) -> Engine:
-    """Returns the engine that PyTorch chooses for a call."""
     return choose(call.q, call.k, call.v, call.spec, training=True)
 
 
@@ -168,7 +164,6 @@ def library_candidates(call: Call) -> Candidates:
 
 
 def why_not(name: str, call: Call) -> str | None:
-    """Returns why a library cannot be examined here, or None."""
     if not call.q.is_cuda:
         return "it runs on GPUs only"
     module = LIBRARIES[name].home

@@ -221,7 +221,6 @@ class Gap(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest ratio."""
         return self.ratio.max().item()
 
     @property

@@ -63,7 +63,6 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        """What an engine gets."""
         return Inputs(self.q, self.k, self.v, self.spec)
 
     @property
@@ -182,7 +181,6 @@ class _Drawing:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, heads: int) -> Tensor:
-        """Standard normal."""
         return self._drawn(torch.randn, heads, self.shape.head_dim)
 
     def uniform(self, heads: int) -> Tensor:
@@ -290,7 +288,6 @@ KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
 
 
 def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
-    """Makes the inputs of a kind."""
     draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
     q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
     return Call(q, k, v, d_out, spec)

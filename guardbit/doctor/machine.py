@@ -84,7 +84,6 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Looks at the machine."""
     has_gpu = torch.cuda.is_available()
     versions, capability = installed(), None
     if has_gpu:

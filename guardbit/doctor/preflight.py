@@ -71,7 +71,6 @@ class Preflight:
 
     @property
     def is_broken(self) -> bool:
-        """Whether something that was examined is wrong."""
         return any(finding.is_broken for finding in self.findings)
 
     @property
@@ -80,7 +79,6 @@ class Preflight:
         return not self.left_out
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
         return {**asdict(self), "is_broken": self.is_broken, "is_complete": self.is_complete}
 
 
@@ -94,7 +92,6 @@ class Examiner:
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
     def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype_name: str) -> Preflight:
-        """Examines all engines at all shapes and masks."""
         for shape in shapes:
             for mask in masks:
                 self.shape(shape, mask, dtype_name)
@@ -150,7 +147,6 @@ class Examiner:
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
 
     def refuse(self, why: str, place: str) -> None:
-        """Notes why something is not examined."""
         places = self.result.refused.setdefault(why, [])
         if place not in places:
             places.append(place)

@@ -19,7 +19,6 @@ _SINK = 0.3
 
 
 def describe_machine(machine: Machine) -> Iterator[str]:
-    """Yields lines about the machine and the known faults of its versions."""
     gpu = "no GPU"
     if machine.gpu is not None:
         gpu = f"{machine.gpu}, compute capability {machine.capability}, CUDA {machine.cuda}"
@@ -52,7 +51,6 @@ def table(preflight: Preflight) -> Iterator[str]:
 
 
 def _aligned(*lines: Sequence[str]) -> Iterator[str]:
-    """Yields lines of cells in columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -60,7 +58,6 @@ def _aligned(*lines: Sequence[str]) -> Iterator[str]:
 
 
 def by_engine(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
-    """Gathers rows by engine, shape, mask and dtype."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.place, []).append(row)
@@ -102,7 +99,6 @@ def _some(places: Sequence[str]) -> str:
 
 
 def conclusion(preflight: Preflight) -> str:
-    """Says in a sentence what came of it."""
     if not preflight.examined:
         return "Nothing was examined."
     broken = {finding.engine for finding in preflight.findings if finding.is_broken}
@@ -227,7 +223,6 @@ def parts_left(found: Diagnosis) -> dict[str, float]:
 
 
 def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
-    """Names the head and what was looked at."""
     first, last = kept[0], kept[-1]
     when = f"step {first.step:,}" if len(kept) == 1 else f"steps {first.step:,} to {last.step:,}"
     kernel = f" of {last.kernel}" if last.kernel else ""
@@ -250,13 +245,11 @@ def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
 
 
 def file_name(one: KeptHead) -> str:
-    """Returns the name of the head's figure."""
     site = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in one.site)
     return f"{site}-head{one.head}.png"
 
 
 def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:
-    """All numbers of a diagnosed head, for `json.dumps`."""
     last = kept[-1]
     return {
         "site": last.site,
