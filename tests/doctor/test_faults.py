@@ -100,26 +100,23 @@ def test_rows_that_are_wrong_by_their_mask_are_no_race():
     assert re.search("query 0 of head 0 sees key 0, which is hidden", broken[0].why)
 
 
-def test_a_wrong_mask_is_named_beside_a_nan():
+@pytest.mark.parametrize(
+    ("hide", "mask", "words"),
+    [
+        (empty_rows_see_all, "padding", "query 0 of head 0 sees key 0, which is hidden"),
+        (one_key_more, "causal", "query 40 of head 1 sees key .* which is hidden"),
+        (one_key_more, "padding", "query 40 of head 1 sees key .* which is hidden"),
+    ],
+)
+def test_a_wrong_mask_is_named_beside_a_nan_of_head_3(hide, mask, words):
     class Both(Written):
         def backward(self, *given):
             return nan_in_head(super().backward(*given))
 
-    engine = Both("both", hide=empty_rows_see_all, hide_backward=empty_rows_see_all)
-    broken = [finding for finding in examine(engine, "padding").findings() if finding.is_broken]
+    findings = examine(Both("both", hide=hide, hide_backward=hide), mask).findings()
+    broken = [finding for finding in findings if finding.is_broken]
     assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
-
-
-@pytest.mark.parametrize("mask", ["causal", "padding"])
-def test_a_wrong_mask_is_named_beside_a_nan_of_another_head(mask):
-    class Both(Written):
-        def backward(self, *given):
-            return nan_in_head(super().backward(*given))  # of head 3
-
-    engine = Both("both", hide=one_key_more, hide_backward=one_key_more)  # in head 1
-    broken = [finding for finding in examine(engine, mask).findings() if finding.is_broken]
-    assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
-    assert re.search("query 40 of head 1 sees key .* which is hidden", broken[1].why)
+    assert re.search(words, broken[1].why)
 
 
 def test_an_ignored_carrier_is_found_and_is_no_break():
