@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,8 +89,11 @@ class Examiner:
     def __init__(self, device: str, seconds: float, all_units: bool = False) -> None:
         self.device, self._units = device, None if all_units else _UNITS
         self.result = Preflight()
-        self._flex = flex(is_compiled=True)
         self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    @cached_property
+    def _flex(self) -> Engine:
+        return flex(is_compiled=True)
 
     def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype_name: str) -> Preflight:
         for shape in shapes:
@@ -120,7 +124,7 @@ class Examiner:
     def flex(self, shape: Shape, mask: str, dtype_name: str) -> None:
         """Examines FlexAttention, which is compiled for it on a GPU."""
         if self._is_late(f"{shape} {mask} {dtype_name}, flex_attention"):
-            self.result.left_out[f"{self._flex.name} {shape} {mask} {dtype_name}"] = tuple(KINDS)
+            self.result.left_out[f"flex_attention {shape} {mask} {dtype_name}"] = tuple(KINDS)
             return
         spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
         if (why := why_not_flex(self._make("as drawn", shape, spec, dtype_name))) is not None:
