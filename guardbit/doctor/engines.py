@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.doctor.exact import Exact
 from guardbit.doctor.inputs import Call
-from guardbit.kernels.attention import flash_attention
+from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, flash_attention
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
 from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier
@@ -124,7 +124,10 @@ def sdpa_candidates(call: Call, own: bool) -> Candidates:
         except ValueError as error:
             refused[backend.name] = str(error)
     if own and call.spec.mask is None and not call.spec.extras:
-        engines.append(own_kernels())
+        if MIN_HEAD_DIM <= call.q.size(-1) <= MAX_HEAD_DIM:
+            engines.append(own_kernels())
+        else:
+            refused["guardbit"] = f"its head sizes are {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     return engines, refused
 
 

@@ -51,6 +51,12 @@ def test_the_table_ends_with_a_conclusion():
     assert result.stdout.splitlines()[-1].startswith("Sound: all of the 3 examined")
 
 
+def test_our_own_kernels_are_not_broken_at_head_sizes_that_they_do_not_have():
+    result = invoke("--shape", "1,2,1,24,8", "--mask", "causal")
+    assert result.exit_code == 0
+    assert "guardbit does not serve calls: its head sizes are 16 to 256" in result.stdout
+
+
 def test_something_broken_is_exit_code_1_and_a_sentence_with_what_to_do(monkeypatch):
     sound = CPUFlash.backward
 
