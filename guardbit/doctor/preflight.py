@@ -108,11 +108,8 @@ class Examiner:
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):
             return
-        dense = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        first = self._make("as drawn", shape, dense, dtype_name)
-        self.result.chosen[place] = chosen(first).name
-        candidates = sdpa_candidates(first, own=self._units is None)
-        self._examine(candidates, shape, dense, str(shape), mask, dtype_name)
+        dtype = DTYPES[dtype_name]
+        self.asked(shape, dense_spec(shape, mask, dtype, self.device), dtype, mask, "")
         packed = packed_spec(shape, mask, self.device)
         if self._units is None:
             self.flex(shape, mask, dtype_name)
@@ -145,7 +142,7 @@ class Examiner:
             candidates = library_candidates(first)
         else:
             self.result.chosen[place] = chosen(first).name
-            candidates = sdpa_candidates(first, own=False)
+            candidates = sdpa_candidates(first, own=self._units is None)
         # Where time is short, what the model runs comes first.
         candidates[0].sort(key=lambda engine: engine.name != kernel)
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
