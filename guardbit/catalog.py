@@ -22,33 +22,24 @@ SHARE_OF_ROWS = "share of rows"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indicator:
-    """One number of every head, or of the whole run, at each sampled step.
+    """One number of every head, or of the whole run, at each sampled step."""
 
-    Attributes:
-        name: Its name in the telemetry and in `indicators=`.
-        probe: What measures it.
-        label: What reports call it.
-        meaning: What the number is, in a few words.
-        unit: Unit of the values; "" for a plain number or the unit of the model's own numbers.
-        is_signed: Whether values below 0 count, so that it has no place on a log scale.
-        floor: What is added to its values before a head is compared with its baseline; None
-            where its size does not show that a head diverges.
-        logged_key: The key under which its largest value in size, over all heads, reaches loggers;
-            None where it does not. Stable, as dashboards are built on it.
-        sum_of: The indicator whose running sum over the sampled steps it is; None: it is measured.
-        is_occasional: Whether it is recorded only where it was asked for, or something is wrong.
-    """
-
-    name: str
-    probe: Probe
-    label: str
-    meaning: str
-    unit: str = ""
-    is_signed: bool = False
+    name: str  # in the telemetry and in `indicators=`
+    probe: Probe  # what measures it
+    label: str  # what reports call it
+    meaning: str  # what the number is, in a few words
+    unit: str = ""  # "" for a plain number or the unit of the model's own numbers
+    is_signed: bool = False  # whether values below 0 count, so that it has no place on a log scale
+    # What is added to its values before a head is compared with its baseline; None where its size
+    # does not show that a head diverges.
     floor: float | None = None
+    # The key under which its largest value in size, over all heads, reaches loggers; None where it
+    # does not. Stable, as dashboards are built on it.
     logged_key: str | None = None
-    sum_of: str | None = None
-    is_occasional: bool = False
+    sum_of: str | None = (
+        None  # whose running sum over the sampled steps it is; None: it is measured
+    )
+    is_occasional: bool = False  # recorded only where it was asked for, or something is wrong
 
     @property
     def is_of_run(self) -> bool:

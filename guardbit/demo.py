@@ -13,32 +13,27 @@ import logging
 import sysconfig
 import warnings
 from dataclasses import replace
-from math import isnan
 from pathlib import Path
 from typing import cast
 
 import lightning.pytorch as pl
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.callbacks.stabilizing import AutoStabilizer
-from guardbit.dashboards.loading import LoadedRun, load
-from guardbit.dashboards.marks import events_of
+from guardbit.dashboards.loading import load
 from guardbit.dashboards.report import write_reports
-from guardbit.records import Event
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
 WIDTH = NUM_HEADS * HEAD_DIM
 BAD_LAYER, BAD_HEAD = 1, 2
-BAD_SITE = f"h.{BAD_LAYER}.attn"
+BAD_SITE = f"h.layers.{BAD_LAYER}.self_attn"
 SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
 NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 300, 150, 10
 
@@ -53,52 +48,9 @@ INTRODUCTION = (
 )
 HEALTHY_INTRODUCTION = f"{_MODEL}No head is touched, so no alarm should be raised.\n"
 
-#: Indicators that the last table shows.
-TABULATED = (
-    "w_q_spectral_norm",
-    "max_logit",
-    "multiple_maxima",
-    "delta_bias_abs",
-)
-
-
-class CausalSelfAttention(nn.Module):
-    """nanoGPT's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `(B, N, WIDTH)` to the same shape."""
-        b, n, _ = x.shape
-        heads = self.c_attn(x).view(b, n, 3, NUM_HEADS, HEAD_DIM)  # (B, N, 3, H, D)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, N, D)
-        return self.c_proj(y.transpose(1, 2).reshape(b, n, WIDTH))
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(WIDTH)
-        self.attn = CausalSelfAttention()
-        self.ln_2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `(B, N, WIDTH)` to the same shape."""
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
 
 class SmallGPT(pl.LightningModule):
-    """A byte-level GPT in nanoGPT's shape."""
+    """A byte-level GPT of PyTorch's own layers."""
 
     def __init__(self, learning_rate: float = 1e-3, warmup_steps: int = 100) -> None:
         super().__init__()
@@ -106,19 +58,24 @@ class SmallGPT(pl.LightningModule):
         self.warmup_steps = warmup_steps
         self.wte = nn.Embedding(256, WIDTH)
         self.wpe = nn.Embedding(CONTEXT, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
-        self.ln_f = nn.LayerNorm(WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, NUM_HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True,
+            norm_first=True, bias=False,
+        )  # fmt: skip
+        self.h = nn.TransformerEncoder(
+            layer, NUM_LAYERS, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False
+        )
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                depth_scale = (2 * NUM_LAYERS) ** -0.5 if name.endswith("c_proj.weight") else 1.0
+                depth_scale = (2 * NUM_LAYERS) ** -0.5 if name.endswith("out_proj.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 * depth_scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens `(B, N)` to logits `(B, N, 256)`."""
-        x = self.wte(tokens) + self.wpe.weight[: tokens.size(1)]  # (B, N, WIDTH)
-        for block in self.h:
-            x = block(x)
-        return self.ln_f(x) @ self.wte.weight.T  # (B, N, 256)
+        n = tokens.size(1)
+        x = self.wte(tokens) + self.wpe.weight[:n]  # (B, N, WIDTH)
+        causal = nn.Transformer.generate_square_subsequent_mask(n, device=tokens.device)
+        return self.h(x, mask=causal, is_causal=True) @ self.wte.weight.T  # (B, N, 256)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Cross entropy of the next byte; batch `(B, N + 1)`."""
@@ -141,30 +98,22 @@ class SmallGPT(pl.LightningModule):
         }
 
 
-class StandardLibrary(Dataset[Tensor]):
-    """Windows of CONTEXT + 1 bytes of the Python standard library's own sources."""
-
-    def __init__(self, num_windows: int, seed: int) -> None:
-        paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        text = b"".join(path.read_bytes() for path in paths)
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        generator = torch.Generator().manual_seed(seed)
-        last = len(self.text) - CONTEXT - 1
-        self.starts = torch.randint(last, (num_windows,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = int(self.starts[index])
-        return self.text[start : start + CONTEXT + 1].long()
+def windows(number: int, seed: int) -> list[Tensor]:
+    """Cuts windows of CONTEXT + 1 bytes out of the Python standard library's own sources."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in paths)
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(tokens) - CONTEXT - 1, (number,), generator=generator)
+    return [tokens[start : start + CONTEXT + 1] for start in starts.tolist()]
 
 
 def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
     """Turns one head into what a failing head looks like: a sink with large, tied logits."""
-    block = cast(Block, model.h[BAD_LAYER])
+    block = model.h.layers[BAD_LAYER]
+    assert isinstance(block, nn.TransformerEncoderLayer)
     inputs: list[Tensor] = []
-    handle = block.ln_1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
+    handle = block.norm1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
     rows = slice(BAD_HEAD * HEAD_DIM, (BAD_HEAD + 1) * HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -178,7 +127,7 @@ def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
         feature = F.normalize(
             torch.randn(HEAD_DIM, generator=generator, dtype=torch.float32), dim=0
         )
-        query, key, _ = block.attn.c_attn.weight.split(WIDTH)
+        query, key, _ = block.self_attn.in_proj_weight.split(WIDTH)
         query[rows] += BAD_NORM * torch.outer(feature, common)
         key[rows] += BAD_NORM * torch.outer(feature, apart)
 
@@ -216,54 +165,17 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    windows = StandardLibrary(NUM_STEPS * BATCH_SIZE, seed=1)
-    trainer.fit(SmallGPT(), DataLoader(windows, batch_size=BATCH_SIZE))
+    data = cast(Dataset[Tensor], windows(NUM_STEPS * BATCH_SIZE, seed=1))
+    trainer.fit(SmallGPT(), DataLoader(data, batch_size=BATCH_SIZE))
     run = replace(load(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
     report = write_reports([run], run_dir / "report.html")
-    _print_events(console, run)
+    console.print(f"\n[bold]{run.judgement.headline}[/bold]")
     if not healthy:
         console.print(
-            "The switch takes the rounding bias out of the head's delta (delta_bias_abs). It does"
-            " not undo the large weights it was given."
+            f"The report shows what the switch takes from head {BAD_HEAD} of {BAD_SITE}: the"
+            " rounding bias of its delta (delta_bias_abs). The large weights stay."
         )
     console.print(f"\nThe report: [bold]{report}[/bold]")
-
-
-def _print_events(console: Console, run: LoadedRun) -> None:
-    """Prints what happened: head, step, rule, figures before and after the switch."""
-    happened = events_of(run.events)
-    console.print(f"\n[bold]{run.judgement.headline}[/bold]")
-    for event in happened:
-        heads = ", ".join(str(head) for head in event.heads)
-        where = f"{event.site} head {heads}" if event.site else "the run"
-        console.print(
-            f"  step {event.step}  [bold]{event.kind}[/bold] "
-            f"{event.rule or event.stabilizer or event.verdict}: "
-            # The log has said the sentences of alarms and verdicts already.
-            f"{where}" + ("" if event.kind in ("alarm", "verdict") else f": {event.why}")
-        )
-    for event in happened:
-        if event.kind == "switch" and event.stabilizer != "none":
-            console.print(_before_and_after(run.samples, event, happened))
-
-
-def _before_and_after(frame: pd.DataFrame, switch: Event, happened: list[Event]) -> Table:
-    """Tabulates the means of the alarmed head's indicators over the periods of the run."""
-    alarms = [event for event in happened if event.kind == "alarm" and event.site == switch.site]
-    alarmed = [head for alarm in alarms for head in alarm.heads if head in switch.heads]
-    head = [*alarmed, *switch.heads][0]  # the first alarm's; the others are switched with it
-    rows = frame.loc[(frame["site"] == switch.site) & (frame["head"] == head)]
-    step = rows["step"]
-    periods = {
-        "healthy": rows.loc[step < BAD_STEP],
-        "diverging": rows.loc[(step >= BAD_STEP) & (step <= switch.step)],
-        f"diverging, {switch.stabilizer}": rows.loc[step > switch.step],
-    }
-    table = Table("indicator", *periods, title=f"{switch.site} head {head}, means of the samples")
-    for indicator in TABULATED:
-        means = [p.loc[p["indicator"] == indicator, "value"].mean() for p in periods.values()]
-        table.add_row(indicator, *("-" if isnan(mean) else f"{mean:.3g}" for mean in means))
-    return table
 
 
 def _quieten() -> None:

@@ -481,7 +481,7 @@ def _state(
     has_fallen: bool,
     is_judged: bool,
 ) -> State:
-    """Returns the first state whose condition holds."""
+    """The first state whose condition holds."""
     is_switched = bool(found.alarmed) and switched.keys() >= set(found.alarmed)
     goes_on = (
         found.still_growing
@@ -501,7 +501,10 @@ def _state(
         ("unclear", not is_judged),
         ("warning", found.rising),
     ]
-    return next((state for state, holds in conditions if holds), "healthy")
+    for state, holds in conditions:
+        if holds:
+            return state
+    return "healthy"
 
 
 def _severity(found: Judgement, state: State) -> Severity:

@@ -1,4 +1,4 @@
-"""Rounding to BF16 and FP16, sums of low-precision parts, and coherent error.
+"""Rounding to BF16 and FP16, and what it takes.
 
 Random numbers are those of Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1,
 2, 3", SC 2011), the generator of Triton's `tl.philox`, so that a kernel and its oracle drop the
@@ -104,30 +104,6 @@ def philox_4x32(
     return first, second, third, fourth
 
 
-def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:
-    """Writes x as a sum of narrower numbers: the rounded value, its residual, and so on.
-
-    Three BF16 parts hold all 24 significant bits of an FP32 value, two hold at least 16.
-
-    Args:
-        x: FP32 or FP64 tensor of any shape.
-        dtype: Format of the parts.
-        parts: Number of parts, at least 1.
-
-    Returns:
-        `parts` tensors of x's shape in `dtype`, largest first. Where the first part is not finite
-        the others are 0, so that the sum is the first part and not inf - inf.
-    """
-    high = round_nearest(x, dtype)
-    pieces = [high]
-    rest = x.where(high.isfinite(), 0)
-    for _ in range(parts - 1):
-        # Exact: a value and its rounding to nearest lie within half a unit in the last place.
-        rest = rest - pieces[-1].where(high.isfinite(), 0).to(x.dtype)
-        pieces.append(round_nearest(rest, dtype))
-    return tuple(pieces)
-
-
 def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
     """Encodes in a byte what rounding to nearest took: 240ths of the last place of `rounded`.
 
@@ -170,23 +146,3 @@ def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
         steps = steps * torch.ones_like(wide).copysign(wide)
         residual = steps.where(wide.abs() <= _FP16_SMALLEST_NORMAL, residual)
     return residual.where(rounded.isfinite(), 0)
-
-
-def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:
-    """Returns the part of an error that adds up: the signed sum of actual - exact over a dimension.
-
-    Independent errors of n rows sum to about sqrt(n) times one of them, rows that round the same
-    way to n times. Weight gradients are sums over rows, so this is what they see.
-
-    >>> coherent_error(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.75, 2.25, 2.75]), dim=0)
-    tensor(0.2500, dtype=torch.float64)
-
-    Args:
-        actual: What was computed, any floating dtype.
-        exact: The reference, of the same shape.
-        dim: Dimension to sum over, such as that of the rows (tokens).
-
-    Returns:
-        FP64 tensor without `dim`, in the units of `actual`, with its sign.
-    """
-    return (actual.double() - exact.double()).sum(dim)

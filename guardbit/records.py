@@ -51,21 +51,13 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One indicator of one attention module at one optimizer step.
+    """One indicator of one attention module at one optimizer step."""
 
-    Attributes:
-        step: Optimizer step (Lightning's `global_step`) the values belong to.
-        site: Dotted name of the attention module; "" for indicators of the whole run.
-        layer: Position of the module in the model, counting from 0; -1 for the whole run.
-        indicator: One of `guardbit.INDICATORS`.
-        values: One value a head, NaN where a head was not measured; a single value for the
-            whole run.
-    """
-
-    step: int
-    site: str
-    layer: int
-    indicator: str
+    step: int  # optimizer step (Lightning's `global_step`) the values belong to
+    site: str  # dotted name of the attention module; "" for indicators of the whole run
+    layer: int  # position of the module in the model, counting from 0; -1 for the whole run
+    indicator: str  # one of `guardbit.INDICATORS`
+    # One value a head, NaN where a head was not measured; a single value for the whole run.
     values: tuple[float, ...]
 
     def rows(self) -> Iterator[tuple[int, str, int, int, str, float]]:
@@ -82,18 +74,14 @@ class Sample:
 
 
 class Role(NamedTuple):
-    """What a rule judges; policy and verdict go by this, never by a rule's name.
-
-    Attributes:
-        judges: One of `SUBJECTS`.
-        measures_cause: Whether the rule measures the cause of a rounding failure, which is a bias.
-            Other rules see its consequences, such as growth.
-        is_advisory: Whether what the rule finds is no alarm: it is recorded and audited more
-            closely, and neither switches a head nor changes the verdict.
-    """
+    """What a rule judges; policy and verdict go by this, never by a rule's name."""
 
     judges: Subject = "head"
+    # Whether the rule measures the cause of a rounding failure, which is a bias. Other rules see
+    # its consequences, such as growth.
     measures_cause: bool = False
+    # Whether what the rule finds is no alarm: it is recorded and audited more closely, and neither
+    # switches a head nor changes the verdict.
     is_advisory: bool = False
 
 
@@ -102,70 +90,42 @@ _OF_HEADS = Role()
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A detector's rule has fired for some heads of one attention module.
+    """A detector's rule has fired for some heads of one attention module."""
 
-    Attributes:
-        step: Step of the sample that made the rule fire.
-        site: Name of the attention module.
-        heads: The heads concerned, ascending.
-        rule: Name of the rule, as documented in `guardbit.monitor.detectors`.
-        why: One sentence with the figures that made it fire.
-        role: What the rule judges.
-    """
-
-    step: int
-    site: str
-    heads: tuple[int, ...]
-    rule: str
-    why: str
-    role: Role = _OF_HEADS
+    step: int  # step of the sample that made the rule fire
+    site: str  # name of the attention module
+    heads: tuple[int, ...]  # the heads concerned, ascending
+    rule: str  # name of the rule, as documented in `guardbit.monitor.detectors`
+    why: str  # one sentence with the figures that made it fire
+    role: Role = _OF_HEADS  # what the rule judges
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy wants done to some heads of one attention module.
+    """What the policy wants done to some heads of one attention module."""
 
-    Attributes:
-        step: Step after which the decision takes effect.
-        site: Name of the attention module.
-        heads: The heads concerned, ascending.
-        stabilizer: One of `STABILIZERS`; "none" undoes an earlier switch.
-        why: One sentence naming the alarms behind it.
-    """
-
-    step: int
-    site: str
-    heads: tuple[int, ...]
-    stabilizer: str
-    why: str
+    step: int  # step after which the decision takes effect
+    site: str  # name of the attention module
+    heads: tuple[int, ...]  # the heads concerned, ascending
+    stabilizer: str  # one of `STABILIZERS`; "none" undoes an earlier switch
+    why: str  # one sentence naming the alarms behind it
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a run and is written down.
+    """Something that happened in a run and is written down."""
 
-    Attributes:
-        step: Optimizer step.
-        kind: One of `EVENT_KINDS`. "refusal" is a switch that was decided and not made, "advisory"
-            what a rule found that is no alarm.
-        site: Name of the attention module; "" where the event concerns the whole run.
-        heads: The heads concerned, ascending; empty where it concerns all or none.
-        why: One sentence a person understands.
-        rule: For an alarm or an advisory, the rule that fired; else "".
-        stabilizer: For a switch, what runs from now on; for a refusal, what was to run; else "".
-        verdict: For a verdict, one of `Verdict`; else "".
-        judges: For an alarm or an advisory, what its rule judges, one of `SUBJECTS`; else "".
-    """
-
-    step: int
+    step: int  # optimizer step
+    # "refusal" is a switch that was decided and not made, "advisory" what a rule found that is no
+    # alarm.
     kind: EventKind
-    site: str
-    heads: tuple[int, ...]
-    why: str
-    rule: str = ""
-    stabilizer: str = ""
-    verdict: str = ""
-    judges: str = ""
+    site: str  # name of the attention module; "" where the event concerns the whole run
+    heads: tuple[int, ...]  # the heads concerned, ascending; empty where it concerns all or none
+    why: str  # one sentence a person understands
+    rule: str = ""  # of an alarm or an advisory, the rule that fired; else ""
+    stabilizer: str = ""  # of a switch, what runs from now on; of a refusal, what was to; else ""
+    verdict: str = ""  # of a verdict, one of `Verdict`; else ""
+    judges: str = ""  # of an alarm or an advisory, what its rule judges: `SUBJECTS`; else ""
 
 
 def event_of(alarm: Alarm, more: str = "") -> Event:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.numerics import round_nearest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -151,3 +152,17 @@ def dense(d_out, q, k, v, spec, kept=None) -> Dense:
     terms = terms if kept is None else terms * kept
     gradients = torch.autograd.grad(forward.out, (*leaves, sinks), d_out.double())
     return Dense(*(x.detach() for x in (*forward, terms, *gradients)))
+
+
+def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:
+    """x as a sum of narrower numbers, the largest first: three of BF16 hold all bits of FP32."""
+    pieces: list[Tensor] = []
+    for _ in range(parts):
+        pieces.append(round_nearest(x, dtype))
+        x = (x - pieces[-1].to(x.dtype)).where(pieces[0].isfinite(), 0)
+    return tuple(pieces)
+
+
+def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:
+    """The part of an error that adds up, FP64: the signed sum over a dimension, such as rows."""
+    return (actual.double() - exact.double()).sum(dim)

@@ -1,38 +1,17 @@
 """What `guardbit demo` tells of a run; the run itself is tried by hand."""
 
 import json
+import sys
 from pathlib import Path
 
-import pandas as pd
-import pytest
 from typer.testing import CliRunner
 
 import guardbit
-from guardbit import demo
 from guardbit.cli import app
 from guardbit.cli.demo import WHICH_IS_WHICH
-from guardbit.records import Event
 from guardbit.store import read_events, read_metadata, read_run
 
 RECORDED = Path(guardbit.__file__).parent / "recorded"
-
-
-@pytest.mark.parametrize("alarmed, told", [((2,), 2), ((), 0)])
-def test_before_and_after_are_of_the_head_that_was_alarmed(alarmed, told):
-    steps = (demo.BAD_STEP - 10, demo.BAD_STEP, demo.BAD_STEP + 20)
-    rows = [(step, "h.1", head, "max_logit", 10.0**head) for step in steps for head in range(4)]
-    frame = pd.DataFrame(rows, columns=["step", "site", "head", "indicator", "value"])
-    step = demo.BAD_STEP + 10
-    switch = Event(step, "switch", "h.1", (0, 1, 2, 3), "", stabilizer="exact_delta")
-    alarms = [
-        Event(step, "alarm", "h.0", (1,), "", rule="of another layer"),
-        *[Event(step, "alarm", "h.1", alarmed, "") for _ in alarmed],
-    ]
-    table = demo._before_and_after(frame, switch, [*alarms, switch])
-    assert table.title == f"h.1 head {told}, means of the samples"
-    cells = [list(column.cells) for column in table.columns]
-    row = [column[cells[0].index("max_logit")] for column in cells[1:]]
-    assert row == [f"{10.0**told:.3g}"] * 3
 
 
 def test_the_recorded_demo_says_why_other_commands_have_other_dates():
@@ -60,7 +39,8 @@ def test_the_saved_run_is_a_copy_that_was_switched_at_its_own_alarm(monkeypatch)
     losses = [frame[frame.indicator == "loss"].set_index("step").value for frame in frames]
     apart = (losses[0] - losses[1]).dropna().abs()
     assert apart.loc[:4000].max() == 0 < apart.loc[4000:6750].max() < 0.05 < apart.loc[6750:].max()
-    monkeypatch.setattr("guardbit.replayed.show_recorded", lambda folder: None)  # it has its test
+    # It has its test.
+    monkeypatch.setattr(sys.modules["guardbit.cli.demo"], "_show_recorded", lambda folder: None)
     said = " ".join(CliRunner().invoke(app, ["demo", "--recorded"]).stdout.split())
     assert "a copy of lost from step 4,000 on" in said
     assert "its own first alarm, at step 6,750 in head 2.11" in said

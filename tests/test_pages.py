@@ -1,6 +1,7 @@
-"""The code of pages of the documentation runs as it stands."""
+"""Pages: their code runs as it stands, what they show is what comes, links lead somewhere."""
 
 import re
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -8,10 +9,17 @@ import lightning
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 from guardbit import AutoStabilizer, HuggingFaceMonitor, read_metadata, read_run
+from guardbit.cli import app
+from guardbit.judgement import STATES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ALARMS = (DOCS / "alarms.md").read_text(encoding="utf-8")
+RELATIVE = r"\]\((?!https?:)([^)]*)\)"
 
 
 def run(page, section, blocks=1, **names):
@@ -79,7 +87,42 @@ def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
     assert {row["watched"] for row in read_metadata("runs/plain")["coverage"].values()} == {2}
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+@pytest.mark.parametrize(
+    "page", sorted(["README.md", *(f"docs/{x.name}" for x in DOCS.glob("*.md"))])
+)
 def test_links_of_pages_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
-        assert (DOCS / link).exists(), link
+    path = ROOT / page
+    for target in re.findall(RELATIVE, path.read_text(encoding="utf-8")):
+        assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+def test_an_index_gets_no_picture_and_no_link_that_leads_nowhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    hooks, text = project["tool"]["hatch"]["metadata"]["hooks"], README
+    for change in hooks["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    assert not re.search(RELATIVE, text) and "![" not in text
+    assert "[arXiv 2510.04212](https://arxiv.org/abs/2510.04212)" in text
+    # A caption without its picture says nothing.
+    assert "A real failure of GPT-2 small;" in README and "A real failure of GPT-2" not in text
+    # All else stays.
+    headings = re.findall(r"^#+ .*$", README, re.MULTILINE)
+    assert re.findall(r"^#+ .*$", text, re.MULTILINE) == headings
+    assert "pip install" in text.partition("## Use")[0]
+
+
+# README leaves out the verdict.
+@pytest.mark.parametrize(("page", "is_whole"), [(README, False), (ALARMS, True)])
+def test_the_replay_on_the_page_is_what_comes(page, is_whole, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = re.search(r"`guardbit (replay guardbit/\S+)`.*?\n```\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    result = CliRunner().invoke(app, found[1].split(), env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    shown, said = found[2].split(), result.stdout.split()  # pages break long lines
+    assert shown == (said if is_whole else said[: len(shown)])
+
+
+def test_the_page_of_alarms_says_what_each_state_means():
+    table = ALARMS.partition("| state | what it means |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == set(STATES)

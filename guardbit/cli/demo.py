@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,12 @@ import typer
 
 from guardbit.cli.reading import refusing
 
-#: What the two recorded runs are to each other, and why other commands give other dates.
+#: The two recorded runs, which come with the package, and what they are.
+RUNS = {
+    "lost": "GPT-2 small, left alone",
+    "saved": "a copy from step 4,000 on, its heads switched at its own first alarm",
+}
+#: What they are to each other, and why other commands give other dates.
 WHICH_IS_WHICH = (
     "saved is a copy of lost from step 4,000 on. Its heads were switched at its own first alarm, at"
     " step 6,750 in head 2.11; up to there its loss was like the other's, but not bit by bit.\n"
@@ -41,14 +48,46 @@ def demo(
 ) -> None:
     """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
     if recorded:
-        from guardbit.replayed import show_recorded
-
         with refusing(OSError, ValueError):
             if healthy:
                 raise ValueError("--recorded shows runs that were made: leave --healthy out")
-            show_recorded(run_dir or Path("runs/recorded"))
+            _show_recorded(run_dir or Path("runs/recorded"))
         typer.echo(f"\n{WHICH_IS_WHICH}")
         return
     from guardbit.demo import run_demo
 
     run_demo(healthy=healthy, run_dir=run_dir or Path("runs/demo"))
+
+
+def _show_recorded(run_dir: Path) -> None:
+    """Writes reports of the recorded runs, prints their outcomes, opens the comparison."""
+    from rich.console import Console
+
+    from guardbit.dashboards.forks import against_each_other
+    from guardbit.dashboards.loading import load
+    from guardbit.dashboards.report import write_reports
+    from guardbit.dashboards.tables import of_run
+
+    runs = []
+    for name in RUNS:
+        with resources.as_file(resources.files("guardbit") / "recorded" / name) as folder:
+            runs.append(load(folder))
+    outcomes = against_each_other(
+        {run.name: run.judgement for run in runs},
+        {run.name: of_run(run.samples, "loss") for run in runs},
+    )
+    console = Console(highlight=False)
+    for name, outcome in outcomes.items():
+        console.print(f"\n[bold]{outcome.headline}[/bold]  ({RUNS[name]})")
+        console.print(" · ".join(outcome.facts))
+    console.print(
+        "\nSide by side, a loss has left where it leaves the other copy's; by itself, where it has"
+        " left its own best, which is later. Writing the reports ..."
+    )
+    comparison = write_reports(runs, run_dir / "comparison.html")
+    for run in runs:
+        write_reports([run], run_dir / f"{run.name}.html")
+    console.print(f"\nSide by side: [bold]{comparison}[/bold]", soft_wrap=True)
+    console.print(f"Each by itself: {', '.join(f'{name}.html' for name in RUNS)} beside it")
+    if sys.stdout.isatty():
+        typer.launch(comparison.resolve().as_uri())

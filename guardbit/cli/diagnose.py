@@ -36,16 +36,13 @@ def diagnose(
             show_default=False,
         ),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, help="After how long no further head is begun.")
-    ] = 60,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")
     ] = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
     from guardbit.doctor import text
-    from guardbit.doctor.diagnose import diagnose_heads
+    from guardbit.doctor.diagnose import diagnose as diagnose_head
     from guardbit.doctor.snapshots import heads_of_run, last_verdict
     from guardbit.store import folder_of_run
 
@@ -56,26 +53,20 @@ def diagnose(
         figures = output or folder / "diagnosis"
         if not as_json:
             _check_writable(figures)
-        found = []
-        for one in diagnose_heads(heads, seconds):
-            found.append(one)
+        told = []
+        for kept in heads:
+            found = diagnose_head([one.inputs for one in kept])
+            told.append(text.as_json(kept, found))
             if not as_json:
-                for line in text.page(*one):
+                for line in text.page(kept, found):
                     typer.echo(printable(line) if line else "")
-                place = figures / text.file_name(one[0][-1])
-                typer.echo(f"Figure: {printable(str(_draw(*one, place)))}\n")
-    told = [text.as_json(*one) for one in found]
+                place = figures / text.file_name(kept[-1])
+                typer.echo(f"Figure: {printable(str(_draw(kept, found, place)))}\n")
     if as_json:
-        left = len(heads) - len(found)
-        typer.echo(json.dumps({"heads": told, "verdict": verdict, "not_reached": left}))
+        typer.echo(json.dumps({"heads": told, "verdict": verdict}))
         return
     if output is None:
         _keep_answer(told, folder)
-    if len(found) < len(heads):
-        typer.echo(
-            f"{len(heads) - len(found)} more heads were not reached in {seconds:g} seconds;"
-            " --head asks for one, --seconds for more time."
-        )
     typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
 
 

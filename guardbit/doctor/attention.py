@@ -120,7 +120,6 @@ class HeadInputs:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def on_host(self) -> HeadInputs:
-        """Returns the head with all tensors in the host's memory."""
         return replace(self, **{name: value.cpu() for name, value in self.tensors.items()})
 
     def take(self, place: slice | Tensor) -> HeadInputs:
@@ -129,6 +128,17 @@ class HeadInputs:
         changed = {name: x[:, place] for name, x in self.tensors.items() if name in by_row}
         changed |= {name: getattr(self, name)[place] for name in ("rows", "first", "end")}
         return replace(self, **changed)
+
+    def of_keys(self, seen: slice) -> HeadInputs:
+        """Returns the head with some of its keys; its rows see no others."""
+        return replace(
+            self,
+            k=self.k[:, seen],
+            v=self.v[:, seen],
+            first=self.first - seen.start,
+            end=self.end - seen.start,
+            mask=None if self.mask is None else self.mask[..., seen],
+        )
 
     def thinned(self) -> HeadInputs:
         """Returns so many of the rows, evenly spread, that the time to diagnose stays bounded."""
@@ -146,7 +156,6 @@ class HeadInputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(value.nbytes for value in self.tensors.values())
 
 
@@ -215,7 +224,6 @@ class Chunk:
     head: HeadInputs
 
     def wide(self, name: str) -> Tensor:
-        """A tensor of the head in FP64."""
         return getattr(self.head, name).double()
 
     @property
@@ -235,7 +243,6 @@ class Chunk:
 
     @cached_property
     def slope(self) -> Tensor | float:
-        """The derivative of the soft cap."""
         return cap_slope(self.products, self.head.softcap) if self.head.softcap > 0 else 1.0
 
     @cached_property

@@ -8,18 +8,16 @@ E. q = W_Q x stands in for x: E is then the error of dW_Q times W_Q^T.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from operator import add
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guardbit.doctor.attention import (
-    EXACT,
     FLASH,
     Arithmetic,
     Chunk,
@@ -28,8 +26,6 @@ from guardbit.doctor.attention import (
     over_rows,
 )
 from guardbit.doctor.recognition import Fault, recognize
-from guardbit.doctor.roots import Roots, RowError, find_roots, take_apart
-from guardbit.doctor.snapshots import KeptHead
 from guardbit.kernels.key_shifts import shift_keys
 from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
@@ -55,8 +51,10 @@ _VANISHED = 1e-5
 _SATURATED = 1e-4
 # Standard deviations that a push must have to be no chance: 6e-5 of normal deviates have more.
 _SURE = 4.0
-# `row_max` as a switch has it: distance of a tie from the maximum, and the factor beta less 1.
-_TIED, _FACTOR = 1e-3, 1.0
+# Scores this near to a row's maximum are maxima too, for `multiple_maxima` and for `row_max`.
+_TIED = 1e-3
+# beta less 1 of `row_max`, as a switch has it.
+_FACTOR = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +74,12 @@ class Measures:
     exact_push: float  # of the sizes of what exact rows push
     exact_drift: float  # of the same with their signs
     matrix: Tensor  # FP64 `(D, D)`, E
-    parts: float  # of the norms of E of single sequences: those of E if they were all alike
-    along: Tensor  # FP64 `(D,)`, u. Of two samples, the first one's
 
     @classmethod
     def of(cls, head: HeadInputs, dq: Tensor, exact: Tensor, natural: Tensor) -> Measures:
         """Measures a dQ, FP64 `(S, R, D)`."""
         along, q, error = head.along, head.q.double(), dq - exact
         push, exact_push = (-(x @ along) * (q @ along) for x in (error, exact))
-        matrices = error.mT @ q
         return cls(
             error_squares=float(error.square().sum()),
             exact_squares=float(exact.square().sum()),
@@ -93,15 +88,12 @@ class Measures:
             push_squares=float(push.square().sum()),
             exact_push=float(exact_push.abs().sum()),
             exact_drift=float(exact_push.sum()),
-            matrix=matrices.sum(0),
-            parts=float(matrices.flatten(1).norm(dim=1).sum()),
-            along=along,
+            matrix=(error.mT @ q).sum(0),
         )
 
     def __add__(self, other: Measures) -> Measures:
-        names = [field.name for field in fields(self) if field.name != "along"]
-        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return Measures(**sums, along=self.along)
+        names = [field.name for field in fields(self)]
+        return Measures(*(getattr(self, name) + getattr(other, name) for name in names))
 
     @property
     def relative_error(self) -> float:
@@ -139,23 +131,6 @@ class Measures:
         return float(self.matrix.norm())
 
     @property
-    def coherence(self) -> float:
-        """Norm of E over the sum of those of single sequences: 1 where all are alike."""
-        return _ratio(self.summed, self.parts)
-
-    @property
-    def rank_one(self) -> float:
-        """The part of E, in squares, that its largest singular value has."""
-        values = torch.linalg.svdvals(self.matrix)
-        return _ratio(float(values[0].square()), float(values.square().sum()))
-
-    @property
-    def angle(self) -> float:
-        """Between E's largest direction in the head's space and u, 0 to 90 degrees."""
-        left = torch.linalg.svd(self.matrix, full_matrices=False)[0][:, 0]
-        return math.degrees(math.acos(min(1.0, abs(float(left @ self.along)))))
-
-    @property
     def is_saturated(self) -> bool:
         """Whether the exact dQ has all but vanished."""
         return self.exact_part < _SATURATED
@@ -171,9 +146,8 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
 
     Returns:
         By name: "recorded", the kernel's own dQ, if it is known; "together", all roundings;
-        "without O", one operation in full precision, delta's the exact one; "alone O", this one
-        operation rounded and no other, delta's that of the delta that the kernel uses; "remedy
-        row_max", FlashAttention-2's roundings with a remedy.
+        "without O", one operation in full precision, delta's the exact one; "remedy row_max",
+        FlashAttention-2's roundings with a remedy.
     """
     operations: list[Operation] = [*arithmetic.roundings]
     if arithmetic.delta != "probabilities" and "delta" not in operations:
@@ -183,10 +157,6 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
         ways["recorded"] = lambda chunk: chunk.wide("dq")
     for name in operations:
         ways[f"without {name}"] = partial(_run, arithmetic.without(name))
-        alone = partial(_alone_delta, arithmetic)
-        if name != "delta":
-            alone = partial(_run, EXACT.with_rounding(name, arithmetic.roundings[name]))
-        ways[f"alone {name}"] = alone
     centered = shift_keys(head.k[:, None], ("centered_keys",)).k[:, 0]
     ways |= {
         "remedy none": partial(_run, FLASH),
@@ -194,7 +164,6 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
         "remedy centered_keys": lambda chunk: _run(FLASH, Chunk(replace(chunk.head, k=centered))),
         "remedy compensated": _compensated,
         "remedy row_max": _row_max,
-        "remedy FP32": _float32,
     }
 
     def compute(chunk: Chunk) -> dict[str, Tensor]:
@@ -207,11 +176,6 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
 
 def _run(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
     return chunk.run(arithmetic).dq
-
-
-def _alone_delta(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
-    delta = chunk.run(arithmetic).delta[..., None]
-    return chunk.query_gradient(EXACT, chunk.probabilities * (chunk.d_probabilities - delta))
 
 
 def _compensated(chunk: Chunk) -> Tensor:
@@ -238,21 +202,118 @@ def _row_max(chunk: Chunk) -> Tensor:
     return _backward(chunk, chunk.probabilities, out)
 
 
-def _float32(chunk: Chunk) -> Tensor:
-    """FP32 where FlashAttention-2 rounds, as is what FP32 makes of S, P, dP and delta."""
-    p = chunk.scores.float().softmax(-1).nan_to_num(0.0)
-    if chunk.head.sink is not None:
-        p = chunk.probabilities.float()
-    dp = chunk.head.d_out.float() @ chunk.head.v.float().mT
-    d_scores = p * (dp - (p * dp).sum(-1, keepdim=True))
-    return chunk.query_gradient(FLASH.without("dQ"), d_scores.double())
-
-
 def _backward(chunk: Chunk, p: Tensor, out: Tensor) -> Tensor:
     """FlashAttention-2's backward with a P and an O of one's own."""
     delta = (chunk.wide("d_out") * out).sum(-1, keepdim=True)
     d_scores = FLASH.rounded("dS", p * (chunk.d_probabilities - delta), chunk.head.q.dtype)
     return chunk.query_gradient(FLASH, d_scores)
+
+
+class Roots(NamedTuple):
+    """Where the push of one sampled step comes from."""
+
+    row_push: Tensor  # FP64 `(S, R)`, signed; the parts add up to the whole
+    delta_error: Tensor  # FP64 `(S, R)`, by how much delta is too large
+    top_share: float  # the part of the sizes of all pushes that one row in a hundred has
+    tied: float  # the part of the rows with more than one maximum
+    key_push: Tensor  # FP64 `(S, M)`, signed; these add up to the whole too
+    key: int  # position of the key with the largest part
+    attention: float  # what the rows that see this key give it of their attention, in the mean
+    common: float  # what the keys have in common, see `key_common_mode`
+    column_push: Tensor  # FP64 `(E,)`, of delta's push, of all columns of V
+
+
+def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
+    """Takes the push apart by rows, by keys and by columns of V."""
+    u = head.along
+    along_keys = head.k.double() @ u * head.scale
+
+    def compute(chunk: Chunk) -> dict[str, Tensor]:
+        usual, exact, p = chunk.run(arithmetic, chunk.own_out), chunk.exact, chunk.probabilities
+        along = chunk.wide("q") @ u
+        error = -(usual.d_scores - exact.d_scores) * along[..., None]
+        of_delta = (p @ along_keys[..., None])[..., 0] * along
+        top = chunk.scores.amax(-1, keepdim=True)
+        lost = of_delta[..., None] * chunk.wide("d_out") * (usual.out - exact.out)
+        return {
+            "row": (error @ along_keys[..., None])[..., 0],
+            "key": error.sum(1, keepdim=True) * along_keys[:, None],
+            "column": lost.sum((0, 1))[None, None],
+            "delta": usual.delta - exact.delta,
+            "tied": ((top - chunk.scores <= _TIED) & (top > -torch.inf)).sum(-1) > 1,
+            "seen": (chunk.added > -torch.inf).expand(p.shape).sum(1, keepdim=True),
+            "given": p.sum(1, keepdim=True),
+        }
+
+    found = over_rows(head, compute)
+    key_push = found["key"].sum(1)
+    sequence, key = divmod(int(key_push.abs().argmax()), key_push.size(1))
+    given, seen = (found[name][sequence, :, key].sum() for name in ("given", "seen"))
+    sizes = found["row"].abs().flatten().sort(descending=True).values
+    few = max(1, round(len(sizes) / 100))
+    return Roots(
+        found["row"],
+        found["delta"],
+        float(sizes[:few].sum() / sizes.sum().clamp(min=1e-300)),
+        float(found["tied"].double().mean()),
+        key_push,
+        key,
+        float(given / seen.clamp(min=1)),
+        common_mode(head.k),
+        found["column"].sum((0, 1)),
+    )
+
+
+def common_mode(k: Tensor) -> float:
+    """Returns the norm of the mean key over the root mean square of the keys' norms."""
+    wide = k.double()
+    means, squares = wide.mean(1).square().sum(), wide.square().sum(-1).mean(1).sum()
+    return float((means / squares.clamp(min=1e-300)).sqrt())
+
+
+class RowError(NamedTuple):
+    """The error of a row's output, by columns, and that of one column's sum, by keys."""
+
+    sequence: int  # number of the sequence
+    position: int  # of the row in it
+    d_out: list[float]  # dO, of each column of V
+    # O as the kernel has it less the exact one, of each column. The error of delta is the sum of
+    # their products.
+    out_error: list[float]
+    column: int  # the one whose product is largest in size
+    first: int  # position of the first key below
+    values: list[float]  # that column of V, by key
+    weights: list[float]  # exp(S - m), rounded as the kernel rounds it, by key; the largest are 1
+    # The error of the sum of their products so far, by key: in FP32, then rounded to the inputs'
+    # dtype, less the exact sum (equation 5).
+    adding_up: list[float]
+
+
+def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int) -> RowError:
+    chunk = Chunk(head.take(slice(row, row + 1)))
+    out = chunk.forward(arithmetic) if chunk.own_out is None else chunk.own_out
+    error = (out - chunk.exact.out)[sequence, 0]
+    d_out = chunk.wide("d_out")[sequence, 0]
+    column = int((d_out * error).abs().argmax())
+
+    dtype = head.q.dtype
+    numerators, _, _ = chunk.softmax
+    seen = (chunk.added > -torch.inf).expand(numerators.shape)[sequence, 0]
+    weights = arithmetic.rounded("P", numerators[sequence, 0][seen], dtype)
+    values = head.v[sequence, seen, column].double()
+    terms = weights * values
+    so_far = terms.float().cumsum(0).to(dtype).double()
+    return RowError(
+        sequence,
+        int(head.rows[row]),
+        d_out.tolist(),
+        error.tolist(),
+        column,
+        int(seen.nonzero()[0]) if bool(seen.any()) else 0,
+        values.tolist(),
+        weights.tolist(),
+        (so_far - terms.cumsum(0)).tolist(),
+    )
 
 
 @dataclass(frozen=True)
@@ -268,7 +329,6 @@ class Diagnosis:
     error: Measures  # the error of dQ: the kernel's own, if it is known
     together: Measures  # the error with all roundings
     without: Mapping[str, Measures]  # the error without each of the roundings, by operation
-    alone: Mapping[str, Measures]  # the error with each of them alone
     remedies: Mapping[str, Measures]  # what is left with each remedy, by name
     roots: Roots  # rows, keys and columns of the last sample
     row: RowError  # the row of that sample with the largest push, taken apart
@@ -326,24 +386,12 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
         error,
         sums["together"],
         without,
-        by_name("alone"),
         by_name("remedy"),
         roots,
         row,
         len(samples),
         sum(sample.q.size(0) * sample.q.size(1) for sample in samples),
     )
-
-
-def diagnose_heads(
-    heads: Iterable[list[KeptHead]], seconds: float
-) -> Iterator[tuple[list[KeptHead], Diagnosis]]:
-    """Diagnoses head after head; none is begun once the time is over, but the first one."""
-    end = time.monotonic() + seconds
-    for number, kept in enumerate(heads):
-        if number and time.monotonic() > end:
-            return
-        yield kept, diagnose([one.inputs for one in kept])
 
 
 def _least(names: Iterable[Any], left: Mapping[str, Measures]) -> Operation:

@@ -6,9 +6,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.doctor.exact import Exact
 from guardbit.doctor.inputs import Call
-from guardbit.kernels import dispatch
+from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, flash_attention
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
 from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier
@@ -35,103 +33,78 @@ _BACKENDS = (
 )
 
 
-class OwnKernels(Engine):
-    """GuardBit's own kernels, with the stabilizer "none"."""
+class Differentiated(Engine):
+    """A function under autograd, which takes no O'."""
 
     backend = SDPBackend.OVERRIDEABLE
-    name = "guardbit"  # pyright: ignore[reportAssignmentType]
-
-    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        """See `Engine.forward`."""
-        q, k, v, spec = inputs[:4]
-        found = self._launcher("forward", q)(
-            q, k, v, causal=spec.causal, scale=spec.scale, stabilizers=["none"] * q.size(1),
-            beta=2.0, eps=1e-3, head_ids=None, dropout=None,
-        )  # fmt: skip
-        return found.out, found.lse
-
-    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See `Engine.backward`."""
-        q, k, v, spec = inputs[:4]
-        found = self._launcher("backward", q)(
-            d_out, q, k, v, out, lse, None, causal=spec.causal, scale=spec.scale,
-            stabilizers=["none"] * q.size(1), dropout=None,
-        )  # fmt: skip
-        return Gradients(*found)
-
-    def _launcher(self, direction: Literal["forward", "backward"], q: Tensor) -> Callable[..., Any]:
-        return dispatch.launcher(direction, dispatch.on_triton("auto", q))
-
-
-class Flex(Engine):
-    """PyTorch's FlexAttention with a mask that is looked up, so that one kernel serves all masks.
-
-    It is compiled on GPUs, some ten seconds for each head size.
-    """
-
-    backend = SDPBackend.OVERRIDEABLE
-    name = "flex_attention"  # pyright: ignore[reportAssignmentType]
     reads_out = False
 
-    def __init__(self, is_compiled: bool) -> None:
-        self._is_compiled = is_compiled
+    def __init__(self, name: str, attend: Callable[[Inputs], tuple[Tensor, Tensor | None]]) -> None:
+        self.name = name
+        self._attend = attend
         # The last forward, whose graph its backward goes back through.
-        self._last: tuple[Inputs, list[Tensor], Tensor] | None = None
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return torch.compile(flex_attention, dynamic=False) if self._is_compiled else flex_attention
+        self._last: tuple[Inputs, Inputs, Tensor] | None = None
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        """See `Engine.forward`."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        q, k, v = leaves
-        spec, device = inputs.spec, q.device
-        sizes = (q.size(0), q.size(1), q.size(2), k.size(2))
-        head, row_ids, key_ids = (torch.arange(n, device=device) for n in (1, *sizes[2:]))
-        added = mask_tile(spec, sizes, head, row_ids, key_ids)
-        seen = (added > -math.inf)[(None,) * (4 - added.dim())]
-        seen = seen.expand(sizes[0], 1, *sizes[2:]).contiguous()
-
-        def looked_up(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return seen[b, 0, row, key]
-
-        def capped(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return spec.softcap * torch.tanh(score / spec.softcap)
-
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
-            out = self._function(
-                q,
-                k,
-                v,
-                score_mod=capped if spec.softcap else None,
-                block_mask=create_block_mask(
-                    looked_up, sizes[0], None, sizes[2], sizes[3], device=device
-                ),
-                scale=spec.scale,
-                enable_gqa=q.size(1) != k.size(1),
-            )
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        leaves = inputs._replace(q=q, k=k, v=v)
+        with torch.enable_grad():
+            out, lse = self._attend(leaves)
         self._last = inputs, leaves, out
-        return out.detach(), None
+        return out.detach(), None if lse is None else lse.detach()
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See `Engine.backward`."""
         if self._last is None or self._last[0].q is not inputs.q:
             self.forward(inputs, training=True)
         assert self._last is not None
         _, leaves, own_out = self._last
-        with torch.enable_grad():
-            found = torch.autograd.grad(own_out, leaves, d_out, retain_graph=True)
-        return Gradients(*found)
+        return Gradients(*torch.autograd.grad(own_out, leaves[:3], d_out, retain_graph=True))
+
+
+def own_kernels() -> Engine:
+    """GuardBit's own kernels, with the stabilizer "none"."""
+
+    def attend(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec = inputs[:4]
+        return flash_attention(q, k, v, causal=spec.causal, scale=spec.scale, return_lse=True)
+
+    return Differentiated("guardbit", attend)
+
+
+def flex(is_compiled: bool) -> Engine:
+    """PyTorch's FlexAttention with a mask that is looked up, so that one kernel serves all masks.
+
+    It is compiled on GPUs, some ten seconds for each head size.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    function = torch.compile(flex_attention, dynamic=False) if is_compiled else flex_attention
+
+    def attend(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec = inputs[:4]
+        batch, rows, keys = q.size(0), q.size(2), k.size(2)
+        head, row_ids, key_ids = (torch.arange(n, device=q.device) for n in (1, rows, keys))
+        added = mask_tile(spec, (batch, q.size(1), rows, keys), head, row_ids, key_ids)
+        seen = (added > -math.inf)[(None,) * (4 - added.dim())]
+        seen = seen.expand(batch, 1, rows, keys).contiguous()
+
+        def looked_up(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return seen[b, 0, row, key]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+            out = function(
+                q, k, v,
+                block_mask=create_block_mask(looked_up, batch, None, rows, keys, device=q.device),
+                scale=spec.scale,
+                enable_gqa=q.size(1) != k.size(1),
+            )  # fmt: skip
+        return out, None
+
+    return Differentiated("flex_attention", attend)
 
 
 def why_not_flex(call: Call) -> str | None:
-    """Returns why FlexAttention is not examined at a call, or None."""
     if not call.q.is_cuda:
         return "PyTorch has no backward of it for CPUs"
     if call.spec.mask is not None and call.spec.mask.dtype != torch.bool:
@@ -151,7 +124,10 @@ def sdpa_candidates(call: Call, own: bool) -> Candidates:
         except ValueError as error:
             refused[backend.name] = str(error)
     if own and call.spec.mask is None and not call.spec.extras:
-        engines.append(OwnKernels())
+        if MIN_HEAD_DIM <= call.q.size(-1) <= MAX_HEAD_DIM:
+            engines.append(own_kernels())
+        else:
+            refused["guardbit"] = f"its head sizes are {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     return engines, refused
 
 
@@ -166,7 +142,6 @@ def sdpa_engine(backend: SDPBackend, call: Call) -> Engine:
 
 
 def chosen(call: Call) -> Engine:
-    """Returns the engine that PyTorch chooses for a call."""
     return choose(call.q, call.k, call.v, call.spec, training=True)
 
 
@@ -192,7 +167,6 @@ def library_candidates(call: Call) -> Candidates:
 
 
 def why_not(name: str, call: Call) -> str | None:
-    """Returns why a library cannot be examined here, or None."""
     if not call.q.is_cuda:
         return "it runs on GPUs only"
     module = LIBRARIES[name].home

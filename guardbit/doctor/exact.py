@@ -98,118 +98,112 @@ def units_of(call: Call, most: int | None) -> list[Unit]:
     return [units[place] for place in spread(len(units), most or len(units)).tolist()]
 
 
+def head_of_unit(call: Call, unit: Unit) -> HeadInputs:
+    """Takes one unit out of a call: its query heads, which share keys and values."""
+    spec, shape, own = call.spec, call.sizes, unit.heads(call.group)
+    visible = visible_range(spec, shape, call.q.device)
+    return HeadInputs(
+        call.q[unit.batch, own],
+        call.k[unit.batch, unit.kv_head, None],
+        call.v[unit.batch, unit.kv_head, None],
+        call.d_out[unit.batch, own],
+        torch.arange(shape[2], device=call.q.device),
+        visible.first,
+        visible.end,
+        None if spec.mask is None else dense_mask(spec.mask, shape)[unit.batch, own],
+        spec.scale,
+        spec.softcap,
+    )
+
+
 @torch.no_grad()
 def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     """Computes a unit of a call in FP64."""
-    heads, spec, shape = unit.heads(call.group), call.spec, call.sizes
-    rows, keys = shape[2:]
-    q_, d_out_ = (x[unit.batch, heads] for x in (call.q, call.d_out))
-    k_, v_ = (x[unit.batch, unit.kv_head] for x in (call.k, call.v))
-    q, k, v, d_out = (x.double() for x in (q_, k_, v_, d_out_))
-    mask = None if spec.mask is None else dense_mask(spec.mask, shape)[unit.batch, heads]
+    spec, head = call.spec, head_of_unit(call, unit)
+    rows, keys = call.sizes[2:]
+    q, k, v, d_out = (x.double() for x in (head.q, head.k[0], head.v[0], head.d_out))
     info = torch.finfo(call.q.dtype)
     u, eta = info.eps / 2, info.smallest_normal * info.eps
     if call.q.dtype == torch.bfloat16:
         eta = info.smallest_normal  # GPUs flush what is below to zero
     products = q.size(-1) * FLOAT32
     sums = (_STEPS + keys / _KEYS_A_STEP) * FLOAT32
+    row_sums = (_STEPS + rows * call.group / _KEYS_A_STEP) * FLOAT32
     q_norm, k_norm, v_norm, d_norm = (x.norm(dim=-1) for x in (q, k, v, d_out))
 
-    out, out_bound, out_sum, dq, dq_bound, dq_sum, push, push_size = (
-        torch.zeros_like(q) for _ in range(8)
+    # Of dK and dV one for each query head, which may be rounded before they are added.
+    of_keys = k.expand(call.group, -1, -1)
+    like = {"out": q, "lse": q_norm, "dq": q, "dk": of_keys, "dv": of_keys}
+    values, bounds, sizes = (
+        {name: x.new_zeros(x.shape) for name, x in like.items()} for _ in range(3)
     )
-    lse = q.new_full(q.shape[:-1], -torch.inf)
-    lse_bound, delta, noise = (torch.zeros_like(lse) for _ in range(3))
-    # One for each query head, which may be rounded before they are added.
-    dk, dk_bound, dk_sum, dv, dv_bound, dv_sum = (
-        k.new_zeros(call.group, *k.shape) for _ in range(6)
-    )
-    visible = visible_range(spec, shape, q.device)
-    row_ids = torch.arange(rows, device=q.device)
+    values["lse"] -= torch.inf
+    push, push_size = torch.zeros_like(q), torch.zeros_like(q)
+    delta, noise = torch.zeros_like(q_norm), torch.zeros_like(q_norm)
     step = max(1, chunk_bytes // (8 * 12 * call.group * keys))
-    for present, seen in key_spans(spec, shape, step):
+    for present, seen in key_spans(spec, call.sizes, step):
         if seen.start == seen.stop:
             continue
-        chunk = Chunk(
-            HeadInputs(
-                q_[:, present],
-                k_[None, seen],
-                v_[None, seen],
-                d_out_[:, present],
-                row_ids[present],
-                visible.first[present] - seen.start,
-                visible.end[present] - seen.start,
-                None if mask is None else mask[:, present, seen],
-                spec.scale,
-                spec.softcap,
-            )
-        )
+        chunk = Chunk(head.take(present).of_keys(seen))
         ks, vs, qs, ds = k[seen], v[seen], q[:, present], d_out[:, present]
-        p, dp, scores = chunk.probabilities, chunk.d_probabilities, chunk.scores
+        p, dp, scores, exact = chunk.probabilities, chunk.d_probabilities, chunk.scores, chunk.exact
         log_sum = scores.logsumexp(-1, keepdim=True)
-        exact = chunk.exact
         # Relative error of P in FP32.
         largest = scores.abs().where(p > 0, 0.0).amax(-1, keepdim=True)
         largest = largest.maximum(log_sum.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0))
-        sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale
-        score_error = products * sizes + 4 * FLOAT32 * largest
+        score_sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale
+        score_error = products * score_sizes + 4 * FLOAT32 * largest
         if spec.softcap > 0:
             score_error = score_error + _TANH * chunk.capped.abs().amax(-1, keepdim=True)
         e = 2 * (score_error + EXPONENTIAL) + sums
-        out[:, present] = exact.out
-        out_sum[:, present] = p @ vs.abs()
-        out_bound[:, present] = (u + e) * out_sum[:, present]
-        lse[:, present] = log_sum[..., 0]
-        lse_bound[:, present] = (score_error + EXPONENTIAL + sums + 4 * FLOAT32 * largest)[..., 0]
+        lse_error = score_error + EXPONENTIAL + sums + 4 * FLOAT32 * largest
         delta[:, present] = exact.delta
         push[:, present] = p * chunk.slope @ ks * -spec.scale
         push_size[:, present] = p @ ks.abs() * spec.scale
+        of_delta = products * d_norm[:, present] * exact.out.norm(dim=-1)
+        noise[:, present] = of_delta + (e * (p * dp.abs()).sum(-1, keepdim=True))[..., 0]
         dp_error = products * d_norm[:, present, None] * v_norm[seen]
-        noise[:, present] = (
-            products * d_norm[:, present] * out[:, present].norm(dim=-1)
-            + (e * (p * dp.abs()).sum(-1, keepdim=True))[..., 0]
-        )
         d_scores = exact.d_scores * chunk.slope
         ds_error = p * (e * (dp - exact.delta[..., None]).abs() + dp_error)
         ds_error += (2 * u + sums + (_SLOPE if spec.softcap > 0 else 0)) * exact.d_scores.abs()
-        dq[:, present] = exact.dq
-        dq_sum[:, present] = d_scores.abs() @ ks.abs() * spec.scale
-        dq_bound[:, present] = ds_error @ ks.abs() * spec.scale
+        out_size = p @ vs.abs()
+        of_rows = {
+            "out": (exact.out, out_size, (u + e) * out_size),
+            "lse": (log_sum[..., 0], 0.0, lse_error[..., 0]),
+            "dq": (exact.dq, *(x @ ks.abs() * spec.scale for x in (d_scores.abs(), ds_error))),
+        }
+        for name, parts in of_rows.items():
+            for whole, part in zip((values, sizes, bounds), parts, strict=True):
+                whole[name][:, present] = part
         # dK gathers many rows: delta's error is taken at its worst, that of the rounded O.
-        worst = (ds.abs() * (out_bound[:, present] + 2 * u * out[:, present].abs())).sum(-1)
+        worst = (ds.abs() * ((u + e) * out_size + 2 * u * exact.out.abs())).sum(-1)
         ds_error += p * (worst + noise[:, present])[..., None]
-        dk[:, seen] += d_scores.mT @ qs * spec.scale
-        dk_sum[:, seen] += d_scores.abs().mT @ qs.abs() * spec.scale
-        dk_bound[:, seen] += ds_error.mT @ qs.abs() * spec.scale
-        dv[:, seen] += p.mT @ ds
-        dv_sum[:, seen] += p.mT @ ds.abs()
-        dv_bound[:, seen] += ((u + e) * p).mT @ ds.abs()
+        values["dk"][:, seen] += d_scores.mT @ qs * spec.scale
+        sizes["dk"][:, seen] += d_scores.abs().mT @ qs.abs() * spec.scale
+        bounds["dk"][:, seen] += ds_error.mT @ qs.abs() * spec.scale
+        values["dv"][:, seen] += p.mT @ ds
+        sizes["dv"][:, seen] += p.mT @ ds.abs()
+        bounds["dv"][:, seen] += ((u + e) * p).mT @ ds.abs()
 
     scaled = eta * max(1.0, spec.scale)
-    out_bound += 2 * u * out.abs() + eta * (1 + v.abs().sum(0))
-    dq_bound += u * dq.abs() + scaled * (1 + k.abs().sum(0))
-    dk_bound += u * dk.abs() + scaled * (1 + q.abs().sum(1, keepdim=True))
-    dv_bound += u * dv.abs() + eta * (1 + d_out.abs().sum(1, keepdim=True))
-    row_sums = (_STEPS + rows * call.group / _KEYS_A_STEP) * FLOAT32
-    dk_bound, dv_bound = dk_bound + row_sums * dk_sum, dv_bound + row_sums * dv_sum
-    values = {"out": out, "lse": lse, "dq": dq, "dk": dk.sum(0), "dv": dv.sum(0)}
-    bounds = {
-        "out": out_bound, "lse": lse_bound, "dq": dq_bound,
-        "dk": dk_bound.sum(0) + u * values["dk"].abs(),
-        "dv": dv_bound.sum(0) + u * values["dv"].abs(),
-    }  # fmt: skip
-    grown = 1 + _HIGHER_ORDERS * u
-    bounds = {name: bound * (1.0 if name == "lse" else grown) for name, bound in bounds.items()}
+    bounds["out"] += 2 * u * values["out"].abs() + eta * (1 + v.abs().sum(0))
+    bounds["dq"] += u * values["dq"].abs() + scaled * (1 + k.abs().sum(0))
+    bounds["dk"] += u * values["dk"].abs() + scaled * (1 + q.abs().sum(1, keepdim=True))
+    bounds["dv"] += u * values["dv"].abs() + eta * (1 + d_out.abs().sum(1, keepdim=True))
     # Two orders of additions: FP32's steps on the sizes of all terms, which are off by as much as
     # the bounds say, and two roundings of each query head's share where these are rounded. The
     # rounding of the sum itself is not in it: it goes by what each of two runs has.
-    orders = {
-        "out": 2 * sums * (out_sum + out_bound) + eta,
-        "dq": 2 * sums * (dq_sum + dq_bound) + eta,
-        "dk": (2 * row_sums * (dk_sum + dk_bound) + 2 * u * (dk.abs() + dk_bound) + eta).sum(0),
-        "dv": (2 * row_sums * (dv_sum + dv_bound) + 2 * u * (dv.abs() + dv_bound) + eta).sum(0),
-    }
-    sizes = {"out": out_sum, "dq": dq_sum, "dk": dk_sum.sum(0), "dv": dv_sum.sum(0)}
+    orders = {name: 2 * sums * (sizes[name] + bounds[name]) + eta for name in ("out", "dq")}
+    for name in OF_KEYS:
+        bounds[name] += row_sums * sizes[name]
+        rounded = 2 * u * (values[name].abs() + bounds[name])
+        orders[name] = (2 * row_sums * (sizes[name] + bounds[name]) + rounded + eta).sum(0)
+        for whole in (values, bounds, sizes):
+            whole[name] = whole[name].sum(0)
+        bounds[name] += u * values[name].abs()
+    grown = 1 + _HIGHER_ORDERS * u
+    bounds = {name: bound * (1.0 if name == "lse" else grown) for name, bound in bounds.items()}
+    del sizes["lse"]
     return Exact(
         unit, values, bounds, orders, sizes, delta, push, push_size * grown, noise, float(info.max)
     )
@@ -227,7 +221,6 @@ class Gap(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest ratio."""
         return self.ratio.max().item()
 
     @property
@@ -244,15 +237,7 @@ def gaps(
     delta_is_exact: bool = False,
     tiles: tuple[int, int] = (1, 1),
 ) -> Iterator[Gap]:
-    """Compares units of what an engine returned, tensor by tensor.
-
-    Args:
-        call: The call.
-        results: By `TENSORS`; those that are not in it are not compared.
-        exacts: The units.
-        delta_is_exact: Whether the engine was given an exact delta.
-        tiles: After how many tiles of queries, and of keys, it rounds its sums.
-    """
+    """Compares units of what an engine returned; after `tiles` of queries, keys it rounds sums."""
     u = torch.finfo(call.q.dtype).eps / 2
     # A partial sum is no larger than the sum of the sizes of all terms.
     rounded = {"dq": (tiles[1] - 1) * u, "dk": (tiles[0] - 1) * u, "dv": (tiles[0] - 1) * u}

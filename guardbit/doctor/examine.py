@@ -58,7 +58,6 @@ class _OfEngine:
 
     @property
     def place(self) -> tuple[str, str, str, str]:
-        """Engine, shape, mask and dtype."""
         return self.engine, self.shape, self.mask, self.dtype
 
 
@@ -234,7 +233,6 @@ class Examination:
 
     @property
     def has_looked(self) -> bool:
-        """Whether the engine was run at all."""
         return bool(self._noted or self._failures)
 
     @property

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from guardbit.doctor.attention import spread
+from guardbit.doctor.attention import EXACT, Chunk, spread
 from guardbit.doctor.engines import Results, backward
-from guardbit.doctor.exact import Exact, Gap, Unit, delta_error
+from guardbit.doctor.exact import Exact, Gap, Unit, delta_error, head_of_unit
 from guardbit.doctor.inputs import Call
 from guardbit.kernels.engines import Engine
-from guardbit.kernels.mask import mask_tile
 
 # Truncation makes numbers smaller by u / m on average, m of 1 to 2 the significand, alike in
 # logarithm: by 0.72 u. Rounding to nearest by none. A share beyond half of that is truncation.
@@ -63,18 +62,13 @@ def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
 
 def scale_used(call: Call, exact: Exact, results: Results) -> float | None:
     """Returns the factor of the scale that explains an output, or None if none does."""
-    unit, device = exact.unit, call.q.device
-    rows = spread(call.q.size(2), _ROWS, device)
-    own = unit.heads(call.group)
-    q = call.q[unit.batch, own][:, rows].double()
-    k, v = (x[unit.batch, unit.kv_head].double() for x in (call.k, call.v))
-    mask = _mask_of(call, unit, rows).double()
-    products = q @ k.T
+    rows = spread(call.q.size(2), _ROWS, call.q.device)
+    head = head_of_unit(call, exact.unit).take(rows)
     found = exact.part(results, "out")[:, rows]
 
     def distance(factor: float) -> float:
-        p = (products * (call.spec.scale * factor) + mask).softmax(-1).nan_to_num(0.0)
-        return (p @ v - found).square().sum().item()
+        out = Chunk(replace(head, scale=head.scale * factor)).forward(EXACT)
+        return (out - found).square().sum().item()
 
     best, width = 0.0, 5.0  # of the factor's logarithm to base 2
     for _ in range(4):  # each time in steps of 1/40 of the last
@@ -83,15 +77,6 @@ def scale_used(call: Call, exact: Exact, results: Results) -> float | None:
         width /= 40
     explained = distance(2**best) < 0.1 * distance(1.0)
     return 2**best if explained and abs(2**best - 1) > 0.005 else None
-
-
-def _mask_of(call: Call, unit: Unit, rows: Tensor) -> Tensor:
-    """What masks add to the scores of a unit, (G or 1, R, M)."""
-    own = unit.heads(call.group)
-    heads = torch.arange(own.start, own.stop, device=rows.device)
-    keys = torch.arange(call.k.size(2), device=rows.device)
-    mask = mask_tile(call.spec, call.sizes, heads, rows, keys)
-    return mask[min(unit.batch, len(mask) - 1)] if mask.dim() == 4 else mask
 
 
 class Reading(NamedTuple):
@@ -127,8 +112,7 @@ def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Read
                 seen[member, start : start + count] = (dv[:, :count] != 0).T
             else:
                 seen[:, :, start : start + count] = out[unit.batch, own, :, :count] != 0
-    mask = _mask_of(call, unit, torch.arange(rows, device=call.q.device))
-    wanted = (mask > -math.inf).expand(seen.shape)
+    wanted = (Chunk(head_of_unit(call, unit)).added > -math.inf).expand(seen.shape)
     extra, missing = seen & ~wanted, wanted & ~seen
     for pairs, words in ((extra, "sees key {}, which is hidden"), (missing, "does not see key {}")):
         if pairs.any():

@@ -63,7 +63,6 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        """What an engine gets."""
         return Inputs(self.q, self.k, self.v, self.spec)
 
     @property
@@ -182,30 +181,23 @@ class _Drawing:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, heads: int) -> Tensor:
-        """Standard normal."""
-        return self._drawn(torch.randn, heads, self.shape.head_dim)
+        return self.drawn(torch.randn, heads, self.shape.head_dim)
 
     def uniform(self, heads: int) -> Tensor:
-        """In 0 to 1."""
-        return self._drawn(torch.rand, heads, self.shape.head_dim)
-
-    def signs(self, heads: int) -> Tensor:
-        """(B, heads, N, 1): -1 or 1."""
-        return (self._drawn(torch.rand, heads, 1) < 0.5).float() * 2 - 1
+        return self.drawn(torch.rand, heads, self.shape.head_dim)
 
     def one_hot(self, heads: int) -> Tensor:
         """A 1 at a place drawn for each token, else 0."""
-        s = self.shape
-        size = (s.batch, s.length, heads)
-        places = torch.randint(s.head_dim, size, generator=self.generator, device=self.device)
-        return torch.nn.functional.one_hot(places, s.head_dim).float().transpose(1, 2)
+        width = self.shape.head_dim
+        places = self.drawn(partial(torch.randint, width), heads)
+        return torch.nn.functional.one_hot(places[..., 0].long(), width).float()
 
     def plain(self) -> _Tensors:
         """Standard normal q, k, v and gradient of the output."""
         heads, kv_heads = self.heads, self.kv_heads
         return self.normal(heads), self.normal(kv_heads), self.normal(kv_heads), self.normal(heads)
 
-    def _drawn(self, draw: Callable[..., Tensor], heads: int, width: int) -> Tensor:
+    def drawn(self, draw: Callable[..., Tensor], heads: int, width: int = 1) -> Tensor:
         size = (self.shape.batch, self.shape.length, heads, width)
         made = draw(size, generator=self.generator, dtype=torch.float32, device=self.device)
         return made.transpose(1, 2)
@@ -254,7 +246,8 @@ def _rows_counted(draw: _Drawing) -> _Tensors:
     """Equal scores and queries and gradients that are 1 at one place: dK and dV count rows."""
     places = draw.one_hot(draw.heads)
     k = torch.ones_like(draw.normal(draw.kv_heads))
-    v = draw.signs(draw.kv_heads) * torch.ones_like(k)
+    signs = (draw.drawn(torch.rand, draw.kv_heads) < 0.5).float() * 2 - 1
+    v = signs * torch.ones_like(k)
     return places, k, v, _seen(draw) * places
 
 
@@ -290,7 +283,6 @@ KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
 
 
 def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
-    """Makes the inputs of a kind."""
     draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
     q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
     return Call(q, k, v, d_out, spec)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.doctor.engines import (
     Candidates,
-    Flex,
     chosen,
+    flex,
     library_candidates,
     sdpa_candidates,
     why_not_flex,
@@ -71,7 +72,6 @@ class Preflight:
 
     @property
     def is_broken(self) -> bool:
-        """Whether something that was examined is wrong."""
         return any(finding.is_broken for finding in self.findings)
 
     @property
@@ -80,7 +80,6 @@ class Preflight:
         return not self.left_out
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
         return {**asdict(self), "is_broken": self.is_broken, "is_complete": self.is_complete}
 
 
@@ -90,11 +89,13 @@ class Examiner:
     def __init__(self, device: str, seconds: float, all_units: bool = False) -> None:
         self.device, self._units = device, None if all_units else _UNITS
         self.result = Preflight()
-        self._flex = Flex(is_compiled=True)
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
+    @cached_property
+    def _flex(self) -> Engine:
+        return flex(is_compiled=True)
+
     def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype_name: str) -> Preflight:
-        """Examines all engines at all shapes and masks."""
         for shape in shapes:
             for mask in masks:
                 self.shape(shape, mask, dtype_name)
@@ -107,11 +108,8 @@ class Examiner:
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):
             return
-        dense = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        first = self._make("as drawn", shape, dense, dtype_name)
-        self.result.chosen[place] = chosen(first).name
-        candidates = sdpa_candidates(first, own=self._units is None)
-        self._examine(candidates, shape, dense, str(shape), mask, dtype_name)
+        dtype = DTYPES[dtype_name]
+        self.asked(shape, dense_spec(shape, mask, dtype, self.device), dtype, mask, "")
         packed = packed_spec(shape, mask, self.device)
         if self._units is None:
             self.flex(shape, mask, dtype_name)
@@ -120,31 +118,21 @@ class Examiner:
             candidates = library_candidates(self._make("as drawn", long, spec, dtype_name))
             self._examine(candidates, long, spec, str(shape), mask, dtype_name)
 
-    def flex(self, shape: Shape, mask: str, dtype_name: str, softcap: float = 0.0) -> None:
+    def flex(self, shape: Shape, mask: str, dtype_name: str) -> None:
         """Examines FlexAttention, which is compiled for it on a GPU."""
-        said = f"{mask} softcap:{softcap:g}" if softcap else mask
-        if self._is_late(f"{shape} {said} {dtype_name}, flex_attention"):
-            self.result.left_out[f"{self._flex.name} {shape} {said} {dtype_name}"] = tuple(KINDS)
+        if self._is_late(f"{shape} {mask} {dtype_name}, flex_attention"):
+            self.result.left_out[f"flex_attention {shape} {mask} {dtype_name}"] = tuple(KINDS)
             return
         spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        spec = replace(spec, softcap=softcap)
         if (why := why_not_flex(self._make("as drawn", shape, spec, dtype_name))) is not None:
-            self.refuse(f"flex_attention is not examined: {why}", f"{shape} {said}")
+            self.refuse(f"flex_attention is not examined: {why}", f"{shape} {mask}")
             return
-        self._examine(([self._flex], {}), shape, spec, str(shape), said, dtype_name)
+        self._examine(([self._flex], {}), shape, spec, str(shape), mask, dtype_name)
 
     def asked(
         self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, mask: str, kernel: str
     ) -> None:
-        """Examines the engines for a call that a model makes, with its own mask.
-
-        Args:
-            shape: Its sizes.
-            spec: What it asks for.
-            dtype: Of its tensors.
-            mask: What its mask is, in words.
-            kernel: Name of the engine that ran it, "" where it is not known.
-        """
+        """Examines the engines for a call that a model makes, with its own mask, told in words."""
         dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):
@@ -154,13 +142,12 @@ class Examiner:
             candidates = library_candidates(first)
         else:
             self.result.chosen[place] = chosen(first).name
-            candidates = sdpa_candidates(first, own=False)
+            candidates = sdpa_candidates(first, own=self._units is None)
         # Where time is short, what the model runs comes first.
         candidates[0].sort(key=lambda engine: engine.name != kernel)
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
 
     def refuse(self, why: str, place: str) -> None:
-        """Notes why something is not examined."""
         places = self.result.refused.setdefault(why, [])
         if place not in places:
             places.append(place)

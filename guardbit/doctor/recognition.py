@@ -7,9 +7,7 @@ the kernel returned is how it rounds: with the right roundings most numbers agre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -43,8 +41,11 @@ _SAME = 0.02
 # How many standard deviations of its roundings a row of dQ may lie from the arithmetic.
 _FAR = 4.0
 
-_FORWARD: tuple[Operation, ...] = ("S", "P", "PV", "O")
-_BACKWARD: tuple[Operation, ...] = ("S", "delta", "dP", "dS", "dQ")
+# By what the kernel returned, the operations that it shows.
+_SHOWN: dict[str, tuple[Operation, ...]] = {
+    "out": ("S", "P", "PV", "O"),
+    "dq": ("S", "delta", "dP", "dS", "dQ"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,20 @@ class Fault:
 
 
 def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
-    """Finds the arithmetic of a head's kernel; FlashAttention-2's if it returned nothing known.
+    """Finds the arithmetic that explains best what a kernel returned, and its faults.
 
-    Returns:
-        The arithmetic that explains best what the kernel returned, and where it is worse than
-        FlashAttention-2's, forward first.
+    It is FlashAttention-2's if nothing is known of what the kernel returned.
     """
     some = head.take(spread(len(head.rows), _ROWS))
     forward = backward = FLASH
     if head.out is not None:
-        others = partial(_otherwise, operations=_FORWARD)
-        forward = _nearest(some, FLASH, "out", others, Chunk.forward)
+        forward = _nearest(some, FLASH, "out")
     if head.dq is not None:
         # S is recomputed in the backward, from the sum that the forward kept.
         start = FLASH.with_rounding("S", forward.roundings.get("S"))
-        backward = _nearest(some, start, "dq", _other_backwards, _query_gradient)
+        backward = _nearest(some, start, "dq")
     roundings: dict[Operation, Rounding] = {}
-    for way, names in ((backward, _BACKWARD), (forward, _FORWARD)):
+    for way, names in ((backward, _SHOWN["dq"]), (forward, _SHOWN["out"])):
         roundings |= {name: way.roundings[name] for name in names if name in way.roundings}
     arithmetic = Arithmetic(roundings, backward.delta)
     faults = _faults(arithmetic)
@@ -107,24 +105,18 @@ def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
     return over_rows(head, compute)["wrong"]
 
 
-def _query_gradient(chunk: Chunk, way: Arithmetic) -> Tensor:
-    return chunk.run(way, chunk.own_out).dq
-
-
-def _nearest(
-    head: HeadInputs,
-    start: Arithmetic,
-    name: str,
-    others: Callable[[Arithmetic], list[Arithmetic]],
-    compute: Callable[[Chunk, Arithmetic], Tensor],
-) -> Arithmetic:
+def _nearest(head: HeadInputs, start: Arithmetic, name: str) -> Arithmetic:
     """Goes from an arithmetic to others, one operation at a time, as long as each is far nearer."""
     parts, best = list(chunks(head)), start
     target = torch.cat([chunk.wide(name) for chunk in parts], 1)
     unit = torch.finfo(head.q.dtype).eps / 2
 
     def distance(way: Arithmetic) -> float:
-        rest = torch.cat([compute(chunk, way) for chunk in parts], 1) - target
+        made = [
+            chunk.forward(way) if name == "out" else chunk.run(way, chunk.own_out).dq
+            for chunk in parts
+        ]
+        rest = torch.cat(made, 1) - target
         sizes = target.square().sum(-1).flatten()
         shares = (rest.square().sum(-1).flatten() / sizes.clamp(min=1e-300)).sort().values
         kept = shares[: max(1, math.ceil(_AGREEING * len(shares)))]
@@ -132,7 +124,7 @@ def _nearest(
 
     least = distance(start)
     while least > _SAME:
-        found = [(distance(way), way) for way in others(best)]
+        found = [(distance(way), way) for way in _others(best, name)]
         nearest, way = min(found, key=lambda pair: pair[0])
         if nearest > _NEARER * least:
             break
@@ -140,20 +132,19 @@ def _nearest(
     return best
 
 
-def _other_backwards(way: Arithmetic) -> list[Arithmetic]:
-    sources: tuple[DeltaSource, ...] = ("output", "probabilities", "dropped")
-    ways = [replace(way, delta=source) for source in sources if source != way.delta]
-    return [*_otherwise(way, _BACKWARD), *ways]
-
-
-def _otherwise(way: Arithmetic, operations: tuple[Operation, ...]) -> list[Arithmetic]:
+def _others(way: Arithmetic, name: str) -> list[Arithmetic]:
+    """Those that differ in one operation that shows in what the kernel returned."""
     hows: tuple[Rounding | None, ...] = (None, "nearest", "truncated")
-    return [
-        way.with_rounding(name, how)
-        for name in operations
+    others = [
+        way.with_rounding(operation, how)
+        for operation in _SHOWN[name]
         for how in hows
-        if how != way.roundings.get(name)
+        if how != way.roundings.get(operation)
     ]
+    sources: tuple[DeltaSource, ...] = ("output", "probabilities", "dropped")
+    if name == "dq":
+        others += [replace(way, delta=source) for source in sources if source != way.delta]
+    return others
 
 
 def _faults(arithmetic: Arithmetic) -> list[Fault]:

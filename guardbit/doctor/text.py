@@ -13,12 +13,12 @@ from guardbit.doctor.preflight import Preflight
 from guardbit.doctor.snapshots import KeptHead
 
 _GRADIENTS = ("out", "dq", "dk", "dv")
-#: Remedies that a head can be switched to.
-_SWITCHES = ("exact_delta", "centered_keys", "compensated", "row_max")
+# A key is a sink where the rows that see it give it this much of their attention in the mean: the
+# first token of trained models has a half to nearly all.
+_SINK = 0.3
 
 
 def describe_machine(machine: Machine) -> Iterator[str]:
-    """Yields lines about the machine and the known faults of its versions."""
     gpu = "no GPU"
     if machine.gpu is not None:
         gpu = f"{machine.gpu}, compute capability {machine.capability}, CUDA {machine.cuda}"
@@ -47,6 +47,10 @@ def table(preflight: Preflight) -> Iterator[str]:
                 verdict(preflight, engine, shape, mask, dtype),
             )
         )  # fmt: skip
+    yield from _aligned(*lines)
+
+
+def _aligned(*lines: Sequence[str]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -54,7 +58,6 @@ def table(preflight: Preflight) -> Iterator[str]:
 
 
 def by_engine(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
-    """Gathers rows by engine, shape, mask and dtype."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.place, []).append(row)
@@ -96,7 +99,6 @@ def _some(places: Sequence[str]) -> str:
 
 
 def conclusion(preflight: Preflight) -> str:
-    """Says in a sentence what came of it."""
     if not preflight.examined:
         return "Nothing was examined."
     broken = {finding.engine for finding in preflight.findings if finding.is_broken}
@@ -168,18 +170,15 @@ def _adding_up(found: Diagnosis) -> str:
     does = "adds up" if found.cause == "rounding" else "does not surely add up in these rows"
     if found.cause == "fault":
         does = "counts so much here"
-    return (
-        f"The error {does}: it makes W_Q {way} along its top direction by {push};"
-        f" {_percent(error.rank_one)} of its sum is of rank one, {error.angle:.0f} degrees from"
-        " that direction."
-    )
+    return f"The error {does}: it makes W_Q {way} along its top direction by {push}."
 
 
 def _whence(found: Diagnosis) -> str:
     roots = found.roots
-    key = roots.keys[0]
-    named = f"key {key.number}" + (f" ({key.what})" if key.what else "")
-    left = min(_SWITCHES, key=lambda name: found.remedies[name].summed)
+    named = f"key {roots.key}"
+    if roots.attention > _SINK:
+        named += f" (a sink: the rows give it {roots.attention:.0%} of their attention)"
+    _, left = min((each.summed, name) for name, each in found.remedies.items() if name != "none")
     where = (
         f"Of the sum {_percent(roots.top_share)} is in one row of a hundred, most by {named};"
         f" keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"
@@ -192,26 +191,19 @@ def _whence(found: Diagnosis) -> str:
 
 
 def tables(found: Diagnosis) -> Iterator[str]:
-    """Yields the tables behind the answer, line by line."""
-    yield f"{'dQ':<24}{'error':>10}{'push':>11}{'std devs':>10}{'sum left':>10}"
+    """Yields what is left of the error with each remedy, line by line."""
     whole = found.together.summed or 1.0
-    for name, each, left in [("as it was", found.error, found.error.summed / whole), *_left(found)]:
-        yield (
-            f"{name:<24}{_percent(each.relative_error):>10}{each.push_share:>+11.2g}"
-            f"{each.significance:>+10.1f}{_percent(left):>10}"
-        )
-    yield ""
-    yield f"{'row':<16}{'push':>11}{'delta error':>13}{'largest P':>11}{'maxima':>8}"
-    for row in found.roots.rows:
-        yield (
-            f"{f'{row.sequence}:{row.position}':<16}{row.push:>+11.3g}{row.delta_error:>+13.3g}"
-            f"{row.largest:>11.3f}{row.maxima:>8}"
-        )
-    yield ""
-    for kind, parts in (("key", found.roots.keys), ("column of V", found.roots.columns)):
-        yield f"{kind:<16}{'push':>11}"
-        for part in parts:
-            yield f"{part.number:<16}{part.push:>+11.3g}  {part.what}".rstrip()
+    as_it_was = "as it was", found.error, found.error.summed / whole
+    yield from _aligned(
+        ("dQ", "error", "push", "std devs", "sum left"),
+        *(
+            (
+                name, _percent(each.relative_error), f"{each.push_share:+.2g}",
+                f"{each.significance:+.1f}", _percent(left),
+            )
+            for name, each, left in [as_it_was, *_left(found)]
+        ),
+    )  # fmt: skip
 
 
 def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
@@ -231,7 +223,6 @@ def parts_left(found: Diagnosis) -> dict[str, float]:
 
 
 def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
-    """Names the head and what was looked at."""
     first, last = kept[0], kept[-1]
     when = f"step {first.step:,}" if len(kept) == 1 else f"steps {first.step:,} to {last.step:,}"
     kernel = f" of {last.kernel}" if last.kernel else ""
@@ -254,13 +245,11 @@ def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
 
 
 def file_name(one: KeptHead) -> str:
-    """Returns the name of the head's figure."""
     site = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in one.site)
     return f"{site}-head{one.head}.png"
 
 
 def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:
-    """All numbers of a diagnosed head, for `json.dumps`."""
     last = kept[-1]
     return {
         "site": last.site,
@@ -277,14 +266,9 @@ def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:
         "rows": found.rows,
         "error": _numbers(found.error),
         "without": {name: _numbers(each) for name, each in found.without.items()},
-        "alone": {name: _numbers(each) for name, each in found.alone.items()},
         "remedies": {name: _numbers(each) for name, each in found.remedies.items()},
         "left": parts_left(found),
-        "top_rows": [row._asdict() for row in found.roots.rows],
-        "top_keys": [part._asdict() for part in found.roots.keys],
-        "top_columns": [part._asdict() for part in found.roots.columns],
         "tied_rows": found.roots.tied,
-        "repeated_keys": found.roots.repeated,
         "key_common_mode": found.roots.common,
     }
 
@@ -295,9 +279,6 @@ def _numbers(measures: Measures) -> dict[str, float | None]:
         "push": measures.push_share,
         "significance": measures.significance,
         "summed": measures.summed,
-        "coherence": measures.coherence,
-        "rank_one": measures.rank_one,
-        "angle": measures.angle,
     }
     # JSON has no infinity.
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,7 +1,8 @@
-"""Engines that misbehave in one way each, on the CPU, and the sound ones that they are made of."""
+"""Engines that misbehave in one way each, the sound ones that they are made of, and their test."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +11,33 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from guardbit.doctor.exact import exactly, units_of
+from guardbit.doctor.examine import Examination
+from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
 from guardbit.kernels.engines import Engine, Gradients, Inputs
 from guardbit.kernels.engines.sdpa import CPUFlash
 
 Rounding = Callable[[Tensor], Tensor]
+
+SHAPE = Shape(2, 4, 2, 128, 32)
+
+
+@functools.lru_cache(maxsize=64)
+def inputs_and_exact(kind, shape, mask, dtype, device, most):
+    """A call and what it is in FP64, which takes longer than to examine an engine with them."""
+    call = make(kind, shape, dense_spec(shape, mask, dtype, device), dtype, device)
+    return call, [exactly(call, unit) for unit in units_of(call, most)]
+
+
+def examine(
+    engine, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS), device="cpu", most=None
+):
+    """The examination of an engine on all kinds of inputs, of which `most` units are compared."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    found = Examination(engine, str(shape), mask, name, "Do something.")
+    for kind in kinds:
+        found.look(kind, *inputs_and_exact(kind, shape, mask, dtype, device, most), "some")
+    return found
 
 
 def truncate(x: Tensor) -> Tensor:

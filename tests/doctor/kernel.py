@@ -1,4 +1,4 @@
-"""Heads to diagnose, and and kernels in FP32."""
+"""Heads to diagnose, and kernels in FP32."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import torch
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.doctor import diagnose
 from guardbit.doctor.snapshots import KeptHead, write_snapshots
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -50,7 +49,7 @@ def test_the_answer_comes_first_and_figures_are_drawn(run):
     assert lines[-1] == "The rules' own verdict on the run is rounding: so it is"
     drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
     assert drawn == ["diagnosis.json", "h.1.attn-head1.png", "h_0_attn-head0.png"]
-    assert all((run / "diagnosis" / name).stat().st_size > 10_000 for name in drawn)
+    assert all((run / "diagnosis" / name).stat().st_size > 10_000 for name in drawn[1:])
 
 
 def test_json_holds_all_heads_and_draws_nothing(run):
@@ -59,7 +58,7 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     assert [(one["site"], one["head"], one["cause"]) for one in told["heads"]] == [
         ("h.1.attn", 1, "rounding"), ("h/0 attn", 0, "not rounding"),
     ]  # fmt: skip
-    assert (told["verdict"], told["not_reached"]) == ("rounding: so it is", 0)
+    assert told["verdict"] == "rounding: so it is"
     assert told["heads"][0]["steps"] == [3, 4]
     assert not (run / "diagnosis").exists()
 
@@ -94,13 +93,6 @@ def test_one_head_and_another_place(run, tmp_path):
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["h_0_attn-head0.png"]
 
 
-def test_heads_that_are_not_reached_are_told(run, monkeypatch):
-    times = iter([0.0, 100.0])
-    monkeypatch.setattr(diagnose.time, "monotonic", lambda: next(times))
-    result = invoke(run)
-    assert "1 more heads were not reached in 60 seconds" in result.stdout
-
-
 def test_snapshots_before_a_switch_count(run):
     write_snapshots(
         run, 9, [KeptHead(9, "h.1.attn", 1, "exact_delta", head(peaked(9), "exact_delta"))]
@@ -120,44 +112,31 @@ def test_of_a_switched_head_flash_roundings_stand_in(tmp_path):
     assert "The head ran exact_delta: what its own kernel would have returned" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("--head", "h.1.attn:7"), "there is no snapshot of h.1.attn:7; there are h.1.attn:1, h"),
-        (("--seconds", "0"), "Invalid value for '--seconds'"),
-    ],
-)
-def test_impossible_wishes_are_refused(run, arguments, why):
-    result = invoke(run, *arguments)
+def test_a_head_that_was_not_kept_is_refused(run):
+    result = invoke(run, "--head", "h.1.attn:7")
     assert result.exit_code == 2
-    assert why in result.stderr
+    assert "there is no snapshot of h.1.attn:7; there are h.1.attn:1, h" in result.stderr
+
+
+OF_A_HEAD = Event(3, "alarm", "attn", (0,), "it grows", rule="head_growth")
+OF_THE_LOSS = Event(3, "alarm", "", (), "the loss diverged", rule="loss_departure")
 
 
 @pytest.mark.parametrize(
-    ("metadata", "why"),
+    ("metadata", "alarm", "why"),
     [
-        ({}, "no head was alarmed with a sampled step to come"),
-        ({"snapshots": "head 1 of attn is not kept: a call with dropout"}, "dropout"),
+        ({}, OF_A_HEAD, "holds no snapshots: no head was alarmed with a sampled step to come, or"),
+        ({"snapshots": "a call with dropout"}, OF_A_HEAD, "holds no snapshots: a call with dropo"),
+        ({}, OF_THE_LOSS, "no head of this run was alarmed, so there is nothing to diagnose; "),
     ],
 )
-def test_a_run_without_snapshots_is_refused(tmp_path, metadata, why):
+def test_a_run_without_snapshots_is_refused(tmp_path, metadata, alarm, why):
     with RunWriter(tmp_path, metadata=metadata) as writer:
         writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
-        writer.event(Event(3, "alarm", "attn", (0,), "it grows", rule="head_growth"))
+        writer.event(alarm)
     result = invoke(tmp_path)
     assert result.exit_code == 2
-    assert "holds no snapshots" in result.stderr and why in result.stderr
-
-
-def test_without_an_alarm_on_a_head_there_is_nothing_to_diagnose(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
-        writer.event(Event(3, "alarm", "", (), "the loss diverged", rule="loss_departure"))
-        writer.event(Event(3, "verdict", "", (), "nothing happened", verdict="stable"))
-    result = invoke(tmp_path)
-    assert result.exit_code == 2
-    assert "no head of this run was alarmed, so there is nothing to diagnose" in result.stderr
-    assert "snapshot_megabytes" not in result.stderr
+    assert why in result.stderr
 
 
 def test_a_file_is_no_run_as_the_report_says(tmp_path):

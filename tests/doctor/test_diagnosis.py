@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from guardbit.doctor import attention
-from guardbit.doctor.attention import FLASH, head_of_call
-from guardbit.doctor.diagnose import diagnose, measure
-from guardbit.doctor.roots import find_roots, take_apart
+from guardbit.doctor.attention import FLASH, Arithmetic, head_of_call
+from guardbit.doctor.diagnose import diagnose, find_roots, measure, take_apart
 from guardbit.doctor.snapshots import KeptHead
 from guardbit.doctor.text import as_json, sentences, tables
 from guardbit.kernels.spec import AttentionSpec
@@ -42,8 +40,6 @@ def test_the_rounding_of_delta_is_the_cause_with_its_sign(share, sign):
     assert found.error.push * sign > 0
     errors = found.roots.delta_error
     assert ((errors * sign > 0).sum() / (errors != 0).sum()).item() > 0.9
-    # Equation 2 of the paper: nearly all of it is of one rank, as all rows push along the same.
-    assert found.error.rank_one > 0.99
     assert found.moved_back > 0.99
     what, adding_up, whence = sentences(found)
     assert what.startswith("Rounding of delta: dQ is wrong by")
@@ -54,19 +50,16 @@ def test_the_rounding_of_delta_is_the_cause_with_its_sign(share, sign):
 
 def test_remedies_leave_what_they_should():
     left = diagnosed(peaked(1)).remedies
-    for name in ("exact_delta", "compensated", "centered_keys", "FP32"):
+    for name in ("exact_delta", "compensated", "centered_keys"):
         assert left[name].summed < 0.1 * left["none"].summed, name
 
 
 def test_several_steps_are_added_up():
     same = diagnosed(peaked(0), peaked(1), peaked(2))
     assert same.samples == 3 and same.rows == 3 * 256
-    # Keys have 0.97 of their size in common, and so have the sums of two steps 0.97 of each side.
-    assert same.error.coherence > 0.97**2
     one = diagnosed(peaked(0))
     assert same.error.significance > 1.5 * one.error.significance  # sqrt(3) times
     opposed = diagnosed(peaked(0, 0.25), peaked(0, 0.75))
-    assert opposed.error.coherence < 0.5
     assert opposed.cause == "unclear"
 
 
@@ -104,32 +97,25 @@ def test_measures_are_those_of_the_definitions():
     assert found.push_share == pytest.approx((pushes.sum() / size).item())
     deviations = pushes.sum() / pushes.square().sum().sqrt()
     assert found.significance == pytest.approx(deviations.item())
-    d_w = torch.einsum("snd,snc->dc", error, q)
-    left, values, _ = torch.linalg.svd(d_w)
-    assert found.summed == pytest.approx(d_w.norm().item())
-    assert found.rank_one == pytest.approx((values[0] ** 2 / (values**2).sum()).item())
-    # u is held in FP32.
-    angle = math.degrees(math.acos(abs((left[:, 0] @ u).item())))
-    assert found.angle == pytest.approx(angle)
+    assert found.summed == pytest.approx(torch.einsum("snd,snc->dc", error, q).norm().item())
 
 
-def test_roundings_alone_are_those_put_in_by_hand():
+def test_an_arithmetic_without_three_roundings_is_the_kernel_without_them():
     tensors = peaked(3)
-    found = measure(head_of(tensors, *kernel(tensors)), FLASH)
-    exact = exact_gradient(tensors)[:, 0]
     _, dq = kernel(tensors, p=keep, ds=keep, dq=keep)
+    only_out = Arithmetic({"O": "nearest"})
+    found = measure(head_of(tensors, None, None), only_out)["together"]
     # dQ is returned in BF16: of errors this large a part of 2^-8.
-    size = (dq[:, 0].double() - exact).square().sum().item()
-    assert found["alone O"].error_squares == pytest.approx(size, rel=0.02)
-    assert found["alone dS"].error_squares < 0.01 * found["alone O"].error_squares
+    size = (dq[:, 0].double() - exact_gradient(tensors)[:, 0]).square().sum().item()
+    assert found.error_squares == pytest.approx(size, rel=0.02)
 
 
 def planted_sink() -> Tensors:
-    """Every query attends to key 0, keys 5 and 9 are the same, column 7 alone rounds one way."""
+    """Every query attends to key 0; column 7 alone rounds one way."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(1, 1, 64, 16, generator=generator) * 0.1
     k[..., 0] = 0.0
-    k[:, :, 0, 0], k[:, :, 5] = 8.0, k[:, :, 9]
+    k[:, :, 0, 0] = 8.0
     q = torch.randn(1, 1, 64, 16, generator=generator) * 0.1
     q[..., 0] = 2.0
     v = torch.zeros(1, 1, 64, 16)
@@ -140,17 +126,17 @@ def planted_sink() -> Tensors:
     return Tensors(*(x.bfloat16() for x in (q, k, v, d_out)))
 
 
-def test_sink_repeated_key_and_column_are_found():
+def test_sink_and_column_are_found():
     tensors = planted_sink()
     roots = find_roots(head_of(tensors, *kernel(tensors)), FLASH)
-    assert roots.keys[0].number == 0
-    assert "a sink" in roots.keys[0].what
-    assert roots.repeated == pytest.approx(2 / 64)
-    assert roots.columns[0].number == 7
-    assert roots.columns[0].what == "100% of its values are negative"
-    others = roots.column_push.clone()
-    others[7] = 0
-    assert others.abs().max() == 0
+    assert roots.key == 0
+    weights = attend(*tensors[:3], spec_of(tensors)).lse[0, 0].double()
+    to_sink = tensors.q[0, 0].double() @ tensors.k[0, 0, 0].double() / 4
+    assert roots.attention == pytest.approx((to_sink - weights).exp().mean().item())
+    (column,) = roots.column_push.nonzero()
+    assert column == 7
+    said = f"most by key 0 (a sink: the rows give it {roots.attention:.0%} of their attention)"
+    assert said in sentences(diagnosed(tensors))[2]
 
 
 def test_parts_of_the_push_add_up_to_it():
@@ -159,10 +145,6 @@ def test_parts_of_the_push_add_up_to_it():
     roots, whole = find_roots(head, FLASH), measure(head, FLASH)["without dQ"]
     for parts in (roots.row_push, roots.key_push):
         assert parts.sum().item() == pytest.approx(whole.push, rel=1e-6)
-    assert roots.rows[0].push == pytest.approx(roots.row_push.abs().max().item(), rel=1e-9)
-    place = roots.rows[0]
-    exact = exact_gradient(tensors)
-    assert exact.shape[2] > place.position >= 0
 
 
 def test_tied_maxima_are_counted_and_hidden_keys_are_none():
@@ -183,7 +165,7 @@ def test_json_and_tables_hold_what_was_found():
     assert (told["site"], told["head"], told["steps"]) == ("attn", 3, [7])
     assert told["cause"] == "rounding" and told["operation"] == "delta"
     assert set(told["remedies"]) == {
-        "none", "exact_delta", "centered_keys", "compensated", "row_max", "FP32",
+        "none", "exact_delta", "centered_keys", "compensated", "row_max",
     }  # fmt: skip
     text = "\n".join(tables(found))
     assert "exact delta" in text and "remedy row_max" in text

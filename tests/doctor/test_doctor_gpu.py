@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.engines import Flex, OwnKernels, library_candidates, run, sdpa_engine
-from guardbit.doctor.exact import exactly, units_of
-from guardbit.doctor.examine import Examination
+from guardbit.doctor.engines import flex, own_kernels, run, sdpa_engine
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
+from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.reference.common import float32_products
@@ -30,6 +31,7 @@ from tests.doctor.faulty_engines import (
     truncate,
     unmasked,
 )
+from tests.doctor.faulty_engines import examine as examined_on
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +61,8 @@ OTHER_KINDS = [kind for kind in KINDS if kind != "low logsumexp"]
 
 
 def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
+    if name not in BACKENDS:
+        return own_kernels() if name == "guardbit" else flex(is_compiled=True)
     call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cuda"), dtype, "cuda")
     try:
         return sdpa_engine(BACKENDS[name], call)
@@ -66,31 +70,27 @@ def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
         pytest.skip(f"PyTorch has no such kernel for these inputs: {error}")
 
 
-def examine(engine, spec, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    found = Examination(engine, str(shape), mask, name, "Do something.")
-    for kind in kinds:
-        call = make(kind, shape, spec, dtype, "cuda")
-        found.look(kind, call, [exactly(call, unit) for unit in units_of(call, 4)], "4 of all")
-    return found
+examine = partial(examined_on, shape=SHAPE, device="cuda", most=4)
 
 
 def broken(found) -> list[str]:
     return [str(finding) for finding in found.findings() if finding.is_broken]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("mask", ["full", "causal", "documents", "window:64", "padding"])
-@pytest.mark.parametrize("name", ["flash", "efficient", "math"])
+MASKS = ("full", "causal", "documents", "window:64", "padding")
+SOUND = [
+    *product(("flash", "efficient", "math"), MASKS, (torch.bfloat16, torch.float16)),
+    *product(("cudnn", "guardbit"), ("full", "causal"), (torch.bfloat16,)),
+    *product(("flex",), ("causal", "padding", "documents"), (torch.bfloat16,)),
+]
+
+
+@pytest.mark.parametrize(("name", "mask", "dtype"), SOUND, ids=str)
 def test_nothing_is_found_in_sound_engines(name, mask, dtype):
-    spec = dense_spec(SHAPE, mask, dtype, "cuda")
-    assert broken(examine(engine_for(name, mask, dtype=dtype), spec, mask, dtype=dtype)) == []
-
-
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_nothing_else_is_found_in_cudnn_without_an_explicit_mask(mask):
-    spec = dense_spec(SHAPE, mask, torch.bfloat16, "cuda")
-    assert broken(examine(engine_for("cudnn", mask), spec, mask, kinds=OTHER_KINDS)) == []
+    kinds = OTHER_KINDS if name == "cudnn" else KINDS
+    assert (
+        broken(examine(engine_for(name, mask, dtype=dtype), mask, dtype=dtype, kinds=kinds)) == []
+    )
 
 
 @pytest.mark.parametrize("length", [64, 192, 256, 320, 384, 448, 576, 1000, 1024, 1088])
@@ -105,35 +105,20 @@ def test_nan_is_found_in_cudnn_where_pytorchs_own_function_returns_it(mask, leng
             q, k, v, is_causal=mask == "causal", scale=spec.scale, enable_gqa=True
         )
     gradients = torch.autograd.grad(out, (q, k, v), call.d_out)
-    found = examine(engine_for("cudnn", mask, shape), spec, mask, shape, kinds=["low logsumexp"])
+    found = examine(engine_for("cudnn", mask, shape), mask, shape=shape, kinds=["low logsumexp"])
     tensors = {name for one in found.findings() if one.fault == "nonfinite" for name in one.tensors}
     names = ("dq", "dk", "dv")
     assert tensors == {n for n, x in zip(names, gradients, strict=True) if not x.isfinite().all()}
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_nothing_is_found_in_our_own_kernels(mask):
-    spec = dense_spec(SHAPE, mask, torch.bfloat16, "cuda")
-    assert broken(examine(OwnKernels(), spec, mask)) == []
-
-
 @pytest.mark.parametrize("mask", ["causal", "documents", "window:64"])
 def test_nothing_is_found_in_packed_attention(mask):
     spec, shape = packed_spec(SHAPE, mask, "cuda")
-    call = make("as drawn", shape, spec, torch.bfloat16, "cuda")
-    engines = library_candidates(call)[0]
-    if not engines:
+    examiner = Examiner("cuda", seconds=600)
+    examiner.asked(shape, spec, torch.bfloat16, mask, "")
+    if not examiner.result.examined:
         pytest.skip("no library is installed")
-    for engine in engines:
-        assert broken(examine(engine, spec, mask, shape)) == []
-
-
-@pytest.mark.parametrize("softcap", [0.0, 20.0])
-def test_nothing_is_found_in_compiled_flex_attention(softcap):
-    engine = Flex(is_compiled=True)
-    for mask in ("causal", "padding", "documents"):
-        spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cuda"), softcap=softcap)
-        assert broken(examine(engine, spec, mask)) == []
+    assert [str(one) for one in examiner.result.findings if one.is_broken] == []
 
 
 FAULTS = {
@@ -148,19 +133,17 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
 def test_a_misbehaving_kernel_is_found_and_named(name, fault):
-    spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
     engine = Wrapped(name, engine_for(name, "causal"), **FAULTS[fault]())
     kinds = OTHER_KINDS if name == "cudnn" else KINDS
-    examined = examine(engine, spec, "causal", kinds=kinds)
+    examined = examine(engine, "causal", kinds=kinds)
     found = [one for one in examined.findings() if one.is_broken]
     assert [one.fault for one in found] == [fault], [str(one) for one in found]
     assert fault not in ("nonfinite", "race") or found[0].tensors == ("dq",)
 
 
 def test_truncation_is_found():
-    spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
     with float32_products():
-        (found,) = examine(Written("O", out=truncate), spec, "causal").findings()
+        (found,) = examine(Written("O", out=truncate), "causal").findings()
     assert (found.fault, found.is_broken) == ("truncation", True)
 
 

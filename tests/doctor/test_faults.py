@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 
@@ -12,17 +11,18 @@ import torch.nn.attention.flex_attention as flex_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guardbit.doctor.engines import Flex
+from guardbit.doctor.engines import flex
 from guardbit.doctor.exact import exactly, units_of
-from guardbit.doctor.examine import Examination
-from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
+from guardbit.doctor.inputs import Shape, dense_spec, make
 from guardbit.kernels.engines import Whole, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
 from tests.doctor.faulty_engines import (
+    SHAPE,
     Racing,
     Wrapped,
     Written,
     empty_rows_see_all,
+    examine,
     nan_in_head,
     nearest,
     one_key_less,
@@ -33,25 +33,6 @@ from tests.doctor.faulty_engines import (
     unmasked,
 )
 from tests.oracle import dense
-
-SHAPE = Shape(2, 4, 2, 128, 32)
-
-
-@functools.lru_cache(maxsize=64)
-def inputs_and_exact(kind, shape, mask, dtype):
-    """A call and what it is in FP64, which takes longer than to examine an engine with them."""
-    call = make(kind, shape, dense_spec(shape, mask, dtype, "cpu"), dtype, "cpu")
-    return call, [exactly(call, unit) for unit in units_of(call, None)]
-
-
-def examine(engine, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
-    """The examination of an engine on all kinds of inputs."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    found = Examination(engine, str(shape), mask, name, "Do something.")
-    for kind in kinds:
-        found.look(kind, *inputs_and_exact(kind, shape, mask, dtype), "all")
-    return found
-
 
 # What is made wrong: the engine, what it must be called, and words of the sentence.
 FAULTS = {
@@ -119,26 +100,23 @@ def test_rows_that_are_wrong_by_their_mask_are_no_race():
     assert re.search("query 0 of head 0 sees key 0, which is hidden", broken[0].why)
 
 
-def test_a_wrong_mask_is_named_beside_a_nan():
+@pytest.mark.parametrize(
+    ("hide", "mask", "words"),
+    [
+        (empty_rows_see_all, "padding", "query 0 of head 0 sees key 0, which is hidden"),
+        (one_key_more, "causal", "query 40 of head 1 sees key .* which is hidden"),
+        (one_key_more, "padding", "query 40 of head 1 sees key .* which is hidden"),
+    ],
+)
+def test_a_wrong_mask_is_named_beside_a_nan_of_head_3(hide, mask, words):
     class Both(Written):
         def backward(self, *given):
             return nan_in_head(super().backward(*given))
 
-    engine = Both("both", hide=empty_rows_see_all, hide_backward=empty_rows_see_all)
-    broken = [finding for finding in examine(engine, "padding").findings() if finding.is_broken]
+    findings = examine(Both("both", hide=hide, hide_backward=hide), mask).findings()
+    broken = [finding for finding in findings if finding.is_broken]
     assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
-
-
-@pytest.mark.parametrize("mask", ["causal", "padding"])
-def test_a_wrong_mask_is_named_beside_a_nan_of_another_head(mask):
-    class Both(Written):
-        def backward(self, *given):
-            return nan_in_head(super().backward(*given))  # of head 3
-
-    engine = Both("both", hide=one_key_more, hide_backward=one_key_more)  # in head 1
-    broken = [finding for finding in examine(engine, mask).findings() if finding.is_broken]
-    assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
-    assert re.search("query 40 of head 1 sees key .* which is hidden", broken[1].why)
+    assert re.search(words, broken[1].why)
 
 
 def test_an_ignored_carrier_is_found_and_is_no_break():
@@ -213,31 +191,11 @@ def flex_trains_here(monkeypatch):
 
 
 @pytest.mark.usefixtures("flex_trains_here")
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window:17"])
-def test_nothing_is_found_in_flex_attention(mask, softcap):
-    spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cpu"), softcap=softcap)
-    found = Examination(Flex(False), str(SHAPE), mask, "bf16", "Do something.")
-    for kind in ("as drawn", "keys counted", "rows counted", "low logsumexp", "peaked"):
-        call = make(kind, SHAPE, spec, torch.bfloat16, "cpu")
-        found.look(kind, call, [exactly(call, unit) for unit in units_of(call, None)], "all")
-    assert found.findings() == [], [str(finding) for finding in found.findings()]
-
-
-@pytest.mark.usefixtures("flex_trains_here")
-def test_a_soft_cap_that_is_left_out_is_found():
-    class Uncapped(Flex):
-        def forward(self, inputs, training):
-            return super().forward(
-                inputs._replace(spec=replace(inputs.spec, softcap=0.0)), training
-            )
-
-    spec = replace(dense_spec(SHAPE, "causal", torch.bfloat16, "cpu"), softcap=2.0)
-    found = Examination(Uncapped(False), str(SHAPE), "causal", "bf16", "Do something.")
-    call = make("peaked", SHAPE, spec, torch.bfloat16, "cpu")
-    found.look("peaked", call, [exactly(call, unit) for unit in units_of(call, None)], "all")
-    (finding,) = found.findings()
-    assert finding.is_broken and "out" in finding.tensors
+def test_nothing_is_found_in_flex_attention(mask):
+    kinds = ("as drawn", "keys counted", "rows counted", "low logsumexp", "peaked")
+    findings = examine(flex(False), mask, kinds=kinds).findings()
+    assert findings == [], [str(finding) for finding in findings]
 
 
 @settings(

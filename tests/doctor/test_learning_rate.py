@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,34 +14,23 @@ from guardbit import MonitorSession
 from guardbit.doctor.diagnose import diagnose
 from guardbit.doctor.snapshots import read_snapshots
 from guardbit.doctor.text import sentences
-from tests.toys import Attention
 
-SITES, HEADS = ("blocks.0.attn", "blocks.1.attn"), (0, 1, 2, 3)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
-        self.attn = Attention(4, width=64, bias=False, is_residual=False)
-        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-
-    def forward(self, x):
-        x = x + self.attn(self.norms[0](x))
-        return x + self.mlp(self.norms[1](x))
+SITES, HEADS = ("blocks.0.self_attn", "blocks.1.self_attn"), (0, 1, 2, 3)
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.places = nn.Embedding(64, 64), nn.Embedding(64, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        layer = partial(nn.TransformerEncoderLayer, 64, 4, 256, dropout=0.0, activation="gelu")
+        self.blocks = nn.ModuleList(layer(batch_first=True, norm_first=True) for _ in range(2))
         self.out = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
 
     def forward(self, tokens):
         x = self.tokens(tokens[:, :-1]) + self.places.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(64)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         return F.cross_entropy(self.out(x).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 

@@ -34,7 +34,7 @@ VALUES = (
 OPTIONS = {
     "report": {"--output": True, "--format": True, "--json": False, "--frobnicate": True},
     "replay": {"--json": False, "--threshold": True},
-    "diagnose": {"--head": True, "--output": True, "--seconds": True, "--json": False},
+    "diagnose": {"--head": True, "--output": True, "--json": False},
     "doctor": {"--shape": True, "--mask": True, "--dtype": True, "--json": False},
     "live": {"--port": True, "--notify": True},
     "": {"--version": False, "--help": False, "frobnicate": False},

@@ -50,7 +50,15 @@ def _probabilities(q, k, asked):
 
 @torch.autocast("cpu", enabled=False)
 def forward(q, k, v, starts_q, starts_k, asked):
-    """(T, H, D) with the documents' places; returns out, lse (H, T) and the random state."""
+    """(T, H, D) with the documents' places; returns out, lse (H, T) and the random state.
+
+    Without places (B, N, H, D), and lse (B, H, N).
+    """
+    if starts_q is None:
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        out, lse, state = forward(*flat, _even(q), _even(k), asked)
+        lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1).contiguous()
+        return out.view(q.shape), lse, state
     state = torch.zeros(2, dtype=torch.int64)
     if asked.dropout_p:
         state[0] = torch.randint(2**31, ())
@@ -67,6 +75,11 @@ def forward(q, k, v, starts_q, starts_k, asked):
 @torch.autocast("cpu", enabled=False)
 def backward(d_out, q, k, v, out, lse, starts_q, starts_k, asked, state=None):
     """dq, dk, dv as the inputs lie, and the gradient of the sinks."""
+    if starts_q is None:
+        flat = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
+        lse = lse.transpose(0, 1).flatten(1)
+        *gradients, d_sinks = backward(*flat, lse, _even(q), _even(k), asked, state)
+        return *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)), d_sinks
     group = q.shape[1] // k.shape[1]
     gradients = [torch.zeros_like(x) for x in (q, k, v)]
     d_sinks = torch.zeros(q.shape[1])
@@ -102,18 +115,3 @@ def _documents(starts_q, starts_k):
 def _even(x):
     """The places of sequences of one length."""
     return torch.arange(x.shape[0] + 1, dtype=torch.int32) * x.shape[1]
-
-
-def batched(q, k, v, asked):
-    """As `forward`, of (B, N, H, D)."""
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    out, lse, state = forward(*flat, _even(q), _even(k), asked)
-    lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1).contiguous()
-    return out.view(q.shape), lse, state
-
-
-def batched_backward(d_out, q, k, v, out, lse, asked, state):
-    flat = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
-    lse = lse.transpose(0, 1).flatten(1)
-    *gradients, d_sinks = backward(*flat, lse, _even(q), _even(k), asked, state)
-    return *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)), d_sinks

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from tests.flash_stand_in.attention import Asked, backward, batched, batched_backward, forward
+from tests.flash_stand_in.attention import Asked, backward, forward
 
 NAMESPACE = "flash_attn_stand_in"
 
@@ -16,7 +16,7 @@ def _forward_2(
     alibi_slopes: torch.Tensor | None, return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    out, lse, state = batched(q, k, v, asked._replace(dropout_p=dropout_p))
+    out, lse, state = forward(q, k, v, None, None, asked._replace(dropout_p=dropout_p))
     return out, lse, q.new_empty(0), state
 
 
@@ -56,15 +56,10 @@ def _backward_2(
 ) -> torch.Tensor:  # fmt: skip
     asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
     asked = asked._replace(dropout_p=dropout_p)
-    found = batched_backward(dout, q, k, v, out, softmax_lse, asked, rng_state)
+    found = backward(dout, q, k, v, out, softmax_lse, None, None, asked, rng_state)
     for given, gradient in zip((dq, dk, dv), found, strict=False):
         given.copy_(gradient)
     return torch.zeros_like(softmax_lse)
-
-
-@_backward_2.register_fake
-def _(dout, q, k, v, out, softmax_lse, *others):
-    return torch.empty_like(softmax_lse)
 
 
 @torch.library.custom_op(
@@ -88,19 +83,26 @@ def _varlen_backward_2(
     return torch.zeros_like(softmax_lse)
 
 
+@_backward_2.register_fake
 @_varlen_backward_2.register_fake
 def _(dout, q, k, v, out, softmax_lse, *others):
     return torch.empty_like(softmax_lse)
 
 
-class _Dense2(torch.autograd.Function):
+class _Attention2(torch.autograd.Function):
+    """`packed` are the documents' places and longest ones; nothing for sequences of one length."""
+
     @staticmethod
-    def forward(ctx, q, k, v, dropout_p, scale, causal, window, softcap, deterministic):
+    def forward(ctx, q, k, v, dropout_p, scale, causal, window, softcap, deterministic, *packed):
         ops = sys.modules["flash_attn.flash_attn_interface"]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        ctx.lengths = packed[2:]
         ctx.settings = dropout_p, scale, causal, *window, softcap, None
-        out, lse, _, state = ops._wrapped_flash_attn_forward(q, k, v, *ctx.settings, False)
-        ctx.save_for_backward(q, k, v, out, lse, state)
+        forward = ops._wrapped_flash_attn_forward
+        if packed:
+            forward = ops._wrapped_flash_attn_varlen_forward
+        out, lse, _, state = forward(q, k, v, *packed, *ctx.settings, False)
+        ctx.save_for_backward(q, k, v, out, lse, state, *packed[:2])
         ctx.deterministic = deterministic
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -108,49 +110,23 @@ class _Dense2(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out, _):
         ops = sys.modules["flash_attn.flash_attn_interface"]
-        q, k, v, out, lse, state = ctx.saved_tensors
+        q, k, v, out, lse, state, *starts = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in (q, k, v)]
-        ops._wrapped_flash_attn_backward(
-            d_out, q, k, v, out, lse, *gradients, *ctx.settings, ctx.deterministic, state
-        )
-        return *gradients, *[None] * 6
-
-
-class _Packed2(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, scale, causal, window,
-        softcap, deterministic,
-    ):  # fmt: skip
-        ops = sys.modules["flash_attn.flash_attn_interface"]
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        ctx.lengths = max_q, max_k
-        ctx.settings = dropout_p, scale, causal, *window, softcap, None
-        out, lse, _, state = ops._wrapped_flash_attn_varlen_forward(
-            q, k, v, starts_q, starts_k, *ctx.lengths, *ctx.settings, False
-        )
-        ctx.save_for_backward(q, k, v, out, lse, starts_q, starts_k, state)
-        ctx.deterministic = deterministic
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, d_out, _):
-        ops = sys.modules["flash_attn.flash_attn_interface"]
-        q, k, v, out, lse, starts_q, starts_k, state = ctx.saved_tensors
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        ops._wrapped_flash_attn_varlen_backward(
-            d_out, q, k, v, out, lse, *gradients, starts_q, starts_k, *ctx.lengths,
-            *ctx.settings, ctx.deterministic, state,
+        backward = ops._wrapped_flash_attn_backward
+        if starts:
+            backward = ops._wrapped_flash_attn_varlen_backward
+        backward(
+            d_out, q, k, v, out, lse, *gradients, *starts, *ctx.lengths, *ctx.settings,
+            ctx.deterministic, state,
         )  # fmt: skip
-        return *gradients, *[None] * 10
+        return *gradients, *[None] * (6 + 2 * len(starts))
 
 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    out, lse = _Dense2.apply(
+    out, lse = _Attention2.apply(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     )
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
@@ -160,7 +136,7 @@ def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    return _Dense2.apply(
+    return _Attention2.apply(
         *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     )[0]
 
@@ -169,7 +145,7 @@ def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    return _Dense2.apply(
+    return _Attention2.apply(
         q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     )[0]
 
@@ -179,9 +155,9 @@ def flash_attn_varlen_func(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    out, lse = _Packed2.apply(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, deterministic,
+    out, lse = _Attention2.apply(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -191,9 +167,9 @@ def flash_attn_varlen_qkvpacked_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
     return_attn_probs=False,
 ):  # fmt: skip
-    return _Packed2.apply(
-        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p,
-        softmax_scale, causal, window_size, softcap, deterministic,
+    return _Attention2.apply(
+        *qkv.unbind(1), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
     )[0]  # fmt: skip
 
 
@@ -202,9 +178,9 @@ def flash_attn_varlen_kvpacked_func(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    return _Packed2.apply(
-        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, deterministic,
+    return _Attention2.apply(
+        q, *kv.unbind(1), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )[0]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from tests.flash_stand_in.attention import Asked, backward, batched, batched_backward, forward
+from tests.flash_stand_in.attention import Asked, backward, forward
 
 
 def forward_3(
@@ -14,10 +14,7 @@ def forward_3(
     attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    if cu_seqlens_q is None:
-        out, lse, _ = batched(q, k, v, asked)
-    else:
-        out, lse, _ = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
+    out, lse, _ = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     return out, lse, q.new_empty(0), q.new_empty(0)
 
 
@@ -28,10 +25,7 @@ def backward_3(
     deterministic=False, sm_margin=0,
 ):  # fmt: skip
     asked = Asked(softmax_scale, is_causal, window_size_left, window_size_right, softcap)
-    if cu_seqlens_q is None:
-        found = batched_backward(dout, q, k, v, out, softmax_lse, asked, None)
-    else:
-        found = backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, asked)
+    found = backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, asked)
     for given, gradient in zip((dq, dk, dv), found, strict=False):
         given.copy_(gradient)
     return torch.zeros_like(softmax_lse)
@@ -107,10 +101,7 @@ def forward_4(
 ):  # fmt: skip
     left, right = (-1 if n is None else n for n in (window_size_left, window_size_right))
     asked = Asked(softmax_scale, causal, left, right, softcap or 0.0, learnable_sink)
-    if cu_seqlens_q is None:
-        out, lse, _ = batched(q, k, v, asked)
-    else:
-        out, lse, _ = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
+    out, lse, _ = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     return out, lse if return_lse else None, None, None
 
 
@@ -122,10 +113,7 @@ def backward_4(
 ):  # fmt: skip
     left, right = (-1 if n is None else n for n in (window_size_left, window_size_right))
     asked = Asked(softmax_scale, causal, left, right, softcap, learnable_sink)
-    if cu_seqlens_q is None:
-        *found, d_sinks = batched_backward(dout, q, k, v, out, lse, asked, None)
-    else:
-        *found, d_sinks = backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked)
+    *found, d_sinks = backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked)
     if dq is not None:
         for given, gradient in zip((dq, dk, dv), found, strict=True):
             given.copy_(gradient)

@@ -14,8 +14,8 @@ from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import round_nearest, split
-from tests.oracle import attend, dense
+from guardbit.numerics import round_nearest
+from tests.oracle import attend, dense, split
 
 
 class Case(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 from guardbit.kernels import reference, tiles
 from guardbit.kernels.device import forward, launch
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import coherent_error, decode_residual
-from tests.oracle import DEVICE, attend
+from guardbit.numerics import decode_residual
+from tests.oracle import DEVICE, attend, coherent_error
 
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # -inf - -inf in rows that see no key, whose NaN is then not taken.

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.kernels.device import backward, forward, launch
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import coherent_error, decode_residual, split
+from guardbit.numerics import decode_residual
 from tests.kernels import tensors as drawn
-from tests.oracle import attend, dense
+from tests.oracle import attend, coherent_error, dense, split
 
 pytestmark = [
     pytest.mark.gpu,

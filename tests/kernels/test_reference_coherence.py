@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import coherent_error, decode_residual, round_nearest, split
-from tests.oracle import attend, dense
+from guardbit.numerics import decode_residual, round_nearest
+from tests.oracle import attend, coherent_error, dense, split
 
 KEYS = WIDTH = 64
 SEEDS = range(100, 108)

@@ -12,9 +12,9 @@ from guardbit.kernels import mask as geometry
 from guardbit.kernels import reference
 from guardbit.kernels.device import audit, backward, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import decode_residual, encode_residual, split
+from guardbit.numerics import decode_residual, encode_residual
 from tests.kernels import tensors
-from tests.oracle import DEVICE, attend, dense, largest_products, scores_of, seen_keys
+from tests.oracle import DEVICE, attend, dense, largest_products, scores_of, seen_keys, split
 
 # Bits that the two parts of P-bar hold.
 PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22, torch.float32: 2.0**-22}

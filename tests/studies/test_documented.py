@@ -46,6 +46,21 @@ def test_there_are_such_commands():
     assert {"branches", "controls", "copies", "counterfactual", "growth"} <= modules
 
 
+#: What a module says of results that hold no run for it.
+REFUSED = {
+    "counterfactual": "no run has both kinds of copies",
+    "dose_response": "no run has such copies of all ways",
+    "entropies": "no run recorded entropies",
+    "low_rate": "no run at a rate of",
+}
+
+
+@pytest.mark.parametrize("module", REFUSED)
+def test_results_without_such_runs_are_refused(module, tmp_path):
+    with pytest.raises(SystemExit, match=REFUSED[module]):
+        importlib.import_module(f"studies.rescue.{module}").main([str(tmp_path)])
+
+
 @pytest.mark.parametrize("command", documented())
 def test_it_runs(command, read_once, monkeypatch, tmp_path, capsys):
     module, *words = shlex.split(command)

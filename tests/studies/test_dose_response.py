@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue import dose_response
-from studies.rescue.dose_response import WAYS, chance, draw, families, in_order, main, table, told
+from studies.rescue.dose_response import WAYS, chance, draw, families, in_order, table, told
 from studies.rescue.packed import Run
 
 HEADS = [(1, 0), (2, 0)]
@@ -163,13 +162,3 @@ def test_the_figure_has_a_line_a_copy_and_a_point_in_its_column(runs):
     assert places == [place for place in range(6) for _ in range(2)]
     assert all(len(points.get_facecolor()) for points in right.collections)
     assert len(left.get_legend().get_texts()) == 6
-
-
-def test_the_command(runs, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(dose_response, "load", lambda folder: runs)
-    main([str(tmp_path), "--figure", str(tmp_path / "doses.png")])
-    assert (tmp_path / "doses.png").exists()
-    assert "Pairs in this order" in capsys.readouterr().out
-    monkeypatch.setattr(dose_response, "load", lambda folder: runs[:3])
-    with pytest.raises(SystemExit, match="no run has such copies of all ways"):
-        main([str(tmp_path)])

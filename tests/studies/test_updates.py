@@ -1,7 +1,5 @@
 """The entropy of a head's update against a dense SVD in FP64, and a run that records it."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -88,16 +86,8 @@ def test_a_projection_of_zeros_has_an_update_all_the_same():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_records_what_its_weights_did(tmp_path):
-    np.save(tmp_path / "tokens.npy", np.arange(3000, dtype=np.uint16) % 300)
-    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": 3000}))
-    sizes = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 300, "sequences": 2}
-    arguments = [
-        *(f"--{name}={value}" for name, value in sizes.items()), "--arm=stock", "--device=cpu",
-        f"--corpus={tmp_path}", "--warmup-steps=5", "--steps=8", "--every-n-train-steps=2",
-        f"--folder={tmp_path / 'runs'}", "--checkpoint-every=2", "--updates-every=2",
-        "--snapshot-megabytes=0",
-    ]  # fmt: skip
+def test_a_run_records_what_its_weights_did(common, tmp_path):
+    arguments = [*common, "--layers=2", "--arm=stock", "--updates-every=2"]
     folder = train.main(arguments)
     found = pd.read_csv(folder / FILE)
     assert tuple(found.columns) == COLUMNS

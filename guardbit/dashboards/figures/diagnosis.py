@@ -30,7 +30,7 @@ def head_diagnosis(
 ) -> Figure:
     """What each operation and remedy leaves, and which rows, keys and columns of V push.
 
-    `row` is a `guardbit.doctor.roots.RowError`: a row taken apart.
+    `row` is a `guardbit.doctor.diagnose.RowError`: a row taken apart.
     """
     panels = 4 if row is None else 7
     figure = Figure(figsize=(WIDTH, panels * _PANEL + 1.2), layout="constrained")
