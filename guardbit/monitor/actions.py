@@ -172,21 +172,13 @@ class Switching:
 
 @dataclass
 class _Reported:
-    """What was reported of an attention module.
+    """What was reported of an attention module."""
 
-    Attributes:
-        asked: What its heads were asked to run at the last check.
-        names: What its heads run according to the reports.
-        turns: How often a change was reported.
-        lasting: Number of steps for which the module has differed from the reports.
-        some: Whether it was reported that only some of the calls can be switched.
-    """
-
-    asked: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    turns: int = 0
-    lasting: int = 0
-    some: bool = False
+    asked: tuple[str, ...] = ()  # what its heads were asked to run at the last check
+    names: tuple[str, ...] = ()  # what its heads run according to the reports
+    turns: int = 0  # how often a change was reported
+    lasting: int = 0  # for how many steps the module has differed from the reports
+    some: bool = False  # whether it was reported that only some of the calls can be switched
 
     def ask(self, asked: tuple[str, ...]) -> set[int]:
         """Takes what the heads are asked to run; returns the heads that were switched meanwhile."""
@@ -283,21 +275,13 @@ def _switched_heads(names: Sequence[str]) -> tuple[int, ...]:
 
 
 class _Clipped(NamedTuple):
-    """The head of an attention module that a clip scaled most.
-
-    Attributes:
-        head: Its number.
-        logit: Its largest logit, before the clip.
-        scale: By how much its logits were scaled.
-        norm: Spectral norm of its W_Q before the clip; NaN if unknown.
-        in_vain: How many clips before it, in a row, lowered W_Q and not the logits.
-    """
+    """The head of an attention module that a clip scaled most."""
 
     head: int
-    logit: float
-    scale: float
-    norm: float
-    in_vain: int
+    logit: float  # its largest, before the clip
+    scale: float  # by how much its logits were scaled
+    norm: float  # of its W_Q before the clip; NaN if unknown
+    in_vain: int  # how many clips before it, in a row, lowered W_Q and not the logits
 
     def in_vain_now(self, logit: float, norm: float) -> int:
         """Returns `in_vain` with this clip, from what the next sample shows."""
@@ -346,17 +330,21 @@ class Clipping:
                 refusal = "ranks hold different parts of the model"
             else:
                 refusal = self._clip(sites, sample, norms.get(sample.site), bound)
-            if refusal is not None:
-                if self._is_new(sample.step, sample.site, (-1,)):
-                    sentence = f"not clipped: {refusal} ({why})"
-                    self._record(Event(sample.step, "refusal", sample.site, above, sentence))
-            elif self._is_new(sample.step, sample.site, above):
+            if refusal is None:
                 largest = max(sample.values[head] for head in above)
-                sentence = (
-                    f"W_Q and W_K were scaled so that logits end at {bound:,g}; the largest was"
-                    f" {largest:,.0f} ({why})"
+                kind, reported, sentence = (
+                    "clip",
+                    above,
+                    (
+                        f"W_Q and W_K were scaled so that logits end at {bound:,g}; the largest was"
+                        f" {largest:,.0f} ({why})"
+                    ),
                 )
-                self._record(Event(sample.step, "clip", sample.site, above, sentence))
+            else:
+                kind, reported = "refusal", (-1,)
+                sentence = f"not clipped: {refusal} ({why})"
+            if self._is_new(sample.step, sample.site, reported):
+                self._record(Event(sample.step, kind, sample.site, above, sentence))
 
     def _clip(
         self,

@@ -30,22 +30,14 @@ _SAME_WEIGHTS = 1e-4
 
 
 class Part(NamedTuple):
-    """What a rank knows of its part of the model, or all ranks of the whole.
-
-    Attributes:
-        samples: What was measured.
-        refusals: Why no call so far could be switched, or None, by attention module.
-        asked: The stabilizers asked for, by attention module; of the whole, those in modules that
-            this rank does not hold.
-        metadata: What the run's metadata says of its attention modules.
-        recorded: The events of this rank alone since the last sampled step: attention that it did
-            not see, and what its switched heads ran.
-    """
+    """What a rank knows of its part of the model, or all ranks of the whole; by module."""
 
     samples: list[Sample]
-    refusals: dict[str, str | None]
-    asked: dict[str, list[str]]
-    metadata: dict[str, dict[str, Any]]
+    refusals: dict[str, str | None]  # why no call so far could be switched, or None
+    asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
+    metadata: dict[str, dict[str, Any]]  # what the run's metadata says
+    # Events of this rank alone since the last sampled step: attention that it did not see, and what
+    # its switched heads ran.
     recorded: list[Event]
 
 

@@ -75,7 +75,7 @@ def runnable_copy(
             stack.enter_context(context)
         warnings.simplefilter("ignore")
         try:
-            made = _ModuleCopier(dtype).copied(module, tensors)
+            made = _copied(module, tensors, dtype)
         except Exception as error:
             raise LayoutUnavailable(
                 f"{type(module).__name__} cannot be copied to find its rows: {error}"
@@ -156,49 +156,48 @@ def _unread() -> Iterator[Any]:
     yield
 
 
-class _ModuleCopier:
-    """Copies modules, with what they refer to; floating tensors get a dtype."""
+def _copied(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """Copies a module and what it refers to, with given tensors in place of its parameters.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._bytes = dtype, 0
+    Other floating tensors get a dtype.
+    """
+    num_bytes = 0
 
-    def copied(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """Copies a module, with given tensors in place of its parameters."""
-        memo = {id(p): tensors.get(name, p) for name, p in module.named_parameters()}
-        with Copiers(self._copier_of).in_use():
-            return copy.deepcopy(module, memo)
-
-    def _copier_of(self, kind: type) -> Copier | None:
-        if issubclass(kind, nn.Module):
-            return self._copied_module
-        return self._copied_tensor if issubclass(kind, Tensor) else None
-
-    def _copied_module(self, x: Any, memo: dict[int, Any]) -> Any:
-        if isinstance(x, OptimizedModule):
-            return copy.deepcopy(x._orig_mod, memo)
-        # No `__deepcopy__` of its own runs; made first, as modules may refer to each other.
-        memo[id(x)] = made = object.__new__(type(x))
-        state = _state_of(x)
-        # Which site it is; the `__deepcopy__` of a place would say none.
-        place = state.get("_guardbit_site")
-        memo[id(place)] = place
-        for value in state.values():
-            _copy_closure(value, memo)
-        vars(made).update(copy.deepcopy(state, memo))
-        return made
-
-    def _copied_tensor(self, x: Tensor, memo: dict[int, Any]) -> Tensor:
-        """Copies a tensor without its history."""
+    def copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:
+        nonlocal num_bytes
         if is_lazy(x):
             return x
         is_plain = x.layout is torch.strided and not (x.is_meta or x.is_nested)
-        self._bytes += x.nbytes if is_plain else 0
-        if self._bytes > _MOST_BYTES:
+        num_bytes += x.nbytes if is_plain else 0
+        if num_bytes > _MOST_BYTES:
             raise LayoutUnavailable(f"it refers to more than {_MOST_BYTES >> 20} MiB of data")
-        memo[id(x)] = made = x.detach().clone()
-        if made.is_floating_point():
-            memo[id(x)] = made = made.to(self._dtype)
+        made = x.detach().clone()  # without its history
+        memo[id(x)] = made = made.to(dtype) if made.is_floating_point() else made
         return made
+
+    def copier_of(kind: type) -> Copier | None:
+        if issubclass(kind, nn.Module):
+            return _copied_module
+        return copied_tensor if issubclass(kind, Tensor) else None
+
+    memo = {id(p): tensors.get(name, p) for name, p in module.named_parameters()}
+    with Copiers(copier_of).in_use():
+        return copy.deepcopy(module, memo)
+
+
+def _copied_module(x: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(x, OptimizedModule):
+        return copy.deepcopy(x._orig_mod, memo)
+    # No `__deepcopy__` of its own runs; made first, as modules may refer to each other.
+    memo[id(x)] = made = object.__new__(type(x))
+    state = _state_of(x)
+    # Which site it is; the `__deepcopy__` of a place would say none.
+    place = state.get("_guardbit_site")
+    memo[id(place)] = place
+    for value in state.values():
+        _copy_closure(value, memo)
+    vars(made).update(copy.deepcopy(state, memo))
+    return made
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:

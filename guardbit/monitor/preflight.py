@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ class OwnCalls:
             self._refused[f"{shape} {mask}"] = why
         else:
             # What a kernel drops is not known; without dropout it is the same kernel.
-            spec = replace(spec, dropout_p=0.0, mask=_detached(spec.mask))
+            kept = None if spec.mask is None else spec.mask.detach()
+            spec = replace(spec, dropout_p=0.0, mask=kept)
             self._kinds[key] = shape, spec, q.dtype, mask, kernel
 
     def examine(self, seconds: float) -> Preflight:
@@ -111,10 +111,8 @@ def calls_of(model: nn.Module, batch: Any) -> OwnCalls:
         ):
             if isinstance(batch, Mapping):
                 model(**batch)
-            elif isinstance(batch, tuple | list):
-                model(*batch)
             else:
-                model(batch)
+                model(*batch if isinstance(batch, tuple | list) else (batch,))
     finally:
         recorders.remove(calls.take)
     return calls
@@ -134,42 +132,27 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None
     return None
 
 
-def _detached(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.detach()
-
-
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back the buffers and the attributes of all modules, and generators among them."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    undo: list[Callable[[], object]] = []
-    for module in model.modules():
-        undo += [_putting_back(table) for table in (vars(module), module._buffers)]
-        for value in vars(module).values():
-            if isinstance(value, torch.Generator):
-                undo.append(partial(value.set_state, value.get_state()))
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    known = [dict(table) for table in tables]
+    values = [value for table in tables for value in table.values()]
+    generators = [(x, x.get_state()) for x in values if isinstance(x, torch.Generator)]
     try:
         yield
     finally:
-        for put_back in undo:
-            put_back()
+        for table, before in zip(tables, known, strict=True):
+            # What can be called is left: GuardBit itself may have put a stand-in there.
+            for name in [n for n, x in table.items() if n not in before and not callable(x)]:
+                del table[name]
+            table.update({n: x for n, x in before.items() if not callable(x)})
+        for generator, state in generators:
+            generator.set_state(state)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-def _putting_back(table: dict[str, Any]) -> Callable[[], None]:
-    before = dict(table)
-
-    def put_back() -> None:
-        # What can be called is left: GuardBit itself may have put a stand-in there.
-        for name in [name for name in table if name not in before and not callable(table[name])]:
-            del table[name]
-        for name, value in before.items():
-            if not callable(value) and table.get(name) is not value:
-                table[name] = value
-
-    return put_back
 
 
 class Examinations:

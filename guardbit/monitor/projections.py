@@ -9,139 +9,154 @@ is measured. To compute it from the parameters would take a rule for every kind 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
 
-from guardbit.guard import within
 from guardbit.monitor import ranks
-from guardbit.monitor.layout_search import find_latent_layout, find_layout
 from guardbit.monitor.layouts import (
     HeadRows,
-    HeadsExchanged,
     Layout,
     LayoutUnavailable,
     NotOneMatrix,
+    find_latent_layout,
+    find_layout,
 )
 from guardbit.monitor.module_copy import runnable_copy
-from guardbit.monitor.shards import HeadShards, shards_of
+from guardbit.monitor.shards import HeadShards, as_part_of, by_itself, part_of, shards_of, whole_of
 
 #: Largest relative difference between an affine submodule and its matrix and bias. The submodule
 #: runs in FP64, but may cast to FP32 inside.
 _AFFINE_TOLERANCE = 1e-4
 
+#: q and k of an attention call.
+_Call = tuple[Tensor, Tensor]
+
 #: Runs a copy of the module with the given parameters; the second argument may change the copy.
-#: Returns q and k of an attention call.
-Rerun = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], tuple[Tensor, Tensor]]
+#: Returns the attention calls of one forward.
+Rerun = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], list[_Call]]
 
-#: The same of all calls that the module makes in one forward.
-RerunAll = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], list[tuple[Tensor, Tensor]]]
-
-
-class _Affine(NamedTuple):
-    weight: Tensor
-    bias: Tensor
+#: The matrices that a tensor depends on -> which of their rows.
+_Sources = dict[str, list[bool]]
 
 
+@dataclass
 class Weights:
     """The matrices that a module multiplies by: its parameters, or its submodules' matrices."""
 
-    def __init__(
-        self, module: nn.Module, widths: Mapping[str, int], is_shared: bool = False
-    ) -> None:
-        self._module = module
-        self._widths = dict(widths)
-        self._is_shared = is_shared
-        self._shards: dict[HeadRows, HeadShards | None] = {}
-        self._biases = {name: self._measured(name).bias for name in widths}
+    module: nn.Module
+    is_shared: bool  # whether ranks share its heads
+    widths: dict[str, int] = field(default_factory=dict)  # of submodules that are one matrix each
+    num_calls: int = 0  # how often the module called attention when it was run last
 
-    def of(self, name: str) -> dict[str, Tensor]:
-        """Returns a current matrix by name, detached; empty if there is none."""
-        if name in self._widths:
-            return {name: self._measured(name).weight}
-        found = dict(self._module.named_parameters()).get(name)
-        return {} if found is None else {name: self._here(found)}
+    def __post_init__(self) -> None:
+        self._shards: dict[HeadRows, HeadShards | None] = {}
+        self._biases = {name: self._measured(name)[1] for name in self.widths}
+
+    def of(self, name: str) -> Tensor:
+        """Returns a current matrix by name, detached."""
+        if name in self.widths:
+            return self._measured(name)[0]
+        return self._here(self.module.get_parameter(name))
 
     def grams_of_shards(self, rows: HeadRows, of: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Returns the heads' Gram matrices of a current matrix, from the ranks' shards of it."""
-        found = dict(self._module.named_parameters()).get(rows.parameter)
-        if rows.parameter in self._widths or not isinstance(found, DTensor):
+        if rows.parameter in self.widths:
+            return None
+        found = self.module.get_parameter(rows.parameter)
+        if not isinstance(found, DTensor):
             return None
         if rows not in self._shards:
-            self._shards[rows] = shards_of(rows, found, self._is_shared)
+            self._shards[rows] = shards_of(rows, found, self.is_shared)
         shards = self._shards[rows]
         return None if shards is None else shards.gram_matrices(found.to_local().detach(), of)
 
     def leaves(self) -> dict[str, Tensor]:
         """Returns copies of all current matrices in FP32 by name, detached."""
-        below = tuple(f"{name}." for name in self._widths)
+        below = tuple(f"{name}." for name in self.widths)
         parameters = {
             name: self._here(p).to(torch.float32, copy=True)
-            for name, p in self._module.named_parameters()
+            for name, p in self.module.named_parameters()
             if not name.startswith(below)
         }
-        return parameters | {name: self._measured(name).weight for name in self._widths}
+        return parameters | {name: self._measured(name)[0] for name in self.widths}
 
-    def put_into(self, module: nn.Module, matrices: Mapping[str, Tensor]) -> None:
-        """Makes a copy's submodules multiply by the given matrices instead of their own."""
-        for name, bias in self._biases.items():
-            forward = _multiply_by(matrices[name], bias)
-            vars(module.get_submodule(name))["forward"] = forward
+    def run(self, rerun: Rerun, leaves: Mapping[str, Tensor]) -> list[_Call]:
+        """Runs the module with other matrices."""
+
+        def multiply_by_others(copy: nn.Module) -> None:
+            for name, bias in self._biases.items():
+                vars(copy.get_submodule(name))["forward"] = _multiply_by(leaves[name], bias)
+
+        parameters = {name: leaf for name, leaf in leaves.items() if name not in self.widths}
+        calls = rerun(self._as_used(parameters), multiply_by_others)
+        self.num_calls = len(calls)
+        return calls
+
+    def with_matrix(self, name: str, rerun: Rerun) -> Weights:
+        """Returns the same with a submodule as one matrix."""
+        plain, widths = Weights(self.module, self.is_shared), []
+
+        def listen(copy: nn.Module) -> None:
+            copy.get_submodule(name).register_forward_pre_hook(
+                lambda _, args: widths.append(args[0].shape[-1])
+            )
+
+        rerun(plain._as_used(plain.leaves()), listen)
+        return Weights(self.module, self.is_shared, {**self.widths, name: widths[-1]})
 
     def plain(self, name: str) -> list[nn.Parameter]:
         """Returns a parameter of that name as it is trained, and the bias that belongs to it."""
-        parameters = dict(self._module.named_parameters())
-        if name in self._widths or name not in parameters:
+        parameters = dict(self.module.named_parameters())
+        if name in self.widths or name not in parameters:
             raise LayoutUnavailable(f"'{name}' is made of several parameters")
         found = parameters[name]
-        if isinstance(found, DTensor) or self._is_shared:
+        if isinstance(found, DTensor) or self.is_shared:
             raise LayoutUnavailable(f"'{name}' is shared by several ranks")
         # PyTorch's names: weight and bias of a Linear, in_proj_weight and in_proj_bias.
         bias = parameters.get(f"{name.removesuffix('weight')}bias")
         return [found] if bias is None or not name.endswith("weight") else [found, bias]
 
-    def as_used(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _as_used(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Turns replacements of parameters into what the module multiplies by."""
-        if not self._is_shared:
-            return dict(parameters)
-        own = dict(self._module.named_parameters())
-        return {name: _as_part_of(own[name], tensor) for name, tensor in parameters.items()}
+        if not self.is_shared:
+            return parameters
+        own = dict(self.module.named_parameters())
+        return {name: as_part_of(own[name], tensor) for name, tensor in parameters.items()}
 
     def _here(self, parameter: Tensor) -> Tensor:
-        return _part(parameter) if self._is_shared else _whole(parameter)
+        return part_of(parameter) if self.is_shared else whole_of(parameter)
 
-    def _measured(self, name: str) -> _Affine:
-        """Runs a submodule on zero, the unit vectors and, to check that it is affine, noise."""
-        width = self._widths[name]
-        submodule = self._module.get_submodule(name)
+    def _measured(self, name: str) -> tuple[Tensor, Tensor]:
+        """Returns matrix and bias of a submodule.
+
+        It runs on zero, the unit vectors and, to check that it is affine, noise.
+        """
+        width = self.widths[name]
+        submodule = self.module.get_submodule(name)
         tensors = {
-            key: self._here(p).to(torch.float64, copy=True)
+            f"{name}.{key}": self._here(p).to(torch.float64, copy=True)
             for key, p in submodule.named_parameters()
         }
-        tensors = {
-            key.removeprefix(f"{name}."): tensor
-            for key, tensor in self.as_used({f"{name}.{k}": t for k, t in tensors.items()}).items()
+        used = {
+            key.removeprefix(f"{name}."): tensor for key, tensor in self._as_used(tensors).items()
         }
         device = next(submodule.parameters()).device
         options = {"dtype": torch.float64, "device": device}
         noise = torch.randn(4, width, generator=torch.Generator(device).manual_seed(0), **options)
         unit = torch.eye(width, **options)
-        alone = _WithoutExchange() if self._is_shared else nullcontext()
 
         def run() -> Tensor:
-            with runnable_copy(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
+            with runnable_copy(submodule, used, torch.float64) as stand_in, torch.no_grad():
                 for part in stand_in.modules():
                     part.training = False  # without dropout
                 # As tokens of one sequence, so that a submodule that mixes tokens is found out.
                 return stand_in(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
 
-        out = within(alone, run)
+        out = (by_itself(run) if self.is_shared else run)()
         bias, columns, answers = out.split((1, width, len(noise)))
         columns = columns - bias
         distance = (answers - (noise @ columns + bias)).norm() / answers.norm()
@@ -150,27 +165,22 @@ class Weights:
                 f"'{name}' is not affine: on noise it differs from what it does to unit vectors by"
                 f" {distance:.1e} (relative), at most {_AFFINE_TOLERANCE:.0e} is allowed"
             )
-        return _Affine(columns.T.float(), bias[0].float())
+        return columns.T.float(), bias[0].float()
 
 
-def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple[Layout, Weights]:
+def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+    return lambda x, *_, **__: F.linear(x, weight, bias)
+
+
+def settle(module: nn.Module, rerun: Rerun, is_shared: bool = False) -> tuple[Layout, Weights]:
     """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices."""
     if is_shared or ranks.world_size() > 1:
-        rerun = _by_itself(rerun)
-    num_calls = 1
-
-    def first_call(
-        parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
-    ) -> tuple[Tensor, Tensor]:
-        nonlocal num_calls
-        calls = rerun(parameters, prepare)
-        num_calls = len(calls)
-        return calls[0]
-
-    layout, weights = _settle(module, first_call, {}, is_shared)
-    if num_calls > 1:
-        several = f"{type(module).__name__} calls attention {num_calls} times in one forward, with"
-        (queries, keys), *others = _sources_of_calls(module, rerun, is_shared)
+        rerun = by_itself(rerun)
+    layout, weights = _settle(Weights(module, is_shared), rerun)
+    number = weights.num_calls
+    if number > 1:
+        several = f"{type(module).__name__} calls attention {number} times in one forward, with"
+        (queries, keys), *others = _sources_of_calls(Weights(module, is_shared), rerun)
         if not queries or any(other != queries for other, _ in others):
             raise LayoutUnavailable(f"{several} queries of different weights")
         if isinstance(layout.key, HeadRows) and (
@@ -181,18 +191,11 @@ def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple
     return layout, weights
 
 
-#: The matrices that a tensor depends on -> which of their rows.
-_Sources = dict[str, list[bool]]
-
-
-def _sources_of_calls(
-    module: nn.Module, rerun: RerunAll, is_shared: bool
-) -> list[tuple[_Sources, _Sources]]:
+def _sources_of_calls(weights: Weights, rerun: Rerun) -> list[tuple[_Sources, _Sources]]:
     """Returns where q and k of each call come from, by the gradients of the matrices."""
-    weights = Weights(module, {}, is_shared)
     leaves = {n: x.requires_grad_() for n, x in weights.leaves().items() if x.dim() > 1}
     with torch.enable_grad():
-        calls = rerun(weights.as_used(leaves), lambda _: None)
+        calls = weights.run(rerun, leaves)
 
     def sources(x: Tensor) -> _Sources:
         if not x.requires_grad:
@@ -206,30 +209,14 @@ def _sources_of_calls(
     return [(sources(q), sources(k)) for q, k in calls]
 
 
-def _by_itself(rerun: RerunAll) -> RerunAll:
-    def alone(
-        parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
-    ) -> list[tuple[Tensor, Tensor]]:
-        # Were the mode to stay, it would refuse the exchange of gradients.
-        return within(_WithoutExchange(), lambda: rerun(parameters, prepare))
-
-    return alone
-
-
-def _settle(
-    module: nn.Module, rerun: Rerun, widths: dict[str, int], is_shared: bool
-) -> tuple[Layout, Weights]:
-    weights = Weights(module, widths, is_shared)
-
-    def project(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        parameters = {name: leaf for name, leaf in leaves.items() if name not in widths}
-        return rerun(weights.as_used(parameters), lambda copy: weights.put_into(copy, leaves))
+def _settle(weights: Weights, rerun: Rerun) -> tuple[Layout, Weights]:
+    def project(leaves: dict[str, Tensor]) -> _Call:
+        return weights.run(rerun, leaves)[0]
 
     def with_one_matrix_more(parameters: tuple[str, ...]) -> tuple[Layout, Weights] | None:
         for name in _owners(parameters):
             try:
-                width = _width(Weights(module, {}, is_shared), name, rerun)
-                return _settle(module, rerun, widths | {name: width}, is_shared)
+                return _settle(weights.with_matrix(name, rerun), rerun)
             except Exception:
                 continue  # not affine, or not to be run by itself: the first reason stands
         return None
@@ -254,19 +241,6 @@ def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
         yield ".".join(shared[:depth])
 
 
-def _width(plain: Weights, name: str, rerun: Rerun) -> int:
-    """Returns how many features the submodule takes when the module runs."""
-    widths = []
-
-    def listen(copy: nn.Module) -> None:
-        copy.get_submodule(name).register_forward_pre_hook(
-            lambda _, args: widths.append(args[0].shape[-1])
-        )
-
-    rerun(plain.as_used(plain.leaves()), listen)
-    return widths[-1]
-
-
 def why_sharded(modules: Sequence[nn.Module]) -> str | None:
     """Returns why a module's weights are absent between forwards, or None."""
     parameters = list(modules[0].parameters())
@@ -276,7 +250,8 @@ def why_sharded(modules: Sequence[nn.Module]) -> str | None:
             " they can be read under ZeRO stage 2 or FSDP2 (fully_shard)"
         )
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}
-    if "FullyShardedDataParallel" in names and not any(_is_matrix(p) for p in parameters):
+    matrices = [p for p in parameters if p.dim() > 1 and type(p).__name__ != "FlatParameter"]
+    if "FullyShardedDataParallel" in names and not matrices:
         return (
             "its parameters are sharded by FSDP1 (FullyShardedDataParallel), which flattens them;"
             " they can be read under FSDP2 (fully_shard)"
@@ -296,59 +271,3 @@ def why_quantised(module: nn.Module) -> str | None:
                 " base model is not, as in LoRA"
             )
     return None
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() >= 2 and type(parameter).__name__ != "FlatParameter"
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """Returns a parameter, detached; all ranks must ask for one that is sharded."""
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _part(parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter under tensor parallelism, detached."""
-    parameter = parameter.detach()
-    if not isinstance(parameter, DTensor):
-        return parameter
-    mesh, shared = parameter.device_mesh, parameter.placements[-1]  # FSDP's meshes come before
-    if mesh.ndim == 1:
-        return parameter.to_local()
-    whole = parameter.full_tensor()
-    if not isinstance(shared, Shard):
-        return whole
-    return whole.chunk(mesh.size(-1), shared.dim)[mesh.get_local_rank(mesh.ndim - 1)]
-
-
-def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """Returns the DTensor whose local part is what `_part` returns of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh = parameter.device_mesh
-    if mesh.ndim > 1:
-        if not mesh.mesh_dim_names:
-            raise LayoutUnavailable("its weights lie on a mesh whose dimensions have no names")
-        mesh = mesh[mesh.mesh_dim_names[-1]]
-    return DTensor.from_local(part, mesh, parameter.placements[-1:], run_check=False)
-
-
-class _WithoutExchange(TorchDispatchMode):
-    """Refuses operations that ranks must do together.
-
-    Each rank runs a copy of the module by itself, so one might wait for another for ever.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # the operations on its local parts come here in turn
-        if "c10d" in func.namespace:
-            raise HeadsExchanged("ranks exchange tensors before it calls attention")
-        return func(*args, **(kwargs or {}))
-
-
-def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:
-    return lambda x, *_, **__: F.linear(x, weight, bias)

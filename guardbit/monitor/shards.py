@@ -1,13 +1,14 @@
-"""Heads' rows of a weight that FSDP2 shards over ranks.
+"""Weights that ranks share: this rank's part of them, and their heads' Gram matrices.
 
-Ranks exchange Gram matrices, which are far smaller than the weight; each head's is computed by one
-rank. Only the heads whose rows lie on several ranks are gathered first.
+Where FSDP2 shards a weight, ranks exchange Gram matrices, which are far smaller; each head's is
+computed by one rank. Only the heads whose rows lie on several ranks are gathered first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -15,8 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+from guardbit.guard import within
+from guardbit.monitor.layouts import HeadRows, HeadsExchanged, LayoutUnavailable
+
+T = TypeVar("T")
 
 
 class HeadShards:
@@ -69,21 +74,17 @@ class HeadShards:
         return torch.cat([whole, split[self._own_split]])
 
 
-def shards_of(rows: HeadRows, parameter: Tensor, is_shared: bool) -> HeadShards | None:
+def shards_of(rows: HeadRows, parameter: DTensor, is_shared: bool) -> HeadShards | None:
     """Returns how the ranks share heads' rows, or None if the weight is read as a whole."""
-    if not isinstance(parameter, DTensor):
-        return None
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if not _has_shape(rows, parameter, is_shared):
-        raise LayoutUnavailable(
-            f"the heads' rows were found in '{rows.parameter}' of shape {rows.shape}, which now is"
-            f" a part of {tuple(parameter.shape)}"
-        )
-    sharded = [
-        (dim, at)
-        for dim, at in enumerate(placements[:-1] if is_shared else placements)
-        if not at.is_replicate()
-    ]
+    mesh, placements = parameter.device_mesh, list(parameter.placements)
+    shape, of_heads = list(parameter.shape), None
+    if is_shared:
+        of_heads = _axis(placements.pop())
+        if of_heads is not None and shape[of_heads] % mesh.size(-1) == 0:
+            shape[of_heads] //= mesh.size(-1)
+    if tuple(shape) != rows.shape:
+        raise rows.other_shape(f"which now is a part of {tuple(parameter.shape)}")
+    sharded = [(dim, at) for dim, at in enumerate(placements) if not at.is_replicate()]
     if len(sharded) != 1:
         return None
     dim, at = sharded[0]
@@ -92,7 +93,7 @@ def shards_of(rows: HeadRows, parameter: Tensor, is_shared: bool) -> HeadShards 
     if axis not in (first, rows.input_axis):
         return None
     # FSDP shards the part that tensor parallelism has left on this rank; other orders are unknown.
-    if is_shared and (axis == _axis(placements[-1])) != isinstance(at, _StridedShard):
+    if is_shared and (axis == of_heads) != isinstance(at, _StridedShard):
         return None
     return HeadShards(rows, axis, mesh.get_group(dim))
 
@@ -101,12 +102,55 @@ def _axis(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
-def _has_shape(rows: HeadRows, parameter: DTensor, is_shared: bool) -> bool:
-    shape = list(parameter.shape)
-    axis = _axis(parameter.placements[-1]) if is_shared else None
-    if axis is not None:
-        parts = parameter.device_mesh.size(-1)
-        if shape[axis] % parts:
-            return False
-        shape[axis] //= parts
-    return tuple(shape) == rows.shape
+def whole_of(parameter: Tensor) -> Tensor:
+    """Returns a parameter, detached; all ranks must ask for one that is sharded."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def part_of(parameter: Tensor) -> Tensor:
+    """Returns this rank's part of a parameter under tensor parallelism, detached."""
+    parameter = parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh, shared = parameter.device_mesh, parameter.placements[-1]  # FSDP's meshes come before
+    if mesh.ndim == 1:
+        return parameter.to_local()
+    whole = parameter.full_tensor()
+    if not isinstance(shared, Shard):
+        return whole
+    return whole.chunk(mesh.size(-1), shared.dim)[mesh.get_local_rank(mesh.ndim - 1)]
+
+
+def as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
+    """Returns the DTensor whose local part is what `part_of` returns of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh = parameter.device_mesh
+    if mesh.ndim > 1:
+        if not mesh.mesh_dim_names:
+            raise LayoutUnavailable("its weights lie on a mesh whose dimensions have no names")
+        mesh = mesh[mesh.mesh_dim_names[-1]]
+    return DTensor.from_local(part, mesh, parameter.placements[-1:], run_check=False)
+
+
+class _WithoutExchange(TorchDispatchMode):
+    """Refuses operations that ranks must do together.
+
+    Each rank runs a copy of the module by itself, so one might wait for another for ever.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # the operations on its local parts come here in turn
+        if "c10d" in func.namespace:
+            raise HeadsExchanged("ranks exchange tensors before it calls attention")
+        return func(*args, **(kwargs or {}))
+
+
+def by_itself(function: Callable[..., T]) -> Callable[..., T]:
+    """Returns the function without exchanges with other ranks."""
+    # Were the mode to stay, it would refuse the exchange of gradients.
+    return lambda *args: within(_WithoutExchange(), lambda: function(*args))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import guardbit
 from tests import toys
 
 WIDTH, HEADS, VOCABULARY = 64, 4, 32
@@ -78,3 +79,17 @@ def tiny():
 @pytest.fixture
 def tokens():
     return torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def instrument():
+    """`guardbit.instrument`, whose models are given back after the test."""
+    made = []
+
+    def instrument(model, **options):
+        made.append(guardbit.instrument(model, **options))
+        return made[-1]
+
+    yield instrument
+    for one in made:
+        one.remove()

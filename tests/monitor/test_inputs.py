@@ -60,22 +60,19 @@ OTHERS = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", OTHERS)
-def test_any_input_leaves_the_run_alone(kind, tiny):
+def test_any_input_leaves_the_run_alone(kind, tiny, instrument):
     torch.manual_seed(0)
     model = Wrapping(tiny, OTHERS[kind]())
     x = torch.randn(2, 5, tiny.WIDTH)
     expected = tiny.step(model.taking, x)
-    inst = guardbit.instrument(model)
-    try:
-        watched = tiny.step(model, x)
-        assert all(
-            torch.equal(watched[f"taking.{n}" if n != "loss" else n], expected[n]) for n in expected
-        )
-        site = inst.sites["taking.attention"]
-        rows = model.taking.attention.qkv.weight[: tiny.WIDTH]
-        assert torch.equal(site.query_weights().flatten(0, 1), rows)
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    watched = tiny.step(model, x)
+    assert all(
+        torch.equal(watched[f"taking.{n}" if n != "loss" else n], expected[n]) for n in expected
+    )
+    site = inst.sites["taking.attention"]
+    rows = model.taking.attention.qkv.weight[: tiny.WIDTH]
+    assert torch.equal(site.query_weights().flatten(0, 1), rows)
 
 
 class Scaled(nn.Module):
@@ -197,51 +194,43 @@ class TwoAttentions(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the models
-def test_a_trace_is_that_of_the_uninstrumented_model(tiny):
+def test_a_trace_is_that_of_the_uninstrumented_model(tiny, instrument):
     torch.manual_seed(0)
     model, x = TwoAttentions(tiny), torch.randn(2, 5, tiny.WIDTH)
     expected = [
         node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
     ]
-    inst = guardbit.instrument(model)
-    try:
-        traced = [
-            node.kind()
-            for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
-        ]
-        assert traced == expected
-        assert not inst.sites  # nothing was learned from it
-        assert not runtime.running
-        tiny.step(model, x)
-        assert list(inst.sites) == ["own", "of_torch"]
-        inst.switch("*", "compensated")
-        traced = [
-            node.kind()
-            for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
-        ]
-        assert traced == expected
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    traced = [
+        node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
+    ]
+    assert traced == expected
+    assert not inst.sites  # nothing was learned from it
+    assert not runtime.running
+    tiny.step(model, x)
+    assert list(inst.sites) == ["own", "of_torch"]
+    inst.switch("*", "compensated")
+    traced = [
+        node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
+    ]
+    assert traced == expected
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-def test_sequences_first_with_a_padding_mask(tiny):
+def test_sequences_first_with_a_padding_mask(tiny, instrument):
     """The first axis is time, and the mask has the batch first."""
     torch.manual_seed(0)
     model = nn.Transformer(tiny.WIDTH, 4, 1, 1, 64, dropout=0.0)
-    inst = guardbit.instrument(model)
-    try:
-        x, padding = torch.randn(24, 3, tiny.WIDTH), torch.zeros(3, 24, dtype=torch.bool)
-        padding[0, 20:] = True
-        tiny.step(model, x, x, src_key_padding_mask=padding)
-        assert len(inst.sites) == 3
-        for name, site in inst.sites.items():
-            weight = model.get_submodule(name).in_proj_weight
-            width = tiny.WIDTH
-            assert torch.equal(site.query_weights().flatten(0, 1), weight[:width])
-            assert torch.equal(site.key_weights().flatten(0, 1), weight[width : 2 * width])
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    x, padding = torch.randn(24, 3, tiny.WIDTH), torch.zeros(3, 24, dtype=torch.bool)
+    padding[0, 20:] = True
+    tiny.step(model, x, x, src_key_padding_mask=padding)
+    assert len(inst.sites) == 3
+    for name, site in inst.sites.items():
+        weight = model.get_submodule(name).in_proj_weight
+        width = tiny.WIDTH
+        assert torch.equal(site.query_weights().flatten(0, 1), weight[:width])
+        assert torch.equal(site.key_weights().flatten(0, 1), weight[width : 2 * width])
 
 
 class Shared(collections.UserDict):
@@ -282,15 +271,12 @@ class Layers(nn.Module):
         return self.attention(x, Shared(), Cache())
 
 
-def test_a_mapping_is_made_without_the_cache_that_holds_this_call_s_keys(tiny):
+def test_a_mapping_is_made_without_the_cache_that_holds_this_call_s_keys(tiny, instrument):
     torch.manual_seed(0)
     model = Layers(tiny)
-    inst = guardbit.instrument(model)
-    try:
-        tiny.step(model, torch.randn(2, 5, tiny.WIDTH))
-        (site,) = inst.sites.values()
-        expected = site.module.qkv.weight.unflatten(0, (3, tiny.HEADS, -1))
-        assert torch.equal(site.query_weights(), expected[0])
-        assert torch.equal(site.key_weights(), expected[1])
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    tiny.step(model, torch.randn(2, 5, tiny.WIDTH))
+    (site,) = inst.sites.values()
+    expected = site.module.qkv.weight.unflatten(0, (3, tiny.HEADS, -1))
+    assert torch.equal(site.query_weights(), expected[0])
+    assert torch.equal(site.key_weights(), expected[1])

@@ -60,55 +60,19 @@ class Attention(nn.Module):
         return ()
 
 
-class PythonRandom(Attention):
-    def disturbed(self, x):
-        return 1 + random.random()
+def kind(name, disturbed, kept, **attributes):
+    """A class of attention, of what it makes of its input, what it reaches, and what it holds."""
 
-    def kept(self):
-        return random.getstate()
+    def init(self):
+        Attention.__init__(self)
+        for key, make in attributes.items():
+            setattr(self, key, make())
 
-
-class NumpyRandom(Attention):
-    def disturbed(self, x):
-        return 1 + np.random.rand()  # noqa: NPY002
-
-    def kept(self):
-        return np.random.get_state()[1].tolist()  # noqa: NPY002
-
-
-class OwnGenerator(Attention):
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(1)
-
-    def disturbed(self, x):
-        return 1 + torch.rand((), generator=self.generator)
-
-    def kept(self):
-        return self.generator.get_state().tolist()
+    members = {"__init__": init, "disturbed": disturbed, "kept": kept}
+    return type(name, (Attention,), members)
 
 
 noise = torch.Generator()
-
-
-class GlobalGenerator(Attention):
-    def disturbed(self, x):
-        return 1 + torch.rand((), generator=noise)
-
-    def kept(self):
-        return noise.get_state().tolist()
-
-
-class ClassGenerator(GlobalGenerator):
-    noise = noise
-
-    def disturbed(self, x):
-        return 1 + torch.rand((), generator=self.noise)
-
-
-class DefaultGenerator(GlobalGenerator):
-    def disturbed(self, x, noise=noise):
-        return 1 + torch.rand((), generator=noise)
 
 
 def closed_over():
@@ -116,38 +80,49 @@ def closed_over():
     return lambda: torch.rand((), generator=held)
 
 
-class ClosureGenerator(GlobalGenerator):
-    def __init__(self):
-        super().__init__()
-        self.draw = closed_over()
+def of_noise(self):
+    return noise.get_state().tolist()
+
+
+class ClassGenerator(Attention):
+    noise, kept = noise, of_noise
 
     def disturbed(self, x):
-        return 1 + self.draw()
+        return 1 + torch.rand((), generator=self.noise)
 
 
-class OwnRandom(Attention):
-    def __init__(self):
-        super().__init__()
-        self.random, self.numpy = random.Random(1), np.random.default_rng(1)
+class DefaultGenerator(Attention):
+    kept = of_noise
 
-    def disturbed(self, x):
-        return 1 + self.random.random() + self.numpy.random()
-
-    def kept(self):
-        return self.random.getstate(), self.numpy.bit_generator.state["state"]
+    def disturbed(self, x, noise=noise):
+        return 1 + torch.rand((), generator=noise)
 
 
-class Counter(Attention):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def disturbed(self, x):
-        self.calls += 1
-        return 1 + self.calls / 8
-
-    def kept(self):
-        return self.calls
+RANDOM = [
+    kind("PythonRandom", lambda self, x: 1 + random.random(), lambda self: random.getstate()),
+    kind(
+        "NumpyRandom",
+        lambda self, x: 1 + np.random.rand(),  # noqa: NPY002
+        lambda self: np.random.get_state()[1].tolist(),  # noqa: NPY002
+    ),
+    kind(
+        "OwnGenerator",
+        lambda self, x: 1 + torch.rand((), generator=self.generator),
+        lambda self: self.generator.get_state().tolist(),
+        generator=lambda: torch.Generator().manual_seed(1),
+    ),
+    kind("GlobalGenerator", lambda self, x: 1 + torch.rand((), generator=noise), of_noise),
+    kind("ClosureGenerator", lambda self, x: 1 + self.draw(), of_noise, draw=closed_over),
+    kind(
+        "OwnRandom",
+        lambda self, x: 1 + self.random.random() + self.numpy.random(),
+        lambda self: (self.random.getstate(), self.numpy.bit_generator.state["state"]),
+        random=lambda: random.Random(1),
+        numpy=lambda: np.random.default_rng(1),
+    ),
+    ClassGenerator,
+    DefaultGenerator,
+]
 
 
 class PlainTensor(Attention):
@@ -182,12 +157,12 @@ class ListAndDict(Attention):
         self.list, self.dict = [], collections.defaultdict(int)
 
     def disturbed(self, x):
-        self.list.append(len(self.list))
         self.dict["calls"] += 1
-        return 1 + sum(self.list) / 8
+        shared["calls"] += 1
+        return self.dict["calls"] + grow(self.list)
 
     def kept(self):
-        return list(self.list), dict(self.dict)
+        return list(self.list), dict(self.dict), dict(shared)
 
 
 class Memory(Attention):
@@ -219,81 +194,6 @@ class SharedObject(Attention):
 
     def kept(self):
         return self.store.memory.item()
-
-
-class Parent(Attention):
-    """Counts in the module around it."""
-
-    def disturbed(self, x):
-        self.around[0].calls += 1
-        return 1 + self.around[0].calls / 8
-
-    def kept(self):
-        return self.around[0].calls
-
-
-class GlobalCounter(Attention):
-    def disturbed(self, x):
-        global calls
-        calls += 1
-        return 1 + calls / 8
-
-    def kept(self):
-        return calls
-
-
-class GlobalList(Attention):
-    def disturbed(self, x):
-        log.append(1)
-        shared["calls"] += 1
-        return 1 + len(log) / 8
-
-    def kept(self):
-        return list(log), dict(shared)
-
-
-class ImportedModule(Attention):
-    def disturbed(self, x):
-        outside.calls += 1
-        return 1 + outside.calls / 8
-
-    def kept(self):
-        return outside.calls
-
-
-class Statistics:
-    sizes: ClassVar = []
-
-
-class AnotherClass(Attention):
-    def disturbed(self, x):
-        Statistics.sizes.append(1)
-        return 1 + len(Statistics.sizes) / 8
-
-    def kept(self):
-        return list(Statistics.sizes)
-
-
-class ClassCounter(Attention):
-    calls = 0
-
-    def disturbed(self, x):
-        type(self).calls += 1
-        return 1 + self.calls / 8
-
-    def kept(self):
-        return self.calls
-
-
-class ClassList(Attention):
-    list: ClassVar = []
-
-    def disturbed(self, x):
-        self.list.append(1)
-        return 1 + len(self.list) / 8
-
-    def kept(self):
-        return list(self.list)
 
 
 def counting(function):
@@ -342,36 +242,7 @@ class Hooks(Attention):
         return list(self.seen), list(log)
 
 
-def counted(x):
-    counted.calls += 1
-    return 1 + counted.calls / 8
-
-
-class FunctionCounter(Attention):
-    """Counts in an attribute of a function."""
-
-    def disturbed(self, x):
-        return counted(x)
-
-    def kept(self):
-        return counted.calls
-
-
-class ThreadLocal(Attention):
-    def __init__(self):
-        super().__init__()
-        self.local = threading.local()
-
-    def disturbed(self, x):
-        return getattr(self.local, "factor", 2.0)
-
-
 local = threading.local()
-
-
-class ReachedThreadLocal(Attention):
-    def disturbed(self, x):
-        return getattr(local, "factor", 2.0)
 
 
 class Modes(enum.Enum):
@@ -379,15 +250,82 @@ class Modes(enum.Enum):
     DISABLED = "disabled"
 
 
-class Mode(Attention):
-    """Compares a member of the user's own Enum, one that it holds and one that it names."""
+def count(holder):
+    holder.calls += 1
+    return 1 + holder.calls / 8
 
-    def __init__(self):
-        super().__init__()
-        self.mode = Modes.DISABLED
+
+def grow(items):
+    items.append(1)
+    return 1 + len(items) / 8
+
+
+class GlobalCounter(Attention):
+    def disturbed(self, x):
+        global calls
+        calls += 1
+        return 1 + calls / 8
+
+    def kept(self):
+        return calls
+
+
+class Statistics:
+    sizes: ClassVar = []
+
+
+class ClassCounter(Attention):
+    calls = 0
 
     def disturbed(self, x):
-        return 2.0 if self.mode is Modes.DISABLED else x.nan
+        return count(type(self))
+
+    def kept(self):
+        return self.calls
+
+
+class ClassList(Attention):
+    list: ClassVar = []
+
+    def disturbed(self, x):
+        return grow(self.list)
+
+    def kept(self):
+        return list(self.list)
+
+
+COUNTING = [
+    kind("Counter", lambda self, x: count(self), lambda self: self.calls, calls=lambda: 0),
+    kind(
+        "Parent",  # the module around it
+        lambda self, x: count(self.around[0]),
+        lambda self: self.around[0].calls,
+    ),
+    kind("ImportedModule", lambda self, x: count(outside), lambda self: outside.calls),
+    kind("AFunctionsAttribute", lambda self, x: count(grow), lambda self: grow.calls),
+    kind("GlobalList", lambda self, x: grow(log), lambda self: list(log)),
+    kind("AnotherClass", lambda self, x: grow(Statistics.sizes), lambda _: [*Statistics.sizes]),
+    GlobalCounter,
+    ClassCounter,
+    ClassList,
+]
+
+WITHOUT_STATE = [
+    kind(
+        "ThreadLocal",
+        lambda self, x: getattr(self.local, "factor", 2.0),
+        Attention.kept,
+        local=threading.local,
+    ),
+    kind("ReachedThreadLocal", lambda self, x: getattr(local, "factor", 2.0), Attention.kept),
+    # A member of the user's own Enum, one that it holds and one that it names.
+    kind(
+        "Mode",
+        lambda self, x: 2.0 if self.mode is Modes.DISABLED else x.nan,
+        Attention.kept,
+        mode=lambda: Modes.DISABLED,
+    ),
+]
 
 
 class InTheGraph(Attention):
@@ -510,34 +448,17 @@ def test_a_file_is_not_written(tmp_path):
 
 
 CERTAIN = [
-    PythonRandom,
-    NumpyRandom,
-    OwnGenerator,
-    GlobalGenerator,
-    ClassGenerator,
-    DefaultGenerator,
-    ClosureGenerator,
-    OwnRandom,
-    Counter,
+    *RANDOM,
+    *COUNTING,
+    *WITHOUT_STATE,
     PlainTensor,
     RegisteredBuffer,
     ListAndDict,
     Memory,
     SharedObject,
-    Parent,
-    GlobalList,
-    ClassList,
-    AnotherClass,
     Decorated,
     Patched,
     Hooks,
-    GlobalCounter,
-    ImportedModule,
-    ClassCounter,
-    FunctionCounter,
-    ThreadLocal,
-    ReachedThreadLocal,
-    Mode,
     InTheGraph,
     OpenFile,
 ]
@@ -556,7 +477,7 @@ class Around(nn.Module):
 
 def forget():
     global calls
-    calls = outside.calls = ClassCounter.calls = shared["calls"] = counted.calls = 0
+    calls = outside.calls = ClassCounter.calls = shared["calls"] = grow.calls = 0
     noise.manual_seed(0)
     log.clear()
     ClassList.list.clear()
@@ -601,6 +522,18 @@ def test_a_watched_run_ends_with_the_bits_of_the_unwatched_one(kind):
         assert torch.equal(rows, weights[0][:WIDTH].view(HEADS, -1, WIDTH))
 
 
+def settled(model):
+    """Runs a step of a watched model; checks that W_Q was found."""
+    session = MonitorSession(model, every_n_train_steps=1)
+    try:
+        with session.step(0):
+            model(torch.randn(2, 6, WIDTH)).sum().backward()
+        (site,) = session.instrumentation.sites.values()
+        assert site.why_unavailable("query") is None
+    finally:
+        session.close()
+
+
 def wrapped(function):
     def wrapper(*args):
         return function(*args)
@@ -614,19 +547,8 @@ def one(x):
     return 1.0
 
 
-class Cyclic(Attention):
-    """Calls a function that is found behind itself."""
-
-    def disturbed(self, x):
-        return one(x)
-
-
 def test_a_function_that_is_found_behind_itself_is_no_obstacle():
-    session = MonitorSession(model := Cyclic(), every_n_train_steps=1)
-    with session.step(0):
-        model(torch.randn(2, 6, WIDTH)).sum().backward()
-    assert session.instrumentation.sites["Cyclic"].why_unavailable("query") is None
-    session.close()
+    settled(kind("Cyclic", lambda self, x: one(x), Attention.kept)())
 
 
 # PyTorch says so of `torch.jit.script`, which libraries go on using.
@@ -637,20 +559,12 @@ def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkey
     def halved(x: torch.Tensor, value: float):
         return (x / value).tanh() * value
 
-    class Scripted(Attention):
-        def disturbed(self, x):
-            return 1 + 0 * scripted(x, 2.0).mean()
-
     scripted = torch.jit.script(halved)
     call = torch.jit.ScriptFunction.__call__
     monkeypatch.setattr(
         torch.jit.ScriptFunction, "__call__", lambda *args: runs.append(1) or call(*args)
     )
-    session = MonitorSession(model := Scripted(), every_n_train_steps=1)
-    with session.step(0):
-        model(torch.randn(2, 6, WIDTH)).sum().backward()
-    assert session.instrumentation.sites["Scripted"].why_unavailable("query") is None
-    session.close()
+    settled(kind("Scripted", lambda self, x: 1 + 0 * scripted(x, 2.0).mean(), Attention.kept)())
     assert runs == [1]
 
 
@@ -668,15 +582,8 @@ class Lazy(Attention):
 
 
 def test_a_global_variable_that_is_not_set_again_settles_the_rows():
-    model = Lazy()
-    session = MonitorSession(model, every_n_train_steps=1)
-    try:
-        with session.step(0):
-            model(torch.randn(2, 6, WIDTH)).sum().backward()
-        assert session.instrumentation.sites["Lazy"].why_unavailable("query") is None
-        assert loaded == 1.0
-    finally:
-        session.close()
+    settled(Lazy())
+    assert loaded == 1.0
 
 
 def test_what_a_forward_imports_is_held_apart(monkeypatch):

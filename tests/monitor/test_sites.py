@@ -35,15 +35,12 @@ def test_sites_are_named_after_their_modules(model, inst):
     assert repr(site) == "Site('h.1.attn', num_heads=4)"
 
 
-def test_nothing_is_known_before_the_first_call(model):
-    inst = guardbit.instrument(model)
-    try:
-        assert inst.sites == {}
-        assert inst.stabilizers() == {}
-        with pytest.raises(ValueError, match=r"'\*'; there are none: no call of attention"):
-            inst.switch("*", "compensated")
-    finally:
-        inst.remove()
+def test_nothing_is_known_before_the_first_call(model, instrument):
+    inst = instrument(model)
+    assert inst.sites == {}
+    assert inst.stabilizers() == {}
+    with pytest.raises(ValueError, match=r"'\*'; there are none: no call of attention"):
+        inst.switch("*", "compensated")
 
 
 def test_chosen_sites_only(model, tiny, tokens):
@@ -142,24 +139,21 @@ def test_hugging_face_attention_that_nobody_sees(beside, implementation, wrapped
     guardbit.instrument(outer, sites=["*"]).remove()  # explicit beats clever
 
 
-def test_sites_are_named_as_without_checkpoint_wrappers(model, tiny, tokens):
+def test_sites_are_named_as_without_checkpoint_wrappers(model, tiny, tokens, instrument):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
     before = tiny.step(model, tokens)
     wrapper.apply_activation_checkpointing(
         model, check_fn=lambda module: isinstance(module, tiny.Block)
     )
-    inst = guardbit.instrument(model)
+    inst = instrument(model)
     calls = []
     inst.observe(calls.append)
-    try:
-        after = tiny.step(model, tokens)
-        assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
-        assert [call.site for call in calls] == [site.number for site in inst.sites.values()][::-1]
-        same = zip(before.values(), after.values(), strict=True)
-        assert all(torch.equal(one, other) for one, other in same)
-    finally:
-        inst.remove()
+    after = tiny.step(model, tokens)
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    assert [call.site for call in calls] == [site.number for site in inst.sites.values()][::-1]
+    same = zip(before.values(), after.values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in same)
 
 
 def test_calls_of_our_own_function_are_sites(tiny):
@@ -203,36 +197,33 @@ def settings(frozen=False, autocast=False, half=False):
     [settings(), settings(frozen=True), settings(autocast=True), settings(half=True)],
     ids=str,
 )
-def test_rows_after_one_step(how, model, tiny, tokens):
+def test_rows_after_one_step(how, model, tiny, tokens, instrument):
     if how["half"]:
         model.bfloat16()
     if how["frozen"]:
         model.h[1].attn.requires_grad_(False)
-    inst = guardbit.instrument(model)
-    try:
-        with torch.autocast("cpu", torch.bfloat16, enabled=how["autocast"]):
-            tiny.step(model, tokens)
-        site = inst.sites["h.1.attn"]
-        weight = model.h[1].attn.qkv.weight
-        for head in range(4):
-            found = site.query_weight(head)
-            assert found.dtype == torch.float32
-            assert torch.equal(found, weight[16 * head : 16 * head + 16].float())
-        assert torch.equal(site.key_weights(), weight[64:128].float().view(4, 16, 64))
-        with torch.no_grad():
-            weight.mul_(2)
-        assert torch.equal(site.query_weights(), weight[:64].float().view(4, 16, 64))
-        for head in (-1, 4):
-            with pytest.raises(IndexError, match=r"0\.\.3"):
-                site.query_weight(head)
-        for head in (1.5, None, "1"):
-            with pytest.raises(TypeError, match=rf"head is {head!r}; it must be a whole number"):
-                site.query_weight(head)
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how["autocast"]):
+        tiny.step(model, tokens)
+    site = inst.sites["h.1.attn"]
+    weight = model.h[1].attn.qkv.weight
+    for head in range(4):
+        found = site.query_weight(head)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, weight[16 * head : 16 * head + 16].float())
+    assert torch.equal(site.key_weights(), weight[64:128].float().view(4, 16, 64))
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(site.query_weights(), weight[:64].float().view(4, 16, 64))
+    for head in (-1, 4):
+        with pytest.raises(IndexError, match=r"0\.\.3"):
+            site.query_weight(head)
+    for head in (1.5, None, "1"):
+        with pytest.raises(TypeError, match=rf"head is {head!r}; it must be a whole number"):
+            site.query_weight(head)
 
 
-def test_settling_leaves_no_trace(tiny, tokens):
+def test_settling_leaves_no_trace(tiny, tokens, instrument):
     class Noisy(tiny.Attention):
         def __init__(self):
             super().__init__()
@@ -242,48 +233,42 @@ def test_settling_leaves_no_trace(tiny, tokens):
             return super().forward(self.norm(self.drop(x).mT).mT)
 
     model = tiny.GPT(attention=Noisy)
-    inst = guardbit.instrument(model)
-    try:
-        tiny.step(model, tokens)
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        values = {name: tensor.clone() for name, tensor in tensors.items()}
-        gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
-        random, hooks = torch.get_rng_state(), len(model.h[0].attn._forward_hooks)
-        launches = inst.sites["h.0.attn"].launches
+    inst = instrument(model)
+    tiny.step(model, tokens)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
+    random, hooks = torch.get_rng_state(), len(model.h[0].attn._forward_hooks)
+    launches = inst.sites["h.0.attn"].launches
 
-        weight = inst.sites["h.0.attn"].query_weight(2)
-        assert torch.equal(weight, model.h[0].attn.qkv.weight[32:48])
+    weight = inst.sites["h.0.attn"].query_weight(2)
+    assert torch.equal(weight, model.h[0].attn.qkv.weight[32:48])
 
-        assert torch.equal(torch.get_rng_state(), random)
-        now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        assert all(now[name] is tensor for name, tensor in tensors.items())
-        assert all(torch.equal(now[name], value) for name, value in values.items())
-        assert all(torch.equal(now[name].grad, grad) for name, grad in gradients.items())
-        assert len(model.h[0].attn._forward_hooks) == hooks
-        assert inst.sites["h.0.attn"].launches == launches
-        assert not runtime.running
-        assert model.training
-    finally:
-        inst.remove()
+    assert torch.equal(torch.get_rng_state(), random)
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(now[name] is tensor for name, tensor in tensors.items())
+    assert all(torch.equal(now[name], value) for name, value in values.items())
+    assert all(torch.equal(now[name].grad, grad) for name, grad in gradients.items())
+    assert len(model.h[0].attn._forward_hooks) == hooks
+    assert inst.sites["h.0.attn"].launches == launches
+    assert not runtime.running
+    assert model.training
 
 
-def test_rows_that_cannot_be_known(tiny):
+def test_rows_that_cannot_be_known(tiny, instrument):
     class Fixed(nn.Module):
         def forward(self, x):
             q = x.unflatten(-1, (4, 16)).transpose(1, 2)
             return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
     model = nn.Sequential(nn.Linear(64, 64), Fixed())
-    inst = guardbit.instrument(model, sites=["1"])
-    try:
-        with pytest.raises(ValueError, match="no call of attention has been seen"):
-            inst.switch("1", "none")
-        tiny.step(model, torch.randn(2, 5, 64))
-        with pytest.raises(guardbit.LayoutUnavailable, match="W_Q of site '1' is unavailable: "):
-            inst.sites["1"].query_weight(0)
-        assert "'1'" in inst.sites["1"].why_unavailable("query")
-    finally:
-        inst.remove()
+    inst = instrument(model, sites=["1"])
+    with pytest.raises(ValueError, match="no call of attention has been seen"):
+        inst.switch("1", "none")
+    tiny.step(model, torch.randn(2, 5, 64))
+    with pytest.raises(guardbit.LayoutUnavailable, match="W_Q of site '1' is unavailable: "):
+        inst.sites["1"].query_weight(0)
+    assert "'1'" in inst.sites["1"].why_unavailable("query")
 
 
 class TwoProjections(nn.Module):
@@ -301,21 +286,16 @@ class TwoProjections(nn.Module):
         return x
 
 
-def test_a_module_with_two_projections_has_no_w_q(tiny):
+def test_a_module_with_two_projections_has_no_w_q(tiny, instrument):
     model = nn.Sequential(TwoProjections())
-    inst = guardbit.instrument(model)
-    try:
-        before = tiny.step(model, torch.randn(2, 5, 64))
-        assert before is not None
-        launches = inst.sites["0"].launches
-        with pytest.raises(
-            guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"
-        ):
-            inst.sites["0"].query_weight(0)
-        assert inst.sites["0"].refusal is None
-        assert inst.sites["0"].launches == launches, "probing is no call of the model"
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    before = tiny.step(model, torch.randn(2, 5, 64))
+    assert before is not None
+    launches = inst.sites["0"].launches
+    with pytest.raises(guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"):
+        inst.sites["0"].query_weight(0)
+    assert inst.sites["0"].refusal is None
+    assert inst.sites["0"].launches == launches, "probing is no call of the model"
 
 
 class Marked(torch.Tensor):
@@ -323,7 +303,7 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize("marked", ["x", "mask"])
-def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, tiny):
+def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, tiny, instrument):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -340,16 +320,13 @@ def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, tiny):
             return out.as_subclass(torch.Tensor).transpose(1, 2).flatten(2)
 
     model = nn.Sequential(Model())
-    inst = guardbit.instrument(model)
-    try:
-        tiny.step(model, torch.randn(2, 5, 64))
-        weight = model[0].qkv.weight[:64].view(4, 16, 64)
-        assert torch.equal(inst.sites["0"].query_weights(), weight)
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    tiny.step(model, torch.randn(2, 5, 64))
+    weight = model[0].qkv.weight[:64].view(4, 16, 64)
+    assert torch.equal(inst.sites["0"].query_weights(), weight)
 
 
-def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny):
+def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny, instrument):
     class Joint(nn.Module):
         """As in Flux: text and image have projections of their own, and attend together."""
 
@@ -363,28 +340,20 @@ def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny):
             return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
     model = nn.Sequential(Joint())
-    inst = guardbit.instrument(model)
-    try:
-        tiny.step(model, torch.randn(2, 5, 64))
-        with pytest.raises(guardbit.LayoutUnavailable, match="or each on its own tokens, as in"):
-            inst.sites["0"].query_weight(0)
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    tiny.step(model, torch.randn(2, 5, 64))
+    with pytest.raises(guardbit.LayoutUnavailable, match="or each on its own tokens, as in"):
+        inst.sites["0"].query_weight(0)
 
 
-def test_calls_of_different_shapes_are_refused_and_say_so(tiny):
+def test_calls_of_different_shapes_are_refused_and_say_so(tiny, instrument):
     model = nn.Sequential(TwoProjections(second_heads=2))
-    inst = guardbit.instrument(model)
-    try:
-        tiny.step(model, torch.randn(2, 5, 64))
-        with pytest.raises(ValueError, match="with 4 heads of 16 and with 2 heads of 32"):
-            inst.switch("0", "compensated")
-        with pytest.raises(
-            guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"
-        ):
-            inst.sites["0"].query_weight(0)
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    tiny.step(model, torch.randn(2, 5, 64))
+    with pytest.raises(ValueError, match="with 4 heads of 16 and with 2 heads of 32"):
+        inst.switch("0", "compensated")
+    with pytest.raises(guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"):
+        inst.sites["0"].query_weight(0)
 
 
 # ---- the switch ----
@@ -438,7 +407,7 @@ def test_bad_switches_are_named_and_change_nothing(arguments, error, message, in
     assert inst.stabilizers() == before
 
 
-def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
+def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens, instrument):
     class Double(tiny.Attention):
         def attend(self, q, k, v):
             return super().attend(q.double(), k.double(), v.double()).float()
@@ -446,19 +415,16 @@ def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
     model = tiny.GPT()
     model.h[0].attn = Double()
     before = tiny.step(model, tokens)
-    inst = guardbit.instrument(model)
-    try:
-        assert tiny.equal(tiny.step(model, tokens), before)
-        inst.switch("*", "compensated")
-        assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["compensated"] * 4}
-        for pattern in ("h.0.attn", "h.0.*"):
-            with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
-                inst.switch(pattern, "compensated")
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    assert tiny.equal(tiny.step(model, tokens), before)
+    inst.switch("*", "compensated")
+    assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["compensated"] * 4}
+    for pattern in ("h.0.attn", "h.0.*"):
+        with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
+            inst.switch(pattern, "compensated")
 
 
-def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
+def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens, instrument):
     class SometimesDouble(tiny.Attention):
         dtype = torch.float32
 
@@ -467,21 +433,18 @@ def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
 
     model = tiny.GPT()
     model.h[0].attn = SometimesDouble()
-    inst = guardbit.instrument(model)
-    try:
-        tiny.step(model, tokens)
-        inst.switch("*", "compensated")
-        model.h[0].attn.dtype = torch.float64
-        tiny.step(model, tokens)
-        with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
-            inst.switch("h.0.attn", "row_max")
-        inst.switch("h.0.attn", "none", heads=[1, 2])
-        assert inst.asked()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
-        assert inst.stabilizers()["h.0.attn"] == ["none"] * 4, "the mask keeps PyTorch's kernel"
-        inst.switch("*", "none")
-        assert {name for names in inst.asked().values() for name in names} == {"none"}
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    tiny.step(model, tokens)
+    inst.switch("*", "compensated")
+    model.h[0].attn.dtype = torch.float64
+    tiny.step(model, tokens)
+    with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
+        inst.switch("h.0.attn", "row_max")
+    inst.switch("h.0.attn", "none", heads=[1, 2])
+    assert inst.asked()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
+    assert inst.stabilizers()["h.0.attn"] == ["none"] * 4, "the mask keeps PyTorch's kernel"
+    inst.switch("*", "none")
+    assert {name for names in inst.asked().values() for name in names} == {"none"}
 
 
 def test_a_switch_takes_effect_at_the_next_call(model, inst, tiny, tokens):
@@ -519,26 +482,23 @@ def test_switched_gradients_are_those_of_our_kernels(tiny, tokens):
     assert not tiny.equal(stock, expected)
 
 
-def test_stabilizers_are_saved_and_loaded(model, inst, tiny, tokens):
+def test_stabilizers_are_saved_and_loaded(model, inst, tiny, tokens, instrument):
     inst.switch("h.1.attn", "row_max", heads=[2])
     saved = inst.stabilizers()
     other = tiny.GPT()
-    twin = guardbit.instrument(other)
-    try:
-        twin.load_stabilizers(saved)
-        assert twin.stabilizers() == saved  # a run may be saved again before its first step
-        tiny.step(other, tokens)
-        assert twin.stabilizers() == saved
-        assert twin.sites["h.1.attn"].launches["forward", "row_max"] == 1
-        with pytest.raises(ValueError, match=r"the model has no module 'h.7.attn' to switch"):
-            twin.load_stabilizers({"h.7.attn": ["none"] * 4})
-        with pytest.raises(ValueError, match="stabilizer 'x' is unknown"):
-            twin.load_stabilizers({"h.0.attn": ["row_max"] * 4, "h.1.attn": ["x"] * 4})
-        with pytest.raises(ValueError, match="3 stabilizers were given for 4 heads"):
-            twin.load_stabilizers({"h.0.attn": ["row_max"] * 3})
-        assert twin.stabilizers() == saved
-    finally:
-        twin.remove()
+    twin = instrument(other)
+    twin.load_stabilizers(saved)
+    assert twin.stabilizers() == saved  # a run may be saved again before its first step
+    tiny.step(other, tokens)
+    assert twin.stabilizers() == saved
+    assert twin.sites["h.1.attn"].launches["forward", "row_max"] == 1
+    with pytest.raises(ValueError, match=r"the model has no module 'h.7.attn' to switch"):
+        twin.load_stabilizers({"h.7.attn": ["none"] * 4})
+    with pytest.raises(ValueError, match="stabilizer 'x' is unknown"):
+        twin.load_stabilizers({"h.0.attn": ["row_max"] * 4, "h.1.attn": ["x"] * 4})
+    with pytest.raises(ValueError, match="3 stabilizers were given for 4 heads"):
+        twin.load_stabilizers({"h.0.attn": ["row_max"] * 3})
+    assert twin.stabilizers() == saved
 
 
 def test_accumulated_and_repeated_backwards(model, inst, tiny, tokens):
@@ -559,19 +519,16 @@ def test_accumulated_and_repeated_backwards(model, inst, tiny, tokens):
     )  # FP32: another kernel, the same gradient
 
 
-def test_weights_are_found_in_inference_mode_and_after_a_move(tiny, tokens):
+def test_weights_are_found_in_inference_mode_and_after_a_move(tiny, tokens, instrument):
     with torch.device("meta"):
         model = tiny.GPT()
-    inst = guardbit.instrument(model)
-    try:
-        model(tokens.to("meta"))  # what the first call looks like is remembered
-        model.to_empty(device="cpu")
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        with torch.inference_mode():
-            model(tokens)
-            found = inst.sites["h.1.attn"].query_weights()
-        assert torch.equal(found, model.h[1].attn.qkv.weight[:64].view(4, 16, 64))
-    finally:
-        inst.remove()
+    inst = instrument(model)
+    model(tokens.to("meta"))  # what the first call looks like is remembered
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with torch.inference_mode():
+        model(tokens)
+        found = inst.sites["h.1.attn"].query_weights()
+    assert torch.equal(found, model.h[1].attn.qkv.weight[:64].view(4, 16, 64))

@@ -25,19 +25,12 @@ _LARGEST_BATCH = 2**25
 
 
 class SiteNorms(NamedTuple):
-    """One indicator of a site's heads.
-
-    Attributes:
-        site: Its name.
-        indicator: The indicator.
-        values: FP32 `(H,)`, for the heads of all ranks; NaN for heads that are not here.
-        directions: FP32 `(H, D)`, for the heads here, see `spectral_norms`.
-    """
+    """One indicator of a site's heads."""
 
     site: str
     indicator: str
-    values: Tensor
-    directions: Tensor
+    values: Tensor  # FP32 `(H,)`, for the heads of all ranks; NaN for heads that are not here
+    directions: Tensor  # FP32 `(H, D)`, for the heads here, see `spectral_norms`
 
 
 def norms_of_sites(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[SiteNorms]:

@@ -36,6 +36,10 @@ _ATTENTION_OF_TORCH = (
     nn.TransformerEncoderLayer,
 )
 
+# Wrappers around the module that matters, as Fabric's, which hand on the attributes they are given;
+# and what runs outside Python.
+_NEVER_CALL = (torch._dynamo.eval_frame.OptimizedModule, torch.jit.ScriptModule)
+
 
 def is_of_fabric(module: nn.Module) -> bool:
     owner = type(module).__module__
@@ -45,15 +49,11 @@ def is_of_fabric(module: nn.Module) -> bool:
 def candidates_of(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Yields names and modules of a model that may call attention, in its order."""
     for name, module in model.named_modules():
-        of_torch = type(module).__module__.startswith("torch.nn.modules.")
-        if of_torch and not isinstance(module, _ATTENTION_OF_TORCH):
+        if type(module).__module__.startswith("torch.nn.modules."):
+            if not isinstance(module, _ATTENTION_OF_TORCH):
+                continue
+        elif isinstance(module, _NEVER_CALL) or is_of_fabric(module):
             continue
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            continue  # a wrapper around the module that matters
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # its calls never come back to Python
-        if is_of_fabric(module):
-            continue  # as above; attributes that it is given go to the module it wraps
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         yield ".".join(parts) or type(module).__name__, module
 
@@ -73,19 +73,10 @@ class Instrumentation:
         is_selection: Whether only the modules that `sites` named are considered.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[str] | None) -> None:
-        candidates = dict(candidates_of(model))
-        self.is_selection = sites is not None
-        if sites is not None:
-            candidates = select(candidates, sites, "module that could call attention")
-        else:
-            refuse_unseen(candidates)
-        if not candidates:
-            raise UnseenAttentionError(
-                f"{type(model).__name__} has no module that could call attention; GuardBit watches"
-                " calls of F.scaled_dot_product_attention inside a model's own modules"
-            )
-        self._model = model
+    def __init__(
+        self, model: nn.Module, candidates: Mapping[str, nn.Module], is_selection: bool
+    ) -> None:
+        self._model, self.is_selection = model, is_selection
         self._sites: dict[str, Site] = {}
         self._at_rest = False
         self._clock = Clock()
@@ -93,16 +84,13 @@ class Instrumentation:
         # Undone in reverse order; what fails is tried again by the next `remove`.
         self._installed: list[Callable[[], None]] = []
         try:
-            user = object()
-            self._installed += [
-                interception.restore,
-                functools.partial(interception.uninstall, user),
-            ]
-            interception.install(user)
+            if candidates:
+                user = object()
+                uninstall = functools.partial(interception.uninstall, user)
+                self._installed += [interception.restore, uninstall]
+                interception.install(user)
             for name, module in candidates.items():
-                outer = [self._sites[o] for o in around(name, model) if o in self._sites]
-                number = runtime.add_site(name, self._clock)
-                self._attach(Site(name, module, number, outer))
+                self._attach(name, module)
         except BaseException:
             self.remove()
             raise
@@ -110,17 +98,15 @@ class Instrumentation:
     @classmethod
     def of_nothing(cls) -> Instrumentation:
         """Makes one without a model, which has no sites."""
-        nothing = cls.__new__(cls)
-        nothing._model, nothing._sites, nothing._at_rest = nn.Module(), {}, False
-        nothing._clock, nothing._switched, nothing._installed = Clock(), [], []
-        nothing.is_selection = False
-        return nothing
+        return cls(nn.Module(), {}, is_selection=False)
 
-    def _attach(self, site: Site) -> None:
-        self._sites[site.name] = site
-        self._installed.append(functools.partial(runtime.remove_site, site.number))
-        self._installed.append(functools.partial(interception.detach, site.module, site.number))
-        interception.attach(site.module, site.number)
+    def _attach(self, name: str, module: nn.Module) -> None:
+        outer = [self._sites[o] for o in around(name, self._model) if o in self._sites]
+        number = runtime.add_site(name, self._clock)
+        self._sites[name] = Site(name, module, number, outer)
+        self._installed.append(functools.partial(runtime.remove_site, number))
+        self._installed.append(functools.partial(interception.detach, module, number))
+        interception.attach(module, number)
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -153,16 +139,12 @@ class Instrumentation:
         """Returns what `switch` would set, by number of the site, or raises what it would raise."""
         if not isinstance(site, str):
             raise TypeError(f"site is {site!r}; it must be a name or a pattern")
-        matching = select(self.sites, [site], "attention site")
+        matching = select(self.sites, [site], "attention site").values()
         # Heads can be switched back whatever the state of the site.
-        refused = [
-            target
-            for target in matching.values()
-            if target.refusal is not None and stabilizer != "none"
-        ]
+        refused = [t for t in matching if t.refusal is not None and stabilizer != "none"]
         if refused and (not is_pattern(site) or len(refused) == len(matching)):
             raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
-        return with_switched(stabilizer, heads, [t for t in matching.values() if t not in refused])
+        return with_switched(stabilizer, heads, [t for t in matching if t not in refused])
 
     def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
         """Switches heads of one site, from its next call that can be switched, see `switch`."""
@@ -218,22 +200,21 @@ class Instrumentation:
         checked: dict[int, tuple[str, ...]] = {}
         for name, names in stabilizers.items():
             if name not in self._sites:
-                raise ValueError(self._why_absent(name))
+                why = f"the model has no module '{name}' to switch: the state is of another model"
+                if self.is_selection and name in dict(self._model.named_modules()):
+                    why = (
+                        f"the state has switched heads in '{name}', which `sites` leaves out: name"
+                        " it too"
+                    )
+                raise ValueError(why)
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
         self._ask(checked)
 
-    def _why_absent(self, name: str) -> str:
-        if self.is_selection and name in dict(self._model.named_modules()):
-            return (
-                f"the state has switched heads in '{name}', which `sites` leaves out: name it too"
-            )
-        return f"the model has no module '{name}' to switch: the state is of another model"
-
     def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
         for number, names in stabilizers.items():
             runtime.site(number).switch(names)
-        asked = ((s, runtime.site(s.number).stabilizers) for s in self._sites.values())
+        asked = ((s, s.state.stabilizers) for s in self._sites.values())
         self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
 
     def _present(self) -> dict[str, Site]:
@@ -256,14 +237,14 @@ class Instrumentation:
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
         """Calls `observer` in every attention backward from now on; None ends that."""
         for site in self._sites.values():
-            runtime.site(site.number).observer = observer
+            site.state.observer = observer
 
     def rest(self, at_rest: bool) -> None:
         """Says whether calls need not be seen from now on, see `SiteState.at_rest`."""
         if at_rest != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = at_rest
             for site in self._sites.values():
-                runtime.site(site.number).at_rest = at_rest
+                site.state.at_rest = at_rest
 
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless.
@@ -338,7 +319,17 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
                 f"module '{name}' is an nn.DataParallel, whose threads run one module at the same"
                 " time, so calls cannot be told apart; use DistributedDataParallel"
             )
-    return Instrumentation(model, sites)
+    candidates = dict(candidates_of(model))
+    if sites is None:
+        refuse_unseen(candidates)
+    else:
+        candidates = select(candidates, sites, "module that could call attention")
+    if not candidates:
+        raise UnseenAttentionError(
+            f"{type(model).__name__} has no module that could call attention; GuardBit watches"
+            " calls of F.scaled_dot_product_attention inside a model's own modules"
+        )
+    return Instrumentation(model, candidates, is_selection=sites is not None)
 
 
 def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
@@ -365,15 +356,14 @@ def with_switched(
     switched: dict[int, tuple[str, ...]] = {}
     listed = None if heads is None else checked_heads(heads)
     for target in targets:
-        chosen = list(range(target.num_heads)) if listed is None else listed
+        number, names = target.num_heads, target.asked
+        chosen = list(range(number)) if listed is None else listed
         for head in chosen:
-            if not 0 <= head < target.num_heads:
+            if not 0 <= head < number:
                 raise IndexError(
-                    f"head {head} is out of range; site '{target.name}' has heads 0 to"
-                    f" {target.num_heads - 1}"
+                    f"head {head} is out of range; site '{target.name}' has heads 0 to {number - 1}"
                 )
-        names = target.asked
-        if target.mixed_heads is not None and len(set(chosen)) < target.num_heads:
+        if target.mixed_heads is not None and len(set(chosen)) < number:
             raise ValueError(
                 f"heads of site '{target.name}' cannot be switched one by one: {target.mixed_heads}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -137,25 +138,28 @@ class Site:
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights."""
-        rows, parameters = self._rows("query")
-        own = self.own_heads
+        try:
+            head = operator.index(head)
+        except TypeError:
+            raise TypeError(f"head is {head!r}; it must be a whole number") from None
+        weights, own = self.query_weights(), self.own_heads
         if len(own) == self.num_heads:
-            return rows.weight(parameters, head)
-        if head in own or head not in range(self.num_heads):
-            return rows.weight(parameters, head - own.start)
-        raise LayoutUnavailable(
-            self._why(f"head {head} is on another rank, this one has {own.start} to {own.stop - 1}")
-        )
+            own = range(len(weights))
+        heads = max(self.num_heads, len(weights))
+        if not 0 <= head < heads:
+            raise IndexError(f"head must be in 0..{heads - 1}, got {head}")
+        if head not in own:
+            where = f"{own.start} to {own.stop - 1}"
+            raise self._unavailable(f"head {head} is on another rank, this one has {where}")
+        return weights[head - own.start]
 
     def query_weights(self) -> Tensor:
         """Returns W_Q of this rank's heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
-        rows, parameters = self._rows("query")
-        return rows.weights(parameters)
+        return self._read("query", _weights_of)
 
     def key_weights(self) -> Tensor:
         """Returns W_K of this rank's key heads, FP32 `(H_kv, d_head, d_model)`."""
-        rows, parameters = self._rows("key")
-        return rows.weights(parameters)
+        return self._read("key", _weights_of)
 
     def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it."""
@@ -172,8 +176,8 @@ class Site:
         """Scales each head's logits in place, half in W_Q and half in W_K, biases too."""
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.is_latent:
-            raise LayoutUnavailable(
-                self._why("its queries are normalised, so its size does not reach the scores")
+            raise self._unavailable(
+                "its queries are normalised, so its size does not reach the scores"
             )
         query, key = layout.query, layout.key_rows
         found = [weights.plain(rows.parameter) for rows in (query, key)]
@@ -226,10 +230,6 @@ class Site:
             return None
         return layout.query.parameter if layout.is_latent else None
 
-    def _rows(self, side: Side) -> tuple[HeadRows, dict[str, Tensor]]:
-        """Returns the heads' rows, and the current matrix that holds them."""
-        return self._read(side, lambda rows, weights: (rows, weights.of(rows.parameter)))
-
     def _read(self, side: Side, read: Callable[[HeadRows, Weights], T]) -> T:
         """Reads the current weights, once the heads' rows are known; remembers a failure."""
         layout, weights = self._settled_layout()
@@ -240,13 +240,13 @@ class Site:
             self._unread[side] = str(error)
             if isinstance(error, LayoutUnavailable):
                 raise
-            raise LayoutUnavailable(self._why(f"it could not be read: {error}")) from error
+            raise self._unavailable(f"it could not be read: {error}") from error
         self._unread.pop(side, None)
         return found
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.sharded is not None:
-            raise LayoutUnavailable(self._why(self.sharded))
+            raise self._unavailable(self.sharded)
         parameters = self._parameters()
         if self._layout is None or parameters != self._settled_for:
             if not self.was_called:
@@ -275,7 +275,7 @@ class Site:
         """Tries the innermost module with weight matrices, then those around it."""
         reason = why_sharded([module for _, module in self.enclosing])
         if reason is not None:
-            return LayoutUnavailable(self._why(reason))
+            return self._unavailable(reason)
         for module, inputs in self.record.modules:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
@@ -290,12 +290,10 @@ class Site:
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
         reason = why_quantised(self.module) or reason
-        return LayoutUnavailable(
-            self._why(reason or "the inputs of its module could not be recorded")
-        )
+        return self._unavailable(reason or "the inputs of its module could not be recorded")
 
-    def _why(self, reason: str) -> str:
-        return f"W_Q of site '{self.name}' is unavailable: {reason}"
+    def _unavailable(self, reason: str) -> LayoutUnavailable:
+        return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
 
     # --- what its heads run -----------------------------------------------------------------------
 
@@ -381,6 +379,10 @@ class Site:
             f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not say which, so"
             " its output cannot be recomputed"
         )
+
+
+def _weights_of(rows: HeadRows, weights: Weights) -> Tensor:
+    return rows.weights(weights.of(rows.parameter))
 
 
 def kernel_of(site: Site | None) -> str:

@@ -6,6 +6,7 @@ The rows are slices written by hand from each architecture's source.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import peft
@@ -46,32 +47,6 @@ WRITTEN_OUT = (
     "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
     " nothing to correct"
 )
-
-
-class Architecture(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        build: Makes the model, of width 64 with 4 heads of 16.
-        sites: Where its attention is called.
-        query: Every head's rows of W_Q, from the attention module; or why there are none.
-        key: The same of W_K.
-        batch: What the model is called with.
-        refusal: Why it cannot be switched.
-        part: Name of the part of an attention module that calls it, where that has no weights.
-        keyless: Sites whose keys no matrix of theirs makes, if not all are; and why.
-        calls: How often a site calls attention in a forward, if more than once.
-    """
-
-    build: Callable
-    sites: tuple[str, ...]
-    query: Slices | str
-    key: Slices | str
-    batch: Callable[[], dict[str, Any]]
-    refusal: str | None = None
-    part: str = ""
-    keyless: tuple[tuple[str, ...], str] = ((), "")
-    calls: tuple[tuple[str, int], ...] = ()
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -123,24 +98,63 @@ def image() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
 
 
+def x_ids() -> dict[str, Tensor]:
+    return {"x": language()["input_ids"]}
+
+
 def vectors(name: str) -> dict[str, Tensor]:
     return {name: torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(1))}
+
+
+class Architecture(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        build: Makes the model, of width 64 with 4 heads of 16.
+        sites: Where its attention is called.
+        rows: Every head's rows of W_Q and of W_K, from the attention module; or why there are none.
+        batch: What the model is called with.
+        refusal: Why it cannot be switched.
+        part: Name of the part of an attention module that calls it, where that has no weights.
+        keyless: Sites whose keys no matrix of theirs makes, if not all are; and why.
+        calls: How often a site calls attention in a forward, if more than once.
+    """
+
+    build: Callable
+    sites: tuple[str, ...]
+    rows: tuple[Slices | str, Slices | str]
+    batch: Callable[[], dict[str, Any]] = language
+    refusal: str | None = None
+    part: str = ""
+    keyless: tuple[tuple[str, ...], str] = ((), "")
+    calls: tuple[tuple[str, int], ...] = ()
 
 
 # -- where the rows lie ----------------------------------------------------------------------------
 
 CONSECUTIVE, GROUPED, REPEATED = (0, 16, 32, 48), (0, 16), (0, 0, 16, 16)
+BLOCKS = (64, 80, 96, 112)  # after 64 rows of queries
 LATENT_QUERIES = (0, 32, 64, 96)
 
 
-def at(starts: tuple[int, ...], *path: str, size: int = 16) -> Slices:
-    """Rows 16 by 16, or by another size, of the weight at a path below the attention module."""
+def at(starts: tuple[int, ...], name: str, size: int = 16) -> Slices:
+    """Rows 16 by 16, or by another size, of a weight of the attention module."""
 
     def slices(attention: nn.Module) -> list[Tensor]:
-        weight = attention.get_parameter(".".join(path))
+        weight = attention.get_parameter(name)
         return [weight[start : start + size] for start in starts]
 
     return slices
+
+
+def fused(name: str, key: tuple[int, ...], query: tuple[int, ...] = CONSECUTIVE, read=at):
+    """The rows of W_Q and of W_K in one weight."""
+    return read(query, name), read(key, name)
+
+
+def projected(query: str, key: str, of_key: tuple[int, ...] = GROUPED, of_query=CONSECUTIVE):
+    """The rows of W_Q and of W_K in two weights."""
+    return at(of_query, f"{query}.weight"), at(of_key, f"{key}.weight")
 
 
 def columns(starts: tuple[int, ...], name: str) -> Slices:
@@ -262,18 +276,15 @@ ADAPTED_DECODER = layers("base_model.model.model.layers.{}.self_attn")
 
 def separate(name: str, refusal: str | None = None, batch: Callable = language, **options: object):
     """Separate projections and grouped keys; with a mask the keys are repeated before attention."""
-    keys = at(GROUPED if refusal is None else REPEATED, "k_proj", "weight")
-    query = at(CONSECUTIVE, "q_proj", "weight")
-    build = hugging_face(name, **{**GROUPS, **options})
-    return Architecture(build, DECODER, query, keys, batch, refusal)
+    rows = projected("q_proj", "k_proj", GROUPED if refusal is None else REPEATED)
+    return Architecture(hugging_face(name, **{**GROUPS, **options}), DECODER, rows, batch, refusal)
 
 
 def sighted(name: str, calls: tuple[int, int], **eye: object):
     """Text with separate projections, and images with a fused one, each by calls of its own."""
     vision = layers("model.visual.blocks.{}.attn")
 
-    def rows(of_image: tuple[int, ...], *of_text: Any) -> Slices:
-        image, text = at(of_image, "qkv", "weight"), at(*of_text, "weight")
+    def either(image: Slices, text: Slices) -> Slices:
         return lambda attention: (image if hasattr(attention, "qkv") else text)(attention)
 
     build = hugging_face(
@@ -286,8 +297,7 @@ def sighted(name: str, calls: tuple[int, int], **eye: object):
     return Architecture(
         build,
         (*vision, *layers("model.language_model.layers.{}.self_attn")),
-        rows(CONSECUTIVE, CONSECUTIVE, "q_proj"),
-        rows(BLOCKS, GROUPED, "k_proj"),
+        tuple(map(either, fused("qkv.weight", BLOCKS), projected("q_proj", "k_proj"))),
         images,
         calls=tuple(zip(vision, calls, strict=True)),
     )
@@ -296,28 +306,57 @@ def sighted(name: str, calls: tuple[int, int], **eye: object):
 def flexible(name: str, batch: Callable = language, **options: object):
     """FlexAttention, whose kernels take grouped keys as they are."""
     options = {**GROUPS, **options, "attn_implementation": "flex_attention"}
-    query, keys = at(CONSECUTIVE, "q_proj", "weight"), at(GROUPED, "k_proj", "weight")
-    return Architecture(hugging_face(name, **options), DECODER, query, keys, batch, MASK)
+    rows = projected("q_proj", "k_proj")
+    return Architecture(hugging_face(name, **options), DECODER, rows, batch, MASK)
 
 
 def eager(name: str, **options: object):
     """As `separate`, attention written out in PyTorch; the keys are repeated inside."""
-    query, keys = at(CONSECUTIVE, "q_proj", "weight"), at(GROUPED, "k_proj", "weight")
-    build = hugging_face(name, **{**GROUPS, **options})
-    return Architecture(build, DECODER, query, keys, language, WRITTEN_OUT)
+    rows, build = projected("q_proj", "k_proj"), hugging_face(name, **{**GROUPS, **options})
+    return Architecture(build, DECODER, rows, refusal=WRITTEN_OUT)
 
 
 def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
     """Its causal mask is always written out (`allow_is_causal_skip=False` in its forward)."""
-    fused = ("query_key_value", "weight")
     return Architecture(
         hugging_face("Falcon", **SMALL, **options),
         layers("transformer.h.{}.self_attention"),
-        at(query, *fused),
-        at(key, *fused),
-        language,
-        BROADCASTS if options.get("multi_query", False) else MASK,
+        fused("query_key_value.weight", key, query),
+        refusal=BROADCASTS if options.get("multi_query", False) else MASK,
     )
+
+
+def own(attention: type[nn.Module], rows: tuple[Slices, Slices], part: str = ""):
+    """In a model of the tests."""
+    sites = layers("h.{}.attn" + part)
+    return Architecture(lambda tiny: tiny.GPT(attention=attention), sites, rows, tokens, part=part)
+
+
+def x_transformers(keys: tuple[int, ...], refusal: str | None = None, **options: object):
+    """x-transformers 2, whose package is small enough to be installed for the tests."""
+
+    def build(_: object) -> nn.Module:
+        package = pytest.importorskip("x_transformers")
+        decoder = package.Decoder(
+            dim=64, depth=2, heads=4, attn_dim_head=16, attn_flash=True, **options
+        )
+        return package.TransformerWrapper(num_tokens=32, max_seq_len=32, attn_layers=decoder)
+
+    # Between them are feed-forward layers.
+    sites = ("attn_layers.layers.0.1.attend", "attn_layers.layers.2.1.attend")
+    rows = projected("to_q", "to_k", keys)
+    return Architecture(build, sites, rows, x_ids, refusal, part=".attend")
+
+
+def unseen(name: str, **options: object):
+    return Architecture(hugging_face(name, **options), (), (UNSEEN, UNSEEN), refusal=UNSEEN)
+
+
+def deepseek(name: str, query: str, refusal: str | None = None, **options: object):
+    """Latent attention; its W_K is made by two matrices."""
+    rows = at(LATENT_QUERIES, query, size=32), LATENT_KEYS
+    build = hugging_face(name, **{**LATENT, **options})
+    return Architecture(build, DECODER, rows, refusal=refusal)
 
 
 # -- architectures written out ---------------------------------------------------------------------
@@ -409,25 +448,6 @@ class TorchTitan(nn.Module):
         return self.wo(self.inner_attention(q, k, v).flatten(2))
 
 
-def x_transformers(**options: object) -> Callable:
-    """x-transformers 2, whose package is small enough to be installed for the tests."""
-
-    def build(_: object) -> nn.Module:
-        package = pytest.importorskip("x_transformers")
-        decoder = package.Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **options)
-        return package.TransformerWrapper(num_tokens=32, max_seq_len=32, attn_layers=decoder)
-
-    return build
-
-
-def x_transformers_ids() -> dict[str, Tensor]:
-    return {"x": language()["input_ids"]}
-
-
-def written_out(attention: type[nn.Module]) -> Callable:
-    return lambda tiny: tiny.GPT(attention=attention)
-
-
 class ReturnsWeights(nn.Module):
     def __init__(self):
         super().__init__()
@@ -444,14 +464,7 @@ def encoder_layer(_: object) -> nn.Module:
 # -- the zoo ---------------------------------------------------------------------------------------
 
 INTERLEAVED = (0, 48, 96, 144)  # q k v of head 0, then of head 1
-BLOCKS = (64, 80, 96, 112)  # after 64 rows of queries
-T5_SITES = (
-    "encoder.block.0.layer.0.SelfAttention",
-    "decoder.block.0.layer.0.SelfAttention",
-    "decoder.block.0.layer.1.EncDecAttention",
-)
-# Between them are feed-forward layers.
-X_TRANSFORMERS_SITES = ("attn_layers.layers.0.1.attend", "attn_layers.layers.2.1.attend")
+INTERLEAVED_KEYS = (16, 64, 112, 160)
 UNSEEN = (
     "computes attention with attn_implementation='eager', which GuardBit does not see: the model's"
     " own forward writes it out"
@@ -461,16 +474,12 @@ ZOO: dict[str, Architecture] = {
     "GPT-2": Architecture(
         hugging_face("GPT2", "LMHeadModel", **GPT2),
         layers("transformer.h.{}.attn"),
-        columns(CONSECUTIVE, "c_attn.weight"),
-        columns(BLOCKS, "c_attn.weight"),
-        language,
+        fused("c_attn.weight", BLOCKS, read=columns),
     ),
     "GPT-NeoX": Architecture(
         hugging_face("GPTNeoX", **SMALL),
         layers("gpt_neox.layers.{}.attention"),
-        at(INTERLEAVED, "query_key_value", "weight"),
-        at(tuple(start + 16 for start in INTERLEAVED), "query_key_value", "weight"),
-        language,
+        fused("query_key_value.weight", INTERLEAVED_KEYS, INTERLEAVED),
     ),
     "Llama": separate("Llama"),
     "Llama, padded batch": separate("Llama", MASK, padded),
@@ -484,8 +493,7 @@ ZOO: dict[str, Architecture] = {
     "Gemma 3n, layers that share keys": Architecture(
         gemma_3n,
         tuple(f"model.layers.{layer}.self_attn" for layer in range(4)),
-        at(CONSECUTIVE, "q_proj", "weight"),
-        at(GROUPED, "k_proj", "weight"),
+        projected("q_proj", "k_proj"),
         uncached,
         keyless=(layers("model.layers.{}.self_attn", 2), "depends on no weight matrix"),
     ),
@@ -497,51 +505,26 @@ ZOO: dict[str, Architecture] = {
     ),
     "Llama, eager": eager("Llama", attn_implementation="eager"),
     "Phi-3": Architecture(
-        hugging_face("Phi3", **GROUPS),
-        DECODER,
-        at(CONSECUTIVE, "qkv_proj", "weight"),
-        at((64, 80), "qkv_proj", "weight"),
-        language,
+        hugging_face("Phi3", **GROUPS), DECODER, fused("qkv_proj.weight", (64, 80))
     ),
     "OLMo 2": separate("Olmo2"),
-    "Falcon, one key head a query head": falcon(
-        INTERLEAVED, tuple(start + 16 for start in INTERLEAVED), multi_query=False
-    ),
+    "Falcon, one key head a query head": falcon(INTERLEAVED, INTERLEAVED_KEYS, multi_query=False),
     "Falcon 7B, one key head for all": falcon(CONSECUTIVE, (64,), multi_query=True),
     "Falcon 40B, groups": falcon(
         (0, 16, 64, 80), (32, 32, 96, 96), new_decoder_architecture=True, num_kv_heads=2
     ),
-    "Falcon, ALiBi": falcon(
-        INTERLEAVED, tuple(start + 16 for start in INTERLEAVED), multi_query=False, alibi=True
-    ),
-    "BLOOM": Architecture(
-        hugging_face("Bloom", n_head=4, **SMALL),
-        (),
-        UNSEEN,
-        UNSEEN,
-        language,
-        UNSEEN,
-    ),
-    "MPT": Architecture(
-        hugging_face("Mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=32),
-        (),
-        UNSEEN,
-        UNSEEN,
-        language,
-        UNSEEN,
-    ),
+    "Falcon, ALiBi": falcon(INTERLEAVED, INTERLEAVED_KEYS, multi_query=False, alibi=True),
+    "BLOOM": unseen("Bloom", n_head=4, **SMALL),
+    "MPT": unseen("Mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=32),
     "BERT": Architecture(
         hugging_face("Bert", "ForMaskedLM", **QUIET),
         layers("bert.encoder.layer.{}.attention.self"),
-        at(CONSECUTIVE, "query", "weight"),
-        at(CONSECUTIVE, "key", "weight"),
-        language,
+        projected("query", "key", CONSECUTIVE),
     ),
     "ViT": Architecture(
         hugging_face("ViT", "Model", image_size=16, patch_size=4, **QUIET),
         layers("layers.{}.attention"),
-        at(CONSECUTIVE, "q_proj", "weight"),
-        at(CONSECUTIVE, "k_proj", "weight"),
+        projected("q_proj", "k_proj", CONSECUTIVE),
         image,
     ),
     "Qwen2.5-VL, two images": sighted(
@@ -555,42 +538,26 @@ ZOO: dict[str, Architecture] = {
     ),
     "T5": Architecture(
         hugging_face("T5", "ForConditionalGeneration", **T5),
-        T5_SITES,
-        at(CONSECUTIVE, "q", "weight"),
-        at(CONSECUTIVE, "k", "weight"),
-        language,
-        MASK,
+        (
+            "encoder.block.0.layer.0.SelfAttention",
+            "decoder.block.0.layer.0.SelfAttention",
+            "decoder.block.0.layer.1.EncDecAttention",
+        ),
+        projected("q", "k", CONSECUTIVE),
+        refusal=MASK,
     ),
-    "DeepSeek-V3": Architecture(
-        hugging_face("DeepseekV3", q_lora_rank=12, **LATENT),
-        DECODER,
-        at(LATENT_QUERIES, "q_b_proj", "weight", size=32),
-        LATENT_KEYS,
-        language,
-        WIDTHS,
+    "DeepSeek-V3": deepseek("DeepseekV3", "q_b_proj.weight", WIDTHS, q_lora_rank=12),
+    "DeepSeek-V2, values as wide as keys": deepseek(
+        "DeepseekV2", "q_b_proj.weight", q_lora_rank=12, v_head_dim=32
     ),
-    "DeepSeek-V2, values as wide as keys": Architecture(
-        hugging_face("DeepseekV2", q_lora_rank=12, **{**LATENT, "v_head_dim": 32}),
-        DECODER,
-        at(LATENT_QUERIES, "q_b_proj", "weight", size=32),
-        LATENT_KEYS,
-        language,
-    ),
-    "DeepSeek-V3, queries not compressed": Architecture(
-        hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
-        DECODER,
-        at(LATENT_QUERIES, "q_proj", "weight", size=32),
-        LATENT_KEYS,
-        language,
-        WIDTHS,
+    "DeepSeek-V3, queries not compressed": deepseek(
+        "DeepseekV3", "q_proj.weight", WIDTHS, q_lora_rank=None
     ),
     "DeepSeek-V4, one layer as it is and two that compress": Architecture(
         hugging_face("DeepseekV4", **DEEPSEEK_V4),
         tuple(f"model.layers.{layer}.self_attn" for layer in range(3)),
-        at(CONSECUTIVE, "q_b_proj", "weight"),
-        at((0,), "kv_proj", "weight"),
-        language,
-        WRITTEN_OUT,
+        projected("q_b_proj", "kv_proj", (0,)),
+        refusal=WRITTEN_OUT,
         keyless=(layers("model.layers.{}.self_attn", 1), "'compressor.kv_proj.weight'"),
     ),
     "Llama, FlexAttention": flexible("Llama"),
@@ -601,126 +568,58 @@ ZOO: dict[str, Architecture] = {
     "Qwen3-Next, gated, one layer of linear attention": Architecture(
         hugging_face("Qwen3Next", **GROUPS, **LINEAR),
         ("model.layers.1.self_attn",),
-        at((0, 32, 64, 96), "q_proj", "weight"),
-        at(GROUPED, "k_proj", "weight"),
-        language,
+        projected("q_proj", "k_proj", of_query=(0, 32, 64, 96)),
     ),
     "Jamba, one layer of Mamba": Architecture(
         hugging_face("Jamba", **GROUPS, **MAMBA),
         ("model.layers.1.self_attn",),
-        at(CONSECUTIVE, "q_proj", "weight"),
-        at(GROUPED, "k_proj", "weight"),
-        language,
+        projected("q_proj", "k_proj"),
     ),
     "nn.TransformerEncoderLayer": Architecture(
-        encoder_layer,
-        ("self_attn",),
-        at(CONSECUTIVE, "in_proj_weight"),
-        at(BLOCKS, "in_proj_weight"),
-        lambda: vectors("src"),
+        encoder_layer, ("self_attn",), fused("in_proj_weight", BLOCKS), lambda: vectors("src")
     ),
     "nn.MultiheadAttention, need_weights=True": Architecture(
         lambda _: ReturnsWeights(),
         ("attention",),
-        at(CONSECUTIVE, "in_proj_weight"),
-        at(BLOCKS, "in_proj_weight"),
+        fused("in_proj_weight", BLOCKS),
         lambda: vectors("x"),
         f"it returns attention weights (need_weights=True), so {WRITTEN_OUT}",
     ),
-    "nanoGPT": Architecture(
-        written_out(NanoGPT),
-        layers("h.{}.attn"),
-        at(CONSECUTIVE, "c_attn", "weight"),
-        at(BLOCKS, "c_attn", "weight"),
-        tokens,
+    "nanoGPT": own(NanoGPT, fused("c_attn.weight", BLOCKS)),
+    "timm ViT, query norm": own(TimmAttention, fused("qkv.weight", BLOCKS)),
+    "LitGPT up to 0.4": own(
+        LitGPTInterleaved, fused("attn.weight", (32, 32, 96, 96), (0, 16, 64, 80))
     ),
-    "timm ViT, query norm": Architecture(
-        written_out(TimmAttention),
-        layers("h.{}.attn"),
-        at(CONSECUTIVE, "qkv", "weight"),
-        at(BLOCKS, "qkv", "weight"),
-        tokens,
+    "LitGPT": own(LitGPT, fused("qkv.weight", (64, 80))),
+    "torchtitan": own(TorchTitan, projected("wq", "wk"), part=".inner_attention"),
+    "x-transformers, attn_flash=True": x_transformers(CONSECUTIVE),
+    "x-transformers, rotary, query norm, grouped keys": x_transformers(
+        (0, 16, 0, 16),  # attend.py: "b kvh n d -> b (r kvh) n d"
+        rotary_pos_emb=True,
+        rotary_emb_dim=16,
+        attn_qk_norm=True,
+        attn_kv_heads=2,
     ),
-    "LitGPT up to 0.4": Architecture(
-        written_out(LitGPTInterleaved),
-        layers("h.{}.attn"),
-        at((0, 16, 64, 80), "attn", "weight"),
-        at((32, 32, 96, 96), "attn", "weight"),
-        tokens,
-    ),
-    "LitGPT": Architecture(
-        written_out(LitGPT),
-        layers("h.{}.attn"),
-        at(CONSECUTIVE, "qkv", "weight"),
-        at((64, 80), "qkv", "weight"),
-        tokens,
-    ),
-    "torchtitan": Architecture(
-        written_out(TorchTitan),
-        layers("h.{}.attn.inner_attention"),
-        at(CONSECUTIVE, "wq", "weight"),
-        at(GROUPED, "wk", "weight"),
-        tokens,
-        part=".inner_attention",
-    ),
-    "x-transformers, attn_flash=True": Architecture(
-        x_transformers(attn_flash=True),
-        X_TRANSFORMERS_SITES,
-        at(CONSECUTIVE, "to_q", "weight"),
-        at(CONSECUTIVE, "to_k", "weight"),
-        x_transformers_ids,
-        part=".attend",
-    ),
-    "x-transformers, rotary, query norm, grouped keys": Architecture(
-        x_transformers(
-            attn_flash=True,
-            rotary_pos_emb=True,
-            rotary_emb_dim=16,
-            attn_qk_norm=True,
-            attn_kv_heads=2,
-        ),
-        X_TRANSFORMERS_SITES,
-        at(CONSECUTIVE, "to_q", "weight"),
-        at((0, 16, 0, 16), "to_k", "weight"),  # attend.py: "b kvh n d -> b (r kvh) n d"
-        x_transformers_ids,
-        part=".attend",
-    ),
-    "x-transformers, ALiBi": Architecture(
-        x_transformers(attn_flash=True, alibi_pos_bias=True),
-        X_TRANSFORMERS_SITES,
-        at(CONSECUTIVE, "to_q", "weight"),
-        at(CONSECUTIVE, "to_k", "weight"),
-        x_transformers_ids,
-        MASK,
-        part=".attend",
-    ),
+    "x-transformers, ALiBi": x_transformers(CONSECUTIVE, MASK, alibi_pos_bias=True),
     "LoRA, separate projections (Llama)": Architecture(
         with_adapters(hugging_face("Llama", **GROUPS), "q_proj", "k_proj"),
         ADAPTED_DECODER,
-        adapted(CONSECUTIVE, "q_proj"),
-        adapted(GROUPED, "k_proj"),
-        language,
+        (adapted(CONSECUTIVE, "q_proj"), adapted(GROUPED, "k_proj")),
     ),
     "LoRA, fused projection (Phi-3)": Architecture(
         with_adapters(hugging_face("Phi3", **GROUPS), "qkv_proj"),
         ADAPTED_DECODER,
-        adapted(CONSECUTIVE, "qkv_proj"),
-        adapted((64, 80), "qkv_proj"),
-        language,
+        fused("qkv_proj", (64, 80), read=adapted),
     ),
     "LoRA, Conv1D (GPT-2)": Architecture(
         with_adapters(hugging_face("GPT2", "LMHeadModel", **GPT2), "c_attn", fan_in_fan_out=True),
         layers("base_model.model.transformer.h.{}.attn"),
-        adapted(CONSECUTIVE, "c_attn", transposed=True),
-        adapted(BLOCKS, "c_attn", transposed=True),
-        language,
+        fused("c_attn", BLOCKS, read=partial(adapted, transposed=True)),
     ),
     "DoRA (Llama)": Architecture(
         with_adapters(hugging_face("Llama", **SMALL), "q_proj", "k_proj", use_dora=True),
         ADAPTED_DECODER,
-        directed(CONSECUTIVE, "q_proj"),
-        directed(CONSECUTIVE, "k_proj"),
-        language,
+        (directed(CONSECUTIVE, "q_proj"), directed(CONSECUTIVE, "k_proj")),
     ),
 }
 
@@ -801,7 +700,7 @@ def rows_found(architecture, model, sites, side) -> str:
     without, why = architecture.keyless if side == "key" else ((), "")
     reasons = []
     for site in sites.values():
-        by_hand = why if site.name in without else getattr(architecture, side)
+        by_hand = why if site.name in without else architecture.rows[side == "key"]
         read = {"query": site.query_weights, "key": site.key_weights}[side]
         if isinstance(by_hand, str):
             with pytest.raises(guardbit.LayoutUnavailable) as unavailable:
