@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from guardbit import MonitorSession
 from guardbit.monitor.detectors import Finding
 
 
@@ -110,3 +114,19 @@ class Fires:
         state["seen"] = state.get("seen", 0) + 1
         is_due = self.sample in (None, state["seen"])
         return [Finding(self.site, self.heads, self.why)] if is_due else []
+
+
+def train(
+    model: nn.Module,
+    steps: int,
+    batch: Callable[[int], Tensor],
+    session: MonitorSession | None = None,
+) -> nn.Module:
+    """Trains a model to give zeros, watched by a session or by none."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        with session.step(step) if session else nullcontext():
+            optimizer.zero_grad()
+            model(batch(step)).float().square().mean().backward()
+            optimizer.step()
+    return model

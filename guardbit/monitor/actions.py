@@ -275,22 +275,21 @@ def _switched_heads(names: Sequence[str]) -> tuple[int, ...]:
 
 
 class _Clipped(NamedTuple):
-    """The head of an attention module that a clip scaled most."""
+    """The head of an attention module that a clip scaled most.
+
+    A clip was in vain if the next sample has a larger logit with a smaller norm of W_Q than these,
+    which lie half of the way, in logarithms.
+    """
 
     head: int
-    logit: float  # its largest, before the clip
-    scale: float  # by how much its logits were scaled
-    norm: float  # of its W_Q before the clip; NaN if unknown
-    in_vain: int  # how many clips before it, in a row, lowered W_Q and not the logits
+    logit: float
+    norm: float  # NaN if unknown
+    in_vain: int  # how many clips before it, in a row, were
 
     def in_vain_now(self, logit: float, norm: float) -> int:
-        """Returns `in_vain` with this clip, from what the next sample shows."""
-        if self.in_vain == MOST_IN_VAIN:
-            return self.in_vain
-        # Less than half of the way, in logarithms; W_Q has the square root of the scale.
-        is_as_large = logit > self.logit * self.scale**0.5
-        is_scaled = norm < self.norm * self.scale**0.25
-        return self.in_vain + 1 if is_as_large and is_scaled else 0
+        if self.in_vain < MOST_IN_VAIN:
+            return self.in_vain + 1 if logit > self.logit and norm < self.norm else 0
+        return self.in_vain
 
 
 def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
@@ -332,13 +331,10 @@ class Clipping:
                 refusal = self._clip(sites, sample, norms.get(sample.site), bound)
             if refusal is None:
                 largest = max(sample.values[head] for head in above)
-                kind, reported, sentence = (
-                    "clip",
-                    above,
-                    (
-                        f"W_Q and W_K were scaled so that logits end at {bound:,g}; the largest was"
-                        f" {largest:,.0f} ({why})"
-                    ),
+                kind, reported = "clip", above
+                sentence = (
+                    f"W_Q and W_K were scaled so that logits end at {bound:,g}; the largest was"
+                    f" {largest:,.0f} ({why})"
                 )
             else:
                 kind, reported = "refusal", (-1,)
@@ -347,11 +343,7 @@ class Clipping:
                 self._record(Event(sample.step, kind, sample.site, above, sentence))
 
     def _clip(
-        self,
-        sites: Mapping[str, Site],
-        sample: Sample,
-        norms: Sequence[float] | None,
-        bound: float,
+        self, sites: Mapping[str, Site], sample: Sample, norms: Sequence[float] | None, bound: float
     ) -> str | None:
         """Clips a module's heads; returns why not where that did not happen."""
         norms = norms or [math.nan] * len(sample.values)
@@ -372,8 +364,9 @@ class Clipping:
             return str(unavailable)
         if clipped:
             head = min(clipped, key=clipped.__getitem__)
+            scale = clipped[head]  # of the logits; W_Q has its square root
             self._clipped[sample.site] = _Clipped(
-                head, sample.values[head], clipped[head], norms[head], in_vain
+                head, sample.values[head] * scale**0.5, norms[head] * scale**0.25, in_vain
             )
         return None
 

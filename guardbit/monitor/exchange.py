@@ -42,18 +42,13 @@ class Part(NamedTuple):
 
 
 class Exchange:
-    """Puts together what the ranks know of their parts of the model.
-
-    Attributes:
-        metadata: What the run's metadata says of this rank's attention modules.
-    """
+    """Puts together what the ranks know of their parts of the model."""
 
     def __init__(
         self, instrumentation: Instrumentation, stages: Stages, record: Callable[[Event], None]
     ) -> None:
-        self._instrumentation = instrumentation
-        self._stages = stages
-        self._record = record
+        self._instrumentation, self._stages, self._record = instrumentation, stages, record
+        # What the run's metadata says of this rank's attention modules.
         self.metadata: dict[str, dict[str, Any]] = {}
         self._recorded: list[Event] = []
         self._lacking: set[tuple[str, str]] = set()
@@ -87,11 +82,19 @@ class Exchange:
     def share(self, samples: list[Sample], step: int) -> Part:
         """Returns what the ranks know, and records the other parts' events; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
-        refusals = attempt("refusals", self._lasting_refusals)
-        asked = attempt("stabilizers", self._instrumentation.asked) if several else {}
+        instrumentation = self._instrumentation
+
+        def refusals_of() -> dict[str, str | None]:
+            return {name: site.lasting_refusal for name, site in instrumentation.sites.items()}
+
+        def heads_of() -> list[tuple[str, range]]:
+            return [(name, site.own_heads) for name, site in instrumentation.sites.items()]
+
+        refusals = attempt("refusals", refusals_of)
+        asked = attempt("stabilizers", instrumentation.asked) if several else {}
         mine = Part(samples, refusals or {}, asked or {}, self.metadata, self._recorded)
         self._recorded = []
-        heads = attempt("ranks", self._own_heads) if several else None
+        heads = attempt("ranks", heads_of) if several else None
         parts = ranks.of_each_part(mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
         for part in reversed(parts):
@@ -106,12 +109,6 @@ class Exchange:
                 known.append(event)
                 self._record(event)
         return whole
-
-    def _lasting_refusals(self) -> dict[str, str | None]:
-        return {name: site.lasting_refusal for name, site in self._instrumentation.sites.items()}
-
-    def _own_heads(self) -> list[tuple[str, range]]:
-        return [(name, site.own_heads) for name, site in self._instrumentation.sites.items()]
 
     def _compare_weights(self, samples: list[Sample], step: int) -> None:
         """Records an event if ranks hold different weights in modules of the same names."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 T = TypeVar("T")
 
@@ -93,41 +94,37 @@ def _exchanged(what: str, mine: Tensor) -> list[Tensor]:
     except BaseException as error:
         _are_lost = default  # whatever it was: the others may wait in the middle of it
         if isinstance(error, RuntimeError):
-            why = (str(error) or type(error).__name__).splitlines()[0]
+            why = _first_line(error)
             raise RanksLostError(f"another rank did not answer as it should: {why}") from error
         raise
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def _all_gather(own: Any, mine: Tensor) -> list[Tensor]:
     found = [torch.empty_like(mine) for _ in range(world_size())]
-    options = _c10d().AllgatherOptions()
+    options = c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
     options.timeout = timedelta(seconds=PATIENCE)
     own.allgather([found], [mine], options).wait(options.timeout)
     return found
-
-
-def _c10d() -> Any:
-    # A PyTorch without `torch.distributed` has no such module.
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d
 
 
 def _own_group(default: Any) -> Any:
     global _group, _num_groups
     if _group is None or _group[1] is not default:
         # Not by `new_group`: that counts groups, and the count has to stay the same on all ranks.
-        prefix = _c10d().PrefixStore(f"guardbit/{_num_groups}", _c10d()._get_default_store())
+        prefix = c10d.PrefixStore(f"guardbit/{_num_groups}", c10d._get_default_store())
         _num_groups += 1
         try:
-            own = _c10d().ProcessGroupGloo(
+            own = c10d.ProcessGroupGloo(
                 prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
             )
         except RuntimeError as error:
-            why = (str(error) or type(error).__name__).splitlines()[0]
             raise RuntimeError(
-                f"gloo could not connect the ranks ({why}); on several machines the environment"
-                " variable GLOO_SOCKET_IFNAME says over which network interface to try"
+                f"gloo could not connect the ranks ({_first_line(error)}); on several machines the"
+                " environment variable GLOO_SOCKET_IFNAME says over which network interface to try"
             ) from error
         _group = own, default
     return _group[0]

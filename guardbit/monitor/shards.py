@@ -152,5 +152,9 @@ class _WithoutExchange(TorchDispatchMode):
 
 def by_itself(function: Callable[..., T]) -> Callable[..., T]:
     """Returns the function without exchanges with other ranks."""
-    # Were the mode to stay, it would refuse the exchange of gradients.
-    return lambda *args: within(_WithoutExchange(), lambda: function(*args))
+
+    def alone(*args: Any) -> T:
+        # Were the mode to stay, it would refuse the exchange of gradients.
+        return within(_WithoutExchange(), lambda: function(*args))
+
+    return alone

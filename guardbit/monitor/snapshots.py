@@ -38,11 +38,9 @@ class Snapshots:
         direction: Callable[[str], Tensor | None],
         note: Callable[[str], None],
     ) -> None:
-        self._instrumentation = instrumentation
+        self._instrumentation, self._direction, self._note = instrumentation, direction, note
         self._folder = None if dirpath is None or megabytes == 0 else Path(dirpath)
         self._megabytes = megabytes
-        self._direction = direction
-        self._note = note
         # Steps still to be kept of each head, and all that were ever wanted by an alarm.
         self._wanted: dict[tuple[str, int], int] = {}
         self._alarmed: set[tuple[str, int]] = set()
@@ -87,11 +85,15 @@ class Snapshots:
                 try:
                     inputs = self._take(call, place, name)
                 except ValueError as error:
-                    self._refuse(key, str(error))
-                    continue
-                self._held[key] = KeptHead(
-                    -1, name, head, call.stabilizers[place], inputs, call.kernel
-                )
+                    # The head is tried no more; each reason is said once.
+                    del self._wanted[key]
+                    if (why := str(error)) not in self._told:
+                        self._told.add(why)
+                        self._note(f"head {head} of {name} is not kept: {why}")
+                else:
+                    self._held[key] = KeptHead(
+                        -1, name, head, call.stabilizers[place], inputs, call.kernel
+                    )
 
     def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
         """Copies a head to the host."""
@@ -109,18 +111,13 @@ class Snapshots:
         is_stock = call.stabilizers[place] == "none"
         # Of a stabilized head the out of the call is no output, and its dQ is cured.
         inputs = head_of_call(
-            call.q,
-            call.k,
-            call.v,
-            call.d_out,
-            call.spec,
-            place,
+            call.q, call.k, call.v, call.d_out, call.spec, place,
             sequences=sequences,
             rows=rows,
             out=call.out if is_stock else None,
             dq=call.dq if is_stock else None,
             direction=None if directions is None else directions[place].to(call.q.device),
-        ).on_host()
+        ).on_host()  # fmt: skip
         self._check_room(inputs.nbytes)
         return inputs
 
@@ -145,10 +142,3 @@ class Snapshots:
             self._wanted[key] -= 1
             if self._wanted[key] == 0:
                 del self._wanted[key]
-
-    def _refuse(self, key: tuple[str, int], why: str) -> None:
-        """Tries a head no more, and says why once a reason."""
-        self._wanted.pop(key, None)
-        if why not in self._told:
-            self._told.add(why)
-            self._note(f"head {key[1]} of {key[0]} is not kept: {why}")

@@ -93,3 +93,17 @@ def instrument():
     yield instrument
     for one in made:
         one.remove()
+
+
+@pytest.fixture
+def site_of(instrument):
+    """The site of an attention module of width 64 that has run a step."""
+
+    def site_of(attention, dtype=torch.float32):
+        torch.manual_seed(1)
+        model = nn.Sequential(attention).to(dtype)
+        inst = instrument(model)
+        step(model, torch.randn(2, 9, WIDTH, dtype=dtype))
+        return inst.sites["0"]
+
+    return site_of

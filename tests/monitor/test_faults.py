@@ -13,9 +13,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor import findings as findings_module
 from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
-from guardbit.monitor.detectors import Finding
 from guardbit.monitor.interception import (
-    doors,
     hooks,
     installation,
     records,
@@ -29,6 +27,7 @@ from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.run import RunProbe
 from guardbit.monitor.policy import Policy
 from tests import toys
+from tests.faults.running import leftovers
 
 ERRORS = [
     MemoryError(),
@@ -86,19 +85,9 @@ def unwatched():
     return [p.detach().clone() for p in train().parameters()]
 
 
-def hooks_and_patches(model):
-    """What is left of GuardBit in a model and in this process."""
-    left = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
-    left += [m for m in model.modules() if hooks.SITE_ATTRIBUTE in vars(m)]
-    left += list(installation._needed_by)
-    left += installation._restore + doors.listeners + runtime.running + frame_stack
-    ours = (
-        sdpa.scaled_dot_product_attention, installation.checkpoint,
-        multi_head.multi_head_attention_forward,
-    )  # fmt: skip
-    # The references that everyone has, and those that `from ... import` made, as in this file.
-    left += [f for f in (F.scaled_dot_product_attention, checkpoint) if f in ours]
-    return left + [f for f in (F.multi_head_attention_forward,) if f in ours]
+def left_in(model):
+    # And in what `from ... import` made, as in this file.
+    return leftovers(model) + [checkpoint] * (checkpoint is installation.checkpoint)
 
 
 #: Entry -> what lies below it, and is made to fail; of the runtime, which all files share, one
@@ -198,7 +187,7 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
     model = train(session_of)
     monkeypatch.undo()
     assert all(map(torch.equal, model.parameters(), unwatched))
-    assert hooks_and_patches(model) == []
+    assert left_in(model) == []
     failed = [line for line in caplog.messages if line.startswith("the stage '")]
     # A function that many call may fail in three stages, in each once.
     assert failed and len({line.split("'")[1] for line in failed}) == len(failed) <= 3
@@ -221,7 +210,7 @@ def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeyp
     if below[0] is not references:
         assert F.scaled_dot_product_attention is not sdpa.scaled_dot_product_attention
     session.close()
-    assert hooks_and_patches(model) == []
+    assert left_in(model) == []
     MonitorSession(model).close()
 
 
@@ -238,7 +227,7 @@ def test_one_module_that_cannot_be_freed_keeps_no_other(monkeypatch):
 
     monkeypatch.setattr(records, "forget", forget)
     session.close()
-    assert hooks_and_patches(model) == []
+    assert left_in(model) == []
 
 
 def test_a_logging_handler_that_raises_costs_nothing(unwatched, tmp_path):
@@ -249,18 +238,10 @@ def test_a_logging_handler_that_raises_costs_nothing(unwatched, tmp_path):
     logger, handler = logging.getLogger("guardbit"), Raising()
     logger.addHandler(handler)
 
-    class Always:
-        name = "always"
-
-        def examine(self, frame, state):
-            if not frame.of("max_logit"):
-                return []
-            return [Finding("0", (1,), "it always does")]
-
     try:
         model = train(
             lambda model: MonitorSession(
-                model, every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),)
+                model, every_n_train_steps=1, dirpath=tmp_path, rules=(toys.Fires("0"),)
             )
         )
     finally:

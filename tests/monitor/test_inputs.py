@@ -1,7 +1,6 @@
 """Inputs of any kind leave the run alone; of those that can be made again weights are known."""
 
 import collections
-import contextlib
 import dataclasses
 import decimal
 import functools
@@ -117,15 +116,6 @@ class Several(list):
     pass
 
 
-@contextlib.contextmanager
-def instrumented(model):
-    inst = guardbit.instrument(model)
-    try:
-        yield inst
-    finally:
-        inst.remove()
-
-
 def ones():
     return torch.ones(16)
 
@@ -154,24 +144,24 @@ READ = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_an_input_that_is_read_is_made_again(kind):
+def test_an_input_that_is_read_is_made_again(kind, instrument):
     make, read = READ[kind]
     torch.manual_seed(0)
     model, other = Scaled(read), make()
-    with instrumented(model) as inst:
-        model(torch.randn(2, 5, 32), other).sum().backward()
-        rows = next(iter(inst.sites.values())).query_weights().flatten(0, 1)
-        assert torch.equal(rows, model.qkv.weight[:32])
+    inst = instrument(model)
+    model(torch.randn(2, 5, 32), other).sum().backward()
+    rows = next(iter(inst.sites.values())).query_weights().flatten(0, 1)
+    assert torch.equal(rows, model.qkv.weight[:32])
     if kind == "iterator":
         assert len(list(other)) == 8  # the run has read one
 
 
-def test_a_generator_of_the_run_is_not_read():
+def test_a_generator_of_the_run_is_not_read(instrument):
     model, numbers = Scaled(next), (float(n) for n in range(1, 9))
-    with instrumented(model) as inst:
-        model(torch.randn(2, 5, 32), numbers).sum().backward()
-        with pytest.raises(guardbit.LayoutUnavailable, match="iterator"):
-            next(iter(inst.sites.values())).query_weights()
+    inst = instrument(model)
+    model(torch.randn(2, 5, 32), numbers).sum().backward()
+    with pytest.raises(guardbit.LayoutUnavailable, match="iterator"):
+        next(iter(inst.sites.values())).query_weights()
     assert next(numbers) == 2
 
 
@@ -197,23 +187,20 @@ class TwoAttentions(nn.Module):
 def test_a_trace_is_that_of_the_uninstrumented_model(tiny, instrument):
     torch.manual_seed(0)
     model, x = TwoAttentions(tiny), torch.randn(2, 5, tiny.WIDTH)
-    expected = [
-        node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
-    ]
+
+    def traced():
+        graph = torch.jit.trace(model, x, check_trace=False).inlined_graph
+        return [node.kind() for node in graph.nodes()]
+
+    expected = traced()
     inst = instrument(model)
-    traced = [
-        node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
-    ]
-    assert traced == expected
+    assert traced() == expected
     assert not inst.sites  # nothing was learned from it
     assert not runtime.running
     tiny.step(model, x)
     assert list(inst.sites) == ["own", "of_torch"]
     inst.switch("*", "compensated")
-    traced = [
-        node.kind() for node in torch.jit.trace(model, x, check_trace=False).inlined_graph.nodes()
-    ]
-    assert traced == expected
+    assert traced() == expected
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")

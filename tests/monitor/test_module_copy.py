@@ -1,7 +1,6 @@
 """Whatever an attention module keeps, a watched run ends with the bits of the unwatched one."""
 
 import collections
-import contextlib
 import contextvars
 import enum
 import gc
@@ -17,7 +16,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit import LayoutUnavailable, MonitorSession
 from guardbit.monitor.module_copy import runnable_copy
+from tests import toys
 
 WIDTH, HEADS = 32, 4
 
@@ -35,12 +34,13 @@ outside = types.ModuleType("outside")
 outside.calls = 0
 
 
-class Attention(nn.Module):
+class Attention(toys.Attention):
     """Queries depend on the number that `disturbed` makes of whatever it keeps."""
 
+    is_causal = False
+
     def __init__(self):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        super().__init__(HEADS, head_dim=WIDTH // HEADS, width=WIDTH, is_residual=False)
 
     def disturbed(self, x):
         return 1.0
@@ -48,12 +48,9 @@ class Attention(nn.Module):
     def past(self, x):
         return x
 
-    def forward(self, x):
+    def project(self, x):
         x = x * self.disturbed(x)
-        heads = lambda y: y.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
-        q = heads(self.qkv(x)[..., :WIDTH])
-        k, v = (heads(y) for y in self.qkv(self.past(x))[..., WIDTH:].chunk(2, -1))
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return [super().project(x)[0], *super().project(self.past(x))[1:]]
 
     def kept(self):
         """What the module reaches, besides its parameters."""
@@ -337,7 +334,7 @@ class InTheGraph(Attention):
 
     def disturbed(self, x):
         last = self.past_outputs.last
-        last.append(self.proj.weight.sum() + len(last))
+        last.append(self.out.weight.sum() + len(last))
         return last[-1].detach()
 
     def kept(self):
@@ -490,34 +487,27 @@ def train(kind, watched):
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     model = Around(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = MonitorSession(model, every_n_train_steps=1) if watched else None
-    for step in range(3):
-        with session.step(step) if session else contextlib.nullcontext():
-            optimizer.zero_grad()
-            model(torch.randn(2, 5, WIDTH)).square().mean().backward()
-            optimizer.step()
-    attention = model.attention
-    found = session and session.instrumentation.sites["attention"]
-    rows = unavailable = None
-    if found:
+    toys.train(model, 3, lambda _: torch.randn(2, 5, WIDTH), session)
+    rows = None
+    if session:
         try:
-            rows = found.query_weights()
+            rows = session.instrumentation.sites["attention"].query_weights()
         except LayoutUnavailable as error:
-            unavailable = str(error)
+            rows = str(error)
         session.close()
-    kept = attention.kept(), torch.get_rng_state().tolist()
-    return [p.detach().clone() for p in model.parameters()], kept, rows, unavailable
+    kept = model.attention.kept(), torch.get_rng_state().tolist()
+    return [p.detach().clone() for p in model.parameters()], kept, rows
 
 
 @pytest.mark.parametrize("kind", [*CERTAIN, *UNCERTAIN], ids=lambda kind: kind.__name__)
 def test_a_watched_run_ends_with_the_bits_of_the_unwatched_one(kind):
-    expected, kept, _, _ = train(kind, watched=False)
-    weights, kept_watched, rows, unavailable = train(kind, watched=True)
+    expected, kept, _ = train(kind, watched=False)
+    weights, kept_watched, rows = train(kind, watched=True)
     assert kept_watched == kept
     assert all(map(torch.equal, weights, expected))
     if kind in UNCERTAIN:
-        assert UNCERTAIN[kind] in unavailable
+        assert UNCERTAIN[kind] in rows
     else:
         assert torch.equal(rows, weights[0][:WIDTH].view(HEADS, -1, WIDTH))
 

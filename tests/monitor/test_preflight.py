@@ -16,6 +16,7 @@ from guardbit import MonitorSession, read_events, read_metadata, read_run
 from guardbit.doctor.preflight import Preflight
 from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.monitor import preflight
+from tests import toys
 from tests.monitor.test_snapshots import model_of
 from tests.toys import Attention
 
@@ -44,17 +45,8 @@ def train(path=None, model=model_of, steps=3, watched=True, **settings):
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     model = model().bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = MonitorSession(model, dirpath=path, strict=True, **settings) if watched else None
-    for step in range(steps):
-        x = torch.randn(2, 24, 32).bfloat16()
-        if session:
-            session.begin_batch(step)
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        if session:
-            session.end_step()
+    toys.train(model, steps, lambda _: torch.randn(2, 24, 32).bfloat16(), session)
     if session:
         session.close()
     return model, (torch.rand(1).item(), random.random(), np.random.rand())  # noqa: NPY002

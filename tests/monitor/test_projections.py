@@ -32,22 +32,6 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
 
 
-@pytest.fixture
-def site_of(tiny):
-    made = []
-
-    def site(attention, dtype=torch.float32):
-        torch.manual_seed(1)
-        model = nn.Sequential(attention).to(dtype)
-        made.append(guardbit.instrument(model))
-        tiny.step(model, torch.randn(2, 9, 64, dtype=dtype))
-        return made[-1].sites["0"]
-
-    yield site
-    for instrumentation in made:
-        instrumentation.remove()
-
-
 def whole(projection):
     return projection.weight + projection.up.weight @ projection.down.weight
 

@@ -4,115 +4,100 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import guardbit
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.actions import Clipping, clip
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
 from guardbit.records import Sample
+from tests import toys
 from tests.oracle import scores_of
 
 WIDTH, HEADS, TOKENS = 24, 6, 5
+SIZE = WIDTH // HEADS
+WHY = "no switch has helped"
 
 
-class Grouped(nn.Module):
+class Grouped(toys.Attention):
     """Attention of 6 query heads over `groups` key heads, with biases."""
 
-    def __init__(self, groups, expands=False, fused=False, norm=False):
-        super().__init__()
-        self.groups, self.expands, self.fused = groups, expands, fused
-        self.size = WIDTH // HEADS
-        if fused:
-            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        else:
-            self.q = nn.Linear(WIDTH, WIDTH)
-            self.kv = nn.Linear(WIDTH, 2 * groups * self.size)
-        self.norm = nn.RMSNorm(self.size) if norm else nn.Identity()
+    def __init__(self, groups=HEADS, expands=False, fused=False, norm=False):
+        super().__init__(HEADS, groups, head_dim=SIZE, width=WIDTH, is_fused=fused, has_out=False)
+        self.copies = HEADS // groups if expands else 1
+        self.norm = nn.RMSNorm(SIZE) if norm else nn.Identity()
 
     def project(self, x):
-        if self.fused:
-            q, k, v = self.qkv(x).chunk(3, -1)
-        else:
-            q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, k, v))
-        if self.expands:
-            k, v = (t.repeat_interleave(HEADS // self.groups, 1) for t in (k, v))
-        return self.norm(q), k, v
-
-    def forward(self, x):
-        q, k, v = self.project(x)
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
+        q, *shared = super().project(x)
+        return self.norm(q), *(y.repeat_interleave(self.copies, 1) for y in shared)
 
 
 def logits(module, x):
     """FP64 logits of every head, (H, N, N)."""
     wide = module.double()
     q, k, _ = wide.project(x.double())
-    result = scores_of(q, k, AttentionSpec(module.size**-0.5))[0].detach()
+    result = scores_of(q, k, AttentionSpec(SIZE**-0.5))[0].detach()
     module.float()
     return result
 
 
-def watched(module):
-    x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
-    model = nn.Sequential(module)
-    instrumentation = guardbit.instrument(model)
-    model(x).square().mean().backward()
-    return x, instrumentation
+@pytest.fixture
+def sites_of(instrument):
+    """The sites of layers that were trained for a step, and what the layers were given."""
+
+    def sites(*layers):
+        x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        inst = instrument(nn.ModuleList(layers))
+        sum(layer(x).square().mean() for layer in layers).backward()
+        return inst.sites, x
+
+    return sites
+
+
+def unchanged(*layers):
+    """Returns a function that checks that the weights are as they are now."""
+    before = [(p, p.detach().clone()) for layer in layers for p in layer.parameters()]
+    return lambda: all(torch.equal(p, value) for p, value in before)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("groups", "expands"), [(6, False), (2, False), (2, True), (1, False)])
-def test_only_the_logits_above_the_bound_shrink_and_to_the_bound(groups, expands, fused):
+def test_only_the_logits_above_the_bound_shrink_and_to_the_bound(groups, expands, fused, sites_of):
     torch.manual_seed(0)
-    module = Grouped(HEADS if fused else groups, expands and not fused, fused)
-    x, instrumentation = watched(module)
+    module = Grouped(groups, expands, fused)
+    sites, x = sites_of(module)
     before = logits(module, x)
     largest = [40.0, 90.0, math.nan, 300.0, 100.0, math.inf]
-    clipped = clip(instrumentation.sites["0"], largest, 100.0)
-    assert clipped == {3: 100.0 / 300.0}
+    assert clip(sites["0"], largest, 100.0) == {3: 100.0 / 300.0}
     expected = before.clone()
     expected[3] *= 100.0 / 300.0
     # Two FP32 roundings of each weight, of both factors of a product: 2^-22 of a sum of 24 terms.
     torch.testing.assert_close(logits(module, x), expected, rtol=1e-5, atol=1e-6)
-    instrumentation.remove()
 
 
-def test_nothing_is_touched_below_the_bound():
-    module = Grouped(2)
-    _, instrumentation = watched(module)
-    before = [p.clone() for p in module.parameters()]
-    assert clip(instrumentation.sites["0"], [100.0] * HEADS, 100.0) == {}
-    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
-    instrumentation.remove()
+def test_nothing_is_touched_below_the_bound(sites_of):
+    is_unchanged = unchanged(module := Grouped(2))
+    assert clip(sites_of(module)[0]["0"], [100.0] * HEADS, 100.0) == {}
+    assert is_unchanged()
 
 
-def test_other_rows_of_a_fused_weight_keep_their_bits():
+def test_other_rows_of_a_fused_weight_keep_their_bits(sites_of):
     torch.manual_seed(0)
-    module = Grouped(HEADS, fused=True)
+    module = Grouped(fused=True)
     before = module.qkv.weight.detach().clone(), module.qkv.bias.detach().clone()
-    _, instrumentation = watched(module)
-    clip(instrumentation.sites["0"], [1.0, 8.0, 1.0, 1.0, 1.0, 1.0], 2.0)
-    size = WIDTH // HEADS
+    clip(sites_of(module)[0]["0"], [1.0, 8.0, 1.0, 1.0, 1.0, 1.0], 2.0)
     touched = torch.zeros(3 * WIDTH, dtype=torch.bool)
-    touched[size : 2 * size] = touched[WIDTH + size : WIDTH + 2 * size] = True
+    touched[SIZE : 2 * SIZE] = touched[WIDTH + SIZE : WIDTH + 2 * SIZE] = True
     for old, new in zip(before, (module.qkv.weight, module.qkv.bias), strict=True):
         assert torch.equal(old[~touched], new.detach()[~touched])
         assert torch.equal(0.5 * old[touched], new.detach()[touched])
-    instrumentation.remove()
 
 
-def test_a_module_with_normalised_queries_is_refused():
-    module = Grouped(HEADS, norm=True)
-    before = [p.clone() for p in module.parameters()]
-    _, instrumentation = watched(module)
+def test_a_module_with_normalised_queries_is_refused(sites_of):
+    is_unchanged = unchanged(module := Grouped(norm=True))
     with pytest.raises(LayoutUnavailable, match="its queries are normalised"):
-        clip(instrumentation.sites["0"], [1000.0] * HEADS, 100.0)
-    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
-    instrumentation.remove()
+        clip(sites_of(module)[0]["0"], [1000.0] * HEADS, 100.0)
+    assert is_unchanged()
 
 
 @pytest.mark.parametrize("bound", [0, -1.0, math.inf, math.nan, True, "100"])
@@ -121,39 +106,30 @@ def test_a_bound_is_a_finite_number_above_0(bound):
         Policy(qk_clip=bound)
 
 
-def test_where_ranks_hold_different_layers_none_is_clipped_and_each_is_told():
-    module = Grouped(HEADS)
-    before = [p.clone() for p in module.parameters()]
-    _, instrumentation = watched(module)
-    told = []
+def test_where_ranks_hold_different_layers_none_is_clipped_and_each_is_told(sites_of):
+    is_unchanged, told = unchanged(module := Grouped()), []
     samples = [Sample(7, site, n, "max_logit", (300.0,) * HEADS) for n, site in enumerate("01")]
-    Clipping(False, told.append).act(instrumentation.sites, samples, 100.0, "no switch has helped")
-    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    Clipping(False, told.append).act(sites_of(module)[0], samples, 100.0, WHY)
+    assert is_unchanged()
     assert [(event.kind, event.site) for event in told] == [("refusal", "0"), ("refusal", "1")]
     assert {event.why for event in told} == {
-        "not clipped: ranks hold different parts of the model (no switch has helped)"
+        f"not clipped: ranks hold different parts of the model ({WHY})"
     }
-    instrumentation.remove()
 
 
-@pytest.mark.parametrize("shared", [("q", "kv"), ("kv",)], ids=["all", "keys"])
-def test_weights_of_two_modules_are_not_clipped_for_one(shared):
+@pytest.mark.parametrize("shared", [("q_proj", "k_proj"), ("k_proj",)], ids=["all", "keys"])
+def test_weights_of_two_modules_are_not_clipped_for_one(shared, sites_of):
     torch.manual_seed(0)
-    one, other = Grouped(HEADS), Grouped(HEADS)
+    one, other = Grouped(), Grouped()
     for name in shared:
         setattr(other, name, getattr(one, name))
-    x, model = torch.randn(1, TOKENS, WIDTH), nn.ModuleList([one, other])
-    instrumentation = guardbit.instrument(model)
-    sum(layer(x).square().mean() for layer in model).backward()
-    before = [parameter.clone() for parameter in model.parameters()]
-    told = []
+    sites, is_unchanged, told = sites_of(one, other)[0], unchanged(one, other), []
     samples = [Sample(0, "0", 0, "max_logit", (400.0,) + (1.0,) * (HEADS - 1))]
-    Clipping(False, told.append).act(instrumentation.sites, samples, 100.0, "no switch has helped")
-    assert all(map(torch.equal, before, model.parameters()))
+    Clipping(False, told.append).act(sites, samples, 100.0, WHY)
+    assert is_unchanged()
     (event,) = told
     assert event.kind == "refusal"
     assert "W_Q or W_K is that of '1', too, which a clip would scale as well" in event.why
-    instrumentation.remove()
 
 
 class _Scaled:
@@ -174,7 +150,7 @@ def _act(clipping, site, told, step, logits, norms):
         Sample(step, "0", 0, "max_logit", logits),
         Sample(step, "0", 0, "w_q_spectral_norm", norms),
     ]
-    clipping.act({"0": site}, samples, 100.0, "no switch has helped")
+    clipping.act({"0": site}, samples, 100.0, WHY)
     return [event.why for event in told if event.kind == "refusal"]
 
 

@@ -14,32 +14,38 @@ HEADS, WIDTH = 4, 16
 
 
 class Projections(nn.Module):
-    def __init__(self, *names):
+    """Attention of one or several calls, between bias-free projections."""
+
+    names = ("q", "k", "v")
+
+    def __init__(self):
         super().__init__()
-        for name in names:
+        for name in self.names:
             setattr(self, name, nn.Linear(64, 64, bias=False))
 
     def heads(self, name, x):
         return getattr(self, name)(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
 
+    def attend(self, x):
+        q, k, v = (self.heads(name, x) for name in "qkv")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x):
+        return x + self.attend(x).transpose(1, 2).flatten(2)
+
 
 class Differential(Projections):
     """Two softmaxes of the same queries and other keys (arXiv 2410.05258)."""
 
-    def __init__(self):
-        super().__init__("q", "k", "other", "v")
+    names = ("q", "k", "other", "v")
 
-    def forward(self, x):
+    def attend(self, x):
         q, v = self.heads("q", x), self.heads("v", x)
-        each = [
+        first, second = (
             F.scaled_dot_product_attention(q, self.heads(k, x), v, is_causal=True)
             for k in ("k", "other")
-        ]
-        return x + joined(each[0] - each[1])
-
-
-def joined(heads):
-    return heads.transpose(1, 2).flatten(2)
+        )
+        return first - second
 
 
 def images(x):
@@ -49,30 +55,25 @@ def images(x):
 class PerImage(Projections):
     """One call an image, as vision towers make them of packed patches."""
 
-    def __init__(self):
-        super().__init__("q", "k", "v")
-
-    def forward(self, x):
+    def attend(self, x):
         each = [
             F.scaled_dot_product_attention(*(self.heads(name, image) for name in "qkv"))
             for image in images(x)
         ]
-        return x + joined(torch.cat(each, 2))
+        return torch.cat(each, 2)
 
 
 class OneOfFour(Projections):
     """The third of four calls has queries of its own."""
 
-    def __init__(self):
-        super().__init__("q", "other", "k", "v")
+    names = ("q", "k", "v", "other")
 
-    def forward(self, x):
+    def attend(self, x):
         k, v = self.heads("k", x), self.heads("v", x)
-        y = sum(
+        return sum(
             F.scaled_dot_product_attention(self.heads(name, x), k, v, is_causal=True)
             for name in ("q", "q", "other", "q")
         )
-        return x + joined(y)
 
 
 class Bypassing(nn.Module):
@@ -80,35 +81,21 @@ class Bypassing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = PerLayer(), PerLayer()
+        self.first, self.second = Projections(), Projections()
 
     def forward(self, x):
         return self.second.forward(self.first.forward(x))
 
 
-class PerLayer(Projections):
-    def __init__(self):
-        super().__init__("q", "k", "v")
-
-    def forward(self, x):
-        q, k, v = (self.heads(name, x) for name in "qkv")
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
-            2
-        )
-
-
 class Gated(Projections):
     """Queries that no matrix makes of the input."""
 
-    def __init__(self):
-        super().__init__("q", "gate", "k", "v")
+    names = ("q", "gate", "k", "v")
 
-    def forward(self, x):
-        k, v = self.heads("k", x), self.heads("v", x)
+    def attend(self, x):
         q = self.heads("q", x) * self.heads("gate", x)
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
-            2
-        )
+        k, v = self.heads("k", x), self.heads("v", x)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def trained(model, path, caplog):

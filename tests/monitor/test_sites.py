@@ -286,16 +286,13 @@ class TwoProjections(nn.Module):
         return x
 
 
-def test_a_module_with_two_projections_has_no_w_q(tiny, instrument):
-    model = nn.Sequential(TwoProjections())
-    inst = instrument(model)
-    before = tiny.step(model, torch.randn(2, 5, 64))
-    assert before is not None
-    launches = inst.sites["0"].launches
+def test_a_module_with_two_projections_has_no_w_q(site_of):
+    site = site_of(TwoProjections())
+    launches = site.launches
     with pytest.raises(guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"):
-        inst.sites["0"].query_weight(0)
-    assert inst.sites["0"].refusal is None
-    assert inst.sites["0"].launches == launches, "probing is no call of the model"
+        site.query_weight(0)
+    assert site.refusal is None
+    assert site.launches == launches, "probing is no call of the model"
 
 
 class Marked(torch.Tensor):
@@ -303,14 +300,14 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize("marked", ["x", "mask"])
-def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, tiny, instrument):
+def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, site_of):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.qkv = nn.Linear(64, 192)
 
         def forward(self, x):
-            mask = torch.ones(5, 5, dtype=torch.bool).tril()
+            mask = torch.ones(9, 9, dtype=torch.bool).tril()
             if marked == "x":
                 x = x.as_subclass(Marked)
             else:
@@ -319,14 +316,11 @@ def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, tiny, instrum
             out = F.scaled_dot_product_attention(q, k, v, mask)
             return out.as_subclass(torch.Tensor).transpose(1, 2).flatten(2)
 
-    model = nn.Sequential(Model())
-    inst = instrument(model)
-    tiny.step(model, torch.randn(2, 5, 64))
-    weight = model[0].qkv.weight[:64].view(4, 16, 64)
-    assert torch.equal(inst.sites["0"].query_weights(), weight)
+    site = site_of(Model())
+    assert torch.equal(site.query_weights(), site.module.qkv.weight[:64].view(4, 16, 64))
 
 
-def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny, instrument):
+def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(site_of):
     class Joint(nn.Module):
         """As in Flux: text and image have projections of their own, and attend together."""
 
@@ -339,11 +333,8 @@ def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny, instr
             q = y.unflatten(-1, (4, 16)).transpose(1, 2)
             return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
-    model = nn.Sequential(Joint())
-    inst = instrument(model)
-    tiny.step(model, torch.randn(2, 5, 64))
     with pytest.raises(guardbit.LayoutUnavailable, match="or each on its own tokens, as in"):
-        inst.sites["0"].query_weight(0)
+        site_of(Joint()).query_weight(0)
 
 
 def test_calls_of_different_shapes_are_refused_and_say_so(tiny, instrument):

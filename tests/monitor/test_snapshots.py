@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ from guardbit import MonitorSession, read_events
 from guardbit.doctor.diagnose import diagnose
 from guardbit.doctor.snapshots import read_snapshots, snapshot_files
 from guardbit.monitor import snapshots
-from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.toys import Attention, Model
+from tests import toys
+from tests.toys import Attention, Fires, Model
 
 SITE = "layers.1"
 
@@ -24,46 +23,27 @@ def model_of():
     return Model(*(Attention(4, is_fused=False, bias=False) for _ in range(2)))
 
 
-@dataclass(frozen=True)
-class AtStep:
-    """Names heads of the second layer at one step."""
-
-    step: int = 2
-    heads: tuple[int, ...] = (1,)
-    name: str = "at_step"
-
-    def examine(self, snapshot, state):
-        is_due = snapshot.step == self.step and SITE in snapshot.of("max_logit")
-        return [Finding(SITE, self.heads, "it is time")] if is_due else []
-
-
 def train(steps=8, *, dtype=torch.bfloat16, session=None, batch=2, length=24):
     """Trains a model; returns it and what its heads were given, by step."""
     torch.manual_seed(0)
-    model = model_of().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watched = None if session is None else session(model)
-    given = {}
-    for step in range(steps):
-        x = torch.randn(batch, length, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
-        if watched is not None:
-            watched.begin_batch(step)
-        held = model.layers[1].q_proj.register_forward_hook(
-            lambda module, inputs, out, step=step: given.__setitem__(step, out.detach().clone())
-        )
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        held.remove()
-        if watched is not None:
-            watched.end_step()
-    if watched is not None:
+    model, given = model_of().to(dtype), []
+    model.layers[1].q_proj.register_forward_hook(lambda *args: given.append(args[2].detach()))
+
+    def inputs(step):
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(batch, length, 32, generator=generator).to(dtype)
+
+    watched = session and session(model)
+    toys.train(model, steps, inputs, watched)
+    if watched:
         watched.close()
     return model, given
 
 
-def monitored(path, **settings):
-    settings = {"every_n_train_steps": 1, "rules": (AtStep(),), "strict": True, **settings}
+def monitored(path, heads=(1,), **settings):
+    """Makes a session that alarms some heads at step 2."""
+    rules = (Fires(SITE, heads, sample=3),)
+    settings = {"every_n_train_steps": 1, "rules": rules, "strict": True, **settings}
     return lambda model: MonitorSession(model, dirpath=path, **settings)
 
 
@@ -128,19 +108,19 @@ def test_a_head_without_room_is_not_copied_first(tmp_path, monkeypatch):
 def test_files_of_earlier_sessions_count(tmp_path):
     train(session=monitored(tmp_path))
     used = sum(path.stat().st_size for path in snapshot_files(tmp_path).values()) / 2**20
-    train(session=monitored(tmp_path, rules=(AtStep(heads=(0,)),), snapshot_megabytes=used + 0.01))
+    train(session=monitored(tmp_path, (0,), snapshot_megabytes=used + 0.01))
     assert {one.head for one in read_snapshots(tmp_path)} == {1}
 
 
 def test_rows_and_heads_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "ROWS", 48)
-    rules = (AtStep(heads=(0, 1, 2, 3)),)
+    heads = (0, 1, 2, 3)
     monkeypatch.setattr(snapshots, "_HEADS", 3)
-    train(session=monitored(tmp_path / "whole", rules=rules), batch=5)
+    train(session=monitored(tmp_path / "whole", heads), batch=5)
     kept = read_snapshots(tmp_path / "whole")
     assert {tuple(one.inputs.q.shape) for one in kept} == {(2, 24, 16)}
     assert max(sum(one.step == step for one in kept) for step in range(8)) == 3
-    train(session=monitored(tmp_path / "long", rules=rules), length=100)
+    train(session=monitored(tmp_path / "long", heads), length=100)
     one = read_snapshots(tmp_path / "long")[0].inputs
     assert tuple(one.q.shape) == (1, 48, 16) and tuple(one.k.shape) == (1, 100, 16)
     assert one.rows[0] == 0 and one.rows[-1] == 99

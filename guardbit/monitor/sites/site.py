@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -33,17 +34,14 @@ class Site:
     Attributes:
         name: Dotted name of the module.
         module: The module.
-        number: Number by which the kernels know it.
-        enclosing: Number and module of itself and of the instrumented modules around it, innermost
-            first.
     """
 
     def __init__(
         self, name: str, module: nn.Module, number: int, enclosing: Sequence[Site] = ()
     ) -> None:
-        self.name = name
-        self.module = module
-        self.number = number
+        self.name, self.module = name, module
+        self.number = number  # by which the kernels know it
+        # Number and module of itself and of the instrumented modules around it, innermost first.
         self.enclosing = [(number, module), *((other.number, other.module) for other in enclosing)]
         self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
         self._settled_for: Sequence[tuple[object, ...]] = ()
@@ -214,21 +212,22 @@ class Site:
         )
 
     @property
+    def _known_layout(self) -> Layout | None:
+        with suppress(LayoutUnavailable):
+            return self._settled_layout()[0]
+        return None
+
+    @property
     def normalises_queries(self) -> bool:
         """Whether the queries are normalised, so that the size of W_Q does not reach the scores."""
-        try:
-            return self._settled_layout()[0].normalises_queries
-        except LayoutUnavailable:
-            return False
+        layout = self._known_layout
+        return layout is not None and layout.normalises_queries
 
     @property
     def query_of_latent(self) -> str | None:
         """Name of W_Q if it is applied to a normalised latent vector, else None."""
-        try:
-            layout = self._settled_layout()[0]
-        except LayoutUnavailable:
-            return None
-        return layout.query.parameter if layout.is_latent else None
+        layout = self._known_layout
+        return layout.query.parameter if layout is not None and layout.is_latent else None
 
     def _read(self, side: Side, read: Callable[[HeadRows, Weights], T]) -> T:
         """Reads the current weights, once the heads' rows are known; remembers a failure."""

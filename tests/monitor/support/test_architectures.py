@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
+from tests import toys
 
 pytestmark = [
     # Libraries of their own, when they are loaded or attached.
@@ -326,7 +327,7 @@ def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
     )
 
 
-def own(attention: type[nn.Module], rows: tuple[Slices, Slices], part: str = ""):
+def own(attention: Callable[[], nn.Module], rows: tuple[Slices, Slices], part: str = ""):
     """In a model of the tests."""
     sites = layers("h.{}.attn" + part)
     return Architecture(lambda tiny: tiny.GPT(attention=attention), sites, rows, tokens, part=part)
@@ -362,37 +363,25 @@ def deepseek(name: str, query: str, refusal: str | None = None, **options: objec
 # -- architectures written out ---------------------------------------------------------------------
 
 
-def heads(x: Tensor, number: int = 4) -> Tensor:
-    return x.unflatten(-1, (number, 16)).transpose(1, 2)
+class Fused(toys.Attention):
+    """nanoGPT, model.py, and LitGPT from 0.5, model.py: rows of all q, then of k, then of v."""
+
+    def __init__(self, kv_heads: int = 4):
+        super().__init__(4, kv_heads, width=64, is_residual=False)
 
 
-class NanoGPT(nn.Module):
-    """nanoGPT, model.py, CausalSelfAttention: q, k and v in three blocks of c_attn."""
-
-    def __init__(self):
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(64, 192), nn.Linear(64, 64)
-
-    def forward(self, x):
-        q, k, v = (heads(y) for y in self.c_attn(x).split(64, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
-class TimmAttention(nn.Module):
+class TimmAttention(Fused):
     """timm, vision_transformer.py, Attention with qk_norm."""
 
+    is_causal = False
+
     def __init__(self):
         super().__init__()
-        self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
         self.q_norm, self.k_norm = nn.LayerNorm(16), nn.LayerNorm(16)
 
-    def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return self.proj(x.transpose(1, 2).reshape(batch, length, width))
+    def project(self, x):
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
 
 
 class LitGPTInterleaved(nn.Module):
@@ -410,20 +399,6 @@ class LitGPTInterleaved(nn.Module):
         q, k, v = (y.reshape(batch, 4, length, 16) for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, length, 64))
-
-
-class LitGPT(nn.Module):
-    """LitGPT from 0.5, model.py, CausalSelfAttention: queries, then grouped keys, then values."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(64, 128), nn.Linear(64, 64)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).split((64, 32, 32), dim=-1)
-        q, k, v = heads(q), heads(k, 2), heads(v, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class InnerAttention(nn.Module):
@@ -585,12 +560,12 @@ ZOO: dict[str, Architecture] = {
         lambda: vectors("x"),
         f"it returns attention weights (need_weights=True), so {WRITTEN_OUT}",
     ),
-    "nanoGPT": own(NanoGPT, fused("c_attn.weight", BLOCKS)),
+    "nanoGPT": own(Fused, fused("qkv.weight", BLOCKS)),
     "timm ViT, query norm": own(TimmAttention, fused("qkv.weight", BLOCKS)),
     "LitGPT up to 0.4": own(
         LitGPTInterleaved, fused("attn.weight", (32, 32, 96, 96), (0, 16, 64, 80))
     ),
-    "LitGPT": own(LitGPT, fused("qkv.weight", (64, 80))),
+    "LitGPT": own(partial(Fused, 2), fused("qkv.weight", (64, 80))),
     "torchtitan": own(TorchTitan, projected("wq", "wk"), part=".inner_attention"),
     "x-transformers, attn_flash=True": x_transformers(CONSECUTIVE),
     "x-transformers, rotary, query norm, grouped keys": x_transformers(
