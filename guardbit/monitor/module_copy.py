@@ -62,18 +62,15 @@ def runnable_copy(
 ) -> Iterator[nn.Module]:
     """Yields a copy of a module that may be run, eagerly and without autocast."""
     device = next(module.parameters()).device
-    with ExitStack() as stack:
-        for context in (
-            random_states_kept(device),
-            torch.autocast(device.type, enabled=False),
-            torch.compiler.set_stance("force_eager"),
-            warnings.catch_warnings(),
-            _without_global_hooks(),
-            _without_torchscript(),
-            _variables_kept(module),
-        ):
-            stack.enter_context(context)
-        warnings.simplefilter("ignore")
+    with (
+        random_states_kept(device),
+        torch.autocast(device.type, enabled=False),
+        torch.compiler.set_stance("force_eager"),
+        warnings.catch_warnings(action="ignore"),
+        _without_global_hooks(),
+        _without_torchscript(),
+        _variables_kept(module),
+    ):
         try:
             made = _copied(module, tensors, dtype)
         except Exception as error:
@@ -254,12 +251,11 @@ def _variables_kept(module: nn.Module) -> Iterator[None]:
         pending += [x for each in module.modules() for x in vars(each).values() if callable(x)]
         while pending:
             x = pending.pop()
-            if id(x) in seen or _is_trusted(x):
-                continue
-            seen[id(x)] = x
-            for put_back in _undo_of(x):
-                undo.callback(put_back)
-            pending += _named_by(x)
+            if id(x) not in seen and not _is_trusted(x):
+                seen[id(x)] = x
+                for put_back in _undo_of(x):
+                    undo.callback(put_back)
+                pending += _named_by(x)
         yield
 
 
@@ -345,9 +341,8 @@ def _put_back_attribute(owner: type, name: str, before: Any) -> None:
 def _without_global_hooks() -> Iterator[None]:
     """Keeps global module hooks, such as those of profilers, from seeing the copy."""
     everywhere = [
-        nn.modules.module._global_forward_pre_hooks,
-        nn.modules.module._global_forward_hooks,
-    ]
+        nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks,
+    ]  # fmt: skip
     before = [hooks.copy() for hooks in everywhere]
     for hooks in everywhere:
         hooks.clear()

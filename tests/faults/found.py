@@ -60,7 +60,7 @@ FOUND = (
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = probe", 8),
     # What keeps ranks from waiting for one another in a re-run stayed.
-    Place("two processes", RuntimeError, "monitor/shards.py", "return within(_With", 11),
+    Place("two processes", RuntimeError, "monitor/projections.py", "return within(_With", 11),
     # A call of a checkpointed forward that had saved its tensors was run again, and saved more.
     Place("checkpointed", MemoryError, f"{_CALLED}/base.py", "as_given(computed", 8),
     # Noted once more after the error, the call counted as the second of its forward.

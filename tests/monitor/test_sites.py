@@ -271,30 +271,6 @@ def test_rows_that_cannot_be_known(tiny, instrument):
     assert "'1'" in inst.sites["1"].why_unavailable("query")
 
 
-class TwoProjections(nn.Module):
-    """Calls attention twice: no one matrix is W_Q."""
-
-    def __init__(self, second_heads=4):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.heads = (4, second_heads)
-
-    def forward(self, x):
-        for projection, heads in zip((self.a, self.b), self.heads, strict=True):
-            q = projection(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-            x = x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
-        return x
-
-
-def test_a_module_with_two_projections_has_no_w_q(site_of):
-    site = site_of(TwoProjections())
-    launches = site.launches
-    with pytest.raises(guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"):
-        site.query_weight(0)
-    assert site.refusal is None
-    assert site.launches == launches, "probing is no call of the model"
-
-
 class Marked(torch.Tensor):
     """A tensor of a class of its own, as some libraries have them; PyTorch's answers for it."""
 
@@ -337,14 +313,30 @@ def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(site_of):
         site_of(Joint()).query_weight(0)
 
 
+class TwoShapes(nn.Module):
+    """Calls attention twice: no one matrix is W_Q."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for projection, heads in ((self.a, 4), (self.b, 2)):
+            q = projection(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return x
+
+
 def test_calls_of_different_shapes_are_refused_and_say_so(tiny, instrument):
-    model = nn.Sequential(TwoProjections(second_heads=2))
+    model = nn.Sequential(TwoShapes())
     inst = instrument(model)
     tiny.step(model, torch.randn(2, 5, 64))
     with pytest.raises(ValueError, match="with 4 heads of 16 and with 2 heads of 32"):
         inst.switch("0", "compensated")
+    launches = inst.sites["0"].launches
     with pytest.raises(guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"):
         inst.sites["0"].query_weight(0)
+    assert inst.sites["0"].launches == launches, "probing is no call of the model"
 
 
 # ---- the switch ----

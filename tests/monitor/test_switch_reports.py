@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from guardbit import MonitorSession, read_events
+from guardbit import MonitorSession
 from guardbit.monitor import actions
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.interception.records import CAPTURED
@@ -14,6 +14,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.records import Alarm
 from guardbit.store import read_metadata
 from tests import toys
+from tests.monitor.session.plain_loop import switches
 
 #: A batch that attention computes in FP64, which no stabilizer takes.
 WIDE = True
@@ -54,13 +55,10 @@ class Run:
         return self.session.instrumentation.stabilizers()[SITE]
 
     def events(self, kind):
-        events = read_events(self.path)
-        events = events[events.kind == kind]
-        return list(zip(events.step, events.site, events.heads, events.stabilizer, strict=True))
+        return [event[:4] for event in switches(self.path, kind)]
 
     def reasons(self, kind):
-        events = read_events(self.path)
-        return list(events[events.kind == kind].why)
+        return [event[4] for event in switches(self.path, kind)]
 
 
 @pytest.fixture
