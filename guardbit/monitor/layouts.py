@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import compress, product
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
@@ -196,6 +196,12 @@ class _Reach(NamedTuple):
     entries: Tensor  # `(heads,)`, the number of non-zero ones
     norms: list[Tensor]  # for each candidate input axis, `(heads, features)`: along that axis
 
+    @classmethod
+    def of_none(cls, heads: int, parameter: Tensor) -> _Reach:
+        features = [parameter.numel() // max(size, 1) for size in parameter.shape]
+        norms = [torch.zeros(heads, number, device=parameter.device) for number in features]
+        return cls(torch.zeros(heads, dtype=torch.int64, device=parameter.device), norms)
+
 
 class _Search:
     """Runs an attention module with other matrices in place of its own, and looks at q and k.
@@ -305,39 +311,32 @@ class _Search:
         """Reduces each head's gradient of a random projection, for each parameter behind it."""
         states = self._states[side]
         known = {name: leaf for name, leaf in self.leaves.items() if name not in without}
-        connected = {n: leaf for n, leaf in known.items() if leaf.requires_grad and leaf.ndim > 1}
+        leaves = {n: leaf for n, leaf in known.items() if leaf.requires_grad and leaf.ndim > 1}
         cotangents = self._orthogonal_noise(states.detach())
-        if connected and states.requires_grad:
+        reaches: dict[str, _Reach] = {}
+        # Reduced head by head: all gradients together would be H times the size of the weights.
+        for head in range(states.shape[1]) if leaves and states.requires_grad else ():
             gradients = torch.autograd.grad(
-                states, list(connected.values()), cotangents, retain_graph=True, allow_unused=True
+                states[:, head],
+                list(leaves.values()),
+                cotangents[:, head],
+                retain_graph=True,
+                allow_unused=True,
             )
-            is_used = [gradient is not None for gradient in gradients]
-            connected = dict(compress(connected.items(), is_used))
-        if not connected or not states.requires_grad:
+            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+                if gradient is None:
+                    continue
+                reach = reaches.setdefault(name, _Reach.of_none(states.shape[1], leaf))
+                reach.entries[head] = gradient.count_nonzero()
+                for axis, norms in enumerate(reach.norms):
+                    norms[head] = gradient.float().norm(dim=axis).flatten()
+        if not reaches:
             raise LayoutUnavailable(
                 f"the {side} depends on no weight matrix among the parameters of this module, "
                 f"which are {listed(known)}"
             )
-        # Reduced head by head: all gradients together would be H times the size of the weights.
-        entries: dict[str, list[Tensor]] = {name: [] for name in connected}
-        norms: dict[str, list[list[Tensor]]] = {name: [] for name in connected}
-        for head in range(states.shape[1]):
-            gradients = torch.autograd.grad(
-                states[:, head],
-                list(connected.values()),
-                cotangents[:, head],
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            for name, gradient in zip(connected, gradients, strict=True):
-                entries[name].append(gradient.count_nonzero())
-                along_axes = [gradient.float().norm(dim=axis) for axis in range(gradient.ndim)]
-                norms[name].append([norm.flatten() for norm in along_axes])
-        reaches = {}
-        for name in connected:
-            by_axis = [torch.stack(of_heads) for of_heads in zip(*norms[name], strict=True)]
-            reaches[name] = _Reach(torch.stack(entries[name]), by_axis)
-            if not by_axis[0].isfinite().all():
+        for name, reach in reaches.items():
+            if not reach.norms[0].isfinite().all():
                 raise LayoutUnavailable(f"the gradient of the {side} on '{name}' is not finite")
         return reaches
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import prune
 
 from guardbit import MonitorSession, read_events, read_run
+from tests import toys
 
 NORM = "w_q_spectral_norm"
 
@@ -48,15 +49,10 @@ def norms(weight):
     return torch.linalg.matrix_norm(weight.detach().view(4, 16, 64), ord=2).tolist()
 
 
-class Separate(nn.Module):
+class Separate(toys.Attention):
     def __init__(self, linear=nn.Linear):
-        super().__init__()
-        self.q_proj, self.k_proj = linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x)))
-        y = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
-        return y.transpose(1, 2).flatten(2)
+        super().__init__(4, width=64, is_fused=False, has_out=False, is_residual=False)
+        self.q_proj = linear(64, 64)
 
 
 # --- parameters that change ----------------------------------------------------------------------

@@ -11,11 +11,11 @@ import types
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import guardbit
 from guardbit.kernels.runtime import runtime
+from tests import toys
 
 
 class Taking(nn.Module):
@@ -74,17 +74,15 @@ def test_any_input_leaves_the_run_alone(kind, tiny, instrument):
     assert torch.equal(site.query_weights().flatten(0, 1), rows)
 
 
-class Scaled(nn.Module):
+class Scaled(toys.Attention):
     """Attention whose queries depend on what `read` takes from a further input."""
 
     def __init__(self, read):
-        super().__init__()
-        self.qkv, self.read = nn.Linear(32, 96, bias=False), [read]
+        super().__init__(has_out=False, is_residual=False)
+        self.read = [read]
 
-    def forward(self, x, other):
-        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        q = q * self.read[0](other)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    def attend(self, q, k, v, other):
+        return super().attend(q * self.read[0](other), k, v)
 
 
 class Attributes(collections.OrderedDict):
@@ -234,25 +232,17 @@ class Cache:
         return self.keys
 
 
-class Sharing(nn.Module):
-    def __init__(self, tiny):
-        super().__init__()
-        self.qkv, self.heads = nn.Linear(tiny.WIDTH, 3 * tiny.WIDTH), tiny.HEADS
-
-    def forward(self, x, shared, cache):
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        if cache is not None:
-            k, v = cache.extended(k), v
+class Sharing(toys.Attention):
+    def attend(self, q, k, v, shared, cache):
+        k = k if cache is None else cache.extended(k)
         shared["keys"] = k
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return super().attend(q, k, v)
 
 
 class Layers(nn.Module):
-    def __init__(self, tiny):
+    def __init__(self):
         super().__init__()
-        self.attention = Sharing(tiny)
+        self.attention = Sharing()
 
     def forward(self, x):
         return self.attention(x, Shared(), Cache())
@@ -260,10 +250,10 @@ class Layers(nn.Module):
 
 def test_a_mapping_is_made_without_the_cache_that_holds_this_call_s_keys(tiny, instrument):
     torch.manual_seed(0)
-    model = Layers(tiny)
+    model = Layers()
     inst = instrument(model)
-    tiny.step(model, torch.randn(2, 5, tiny.WIDTH))
+    tiny.step(model, torch.randn(2, 5, 32))
     (site,) = inst.sites.values()
-    expected = site.module.qkv.weight.unflatten(0, (3, tiny.HEADS, -1))
+    expected = site.module.qkv.weight.unflatten(0, (3, 2, 16))
     assert torch.equal(site.query_weights(), expected[0])
     assert torch.equal(site.key_weights(), expected[1])

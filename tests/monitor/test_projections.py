@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import guardbit
+from tests import toys
 
 
 class Adapted(nn.Linear):
@@ -22,14 +23,10 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.up(self.between(self.down(self.dropout(x))))
 
 
-class Attention(nn.Module):
+class Attention(toys.Attention):
     def __init__(self, query, key=None):
-        super().__init__()
-        self.q_proj, self.k_proj = query, key or nn.Linear(64, 64)
-
-    def forward(self, x):
-        q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x)))
-        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+        super().__init__(4, width=64, is_fused=False, has_out=False, is_residual=False)
+        self.q_proj, self.k_proj = query, key or self.k_proj
 
 
 def whole(projection):
@@ -168,37 +165,34 @@ class Float8Linear(nn.Linear):
 
 
 def test_of_a_product_in_fp8_the_weight_that_is_trained_counts(site_of):
-    class Fused(nn.Module):
+    class Fused(toys.Attention):
         def __init__(self):
-            super().__init__()
+            super().__init__(4, width=64, has_out=False, is_residual=False)
             self.qkv = Float8Linear(64, 192)
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).unflatten(-1, (4, 3, 16)).permute(3, 0, 2, 1, 4)
-            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
     site = site_of(Fused())
-    by_head = site.module.qkv.weight.view(4, 3, 16, 64)
-    assert torch.equal(site.query_weights(), by_head[:, 0])
-    assert torch.equal(site.key_weights(), by_head[:, 1])
+    by_head = site.module.qkv.weight.view(3, 4, 16, 64)
+    assert torch.equal(site.query_weights(), by_head[0])
+    assert torch.equal(site.key_weights(), by_head[1])
 
 
-class Latent(nn.Module):
+class Latent(Attention):
     """Queries and keys of latent vectors, as DeepSeek's; what is between and behind is given."""
 
     def __init__(self, between, beside=False, behind=None, bias=True):
-        super().__init__()
+        super().__init__(nn.Linear(12, 64, bias=bias))
         self.down, self.between = nn.Linear(64, 12), between
-        self.q_proj, self.k_proj = nn.Linear(12, 64, bias=bias), nn.Linear(64, 64)
         self.beside = nn.Linear(64, 64) if beside else None
         self.behind = behind or nn.Identity()
 
-    def forward(self, x):
+    def project(self, x):
         q = self.q_proj(self.between(self.down(x)))
         if self.beside is not None:
             q = q + self.beside(x)
-        q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (q, self.k_proj(x)))
-        return F.scaled_dot_product_attention(self.behind(q), k, k).transpose(1, 2).flatten(2)
+        q, k, v = (
+            y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (q, self.k_proj(x), self.v_proj(x))
+        )
+        return self.behind(q), k, v
 
 
 class Direction(nn.Module):

@@ -7,6 +7,7 @@ from torch import nn
 
 import guardbit
 from guardbit.kernels.runtime import runtime
+from tests import toys
 
 
 @pytest.fixture
@@ -157,25 +158,19 @@ def test_sites_are_named_as_without_checkpoint_wrappers(model, tiny, tokens, ins
 
 
 def test_calls_of_our_own_function_are_sites(tiny):
-    class Ours(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 64)
+    class Ours(toys.Attention):
+        def attend(self, q, k, v):
+            return guardbit.flash_attention(q, k, v, causal=True, stabilizer="row_max")
 
-        def forward(self, x):
-            q = self.q(x).unflatten(-1, (4, 16)).transpose(1, 2)
-            k, v = self.kv(x).unflatten(-1, (4, 16)).transpose(1, 2).split(2, dim=1)
-            out = guardbit.flash_attention(q, k, v, causal=True, stabilizer="row_max")
-            return out.transpose(1, 2).flatten(2)
-
-    model, x = nn.Sequential(Ours()), torch.randn(2, 7, 64)
+    model = nn.Sequential(Ours(4, 2, width=64, is_fused=False))
+    x = torch.randn(2, 7, 64)
     before = tiny.step(model, x)
     inst = guardbit.instrument(model)
     try:
         assert tiny.equal(tiny.step(model, x), before)
         assert inst.stabilizers() == {"0": ["row_max"] * 4}
-        assert torch.equal(inst.sites["0"].query_weight(1), model[0].q.weight[16:32])
-        assert torch.equal(inst.sites["0"].key_weights(), model[0].kv.weight[:32].view(2, 16, 64))
+        assert torch.equal(inst.sites["0"].query_weight(1), model[0].q_proj.weight[16:32])
+        assert torch.equal(inst.sites["0"].key_weights(), model[0].k_proj.weight.view(2, 16, 64))
         inst.switch("0", "compensated", heads=[2])
         tiny.step(model, x)
         assert inst.stabilizers() == {"0": ["row_max", "row_max", "compensated", "row_max"]}
@@ -277,22 +272,15 @@ class Marked(torch.Tensor):
 
 @pytest.mark.parametrize("marked", ["x", "mask"])
 def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, site_of):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(64, 192)
-
+    class Model(toys.Attention):
         def forward(self, x):
-            mask = torch.ones(9, 9, dtype=torch.bool).tril()
             if marked == "x":
                 x = x.as_subclass(Marked)
             else:
-                mask = mask.as_subclass(Marked)
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            out = F.scaled_dot_product_attention(q, k, v, mask)
-            return out.as_subclass(torch.Tensor).transpose(1, 2).flatten(2)
+                self.mask = torch.ones(9, 9, dtype=torch.bool).tril().as_subclass(Marked)
+            return super().forward(x).as_subclass(torch.Tensor)
 
-    site = site_of(Model())
+    site = site_of(Model(4, width=64))
     assert torch.equal(site.query_weights(), site.module.qkv.weight[:64].view(4, 16, 64))
 
 
