@@ -47,8 +47,9 @@ def monitored(path, heads=(1,), **settings):
     return lambda model: MonitorSession(model, dirpath=path, **settings)
 
 
-def test_an_alarmed_head_is_kept_at_the_next_samples(tmp_path):
-    _, given = train(session=monitored(tmp_path))
+def test_an_alarmed_head_is_kept_at_the_next_samples_and_the_weights_stay(tmp_path):
+    watched, given = train(session=monitored(tmp_path))
+    assert all(map(torch.equal, watched.parameters(), train()[0].parameters()))
     kept = read_snapshots(tmp_path)
     assert [(one.step, one.site, one.head, one.stabilizer) for one in kept] == [
         (step, SITE, 1, "none") for step in (3, 4, 5, 6)
@@ -69,13 +70,6 @@ def test_what_is_kept_can_be_diagnosed(tmp_path):
     assert not found.faults
     # The kernel's own dQ is that of the inputs: all its error is that of BF16's roundings.
     assert 0 < found.error.relative_error < 0.01
-
-
-def test_the_weights_are_those_of_a_run_that_nobody_watches(tmp_path):
-    unwatched, _ = train()
-    watched, _ = train(session=monitored(tmp_path))
-    assert snapshot_files(tmp_path)
-    assert all(map(torch.equal, watched.parameters(), unwatched.parameters()))
 
 
 def test_a_stabilized_head_is_kept_without_what_its_kernel_made(tmp_path):
@@ -126,22 +120,8 @@ def test_rows_and_heads_are_bounded(tmp_path, monkeypatch):
     assert one.rows[0] == 0 and one.rows[-1] == 99
 
 
-def test_heads_are_kept_on_demand(tmp_path):
-    class Asking(MonitorSession):
-        def end_step(self):
-            alarms = super().end_step()
-            if self._schedule.last_ended == 4:
-                self.snapshot(SITE, [0, 2])
-            return alarms
-
-    train(session=lambda model: Asking(
-        model, every_n_train_steps=1, rules=(), dirpath=tmp_path, strict=True
-    ))  # fmt: skip
-    assert [(one.step, one.head) for one in read_snapshots(tmp_path)] == [(5, 0), (5, 2)]
-
-
-@pytest.mark.parametrize("listed", [iter, torch.tensor])
-def test_heads_may_be_listed_in_other_ways(tmp_path, listed):
+@pytest.mark.parametrize("listed", [list, iter, torch.tensor])
+def test_heads_are_kept_on_demand_however_they_are_listed(tmp_path, listed):
     model = model_of().bfloat16()
     session = MonitorSession(model, every_n_train_steps=1, rules=(), dirpath=tmp_path)
     for step in range(2):
