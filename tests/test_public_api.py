@@ -74,6 +74,7 @@ MEMBERS = {
         "is_sampled",
         "load_state_dict",
         "loss",
+        "judgement",
         "num_alarmed_heads",
         "preflight",
         "record",
