@@ -227,9 +227,7 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path: Path) -> N
 
 
 def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path: Path) -> None:
-    # Fewer losses than the median of the loss's level takes.
-    levels = {"settings": {"levels": {"loss_departure": {"loss": 1.0}}}}
-    with RunWriter(tmp_path / "run", metadata=levels) as writer:
+    with RunWriter(tmp_path / "run") as writer:
         for step in range(2):
             writer.add([Sample(step, "", -1, "loss", (3.0,))])
             writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])

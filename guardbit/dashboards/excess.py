@@ -45,11 +45,11 @@ def times_baseline(values: Values, floor: float = 0.0) -> Values:
     raised = np.minimum(values + floor, _LARGEST)
     logs = np.log(np.where(raised > 0, raised, np.nan))
     if logs.shape[1] >= _FEWEST_PEERS:
-        median, count = _quantile(logs.T, 0.5)
+        median, count = lower_quantile(logs.T, 0.5)
         logs = logs - np.where(count >= _FEWEST_PEERS, median, np.nan)[:, None]
     logs = _without_gaps(logs)
-    baseline, count = _quantile(logs, _BASELINE_QUANTILE)
-    steps, _ = _quantile(np.abs(np.diff(logs, axis=0)), 0.5)
+    baseline, count = lower_quantile(logs, _BASELINE_QUANTILE)
+    steps, _ = lower_quantile(np.abs(np.diff(logs, axis=0)), 0.5)
     # The median step of a sequence does not see a lasting jump; 1.4826 turns it into a standard
     # deviation of differences, the root of 2 into one of values.
     noise = np.nan_to_num(1.4826 / np.sqrt(2) * steps)
@@ -67,7 +67,7 @@ def _without_gaps(values: Values) -> Values:
     return np.take_along_axis(values, np.argsort(missing, axis=0, kind="stable"), axis=0)
 
 
-def _quantile(values: Values, quantile: float) -> tuple[Values, npt.NDArray[np.intp]]:
+def lower_quantile(values: Values, quantile: float) -> tuple[Values, npt.NDArray[np.intp]]:
     """Lower quantile along the first axis and the count behind it, NaN left out."""
     if not len(values):
         return np.full(values.shape[1:], np.nan), np.zeros(values.shape[1:], dtype=np.intp)

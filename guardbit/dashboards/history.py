@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
-from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
+from guardbit.catalog import INDICATORS, RUN_INDICATORS
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 
 Integers = npt.NDArray[np.integer]
@@ -21,6 +22,8 @@ Floats = npt.NDArray[np.floating]
 
 #: Samples that a head's baseline is taken from, at most: quantiles need no more.
 _SAMPLES_OF_BASELINE = 100
+#: More heads than a layer has.
+_MOST_HEADS = 1 << 32
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -29,43 +32,39 @@ class History:
 
     Attributes:
         steps: (buckets,), the last recorded step of each bucket, -1 while it has none.
-        num_layers: One more than the largest layer recorded.
-        num_heads: The same for heads.
-        heads: The (layer, head) recorded, in the order of the columns below.
         low: Indicator of heads -> its smallest values, float32 (buckets, len(heads)), NaN where
-            nothing was measured. Only heads that were recorded take memory: one row with a broken
-            number costs one column.
+            nothing was measured; of the run, float64 (buckets, 1). Only heads that were recorded
+            take memory: one row with a broken number costs one column.
         high: The same for the largest values.
-        run_low: Indicator of the run -> its smallest values, float64 (buckets,).
-        run_high: The same for the largest.
     """
 
     def __init__(self, buckets: int = 400) -> None:
         self._buckets = buckets
         self._width = 1
         self._origin: int | None = None
-        self.heads: list[tuple[int, int]] = []
-        self._columns = np.zeros((0, 0), dtype=np.int64)  # (layers, heads); -1 where not recorded
+        self._columns: dict[tuple[int, int], int] = {}
         self.steps = np.full(buckets, -1, dtype=np.int64)
         self.low: dict[str, Floats] = {}
         self.high: dict[str, Floats] = {}
-        self.run_low: dict[str, Floats] = {}
-        self.run_high: dict[str, Floats] = {}
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """The (layer, head) recorded, in the order of the columns."""
+        return list(self._columns)
 
     @property
     def num_layers(self) -> int:
         """One more than the largest layer recorded."""
-        return self._columns.shape[0]
+        return 1 + max((layer for layer, _ in self._columns), default=-1)
 
     @property
     def num_heads(self) -> int:
         """One more than the largest head recorded."""
-        return self._columns.shape[1]
+        return 1 + max((head for _, head in self._columns), default=-1)
 
     def column_of(self, layer: int, head: int) -> int:
         """The column of a head; -1 where it was not recorded."""
-        is_known = 0 <= layer < self.num_layers and 0 <= head < self.num_heads
-        return int(self._columns[layer, head]) if is_known else -1
+        return self._columns.get((layer, head), -1)
 
     @property
     def known(self) -> Integers:
@@ -94,28 +93,21 @@ class History:
         self, indicator: str, steps: Integers, layers: Integers, heads: Integers, values: Floats
     ) -> None:
         """Takes in values of one indicator, arrays of one length; an unknown one is passed over."""
-        if not len(steps) or indicator not in (*HEAD_INDICATORS, *RUN_INDICATORS):
+        if not len(steps) or indicator not in INDICATORS:
             return
         buckets = self._place(steps)
         if indicator in RUN_INDICATORS:
-            low = self.run_low.setdefault(indicator, np.full(self._buckets, np.nan))
-            high = self.run_high.setdefault(indicator, np.full(self._buckets, np.nan))
-            np.fmin.at(low, buckets, values)
-            np.fmax.at(high, buckets, values)
-            return
-        columns = self._column(layers, heads)
-        for tables in (self.low, self.high):
-            missing = len(self.heads) - tables[indicator].shape[1] if indicator in tables else None
-            if missing is None:
-                shape = (self._buckets, len(self.heads))
-                tables[indicator] = np.full(shape, np.nan, dtype=np.float32)
-            elif missing:
-                grown = ((0, 0), (0, missing))
-                tables[indicator] = np.pad(tables[indicator], grown, constant_values=np.nan)
-        numbers = np.clip(values, -_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32)
-        cells = buckets * len(self.heads) + columns
-        np.fmin.at(self.low[indicator].reshape(-1), cells, numbers)
-        np.fmax.at(self.high[indicator].reshape(-1), cells, numbers)
+            columns, width, dtype = 0, 1, np.float64
+        else:
+            columns = self._column(layers, heads)
+            width, dtype = len(self._columns), np.float32
+            values = np.clip(values, -_FLOAT32_MAX, _FLOAT32_MAX)
+        cells = buckets * width + columns
+        for tables, merge in ((self.low, np.fmin), (self.high, np.fmax)):
+            table = tables.get(indicator, np.empty((self._buckets, 0), dtype))
+            missing = ((0, 0), (0, width - table.shape[1]))
+            tables[indicator] = table = np.pad(table, missing, constant_values=np.nan)
+            merge.at(table.reshape(-1), cells, values.astype(dtype))
 
     def of_head(self, indicator: str, layer: int, head: int) -> tuple[Floats, Floats]:
         """The smallest and the largest values of a head in the buckets that have a step."""
@@ -128,7 +120,7 @@ class History:
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
         """Each head's excess up to a bucket, (layers, heads); of which indicator; their names."""
         names = [name for name in EXCESS_INDICATORS if name in self.high]
-        worst = np.full(len(self.heads), np.nan)
+        worst = np.full(len(self._columns), np.nan)
         which = np.zeros(worst.shape, dtype=np.int64)
         end = self.used if bucket is None else bucket + 1
         for index, name in enumerate(names):
@@ -147,9 +139,9 @@ class History:
 
     def _map(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
         """Values of the columns by layer and head."""
-        spread = np.full(self._columns.shape, missing, dtype=values.dtype)
-        known = self._columns >= 0
-        spread[known] = values[self._columns[known]]
+        spread = np.full((self.num_layers, self.num_heads), missing, dtype=values.dtype)
+        layers, heads = np.array(self.heads, dtype=np.int64).reshape(-1, 2).T
+        spread[layers, heads] = values
         return spread
 
     def _place(self, steps: Integers) -> Integers:
@@ -169,28 +161,16 @@ class History:
         half = self._buckets // 2
         self.steps[:half] = np.maximum(self.steps[0::2], self.steps[1::2])
         self.steps[half:] = -1
-        for tables, merge in (
-            (self.low, np.fmin),
-            (self.high, np.fmax),
-            (self.run_low, np.fmin),
-            (self.run_high, np.fmax),
-        ):
+        for tables, merge in ((self.low, np.fmin), (self.high, np.fmax)):
             for table in tables.values():
                 table[:half] = merge(table[0::2], table[1::2])
                 table[half:] = np.nan
 
     def _column(self, layers: Integers, heads: Integers) -> Integers:
         """The columns of heads, after making room for those not seen before."""
-        missing_layers = max(int(layers.max()) + 1 - self.num_layers, 0)
-        missing_heads = max(int(heads.max()) + 1 - self.num_heads, 0)
-        if missing_layers or missing_heads:
-            grown = ((0, missing_layers), (0, missing_heads))
-            self._columns = np.pad(self._columns, grown, constant_values=-1)
-        columns = self._columns[layers, heads]
-        if (columns < 0).any():
-            new = np.unique(np.stack([layers, heads])[:, columns < 0], axis=1)
-            start = len(self.heads)
-            self._columns[new[0], new[1]] = np.arange(start, start + new.shape[1])
-            self.heads += list(zip(*new.tolist(), strict=True))
-            columns = self._columns[layers, heads]
-        return columns
+        at, pairs = pd.factorize(layers * _MOST_HEADS + heads)
+        known = self._columns
+        columns = [
+            known.setdefault(divmod(pair, _MOST_HEADS), len(known)) for pair in pairs.tolist()
+        ]
+        return np.array(columns)[at]

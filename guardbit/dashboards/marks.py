@@ -8,9 +8,9 @@ without any column.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 
 from guardbit.dashboards.tables import (
@@ -37,19 +37,10 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
     if events is None or events.empty:
         return []
     check_columns(events, EVENT_COLUMNS, "events")
+    table = events.reindex(columns=[field.name for field in fields(Event)])
     found = [
-        Event(
-            step=int(row["step"]),
-            kind=row["kind"],
-            site=_text(row["site"]),
-            heads=_heads(row["heads"]),
-            why=_text(row["why"]),
-            rule=_text(row.get("rule")),
-            stabilizer=_text(row.get("stabilizer")),
-            verdict=_text(row.get("verdict")),
-            judges=_text(row.get("judges")),
-        )
-        for row in events.to_dict("records")
+        Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})
+        for row in table.astype(object).where(table.notna(), "").to_dict("records")
     ]
     return sorted(found, key=lambda event: event.step)
 
@@ -71,15 +62,6 @@ def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
     evidence, samples = Evidence(), check_samples(frame)
     evidence.add(samples_of(rows_of(samples, samples["indicator"] == "loss")))
     return departed(events_of(events), evidence)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _heads(value: object) -> tuple[int, ...]:
-    is_list = isinstance(value, list | tuple | np.ndarray)
-    return tuple(int(head) for head in value) if is_list else ()
 
 
 def between(events: pd.DataFrame | None, first: int, last: int) -> pd.DataFrame | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from importlib import resources
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,11 @@ import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
-from guardbit.dashboards.excess import EXCESS_INDICATORS
+from guardbit.dashboards.excess import EXCESS_INDICATORS, lower_quantile
 from guardbit.dashboards.history import History
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
 from guardbit.dashboards.tables import Head
-from guardbit.judgement import LOSS_SAMPLES, Ended, Evidence, judge
+from guardbit.judgement import Ended, Evidence, judge
 from guardbit.records import Event
 from guardbit.store.samples import samples_of
 
@@ -45,6 +46,12 @@ CATALOG_OF_PAGES: Json = {
     }
     for one in CATALOG
 }
+
+
+def asset(name: str) -> str:
+    """A file of a page: theme, drawing, or the chart library (uPlot, MIT)."""
+    place = resources.files("guardbit.dashboards").joinpath("web", name)
+    return place.read_text(encoding="utf-8")
 
 
 class RunPage:
@@ -109,13 +116,12 @@ class RunPage:
             "verdict": _event(given[-1]) if given else None,
             "run": {
                 name: {
-                    "low": plain_numbers(history.run_low[name][history.known]),
-                    "high": plain_numbers(history.run_high[name][history.known]),
+                    "low": plain_numbers(history.low[name][history.known, 0]),
+                    "high": plain_numbers(history.high[name][history.known, 0]),
                 }
                 for name in RUN_INDICATORS
-                if name in history.run_high
+                if name in history.high
             },
-            "levels": self._levels(),
             "catalog": CATALOG_OF_PAGES,
             "palette": {"heat": HEAT_STOPS, "heat_dark": HEAT_STOPS_DARK, "most": MOST_EXCESS},
             **self._outcome(),
@@ -154,7 +160,7 @@ class RunPage:
     def curves(self, indicator: str) -> Json:
         """Returns one indicator: the heads that matter most, and the range of all."""
         history = self._history
-        if indicator not in history.high:
+        if indicator not in history.high or indicator not in HEAD_INDICATORS:
             raise LookupError(f"the indicator {indicator} was not recorded")
         low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
         heads: list[Json] = []
@@ -170,20 +176,19 @@ class RunPage:
             "heads": heads,
         }
 
-    def largest(self, clock: Sequence[tuple[int, float]]) -> Json:
+    def largest(self) -> Json:
         """Returns the loss by the middle of each bucket, and the largest sizes over all heads."""
         history = self._history
         lines: Json = {}
-        if "loss" in history.run_high:
+        if "loss" in history.high:
             known = history.known
-            middle = (history.run_low["loss"][known] + history.run_high["loss"][known]) / 2
+            middle = (history.low["loss"][known, 0] + history.high["loss"][known, 0]) / 2
             lines["loss"] = plain_numbers(middle)
         for name in OVERLAID:
             if name in history.high:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
                 lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
-        steps = _steps(history)
-        return {"steps": steps, "seconds": seconds_at(steps, clock), "lines": lines}
+        return {"steps": _steps(history), "lines": lines}
 
     def answers(self) -> Json:
         """Returns all answers at once, for a page that opens without a server."""
@@ -217,12 +222,9 @@ class RunPage:
     def _histories(self) -> Json:
         """The histories of the alarmed heads, then of those farthest above their baseline."""
         excess, _, _ = self._history.excess()
-        order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")
-        places = zip(*np.unravel_index(order, excess.shape), strict=True)
-        farthest = [(int(layer), int(head)) for layer, head in places]
         heads: Json = {}
         room = MOST_OF_HEADS
-        for layer, head in dict.fromkeys([*self._alarmed(), *farthest]):
+        for layer, head in dict.fromkeys([*self._alarmed(), *_farthest(excess)]):
             if self._history.column_of(layer, head) < 0:
                 continue  # an alarm may name a head without samples
             history = self.head(layer, head)
@@ -260,28 +262,6 @@ class RunPage:
             "departed": found.departed,
         }
 
-    def _levels(self) -> Json:
-        """Indicator -> the levels to draw, each with the name of its rule."""
-        found: dict[str, list[Json]] = {}
-        for rule, levels in levels_in(self.metadata).items():
-            for name, level in levels.items():
-                values = [level]
-                if name == "loss":
-                    values = [level + best for best in self._best_loss()]
-                elif name in CATALOG_OF_PAGES and CATALOG_OF_PAGES[name]["is_signed"]:
-                    values = [level, -level]
-                found.setdefault(name, []).extend({"rule": rule, "value": at} for at in values)
-        return found
-
-    def _best_loss(self) -> list[float]:
-        """The smallest median of `LOSS_SAMPLES` losses; none before there are so many."""
-        if "loss" not in self._history.run_high:
-            return []
-        loss = pd.Series(self._history.run_high["loss"][self._history.known]).dropna()
-        # Pandas passes NaN over, and says nothing where there is nothing else.
-        best = float(cast(pd.Series, loss.rolling(LOSS_SAMPLES).median()).min())
-        return [best] if np.isfinite(best) else []
-
     def _map(self, bucket: int) -> Json:
         """The model map at a bucket, with the marks of what had happened by then; worst heads."""
         history = self._history
@@ -314,18 +294,16 @@ class RunPage:
     ) -> list[Json]:
         """The heads that are farthest above their baseline at a bucket, worst first."""
         history = self._history
-        order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")[:_WORST]
         worst: list[Json] = []
-        for layer, head in zip(*np.unravel_index(order, excess.shape), strict=True):
+        for layer, head in _farthest(excess)[:_WORST]:
             if np.isnan(excess[layer, head]):
                 continue
             name = names[int(which[layer, head])]
-            column = history.column_of(int(layer), int(head))
-            values = history.high[name][: bucket + 1, column]
+            values = history.high[name][: bucket + 1, history.column_of(layer, head)]
             worst.append(
                 {
-                    "layer": int(layer),
-                    "head": int(head),
+                    "layer": layer,
+                    "head": head,
                     "excess": float(excess[layer, head]),
                     "indicator": name,
                     "value": float(values[~np.isnan(values)][-1]),
@@ -349,25 +327,8 @@ class RunPage:
         if indicator not in EXCESS_INDICATORS:
             # Signed sums, and the entropy, whose small values matter.
             middle = (middle + history.low[indicator][history.known]) / 2
-        middle = np.sort(middle[:, :: -(-middle.shape[1] // _TYPICAL_HEADS)], axis=1)
-        count = (~np.isnan(middle)).sum(axis=1)
-        rows = np.arange(len(middle))
-        return [middle[rows, (q * np.maximum(count - 1, 0)).astype(int)] for q in quantiles]
-
-
-def levels_in(metadata: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The levels of rules that a run's metadata hold; what is none is left out."""
-    settings = metadata.get("settings")
-    rules = settings.get("levels") if isinstance(settings, Mapping) else None
-    return {
-        str(rule): {
-            str(name): float(level)
-            for name, level in levels.items()
-            if isinstance(level, int | float) and np.isfinite(level)
-        }
-        for rule, levels in (rules.items() if isinstance(rules, Mapping) else ())
-        if isinstance(levels, Mapping)
-    }
+        middle = middle[:, :: -(-middle.shape[1] // _TYPICAL_HEADS)].T
+        return [lower_quantile(middle, quantile)[0] for quantile in quantiles]
 
 
 def thinned(series: pd.Series, most: int = 400) -> pd.Series:
@@ -375,22 +336,16 @@ def thinned(series: pd.Series, most: int = 400) -> pd.Series:
     return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
 
 
-def seconds_at(
-    steps: Sequence[int], clock: Sequence[tuple[int, float]]
-) -> list[float | None] | None:
-    """When steps were, in seconds since the first time that is known."""
-    if len(clock) < 2:
-        return None
-    known, times = (np.array(column, dtype=float) for column in zip(*clock, strict=True))
-    # Clocks of machines are set back at times; pages need times that ascend.
-    since = np.maximum.accumulate(times) - times[0]
-    found = np.interp(steps, known, since, left=np.nan, right=np.nan)
-    return [round(float(at), 1) if np.isfinite(at) else None for at in found]
-
-
 def plain_numbers(values: Floats) -> list[float | None]:
     """Values as JSON has them: four significant digits, which are more than a screen shows."""
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _farthest(excess: Floats) -> list[Head]:
+    """All heads, worst first; those that were not measured count as 0."""
+    order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")
+    layers, heads = np.unravel_index(order, excess.shape)
+    return list(zip(layers.tolist(), heads.tolist(), strict=True))
 
 
 def _steps(history: History) -> list[int]:

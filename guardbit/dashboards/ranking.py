@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -14,31 +13,18 @@ from guardbit.dashboards.tables import (
     Head,
     by_head,
     check_samples,
+    heads_of_layer,
     latest_values,
     rows_of,
     site_of_layer,
 )
 
 
-def worst_heads(frame: pd.DataFrame, indicator: str, count: int) -> list[Head]:
-    """The heads of the `count` largest magnitudes over the whole run, largest first."""
-    peaks = by_head(frame, indicator).abs().max().dropna()
-    largest = peaks.sort_values(ascending=False, kind="stable").head(count)
-    return [(int(layer), int(head)) for layer, head in largest.index.to_list()]
-
-
-def worst_layer(frame: pd.DataFrame, indicator: str = "w_q_spectral_norm") -> int | None:
-    """The layer that holds the largest magnitude of the indicator; None where there is none."""
-    heads = worst_heads(frame, indicator, 1)
-    return heads[0][0] if heads else None
-
-
 def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
     samples = check_samples(frame)
-    samples = rows_of(samples, samples["site"] != "")
-    pairs = cast(pd.DataFrame, samples[["layer", "head"]].drop_duplicates())
-    heads = pd.MultiIndex.from_frame(pairs).sort_values()
+    pairs = [(at, head) for at, some in heads_of_layer(frame).items() for head in some]
+    heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
         samples = rows_of(samples, samples["step"] <= step)
     table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
@@ -62,23 +48,14 @@ def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
 
 
 def notable_heads(
-    frame: pd.DataFrame,
-    story: Sequence[Head],
-    indicator: str,
-    *,
-    smallest: bool = False,
-    layer: int | None = None,
+    table: pd.DataFrame, story: Sequence[Head], *, smallest: bool = False
 ) -> list[Head]:
-    """The heads a figure highlights: those of the story, then the figure's own extreme."""
-    table = by_head(frame, indicator)
-    if layer is not None:
-        table = table.loc[:, table.columns.get_level_values("layer") == layer]
-    told = [head for head in story if head in table.columns]
-    later = table.iloc[len(table) // 2 :].abs()
+    """The heads of a table by head that stand out: those of the story, then its extreme."""
+    later = table.iloc[len(table) // 2 :].abs().replace(np.inf, np.nan)
     extremes = later.min() if smallest else later.max()
     extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")
     extreme = [(int(layer), int(head)) for layer, head in extremes.head(1).index]
-    return list(dict.fromkeys([*told, *extreme]))
+    return list(dict.fromkeys([*[head for head in story if head in table.columns], *extreme]))
 
 
 def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 3) -> list[Head]:

@@ -52,10 +52,15 @@ def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
     return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
 
 
+def _of_heads(frame: pd.DataFrame) -> pd.DataFrame:
+    samples = check_samples(frame)
+    return rows_of(samples, samples["site"] != "")
+
+
 def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
     """One indicator with a row a step and a column a head; NaN where a head was not measured."""
-    samples = check_samples(frame)
-    samples = rows_of(samples, (samples["indicator"] == indicator) & (samples["site"] != ""))
+    samples = _of_heads(frame)
+    samples = rows_of(samples, samples["indicator"] == indicator)
     samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
     table = samples.pivot(index="step", columns=["layer", "head"], values="value")
     return table.astype(float).sort_index().sort_index(axis=1)
@@ -85,22 +90,19 @@ def steps(frame: pd.DataFrame) -> tuple[int, int]:
 
 def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
     """Name of an attention module -> its layer, for every module with a sample."""
-    samples = check_samples(frame)
-    sites = rows_of(samples, samples["site"] != "").drop_duplicates(["site"])
-    return {site: int(layer) for site, layer in zip(sites["site"], sites["layer"], strict=True)}
+    sites = _of_heads(frame).drop_duplicates(["site"])
+    return dict(zip(sites["site"], map(int, sites["layer"]), strict=True))
 
 
 def site_of_layer(frame: pd.DataFrame) -> dict[int, str]:
     """Layer -> the name of its attention module, for every layer with a sample."""
-    samples = check_samples(frame)
-    layers = rows_of(samples, samples["site"] != "").drop_duplicates(["layer"])
-    return {int(layer): site for site, layer in zip(layers["site"], layers["layer"], strict=True)}
+    layers = _of_heads(frame).drop_duplicates(["layer"])
+    return dict(zip(map(int, layers["layer"]), layers["site"], strict=True))
 
 
 def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
     """Layer -> the heads that have at least one sample, both ascending."""
-    samples = check_samples(frame)
-    pairs = rows_of(samples, samples["site"] != "").drop_duplicates(["layer", "head"])
+    pairs = _of_heads(frame).drop_duplicates(["layer", "head"])
     heads: dict[int, list[int]] = {}
     for layer, head in sorted(zip(pairs["layer"], pairs["head"], strict=True)):
         heads.setdefault(int(layer), []).append(int(head))
@@ -114,9 +116,9 @@ def head_label(layer: int, head: int, heads_in_layer: int) -> str:
 
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
     """The last recorded value of every head."""
-    samples = check_samples(frame)
-    known = samples["indicator"].isin(HEAD_INDICATORS) & (samples["site"] != "")
-    samples = rows_of(samples, known).sort_values(["step"], kind="stable")
+    samples = _of_heads(frame)
+    samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
+    samples = samples.sort_values(["step"], kind="stable")
     samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
     table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
     recorded = [name for name in HEAD_INDICATORS if name in table.columns]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -196,7 +195,6 @@ class Journal:
             writer.add(samples)
             writer.flush()
             if samples:
-                writer.tick(max(sample.step for sample in samples), time.time())
                 self._look_around(writer)
             if self._notes:
                 writer.update_metadata(self._notes)

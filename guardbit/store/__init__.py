@@ -9,8 +9,8 @@ samples-0001-5e0c9a41-00000008-00000008.parquet    what its flush 8 wrote
 events-0001-5e0c9a41-00000000-00000000.jsonl       the same for events, one JSON object a line
 ```
 
-A session's file also has the times of some of its steps. When a writer is closed, it gets how the
-run ended: finished, interrupted or crashed. A run that is killed leaves no such entry.
+When a writer is closed, its session's file gets how the run ended: finished, interrupted or
+crashed. A run that is killed leaves no such entry.
 
 Every file is written under a temporary name, synced and renamed. So a file that exists is complete,
 on network file systems too; nothing is appended to and nothing is locked. Every writer is a session

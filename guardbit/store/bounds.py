@@ -6,17 +6,16 @@ of a head would ask for gigabytes, and a reader would wait for ever for a pipe i
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute
 
-from guardbit.records import RUN_ENDS
+from guardbit.records import RUN_ENDS, RunEnd
 from guardbit.store.files import EVENT_COLUMNS
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
@@ -95,39 +94,28 @@ def checked_event(event: Any) -> dict[str, Any]:
     return checked
 
 
-def checked_session(session: Any) -> dict[str, Any]:
+class Session(NamedTuple):
+    """What a session's file holds; one that goes on, or was killed, has no end."""
+
+    start_step: int | None
+    metadata: dict[str, Any]
+    end: RunEnd | None
+
+
+def checked_session(session: Any) -> Session:
     """Returns the content of a session's file, checked."""
     if not isinstance(session, dict) or not isinstance(session.get("metadata"), dict):
         raise ValueError("a session must have metadata")
     start = session.get("start_step")
     if not isinstance(start, int) or not -1 <= start <= MAX_STEP:
         raise ValueError(f"a session's start_step must be a whole number from -1, got {start!r}")
-    level: list[Any] = [session["metadata"]]
-    for _ in range(MAX_DEPTH):
-        level = [part for value in level for part in _parts(value)]
-    if level:
+    if _depth(session["metadata"]) > MAX_DEPTH:
         raise ValueError(f"a session's metadata has more than {MAX_DEPTH} levels")
-    end = session.get("end")  # a session that goes on, or was killed, has none
-    return {
-        "start_step": start,
-        "metadata": session["metadata"],
-        "end": end if end in RUN_ENDS else None,
-        "clock": _checked_clock(session.get("clock")),
-    }
+    end = session.get("end")
+    return Session(start, session["metadata"], end if end in RUN_ENDS else None)
 
 
-def _checked_clock(clock: Any) -> list[tuple[int, float]]:
-    """The times of steps, ascending; none where they are not what a writer writes."""
-    try:
-        ticks = [(int(step), float(seconds)) for step, seconds in clock or ()]
-    except (TypeError, ValueError, OverflowError):
-        return []
-    steps = [step for step, _ in ticks]
-    is_sound = steps == sorted(set(steps)) and all(0 <= step <= MAX_STEP for step in steps)
-    return ticks if is_sound and all(math.isfinite(seconds) for _, seconds in ticks) else []
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+def _depth(value: Any) -> int:
+    """Levels of what JSON holds; a plain value has none."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts)) if parts else 0

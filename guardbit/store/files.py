@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -101,17 +101,6 @@ def list_folder(folder: Path) -> Listing:
     return listing
 
 
-def unread(segments: Iterable[Segment], flush: int = 0) -> Iterator[Segment]:
-    """Yields the segments of a session that hold its flushes from one on, the widest first."""
-    segments = list(segments)
-    while ahead := [segment for segment in segments if segment.last >= flush]:
-        first = max(min(segment.first for segment in ahead), flush)
-        bringing = (segment for segment in ahead if segment.first <= first)
-        segment = max(bringing, key=lambda segment: segment.last)
-        yield segment
-        flush = segment.last + 1
-
-
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the folder of a run."""
     path = Path(path)
@@ -144,26 +133,22 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
-    """Returns what `folder_of_run` does, of a path that is there."""
+    """Returns the file, or the folder of the run, at a path; raises where there is neither."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"there is no run at {path}: it is neither a file nor a folder")
-    return folder_of_run(path)
-
-
-def list_run(folder: Path) -> Listing:
-    """Lists the files of a run."""
-    if not is_run(folder):
-        state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
-        runs = [str(run.relative_to(folder)) for run in runs_below(folder)]
+    folder = folder_of_run(path)
+    if path.is_dir() and not is_run(folder):
+        state = "holds no GuardBit run" if any(path.iterdir()) else "is empty"
+        runs = [str(run.relative_to(path)) for run in runs_below(path)]
         if runs:
             shown = ", ".join(runs[:_NAMED_RUNS])
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
             state = f"is none itself, but holds {shown}{more}"
-        raise ValueError(f"there is no run at {folder}: the folder {state}")
-    return list_folder(folder)
+        raise ValueError(f"there is no run at {path}: the folder {state}")
+    return folder
 
 
 def sweep(folder: Path) -> None:

@@ -1,30 +1,57 @@
-"""Follows a run while it is written; each look reads only what is new."""
+"""Follows the folder of a run; each look reads only what is new."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd
-from guardbit.store.bounds import check_file
+from guardbit.store.bounds import (
+    MAX_EVENT,
+    MAX_JSON,
+    Session,
+    check_file,
+    checked_event,
+    checked_session,
+    compute,
+    good_rows,
+    warn_of_rows,
+)
 from guardbit.store.files import (
+    COLUMNS,
+    SCHEMA,
     UNREADABLE,
     Listing,
     Segment,
     SessionKey,
+    check_columns,
     folder_of_run,
     list_folder,
-    unread,
 )
-from guardbit.store.reading import clock_of, end_of, last_steps, sample_batches, warn_of_segment
+
+Part = TypeVar("Part")
+
+#: Columns of batches: names are dictionary-encoded, so that a batch holds each of them once.
+BATCHES = pa.schema(
+    (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
+)
+#: Rows read at a time.
+_BATCH = 1 << 16
+#: Stands for a session's file that is broken or missing: it hides no steps.
+_UNKNOWN = Session(None, {}, None)
 
 
 class RunFollower:
-    """Reads the samples of a run's folder as they come, in bounded memory.
+    """Reads a run's folder as it grows, in bounded memory.
 
     A segment that was merged from segments already read is skipped; one that was merged from read
     and new ones is handed over whole.
@@ -34,16 +61,16 @@ class RunFollower:
         self.folder = Path(folder)
         #: Time of the newest file of the run, in seconds since 1970; None while there is none.
         self.last_written: float | None = None
+        #: What describes the run as a whole: that of all sessions, later ones first.
+        self.metadata: dict[str, Any] = {}
         #: How the run ended, as `guardbit.store.read_end` returns it.
         self.end: RunEnd | None = None
-        #: The times that are known of steps, in seconds since 1970.
-        self.clock: list[tuple[int, float]] = []
         #: Bytes of the segments that the last look found, and how many of these bytes are read.
         self.bytes_found, self.bytes_read = 0, 0
+        self.broken: set[Path] = set()
         self._listing = Listing({}, {"samples": {}, "events": {}})
         self._last_steps: list[tuple[SessionKey, float]] = []
         self._next_flush: dict[SessionKey, int] = {}
-        self._broken: set[Path] = set()
 
     def look(self) -> bool:
         """Looks at what the folder holds now; returns whether its samples are to be read anew."""
@@ -55,19 +82,19 @@ class RunFollower:
         paths = [segment.path for kind in ("samples", "events") for segment in self._segments(kind)]
         times = [_stat(path)[1] for path in [*paths, *self._listing.sessions.values()]]
         self.last_written = max(times, default=None)
-        self.end = end_of(self._listing)
-        self.clock = clock_of(self._listing)
-        before, self._last_steps = self._last_steps, last_steps(self._listing)
+        sessions = {
+            key: _load_session(path) for key, path in sorted(self._listing.sessions.items())
+        }
+        self.metadata, self.end = {}, None
+        for session in sessions.values():
+            self.metadata |= session.metadata
+            self.end = session.end
+        before, self._last_steps = self._last_steps, self._valid_until(sessions)
         # A new session hides nothing if the earlier ones still count up to the same steps.
         starts_over = bool(before) and self._last_steps[: len(before)] != before
         if starts_over:
             self._next_flush.clear()
         return starts_over
-
-    @property
-    def num_sessions(self) -> int:
-        """How many writers have begun: what describes the run changes with each."""
-        return len(self._listing.sessions)
 
     def last_step(self) -> int:
         """The last step of the newest segment of samples, -1 where it is unknown."""
@@ -90,31 +117,119 @@ class RunFollower:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yields the new samples in the order they were written, columns as in the store."""
-        plan = [
-            (key, last_step, segment)
-            for key, last_step in self._last_steps
-            for segment in self._unread(key)
+
+        def load(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
+            yield from sample_batches(path, last_step)
+            self.bytes_read += _stat(path)[0]
+
+        new = (
+            segment
+            for key, segments in self._listing.segments["samples"].items()
+            for segment in segments
+            if segment.last >= self._next_flush.get(key, 0) and segment.path not in self.broken
+        )
+        self.bytes_found, self.bytes_read = sum(_stat(segment.path)[0] for segment in new), 0
+        # What a live writer has merged meanwhile, the next look finds.
+        with contextlib.suppress(FileNotFoundError):
+            yield from self.read("samples", load, self._next_flush)
+
+    def read(
+        self,
+        kind: str,
+        load: Callable[[Path, float], Iterable[Part]],
+        next_flush: dict[SessionKey, int],
+    ) -> Iterator[Part]:
+        """Yields what is new of a kind, of each session up to the last step that counts."""
+        for key, last_step in self._last_steps:
+            while segment := self._next(kind, key, next_flush.get(key, 0)):
+                try:
+                    yield from load(segment.path, last_step)
+                    next_flush[key] = segment.last + 1
+                except FileNotFoundError:
+                    raise
+                except UNREADABLE as error:
+                    # Those that it covers may be there still.
+                    self.broken.add(segment.path)
+                    warnings.warn(
+                        f"left out the segment {segment.path}, which cannot be read: {error}",
+                        stacklevel=4,
+                    )
+
+    def _next(self, kind: str, key: SessionKey, flush: int) -> Segment | None:
+        """The widest readable segment that holds a session's flushes from one on."""
+        ahead = [
+            segment
+            for segment in self._listing.segments[kind].get(key, ())
+            if segment.last >= flush and segment.path not in self.broken
         ]
-        sizes = {segment.path: _stat(segment.path)[0] for _, _, segment in plan}
-        self.bytes_found, self.bytes_read = sum(sizes.values()), 0
-        for key, last_step, segment in plan:
-            try:
-                yield from sample_batches(segment.path, last_step)
-                self._next_flush[key] = segment.last + 1
-            except FileNotFoundError:
-                return  # a live writer has merged it meanwhile; the next look finds the merged one
-            except UNREADABLE as error:
-                self._broken.add(segment.path)
-                warn_of_segment(segment.path, error)
-            self.bytes_read += sizes[segment.path]
+        first = max(min((segment.first for segment in ahead), default=0), flush)
+        bringing = [segment for segment in ahead if segment.first <= first]
+        return max(bringing, key=lambda segment: segment.last, default=None)
 
     def _segments(self, kind: str) -> list[Segment]:
         return [segment for found in self._listing.segments[kind].values() for segment in found]
 
-    def _unread(self, key: SessionKey) -> Iterator[Segment]:
-        segments = self._listing.segments["samples"].get(key, [])
-        whole = [segment for segment in segments if segment.path not in self._broken]
-        return unread(whole, self._next_flush.get(key, 0))
+    def _valid_until(self, sessions: dict[SessionKey, Session]) -> list[tuple[SessionKey, float]]:
+        """The sessions that recorded something, oldest first, each with its last valid step."""
+        segments = self._listing.segments.values()
+        found: list[tuple[SessionKey, float]] = []
+        last_step = float("inf")
+        for key in sorted({key for of_kind in segments for key in of_kind}, reverse=True):
+            found.append((key, last_step))
+            start_step = sessions.get(key, _UNKNOWN).start_step
+            if start_step is not None:
+                last_step = min(last_step, start_step)
+        return found[::-1]
+
+
+def sample_batches(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
+    """Yields the samples of a segment that are within the bounds, up to a step."""
+    check_file(path)
+    read, left_out = 0, 0
+    with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
+        check_columns(file.schema_arrow.names, path)
+        for batch in file.iter_batches(_BATCH, columns=COLUMNS):
+            good = good_rows(batch.select(COLUMNS).cast(BATCHES))
+            read, left_out = read + len(batch), left_out + len(batch) - len(good)
+            yield good.filter(compute.less_equal(good["step"], last_step))
+    warn_of_rows(left_out, read, path)
+
+
+def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
+    """Reads the events of a segment that are sound, up to a step."""
+    check_file(path, MAX_JSON)
+    # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
+    # does not escape in a string, such as U+0085.
+    with open(path, "rb") as file:
+        lines = file.readlines()
+    events: list[dict[str, Any]] = []
+    first: Exception | None = None
+    for line in lines:
+        try:
+            if len(line) > MAX_EVENT:
+                raise ValueError(f"an event is larger than {MAX_EVENT >> 20} MiB")
+            events.append(checked_event(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            first = first or error
+    if first is not None and not events:
+        raise ValueError(str(first)) from first
+    if first is not None:
+        warnings.warn(
+            f"left out {len(lines) - len(events):,} of {len(lines):,} events of {path}: {first}",
+            stacklevel=2,
+        )
+    return [event for event in events if event["step"] <= last_step]
+
+
+def _load_session(path: Path) -> Session:
+    try:
+        check_file(path, MAX_JSON)
+        return checked_session(json.loads(path.read_bytes()))
+    except UNREADABLE as error:
+        warnings.warn(
+            f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=4
+        )
+        return _UNKNOWN
 
 
 def _age(segment: Segment) -> tuple[str, int]:

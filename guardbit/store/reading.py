@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import gzip
+import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd
-from guardbit.store.bounds import (
-    MAX_EVENT,
-    MAX_JSON,
-    check_file,
-    checked_event,
-    checked_session,
-    compute,
-    good_rows,
-    warn_of_rows,
-)
-from guardbit.store.csv_file import read_csv
+from guardbit.store.bounds import MAX_CSV, good_rows, warn_of_rows
 from guardbit.store.files import (
     COLUMNS,
     EVENT_COLUMNS,
     KEY,
     SCHEMA,
-    UNREADABLE,
-    Listing,
-    Segment,
-    SessionKey,
     check_columns,
     existing,
-    list_run,
-    unread,
 )
+from guardbit.store.following import BATCHES, Part, RunFollower, load_events, sample_batches
 
-Part = TypeVar("Part")
-
-#: Columns of batches: names are dictionary-encoded, so that a batch holds each of them once.
-BATCHES = pa.schema(
-    (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
-)
 #: How often a reader tries again when the merge of a live writer has removed a file.
 _READ_ATTEMPTS = 10
-#: Rows read at a time.
-_BATCH = 1 << 16
 
 
 def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -90,11 +67,11 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     """
     path = existing(path)
     if path.is_file():
-        table = pa.Table.from_pandas(read_csv(path), SCHEMA, preserve_index=False)
+        table = pa.Table.from_pandas(_read_csv(path), SCHEMA, preserve_index=False)
         good = good_rows(table)
         warn_of_rows(len(table) - len(good), len(table), path)
         return _tidy(good)
-    batches = _read_segments(path, "samples", sample_batches)
+    batches = _read_all(path, "samples", sample_batches)
     return _tidy(pa.Table.from_batches(batches, BATCHES).cast(SCHEMA))
 
 
@@ -120,7 +97,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     path = existing(path)
     rows: list[dict[str, Any]] = []
     if path.is_dir():
-        rows = _read_segments(path, "events", _load_events)
+        rows = _read_all(path, "events", load_events)
     frame = pd.DataFrame(rows, columns=EVENT_COLUMNS).astype(
         {name: "object" if name == "heads" else "str" for name in EVENT_COLUMNS} | {"step": "int64"}
     )
@@ -143,144 +120,43 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Warns:
         UserWarning: A session's file cannot be read and is left out.
     """
-    path = existing(path)
-    metadata: dict[str, Any] = {}
-    if path.is_dir():
-        sessions = list_run(path).sessions
-        for key in sorted(sessions):
-            metadata |= _load_session(sessions[key])["metadata"]
-    return metadata
+    return _looked_at(path).metadata
 
 
 def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
     """Reads how a run ended."""
-    path = existing(path)
-    return end_of(list_run(path)) if path.is_dir() else None
+    return _looked_at(path).end
 
 
-def end_of(listing: Listing) -> RunEnd | None:
-    """How the newest session of a folder says that it ended."""
-    return _load_session(max(listing.sessions.items(), default=(None, None))[1])["end"]
+def _looked_at(path: str | os.PathLike[str]) -> RunFollower:
+    follower = RunFollower(existing(path))
+    follower.look()
+    return follower
 
 
-def clock_of(listing: Listing) -> list[tuple[int, float]]:
-    """When the steps were that a folder's sessions have recorded and that still count."""
-    ticks: dict[int, float] = {}
-    for key, last_step in last_steps(listing):
-        for step, seconds in _load_session(listing.sessions.get(key))["clock"]:
-            if step <= last_step:
-                ticks[step] = seconds
-    return sorted(ticks.items())
-
-
-def _load_session(path: Path | None) -> dict[str, Any]:
-    """Reads a session's file; where it is broken or missing, it hides no steps."""
-    try:
-        if path is not None:
-            check_file(path, MAX_JSON)
-            return checked_session(json.loads(path.read_bytes()))
-    except UNREADABLE as error:
-        warnings.warn(
-            f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=3
-        )
-    return {"start_step": None, "metadata": {}, "end": None, "clock": []}
-
-
-def last_steps(listing: Listing) -> list[tuple[SessionKey, float]]:
-    """The sessions that recorded something, oldest first, each with its last valid step."""
-    recorded = sorted({key for sessions in listing.segments.values() for key in sessions})
-    found: list[tuple[SessionKey, float]] = []
-    last_step = float("inf")
-    for key in reversed(recorded):
-        found.append((key, last_step))
-        start_step = _load_session(listing.sessions.get(key))["start_step"]
-        if start_step is not None:
-            last_step = min(last_step, start_step)
-    return found[::-1]
-
-
-def _read_segments(
-    folder: Path, kind: str, load: Callable[[Path, float], Iterable[Part]]
-) -> list[Part]:
-    """Reads all segments of a kind in the order of writing, each up to its last valid step."""
+def _read_all(folder: Path, kind: str, load: Callable[[Path, float], Iterable[Part]]) -> list[Part]:
+    """Reads all segments of a kind; again, when a live writer has merged some meanwhile."""
     loaded: dict[tuple[Path, float], list[Part]] = {}
-    broken: set[Path] = set()
+    follower = RunFollower(folder)
 
-    def load_all(segments: Iterable[Segment], last_step: float) -> list[Part]:
-        whole = [segment for segment in segments if segment.path not in broken]
-        paths = [segment.path for segment in unread(whole)]
-        for path in paths:
-            try:
-                if (path, last_step) not in loaded:
-                    loaded[path, last_step] = list(load(path, last_step))
-            except FileNotFoundError:
-                raise
-            except UNREADABLE as error:
-                broken.add(path)
-                warn_of_segment(path, error)
-                return load_all(whole, last_step)  # those that it covers may be there still
-        return [part for path in paths for part in loaded[path, last_step]]
+    def load_once(path: Path, last_step: float) -> list[Part]:
+        if (path, last_step) not in loaded:
+            loaded[path, last_step] = list(load(path, last_step))
+        return loaded[path, last_step]
 
     for attempt in range(_READ_ATTEMPTS):
-        listing = list_run(folder)
+        follower.look()
         try:
-            parts = [
-                part
-                for key, last_step in last_steps(listing)
-                for part in load_all(listing.segments[kind].get(key, []), last_step)
-            ]
+            parts = list(follower.read(kind, load_once, {}))
         except FileNotFoundError:
             if attempt == _READ_ATTEMPTS - 1:
                 raise
             continue
-        if broken and not loaded:
-            named = f"the {len(broken)} segments of {kind} in {folder}"
+        if follower.broken and not loaded:
+            named = f"the {len(follower.broken)} segments of {kind} in {folder}"
             raise ValueError(f"none of {named} can be read")
         return parts
     raise AssertionError("the last attempt returns or raises")
-
-
-def warn_of_segment(path: Path, error: Exception) -> None:
-    """Warns that a segment is left out."""
-    warnings.warn(f"left out the segment {path}, which cannot be read: {error}", stacklevel=5)
-
-
-def sample_batches(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
-    """Yields the samples of a segment that are within the bounds, up to a step."""
-    check_file(path)
-    read, left_out = 0, 0
-    with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
-        check_columns(file.schema_arrow.names, path)
-        for batch in file.iter_batches(_BATCH, columns=COLUMNS):
-            good = good_rows(batch.select(COLUMNS).cast(BATCHES))
-            read, left_out = read + len(batch), left_out + len(batch) - len(good)
-            yield good.filter(compute.less_equal(good["step"], last_step))
-    warn_of_rows(left_out, read, path)
-
-
-def _load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
-    check_file(path, MAX_JSON)
-    # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
-    # does not escape in a string, such as U+0085.
-    with open(path, "rb") as file:
-        lines = file.readlines()
-    events: list[dict[str, Any]] = []
-    first: Exception | None = None
-    for line in lines:
-        try:
-            if len(line) > MAX_EVENT:
-                raise ValueError(f"an event is larger than {MAX_EVENT >> 20} MiB")
-            events.append(checked_event(json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            first = first or error
-    if first is not None and not events:
-        raise ValueError(str(first)) from first
-    if first is not None:
-        warnings.warn(
-            f"left out {len(lines) - len(events):,} of {len(lines):,} events of {path}: {first}",
-            stacklevel=2,
-        )
-    return [event for event in events if event["step"] <= last_step]
 
 
 def _tidy(table: pa.Table) -> pd.DataFrame:
@@ -289,3 +165,57 @@ def _tidy(table: pa.Table) -> pd.DataFrame:
     measured = frame["value"].notna() | (frame["site"] == "")
     frame = frame.loc[measured].drop_duplicates(subset=KEY, keep="last")
     return frame.sort_values(KEY, ignore_index=True)
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    """Reads a CSV file of samples, also one that is being written."""
+    if not path.name.endswith((".csv", ".csv.gz")):
+        raise ValueError(
+            f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
+        )
+    try:
+        with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
+            text = file.read(MAX_CSV + 1)
+        if len(text) > MAX_CSV:
+            raise ValueError(f"it is larger than {MAX_CSV >> 30} GiB")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"cannot read a run from {path}: {error}") from error
+    whole, newline, last = text.rpartition(b"\n")
+    if newline and last:
+        # The last line has no end: its writer was killed, or is still writing it.
+        try:
+            if last.count(b",") >= text.partition(b"\n")[0].count(b","):
+                return _parse_csv(text, path)
+        except ValueError:
+            pass
+        text = whole + newline
+        warnings.warn(
+            f"left out line {text.count(newline) + 1} of {path}, the last one, which is cut short",
+            stacklevel=3,
+        )
+    return _parse_csv(text, path)
+
+
+def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
+    try:
+        # A site may be called "NA" or "null", so only values can be missing.
+        table = pd.read_csv(
+            io.BytesIO(text),
+            keep_default_na=False,
+            na_values={"value": ["", "nan", "NaN"]},
+            dtype={"site": "str", "indicator": "str", "value": "float64"},
+        )
+    except ValueError as error:
+        raise ValueError(f"cannot read a run from {path}: {str(error).strip()}") from error
+    check_columns(table.columns, path)
+    table = table.loc[:, COLUMNS]
+    for name in ("step", "layer", "head"):
+        numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
+        broken = numbers.mod(1).ne(0) | numbers.abs().ge(2**63)
+        if broken.any():
+            raise ValueError(
+                f"cannot read a run from {path}: {name} must be a whole number in every row, "
+                f"row {broken.argmax() + 1} below the header has {table[name][broken].iloc[0]!s}"
+            )
+        table[name] = numbers.astype("int64")
+    return table

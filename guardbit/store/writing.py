@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,24 +36,22 @@ _PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
 #: This many neighbouring segments of one width become one segment, so n flushes leave at most
 #: (_FAN_OUT - 1) * log(n, _FAN_OUT) + 1 of them.
 _FAN_OUT = 8
-#: Times are kept so far apart, in parts of the steps so far: enough for an axis, and few.
-_TICK = 0.01
 #: Rows that a merge holds in memory at once.
 _ROW_GROUP = 1 << 16
 
 
 def _merge_samples(sources: Sequence[Path], stream: BinaryIO) -> None:
     with pq.ParquetWriter(stream, SCHEMA, **_PARQUET) as writer:
-        batches: list[pa.RecordBatch] = []
+        held: list[pa.RecordBatch] = []
         for source in sources:
             with pq.ParquetFile(source) as file:
                 for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=COLUMNS):
-                    batches.append(batch)
-                    if sum(held.num_rows for held in batches) >= _ROW_GROUP:
-                        writer.write_table(pa.Table.from_batches(batches))
-                        batches.clear()
-        if batches:
-            writer.write_table(pa.Table.from_batches(batches))
+                    held.append(batch)
+                    if sum(map(len, held)) >= _ROW_GROUP:
+                        writer.write_table(pa.Table.from_batches(held))
+                        held.clear()
+        if held:
+            writer.write_table(pa.Table.from_batches(held))
 
 
 def _merge_events(sources: Sequence[Path], stream: BinaryIO) -> None:
@@ -62,20 +60,16 @@ def _merge_events(sources: Sequence[Path], stream: BinaryIO) -> None:
             shutil.copyfileobj(lines, stream)
 
 
+#: Kind of segments -> how their files end, and what merges them.
+_KINDS = {"samples": (".parquet", _merge_samples), "events": (".jsonl", _merge_events)}
+
+
 class _SegmentSeries:
     """The segments of one kind that one session writes, oldest first."""
 
-    def __init__(
-        self,
-        folder: Path,
-        kind: str,
-        session: SessionKey,
-        suffix: str,
-        merge: Callable[[Sequence[Path], BinaryIO], None],
-    ) -> None:
+    def __init__(self, folder: Path, kind: str, session: SessionKey) -> None:
         self._stem = folder / f"{kind}-{session}"
-        self._suffix = suffix
-        self._merge = merge
+        self._suffix, self._merge = _KINDS[kind]
         self._segments: list[Segment] = []
         self._flushes = 0
 
@@ -94,15 +88,13 @@ class _SegmentSeries:
         while len({segment.width for segment in self._segments[-_FAN_OUT:]}) == 1 and (
             len(self._segments) >= _FAN_OUT
         ):
-            self._merge_newest(_FAN_OUT)
+            self.merge(_FAN_OUT)
 
-    def compact_all(self) -> None:
-        """Merges all segments into one."""
-        if len(self._segments) > 1:
-            self._merge_newest(len(self._segments))
-
-    def _merge_newest(self, count: int) -> None:
-        covered = self._segments[-count:]
+    def merge(self, count: int | None = None) -> None:
+        """Merges so many of the newest segments into one, by default all."""
+        covered = self._segments[-count:] if count else list(self._segments)
+        if len(covered) < 2:
+            return
         merged = self._segment(covered[0].first, covered[-1].last)
         sources = [segment.path for segment in covered]
         try:
@@ -114,34 +106,21 @@ class _SegmentSeries:
             )
             self._segments.clear()
             return
-        self._segments[-count:] = [merged]
+        self._segments[-len(covered) :] = [merged]
         for source in sources:
             with contextlib.suppress(OSError):
                 os.unlink(source)
 
 
 class RunWriter:
-    """Writes the telemetry of one run into a folder.
+    """Writes the telemetry of one run into a folder, which may hold an earlier part of it.
 
     Samples are held in memory until `flush_every` of them have come; events are on disk when
     `event` returns. A process killed at any moment loses the samples not yet flushed and nothing
-    else. One process of a run writes, in general rank 0.
-
-    Args:
-        path: Folder of the run; made if it does not exist. It may hold an earlier part of the run
-            (see `start_step`) and other files beside it.
-        metadata: What describes the run as a whole (settings, versions, sites), JSON-able. Keys
-            given by an earlier session stay unless they are given again.
-        start_step: Optimizer step of the checkpoint that the run continues from. What earlier
-            sessions recorded after it is hidden from readers once this one has recorded something.
-            None for a run from the beginning, which hides all that earlier sessions recorded.
-        flush_every: Samples (indicators of one site at one step, with all their heads) held in
-            memory at most, as long as they can be written.
-
-    Raises:
-        ValueError: `path` is a file; `start_step` is negative; `flush_every` is below 1.
-        TypeError: `metadata` cannot be written as JSON.
-        OSError: The folder cannot be made or written to.
+    else. What earlier sessions recorded after `start_step`, the optimizer step of the checkpoint
+    that the run continues from, is hidden from readers once this one has recorded something; a run
+    from the beginning (None) hides all of it. Keys of their JSON-able `metadata` stay unless they
+    are given again. One process of a run writes, in general rank 0.
     """
 
     def __init__(
@@ -169,12 +148,11 @@ class RunWriter:
         self._start_step = NO_PAST if start_step is None else start_step
         self._flush_every = flush_every
         self._metadata: dict[str, Any] = {}
-        self._clock: list[tuple[int, float]] = []
         self._rows: list[tuple[int, str, int, int, str, float]] = []
         self._pending = 0
         self._closed = False
-        self._samples = _SegmentSeries(folder, "samples", session, ".parquet", _merge_samples)
-        self._events = _SegmentSeries(folder, "events", session, ".jsonl", _merge_events)
+        self._samples = _SegmentSeries(folder, "samples", session)
+        self._events = _SegmentSeries(folder, "events", session)
         self.update_metadata(metadata or {})
 
     def __enter__(self) -> RunWriter:
@@ -191,27 +169,11 @@ class RunWriter:
         """Adds to the run's metadata, or replaces values under the same keys; on disk at once."""
         self._check_open()
         updated = {**self._metadata, **_sound(dict(metadata))}
-        self._write_session(updated, self._clock, None)
+        self._write_session(updated)
         self._metadata = updated
 
-    def tick(self, step: int, seconds: float) -> None:
-        """Keeps when a step was, since 1970, unless one shortly before has its time already."""
-        self._check_open()
-        if self._clock and step - self._clock[-1][0] < max(_TICK * step, 1):
-            return
-        clock = [*self._clock, (step, round(seconds, 3))]
-        self._write_session(self._metadata, clock, None)
-        self._clock = clock
-
-    def _write_session(
-        self,
-        metadata: Mapping[str, Any],
-        clock: Sequence[tuple[int, float]],
-        end: RunEnd | None,
-    ) -> None:
+    def _write_session(self, metadata: Mapping[str, Any], end: RunEnd | None = None) -> None:
         session: dict[str, Any] = {"start_step": self._start_step, "metadata": metadata}
-        if clock:
-            session["clock"] = clock
         if end is not None:
             session["end"] = end
         try:
@@ -223,9 +185,7 @@ class RunWriter:
     def add(self, samples: Iterable[Sample]) -> None:
         """Takes samples, and writes a segment whenever it holds `flush_every` of them.
 
-        Of two samples of the same step, site, head and indicator the reader gives the later one.
-        Heads that were not measured (NaN) leave no row. After an `OSError` the samples stay in
-        memory for the next try.
+        After an `OSError` the samples stay in memory for the next try.
         """
         self._check_open()
         failed: OSError | None = None
@@ -265,9 +225,9 @@ class RunWriter:
         if self._closed:
             return
         self.flush()
-        self._samples.compact_all()
-        self._events.compact_all()
-        self._write_session(self._metadata, self._clock, end)
+        self._samples.merge()
+        self._events.merge()
+        self._write_session(self._metadata, end)
         self._closed = True
 
     def _check_open(self) -> None:

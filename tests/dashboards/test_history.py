@@ -78,8 +78,8 @@ def test_the_run_has_curves_of_its_own_and_unknown_indicators_are_passed_over():
     nowhere = np.array([-1, -1])
     history.add("loss", np.array([0, 1]), nowhere, nowhere, np.array([3.0, np.nan]))
     history.add("tomorrow", np.array([0, 1]), nowhere, nowhere, np.array([3.0, 2.0]))
-    assert history.run_high["loss"][0] == 3 and np.isnan(history.run_high["loss"][1])
-    assert set(history.run_high) == {"loss"} and not history.high
+    assert history.high["loss"][0, 0] == 3 and np.isnan(history.high["loss"][1, 0])
+    assert set(history.high) == set(history.low) == {"loss"} and not history.heads
 
 
 def test_excess_is_that_of_the_samples_and_names_the_worst_indicator():

@@ -10,6 +10,7 @@ from PIL import Image
 
 import guardbit
 from guardbit.dashboards.figures.style import pixels
+from guardbit.dashboards.names import place_of_run
 from guardbit.records import Sample
 from guardbit.store import RunWriter
 
@@ -69,3 +70,12 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
         guardbit.load(tmp_path / "none")
     with pytest.raises(ValueError, match="the folder is empty"):
         guardbit.load(tmp_path)
+
+
+def test_a_run_is_called_after_its_log_directory(tmp_path, monkeypatch):
+    folder = tmp_path / "version_0" / "guardbit"
+    assert place_of_run(folder).name == "version_0"
+    assert place_of_run(tmp_path / "mine").name == "mine"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert place_of_run(Path()).name == "version_0"

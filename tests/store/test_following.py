@@ -99,3 +99,14 @@ def test_a_log_directory_is_followed_before_its_run_has_begun(tmp_path):
         writer.add([sample(1)])
     follower.look()
     assert set(collect(follower)["step"]) == {1}
+
+
+def test_what_is_merged_after_a_look_is_found_by_the_next(tmp_path):
+    follower = RunFollower(tmp_path)
+    writer = RunWriter(tmp_path, flush_every=1)
+    writer.add([sample(1), sample(2)])
+    follower.look()
+    writer.close()  # merges what the look has found
+    assert collect(follower).empty
+    follower.look()
+    assert same(collect(follower), tmp_path)

@@ -379,21 +379,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "x"
 
 
-def test_other_files_beside_a_run_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1)])
-    assert (tmp_path / "thesis.tex").read_text() == "x"
-    assert len(read_run(tmp_path)) == 1
-
-
-def test_a_folder_left_by_a_writer_killed_before_its_first_file_is_taken(tmp_path: Path) -> None:
-    (tmp_path / ".session-0001-0a1b2c3d.json.partial").write_bytes(b"{")
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1)])
-    assert len(read_run(tmp_path)) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -431,6 +416,13 @@ def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_pa
     ]
     lately = tmp_path / f".{segment.name.replace('0000', '0001')}.partial"
     foreign = tmp_path / ".notes.txt.partial"
+    # A folder that holds nothing else yet is taken too.
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / ".session-0001-0a1b2c3d.json.partial").write_bytes(b"{")
+    with RunWriter(killed) as writer:
+        writer.add([loss(1)])
+    assert len(read_run(killed)) == 1
     for path in (*abandoned, lately, foreign):
         path.write_bytes(b"half")
     for path in (*abandoned, foreign):

@@ -51,19 +51,17 @@ def draw_heads(
             rasterized=True,
             label="_" + tables.head_label(layer, head, in_layer[layer]),
         )
-    named: list[Line2D] = []
-    for (layer, head), (colour, line_style) in notable.items():
-        if (layer, head) not in drawable:
-            continue
-        (line,) = axes.plot(
+    return [
+        axes.plot(
             points(table, (layer, head)),
             color=colour,
             linestyle=line_style,
             gid=NAMED,
             label=tables.head_label(layer, head, in_layer[layer]),
-        )
-        named.append(line)
-    return named
+        )[0]
+        for (layer, head), (colour, line_style) in notable.items()
+        if (layer, head) in drawable
+    ]
 
 
 def points(table: pd.DataFrame, head: Head) -> pd.Series:

@@ -82,27 +82,19 @@ def model_map(
     name: str = "",
 ) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
-    last = step
-    if last is None:
-        last = tables.steps(frame)[1] if len(frame) else 0
-    cells, alarmed, stabilized = _known_at(frame, events, last)
-    if not np.isfinite(cells).any():
-        return None
-    return draw_model_map(cells, last, alarmed, stabilized, name)
-
-
-def _known_at(
-    frame: pd.DataFrame, events: pd.DataFrame | None, step: int
-) -> tuple[np.ndarray, list[Head], list[Head]]:
-    """What the model map shows after a step."""
+    if step is None:
+        step = tables.steps(frame)[1] if len(frame) else 0
     table = ranking.excess(frame, step)
     layer, head = (np.asarray(table.index.get_level_values(level), dtype=int) for level in (0, 1))
     cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)
     cells[layer, head] = table["excess"]
+    if not np.isfinite(cells).any():
+        return None
     known = marks.between(events, 0, step)
     current = marks.current_stabilizers(frame, known)
     stabilized = [head for head, stabilizer in current.items() if stabilizer != "none"]
-    return cells, list(marks.first_events(frame, known, "alarm")), stabilized
+    alarmed = list(marks.first_events(frame, known, "alarm"))
+    return draw_model_map(cells, step, alarmed, stabilized, name)
 
 
 @styled
@@ -181,16 +173,17 @@ def _mark_heads(
             clip_on=False,
             gid="stabilized",
         )
-    key: list[Line2D] = []
-    frame_style: dict[str, Any] = {"marker": "s", "markerfacecolor": "none", "markeredgewidth": 1.6}
-    for heads, label, style in (
-        (alarmed, "had an alarm", {"linestyle": "none", "color": INK, **frame_style}),
-        (stabilized, "stabilized now", DOT),
-    ):
-        if heads:
-            count = f"{len(heads)} head{'s' * (len(heads) > 1)} {label}"
-            key.append(Line2D([], [], **style, markersize=7, label=count))
-    return key
+    frames = {"linestyle": "none", "color": INK, "marker": "s", "markerfacecolor": "none"}
+    return [
+        Line2D(
+            [], [], **style, markersize=7, label=f"{len(heads)} head{'s' * (len(heads) > 1)} {what}"
+        )
+        for heads, what, style in (
+            (alarmed, "had an alarm", {**frames, "markeredgewidth": 1.6}),
+            (stabilized, "stabilized now", DOT),
+        )
+        if heads
+    ]
 
 
 def _name_rows(axes: Axes, layers: list[int]) -> None:

@@ -24,7 +24,6 @@ from guardbit.dashboards.figures.style import (
     smooth,
     styled,
 )
-from guardbit.dashboards.names import fitted
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 from guardbit.judgement import Judgement
 
@@ -121,20 +120,13 @@ def runs_over_steps(
         return None
     figure, (axes,) = canvas(title)
     colours = dict(zip(runs, RUN_LINES, strict=False))
-    for short, (name, values) in zip(fitted(list(series)), series.items(), strict=True):
+    for name, values in series.items():
         colour, line_style = colours[name]
-        axes.plot(values, color=colour, linestyle=line_style, label=short, gid=NAMED)
+        axes.plot(values, color=colour, linestyle=line_style, label=name, gid=NAMED)
     axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
     finish([axes], pd.concat(list(runs.values()), ignore_index=True), None)
     # Not at the ends of the lines: runs end at different steps and have long names.
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, above(axes, KEY_HEIGHT)),
-        ncols=len(series),
-        handlelength=2.6,
-        borderpad=0,
-        borderaxespad=0,
-    )
+    axes.legend(handlelength=2.6)
     return figure
 
 

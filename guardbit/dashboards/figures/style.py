@@ -142,11 +142,10 @@ def finish(
         mark: [step for step in marks.marked_steps(events, mark) if first <= step <= last]
         for mark in MARKS
     }
-    for axes in all_axes:
-        _mark_events(axes, marked, max(last - first, 1) / MOST_MARKERS)
-    key = _event_key(marked)
-    if key:
-        place_key(all_axes[0], key)
+    gap = max(last - first, 1) / MOST_MARKERS
+    keys = [_mark_events(axes, marked, gap) for axes in all_axes]
+    if keys[0]:
+        place_key(all_axes[0], keys[0])
 
 
 def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
@@ -172,13 +171,14 @@ def above(axes: Axes, inches: float) -> float:
     return 1 + inches / panel_inches(axes)
 
 
-def _mark_events(axes: Axes, marked: Mapping[Mark, Sequence[int]], gap: float) -> None:
+def _mark_events(axes: Axes, marked: Mapping[Mark, Sequence[int]], gap: float) -> list[Line2D]:
+    """Draws a line at each step and a marker above it; returns the markers, one line a kind."""
     # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
     over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
     halo = [withStroke(linewidth=3, foreground=PAPER, alpha=0.8)] if over_map else []
-    for mark in MARKS:
+    markers: list[Line2D] = []
+    for mark, steps in marked.items():
         marker, line_style, face = MARK_STYLES[mark]
-        steps = marked[mark]
         for step in steps if len(steps) <= MOST_LINES else steps[:1]:
             axes.axvline(
                 step,
@@ -190,18 +190,21 @@ def _mark_events(axes: Axes, marked: Mapping[Mark, Sequence[int]], gap: float) -
                 gid=mark,
             )
         drawn = _apart(steps, gap)
-        axes.plot(
-            drawn,
-            [above(axes, MARK_HEIGHTS[mark])] * len(drawn),
-            transform=axes.get_xaxis_transform(),
-            linestyle="none",
-            marker=marker,
-            markersize=5.5,
-            color=INK,
-            markerfacecolor=face,
-            clip_on=False,
-            gid=f"{mark}-markers",
-        )
+        if drawn:
+            markers += axes.plot(
+                drawn,
+                [above(axes, MARK_HEIGHTS[mark])] * len(drawn),
+                transform=axes.get_xaxis_transform(),
+                linestyle="none",
+                marker=marker,
+                markersize=5.5,
+                color=INK,
+                markerfacecolor=face,
+                clip_on=False,
+                label=f"{mark}, {'first at ' * (len(steps) > 1)}step {steps[0]:,}",
+                gid=f"{mark}-markers",
+            )
+    return markers
 
 
 def _apart(steps: Sequence[int], gap: float) -> list[int]:
@@ -211,29 +214,6 @@ def _apart(steps: Sequence[int], gap: float) -> list[int]:
         if not kept or step - kept[-1] >= gap:
             kept.append(step)
     return kept
-
-
-def mark_handle(mark: Mark, label: str) -> Line2D:
-    marker, _, face = MARK_STYLES[mark]
-    return Line2D(
-        [],
-        [],
-        linestyle="none",
-        marker=marker,
-        markersize=5.5,
-        color=INK,
-        markerfacecolor=face,
-        label=label,
-    )
-
-
-def _event_key(marked: Mapping[Mark, Sequence[int]]) -> list[Line2D]:
-    key: list[Line2D] = []
-    for mark, steps in marked.items():
-        if steps:
-            where = f"step {steps[0]:,}" if len(steps) == 1 else f"first at step {steps[0]:,}"
-            key.append(mark_handle(mark, f"{mark}, {where}"))
-    return key
 
 
 def pixels(figure: Figure) -> np.ndarray:

@@ -18,7 +18,6 @@ from guardbit.store import (
     folder_of_run,
     is_run,
     read_events,
-    read_metadata,
     runs_below,
 )
 
@@ -29,8 +28,6 @@ log = logging.getLogger("guardbit")
 LOOK_EVERY, SEARCH_EVERY, PICTURE_EVERY = 1.0, 10.0, 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
 SILENT_AFTER = 120.0
-#: Runs whose samples are read at a time.
-MOST_READ = 8
 #: Runs drawn over one another.
 MOST_OVERLAID = 4
 
@@ -47,27 +44,22 @@ class LiveRun:
         is_open: Whether its samples are read.
     """
 
-    def __init__(self, path: str | Path, name: str = "", *, buckets: int = 400) -> None:
+    def __init__(
+        self, path: str | Path, name: str = "", *, buckets: int = 400, is_open: bool = True
+    ) -> None:
         self.path = Path(path)
         self.name = name or place_of_run(self.path).name
         self.problem = ""
-        self.is_open = True
-        self._buckets = buckets
+        self.is_open = is_open
         self._lock = threading.RLock()
         self._changed: int | None = None
         self._alarms: list[Event] = []
         self._last_step = -1
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all that was read."""
-        with self._lock:
-            self._follower = RunFollower(self.path)
-            self._page = RunPage(place_of_run(self.path).name, self._buckets)
-            self._event_files: tuple[str, ...] = ()
-            self._sessions = 0
-            self._is_reading = False
-            self._page.take_picture()
+        self._follower = RunFollower(self.path)
+        self._page = RunPage(place_of_run(self.path).name, buckets)
+        self._page.take_picture()
+        self._event_files: tuple[str, ...] = ()
+        self._is_reading = False
 
     def look(self) -> list[Event]:
         """Reads what is new; returns the first alarms that are."""
@@ -83,15 +75,10 @@ class LiveRun:
             with self._lock:
                 self._page.forget_samples()
         has_changed = self.is_open and self._read_samples()
+        about = self._follower.metadata, self._follower.end or "not closed"
+        has_changed |= (self._page.metadata, self._page.ended) != about
         alarms: list[Event] = []
         try:
-            if self.is_open and (has_changed or self._follower.num_sessions != self._sessions):
-                # What describes the run comes with samples, or with a session.
-                metadata = read_metadata(self.path)
-                has_changed = True
-                with self._lock:
-                    self._page.metadata = metadata
-                    self._sessions = self._follower.num_sessions
             files = self._follower.event_files()
             if files != self._event_files:
                 alarms = self._take_events(marks.events_of(read_events(self.path)))
@@ -121,9 +108,9 @@ class LiveRun:
             return self._page.curves(indicator)
 
     def largest(self) -> Json:
-        """Returns the loss and the largest head's values, each over steps and over time."""
+        """Returns the loss and the largest head's values over steps."""
         with self._lock:
-            return {"name": self.name, **self._page.largest(self._follower.clock)}
+            return {"name": self.name, **self._page.largest()}
 
     def row(self) -> Json:
         """Returns how the run is doing, for the list; its headline where its samples were read."""
@@ -177,6 +164,7 @@ class LiveRun:
 
     def _take_picture(self) -> None:
         with self._lock:
+            self._page.metadata = self._follower.metadata
             self._page.ended = self._follower.end or "not closed"
             self._page.take_picture()
 
@@ -213,11 +201,9 @@ class LiveRuns:
         self.is_list = not is_one and bool(runs_below(self.folder))
         self._tell = tell
         self._runs: list[LiveRun] = [] if self.is_list else [LiveRun(self.folder)]
-        self._opened: list[LiveRun] = []
         self._searched = -SEARCH_EVERY
         self._is_first = True
         self._said: set[str] = set()
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guardbit-live", daemon=True)
 
@@ -236,11 +222,6 @@ class LiveRuns:
         """Reads what is new of each run; called by the thread, once in a while."""
         if self.is_list and time.monotonic() - self._searched >= SEARCH_EVERY:
             self._search()
-        with self._lock:
-            for run in self._opened[:-MOST_READ]:
-                run.is_open = False
-                run.forget()
-            self._opened = self._opened[-MOST_READ:]
         for run in self._runs:
             try:
                 alarms = run.look()
@@ -264,11 +245,8 @@ class LiveRuns:
         """Returns a run, whose samples are read from now on."""
         if not 0 <= number < len(self._runs):
             raise LookupError(f"there is no run {number} in the list")
-        run = self._runs[number]
-        with self._lock:
-            self._opened = [*(one for one in self._opened if one is not run), run]
-            run.is_open = True
-        return run
+        self._runs[number].is_open = True
+        return self._runs[number]
 
     def overlay(self, numbers: Sequence[int]) -> Json:
         """Returns the curves of some runs, to be drawn over one another."""
@@ -291,9 +269,8 @@ class LiveRuns:
         known = {run.path for run in self._runs}
         for path in runs_below(self.folder):
             if path not in known:
-                run = LiveRun(path, str(path.relative_to(self.folder)))
-                run.is_open = False
-                self._runs.append(run)
+                name = str(path.relative_to(self.folder))
+                self._runs.append(LiveRun(path, name, is_open=False))
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -18,23 +18,21 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guardbit.dashboards.live.runs import LiveRun, LiveRuns
-from guardbit.dashboards.web import asset
+from guardbit.dashboards.page import asset
 
 HOST = "127.0.0.1"
 #: Names this machine has for itself; through an SSH tunnel the browser uses one of them too.
 ALLOWED_HOSTS = (HOST, "localhost")
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-_SHARED = ("page.css", "theme.css", "charts.js", "uPlot.iife.min.js", "uPlot.min.css")
+_SHARED = ("page.css", "theme.css", "charts.js", "live.js", "uPlot.iife.min.js", "uPlot.min.css")
 #: Files of a run's page, the page itself first, and of the list of runs.
 ASSETS = ("page.html", "page.js", *_SHARED)
 LIST_ASSETS = ("list.html", "list.js", *_SHARED)
@@ -82,6 +80,7 @@ class LiveServer:
             log_level="error",
             access_log=False,
             server_header=False,
+            headers=list(HEADERS.items()),
             loop="asyncio",
             http="h11",
             ws="none",
@@ -107,17 +106,12 @@ class LiveServer:
 def application(runs: LiveRuns, token: str) -> Starlette:
     """The application: a fixed list of addresses below the token."""
     routes = _routes_of_a_list(runs) if runs.is_list else _routes_of_a_run(lambda _: runs.opened())
-    return Starlette(
-        routes=routes,
-        middleware=[
-            Middleware(_Headers),
-            Middleware(
-                TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False
-            ),
-            Middleware(_Token, token=token),
-        ],
-        exception_handlers={LookupError: _refused(404), ValueError: _refused(400)},
-    )
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False)
+    refusals = {LookupError: _refused(404), ValueError: _refused(400), 404: _not_found}
+    below = Mount(f"/{token}", routes=routes)
+    served = Starlette(routes=[below], middleware=[hosts], exception_handlers=refusals)
+    served.router.redirect_slashes = False
+    return served
 
 
 def _routes_of_a_run(run: Callable[[Request], LiveRun]) -> list[BaseRoute]:
@@ -157,39 +151,6 @@ def _routes_of_a_list(runs: LiveRuns) -> list[BaseRoute]:
     ]
 
 
-class _Headers:
-    """Sets `HEADERS` on every answer, refusals included."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
-
-
-class _Token:
-    """Lets through what begins with the token, and takes it off; all else does not exist."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given, slash, rest = scope["path"].removeprefix("/").partition("/")
-            if not (slash and secrets.compare_digest(given.encode(), self._token)):
-                refusal = Response(_REFUSAL, status_code=404)
-                await refusal(scope, receive, send)
-                return
-            scope = {**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}
-        await self._app(scope, receive, send)
-
-
 def _assets(names: Sequence[str]) -> list[Route]:
     """The files of a page; the first stands for the page itself."""
 
@@ -204,6 +165,10 @@ def _assets(names: Sequence[str]) -> list[Route]:
 def _json(content: dict[str, Any]) -> Response:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Response(text, media_type="application/json")
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    return Response(_REFUSAL, status_code=404, media_type="text/plain")
 
 
 def _refused(status: int) -> Callable[[Request, Exception], Response]:

@@ -20,9 +20,9 @@ from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
+from guardbit.dashboards.page import asset
 from guardbit.dashboards.report.comparison import PICTURES, compared
 from guardbit.dashboards.report.contents import Document, document_of
-from guardbit.dashboards.web import asset
 
 Format = Literal["html", "png"]
 FORMATS: tuple[Format, ...] = ("html", "png")

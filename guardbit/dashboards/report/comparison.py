@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -15,7 +14,6 @@ from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
 from guardbit.dashboards.loading import LoadedRun
-from guardbit.dashboards.names import distinguished
 from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Document, Table, Tile
@@ -44,7 +42,7 @@ PICTURES = (
 
 
 def compared(runs: Sequence[LoadedRun]) -> Document:
-    """Two runs or more side by side; the text calls them by what distinguishes their names."""
+    """Two runs or more side by side."""
     titles = [run.name for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
@@ -53,7 +51,6 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
-    runs = [replace(run, name=name) for run, name in zip(runs, distinguished(titles), strict=True)]
     losses = {run.name: tables.of_run(run.samples, "loss") for run in runs}
     fork = fork_of(losses)
     samples = {run.name: _from(fork, run) for run in runs}
@@ -87,44 +84,31 @@ def _short(state: str) -> str:
 
 
 def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Judgement]) -> Table:
-    columns: list[list[str]] = []
-    for run in runs:
-        outcome = outcomes[run.name]
-        first_alarm, _, switched, loss = contents.tiles(run)
-        lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
-        columns.append(
-            [
-                contents.extent(run.samples),
-                outcome.state,
-                f"{first_alarm.value} {first_alarm.note}".strip(),
-                lead,
-                f"{switched.value} {switched.note}".strip(),
-                loss.value,
-                _worst_head(run),
-            ]
-        )
-    names = (
-        "Recorded",
-        "Outcome",
-        "First alarm",
-        "Lead on the loss",
-        "Heads switched",
-        "Loss at the end",
-        "Farthest above its baseline",
-    )
-    rows = [[name, *cells] for name, *cells in zip(names, *columns, strict=True)]
+    facts = [_facts(run, outcomes[run.name]) for run in runs]
+    rows = [[name, *[one[name] for one in facts]] for name in facts[0]]
     return Table(["", *[run.name for run in runs]], rows)
+
+
+def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
+    first_alarm, _, switched, loss = contents.tiles(run)
+    return {
+        "Recorded": contents.extent(run.samples),
+        "Outcome": outcome.state,
+        "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
+        "Lead on the loss": "–" if outcome.lead is None else f"{outcome.lead:,} steps",
+        "Heads switched": f"{switched.value} {switched.note}".strip(),
+        "Loss at the end": loss.value,
+        "Farthest above its baseline": _worst_head(run),
+    }
 
 
 def _worst_head(run: LoadedRun) -> str:
     excess = ranking.excess(run.samples)["excess"].dropna()
     if excess.empty:
         return "–"
-    position = int(excess.to_numpy().argmax())
-    layer, head = excess.index.to_list()[position]
-    heads = tables.heads_of_layer(run.samples)
-    label = tables.head_label(layer, head, len(heads[layer]))
-    return f"{label}, {contents.times(float(excess.to_numpy()[position]))}"
+    layer, head = excess.index.to_list()[int(excess.to_numpy().argmax())]
+    label = tables.head_label(layer, head, len(tables.heads_of_layer(run.samples)[layer]))
+    return f"{label}, {contents.times(float(excess.to_numpy().max()))}"
 
 
 def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:

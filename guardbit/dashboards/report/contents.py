@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -45,18 +44,13 @@ Document = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """A table, without a header if that is empty.
-
-    Attributes:
-        header: Names of the columns.
-        rows: The cells.
-        numbers_from: First of the columns that hold numbers, set flush right.
-        kinds: A kind for each row ("alarmed" or ""), or none.
-    """
+    """A table, without a header if that is empty."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    #: First of the columns that hold numbers, set flush right.
     numbers_from: int = sys.maxsize
+    #: A kind for each row ("alarmed" or ""), or none.
     kinds: Sequence[str] = ()
 
 
@@ -315,17 +309,15 @@ def _figures(
     drawn: dict[str, Figure] = {}
     missing: list[str] = []
     for chart in CHARTS:
-        draw = partial(story, judgement=judgement) if chart.draw is story else chart.draw
-        figure = draw(frame, events)
+        is_story = chart.draw is story
+        figure = story(frame, events, judgement) if is_story else chart.draw(frame, events)
         if figure is not None:
             drawn[chart.name] = figure
             continue
-        recorded = set(frame["indicator"])
-        if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
-            missing.append(f"{chart.title}: no head was switched.")
-        else:
-            needs = " or ".join(chart.needs)
-            missing.append(f"{chart.title}: the run holds no sample of {needs} that can be drawn.")
+        why = f"the run holds no sample of {' or '.join(chart.needs)} that can be drawn"
+        if chart.name == "switch_before_and_after" and {*frame["indicator"]} & {*chart.needs}:
+            why = "no head was switched"
+        missing.append(f"{chart.title}: {why}.")
     return drawn, missing
 
 

@@ -170,25 +170,6 @@ function eventMarks(marks) {
   }] } };
 }
 
-// A level below which a rule does not fire, where it is in view: no range is stretched for it.
-function levelLines(levels) {
-  return { hooks: { draw: [(plot) => {
-    const pen = plot.ctx, dots = window.devicePixelRatio || 1, { min, max } = plot.scales.y;
-    plot.drawnLevels = [];
-    pen.save();
-    pen.strokeStyle = pen.fillStyle = css("--accent"); pen.lineWidth = dots; pen.setLineDash([2 * dots, 4 * dots]);
-    pen.font = `${11 * dots}px system-ui, sans-serif`; pen.textAlign = "right"; pen.textBaseline = "bottom";
-    for (const { rule, value } of levels()) {
-      if (!(value > min && value < max)) continue;
-      const y = plot.valToPos(value, "y", true), right = plot.bbox.left + plot.bbox.width;
-      pen.beginPath(); pen.moveTo(plot.bbox.left, y); pen.lineTo(right, y); pen.stroke();
-      pen.fillText(`${rule}: from ${number(value)} on`, right - 4 * dots, y - 2 * dots);
-      plot.drawnLevels.push({ rule, value });
-    }
-    pen.restore();
-  }] } };
-}
-
 // Indicators are sampled at steps of their own: each line shows its sample nearest to the pointer, and
 // the step is the nearest at which any line of the chart has one.
 function nearest(plot, series, hovered, at) {
@@ -240,21 +221,13 @@ function tickLabel(tick, step) {
   return tick.toLocaleString("en", { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)) });
 }
 
-// Steps as they are; seconds since the start as hours and minutes.
-const SPANS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 432000, 864000];
-function placeLabel(at, axis) {
-  if (axis !== "seconds") return at.toLocaleString("en");
-  const hours = Math.floor(at / 3600), minutes = Math.floor(at % 3600 / 60), seconds = Math.round(at % 60);
-  return hours ? `${hours} h${minutes ? ` ${minutes} min` : ""}` : minutes ? `${minutes} min${seconds ? ` ${seconds} s` : ""}` : `${seconds} s`;
-}
-
 const positive = (values) => values.map((value) => value != null && value > 0 ? value : null);
 const middle = (low, high) => high.map((value, i) => value == null ? null : (value + low[i]) / 2);
 
 // Lines {label, low?, high, colour, dash?, width?} as uPlot takes them; low and high differ only
 // where a bucket of a long run holds several samples, and then a band shows the range.
-function prepared(title, steps, lines, log, axis = "steps") {
-  const series = [{ label: axis === "seconds" ? "time" : "step", value: (_, step) => step == null ? "–" : placeLabel(step, axis) }];
+function prepared(title, steps, lines, log) {
+  const series = [{ label: "step", value: (_, step) => step == null ? "–" : step.toLocaleString("en") }];
   const data = [steps], bands = [], ready = (values) => log ? positive(values) : values;
   for (const line of lines) {
     const low = line.low ?? line.high;
@@ -270,10 +243,10 @@ function prepared(title, steps, lines, log, axis = "steps") {
       points: { show: steps.length < 3 }, value: (_, value) => number(value) });
     data.push(ready(middle(low, line.high)));
   }
-  return { title, series, data, bands, log, axis, key: JSON.stringify([title, series.map((one) => one.label), log, isDark()]) };
+  return { title, series, data, bands, log, key: JSON.stringify([title, series.map((one) => one.label), log, isDark()]) };
 }
 
-function chart(place, { name, title, series, data, bands, log, axis, key }, marks, height = 230) {
+function chart(place, { title, series, data, bands, log, key }, marks, height = 230) {
   const box = element("div", null, "chart");
   box.append(element("h3", title));
   place.append(box);
@@ -282,12 +255,11 @@ function chart(place, { name, title, series, data, bands, log, axis, key }, mark
     cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log) } },
     axes: [
-      { ...axisColours(), space: 80, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? placeLabel(tick, axis) : ""),
-        ...(axis === "seconds" ? { incrs: SPANS } : {}) },
+      { ...axisColours(), space: 80, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
       { ...axisColours(), size: 68, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}),
         values: (_, ticks, __, ___, step) => ticks.map((tick) => tickLabel(tick, log ? 0 : step)) },
     ],
-    plugins: [eventMarks(marks), levelLines(() => view.state.levels?.[name] ?? []), wheelAndPan()],
+    plugins: [eventMarks(marks), wheelAndPan()],
   }, data, box);
   for (const row of box.querySelectorAll(".u-legend .u-series")) {
     if (row.querySelector(".u-label").textContent === RANGE) row.style.display = "none";
@@ -298,9 +270,9 @@ function chart(place, { name, title, series, data, bands, log, axis, key }, mark
 // Where only data has changed a chart keeps its element, and in any case its zoom.
 function drawCharts(place, wanted, marks, height) {
   const kept = place.charts ?? [], zoom = kept.map(({ plot }) => isZoomed(plot) ? { ...plot.scales.x } : null).find(Boolean);
-  const drawn = wanted.map(({ name, title, steps, lines, axis }) => {
-    const next = prepared(title ?? labelOf(name), steps, lines, view.log && !view.state.catalog[name].is_signed, axis), old = kept.find((one) => one.key === next.key);
-    if (!old) return chart(place, { name, ...next }, marks, height);
+  const drawn = wanted.map(({ name, title, steps, lines }) => {
+    const next = prepared(title ?? labelOf(name), steps, lines, view.log && !view.state.catalog[name].is_signed), old = kept.find((one) => one.key === next.key);
+    if (!old) return chart(place, next, marks, height);
     old.plot.setData(next.data, !zoom);
     place.append(old.box);
     return old;

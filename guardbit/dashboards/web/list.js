@@ -1,19 +1,9 @@
 "use strict";
 // The list of runs: asks every two seconds how they are doing, and draws those that are ticked.
 
-const ASK_EVERY = 2000, SILENT_AFTER = 120, MOST = 4;
+const ASK_EVERY = 2000, MOST = 4;
 const TITLES = { loss: "Training loss", w_q_spectral_norm: "W_Q spectral norm, largest head", max_logit: "Max logit, largest head", multiple_maxima_bf16: "Rows with several maxima (BF16), largest head" };
-const view = { chosen: [], log: true, axis: "steps", smoothing: 0, drawn: null, state: { catalog: {}, marks: [] } };
-
-async function ask(question) {
-  const answer = await fetch(question, { cache: "no-store" });
-  if (!answer.ok) throw new Error(await answer.text());
-  return answer.json();
-}
-
-function ago(seconds) {
-  return seconds < 90 ? `${Math.round(seconds)} s ago` : seconds < 5400 ? `${Math.round(seconds / 60)} min ago` : seconds < 129600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
-}
+const view = { chosen: [], log: true, smoothing: 0, drawn: null, state: { catalog: {}, marks: [] } };
 
 // What the store knows: how the run ended; of one without an end, whether it still writes.
 function stateOf(run) {
@@ -73,14 +63,13 @@ function smoothed(values, width) {
   });
 }
 
-// Runs have steps, or times, of their own: all of them on one axis, each line with its own points.
+// Runs have steps of their own: all of them on one axis, each line with its own points.
 function together(runs, name) {
   const at = new Map();
   runs.forEach((run, index) => {
     if (!run.lines[name]) return;
     const values = smoothed(run.lines[name], view.smoothing);
-    (run[view.axis] ?? []).forEach((place, point) => {
-      if (place == null) return;
+    run.steps.forEach((place, point) => {
       if (!at.has(place)) at.set(place, Array(runs.length).fill(null));
       at.get(place)[index] = values[point];
     });
@@ -92,14 +81,12 @@ function together(runs, name) {
 function drawOverlays() {
   const runs = view.drawn?.runs ?? [], wanted = [];
   $("over").hidden = !runs.length;
-  const without = view.axis === "seconds" ? runs.filter((run) => !run.seconds).map((run) => run.name) : [];
-  $("axis-note").textContent = without.length ? `no times were recorded of ${without.join(", ")}` : "";
   for (const [name, title] of Object.entries(TITLES)) {
     if (!runs.some((run) => run.lines[name])) continue;
     view.state.catalog[name] = { label: title, is_signed: false };
     const { steps, columns } = together(runs, name);
     if (!steps.length) continue;
-    wanted.push({ name, title, steps, axis: view.axis, lines: runs.map((run, index) => ({ label: run.name, high: columns[index], colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) });
+    wanted.push({ name, title, steps, lines: runs.map((run, index) => ({ label: run.name, high: columns[index], colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) });
   }
   drawCharts($("overlays"), wanted, () => []);
 }
@@ -114,18 +101,6 @@ async function update() {
   document.body.dataset.ready = "yes";
 }
 
-let updating = false;
-async function tick() {
-  if (updating) return;
-  updating = true;
-  try { await update(); }
-  catch (error) {
-    $("status").textContent = `no answer from guardbit live: ${error.message}; this is the last state`;
-    $("status").className = "lost";
-  } finally { updating = false; }
-}
-
-$("axis").addEventListener("change", (event) => { view.axis = event.target.value; forget($("overlays")); drawOverlays(); });
 $("log").addEventListener("change", (event) => { view.log = event.target.checked; drawOverlays(); });
 $("smoothing").addEventListener("input", (event) => {
   view.smoothing = Number(event.target.value);
@@ -136,4 +111,4 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawOverla
 const linked = /^#runs=([\d,]+)$/.exec(location.hash);
 if (linked) view.chosen = linked[1].split(",").map(Number).slice(0, MOST);
 tick();
-setInterval(() => { if (!document.hidden) tick(); }, ASK_EVERY);
+setInterval(tick, ASK_EVERY);

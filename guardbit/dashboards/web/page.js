@@ -2,14 +2,8 @@
 // The live page: asks the server every second what is new, and draws it (`charts.js`).
 
 const ENDS = { finished: "the run has finished", interrupted: "the run was interrupted", crashed: "the run has crashed" };
-const ASK_EVERY = 1000, SILENT_AFTER = 120;
+const ASK_EVERY = 1000;
 const view = { state: null, version: -1, step: null, head: null, indicator: null, log: true };
-
-async function ask(question) {
-  const answer = await fetch(question, { cache: "no-store" });
-  if (!answer.ok) throw new Error(await answer.text());
-  return answer.json();
-}
 
 function select(head) {
   view.head = head;
@@ -75,10 +69,6 @@ function drawEvents(events, num_events, lines) {
   if (!events.length) list.append(element("li", "none so far"));
 }
 
-function ago(seconds) {
-  return seconds < 90 ? `${Math.round(seconds)} s ago` : seconds < 5400 ? `${Math.round(seconds / 60)} min ago` : `${Math.round(seconds / 3600)} h ago`;
-}
-
 function drawStatus(status) {
   const chip = $("status"), silent = status.seconds_silent ?? 0;
   let text, kind;
@@ -137,20 +127,6 @@ async function update() {
   await drawRun();
   await drawHead();
   document.body.dataset.version = state.version;
-}
-
-let updating = false;
-async function tick() {
-  if (updating || document.hidden && view.state) return;
-  updating = true;
-  try {
-    await update();
-  } catch (error) {
-    $("status").textContent = `no answer from guardbit live: ${error.message}; this is the last state`;
-    $("status").className = "lost";
-  } finally {
-    updating = false;
-  }
 }
 
 listenToMap();

@@ -18,12 +18,11 @@ from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.lines import NAMED, apart
 from guardbit.dashboards.marks import MARKS
+from tests.dashboards.made import EVENTS, SAMPLES, journal, of_heads, samples
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
-SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
-EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
 NO_EVENTS = pd.DataFrame(columns=EVENTS)
 HIGHLIGHTS = [colour for colour, _ in palette.HIGHLIGHTS]
 charts = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
@@ -56,13 +55,11 @@ def highlighted(axes):
 
 
 def one_head(values, indicator="max_logit"):
-    rows = [(step, "h.0", 0, 0, indicator, value) for step, value in enumerate(values)]
-    return pd.DataFrame(rows, columns=SAMPLES)
+    return of_heads(values, indicator=indicator)
 
 
-def one_run(values, indicator="loss"):
-    rows = [(step, "", -1, -1, indicator, value) for step, value in enumerate(values)]
-    return pd.DataFrame(rows, columns=SAMPLES)
+def one_run(values):
+    return samples((step, "", -1, -1, "loss", value) for step, value in enumerate(values))
 
 
 def running_median(values, window=25):
@@ -89,8 +86,8 @@ def test_what_comes_after_the_departure_sets_no_scale(run, name):
     of_heads = late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
     frame.loc[of_heads & (frame["layer"] == 2), "value"] *= 1e6
     frame.loc[late & (frame["indicator"] == "loss"), "value"] = 9.0
-    left = (4600, "alarm", "", (), "It left.", "loss_departure", "", "loss")
-    events = pd.concat([run.events, pd.DataFrame([left], columns=[*EVENTS, "judges"])])
+    left = journal((4600, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
+    events = pd.concat([run.events, left])
     axes = next(chart for chart in CHARTS if chart.name == name).draw(frame, events).axes[-1]
     recorded = run.frame[~late & (run.frame["layer"] == 2)]
     is_norm = name == "w_q_spectral_norm_heads"
@@ -319,15 +316,12 @@ def test_events_are_marked_the_same_way_everywhere(drawn, chart):
 def test_many_alarms_keep_their_markers_but_one_line(run):
     # Each head's first alarm; the later ones say nothing new.
     steps = list(range(1000, 3000, 100))
-    many = pd.DataFrame(
-        [
-            (step, "alarm", f"h.{head}.attn", (7,), "", "", "")
-            for head, first in enumerate(steps)
-            for step in range(first, 5000, 10)
-        ],
-        columns=EVENTS,
-    )
-    axes = figures.max_logit(run.frame, many).axes[0]
+    many = [
+        (step, "alarm", f"h.{head}.attn", (7,))
+        for head, first in enumerate(steps)
+        for step in range(first, 5000, 10)
+    ]
+    axes = figures.max_logit(run.frame, journal(*many)).axes[0]
     lines = [line for line in axes.get_lines() if line.get_gid() == "alarm"]
     markers = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
     assert [line.get_xdata()[0] for line in lines] == [1000]
@@ -335,8 +329,8 @@ def test_many_alarms_keep_their_markers_but_one_line(run):
 
 
 def test_the_markers_of_a_run_that_fails_everywhere_do_not_touch(run):
-    alarms = [(10 * n, "alarm", f"h.{n}.attn", (0,), "", "", "") for n in range(400)]
-    axes = figures.max_logit(run.frame, pd.DataFrame(alarms, columns=EVENTS)).axes[0]
+    alarms = [(10 * n, "alarm", f"h.{n}.attn", (0,)) for n in range(400)]
+    axes = figures.max_logit(run.frame, journal(*alarms)).axes[0]
     (markers,) = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
     steps = np.asarray(markers.get_xdata())
     places = axes.transData.transform(np.column_stack([steps, np.ones(len(steps))]))[:, 0]

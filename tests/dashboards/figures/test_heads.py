@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from guardbit.dashboards import figures
 from guardbit.dashboards.figures.lines import NAMED
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
-
-COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
+from tests.dashboards.made import of_heads
 
 
 def lines_of(axes):
@@ -34,26 +32,15 @@ def test_entropy_of_every_head_and_the_lowest_stand_out(run):
 
 def test_a_warm_up_peak_does_not_stand_out():
     steps = np.arange(40)
-    rows = [
-        (step, "h.0", 0, head, "max_logit", value)
-        for head, values in enumerate(
-            [np.where(steps < 5, 1000.0, 1.0), 2.0 + 0 * steps, 1.0 + steps, 3.0 + 0 * steps]
-        )
-        for step, value in zip(steps, values, strict=True)
-    ]
-    (axes,) = figures.max_logit(pd.DataFrame(rows, columns=COLUMNS)).axes
+    warming, steady = np.where(steps < 5, 1000.0, 1.0), np.ones(40)
+    (axes,) = figures.max_logit(of_heads(warming, 2 * steady, 1.0 + steps, 3 * steady)).axes
     named = [line.get_label() for line in axes.get_lines() if line.get_gid() == NAMED]
     assert named == ["layer 0 · head 2"]
 
 
 def test_a_peak_that_is_no_head_of_the_story_stands_out_in_ink():
-    steps = np.arange(40)
-    rows = [
-        (step, "h.0", 0, head, "max_logit", value)
-        for head, values in enumerate([1.0 + steps, *np.full((3, 40), [[1.0], [9.0], [50.0]])])
-        for step, value in zip(steps, values, strict=True)
-    ]
-    (axes,) = figures.max_logit(pd.DataFrame(rows, columns=COLUMNS)).axes
+    steady = np.full((3, 40), [[1.0], [9.0], [50.0]])
+    (axes,) = figures.max_logit(of_heads(1.0 + np.arange(40), *steady)).axes
     named = {line.get_label(): line for line in axes.get_lines() if line.get_gid() == NAMED}
     assert list(named) == ["layer 0 · head 0", "layer 0 · head 3"]
     assert named["layer 0 · head 0"].get_color() == HIGHLIGHTS[0][0]
@@ -70,12 +57,8 @@ def band_of(axes):
 def test_the_band_is_that_of_errors_that_cancel():
     generator = np.random.default_rng(0)
     cancelling, drifting = generator.normal(0, 1, 100), generator.normal(0.8, 1, 100)
-    rows = [
-        (step, "h.0", 0, head, "delta_bias_cumulative", value)
-        for head, errors in enumerate([cancelling, drifting])
-        for step, value in enumerate(np.cumsum(errors))
-    ]
-    (axes,) = figures.delta_bias(pd.DataFrame(rows, columns=COLUMNS)).axes
+    sums = np.cumsum([cancelling, drifting], axis=1)
+    (axes,) = figures.delta_bias(of_heads(*sums, indicator="delta_bias_cumulative")).axes
     steps, width = band_of(axes)
     np.testing.assert_array_equal(steps, np.arange(100))
     # The drifting head's own: 1.96 times the root of the sum of its squared errors.
@@ -89,11 +72,8 @@ def test_sums_of_cancelling_errors_stay_in_their_band_as_often_as_it_says():
     inside = []
     for _ in range(60):
         errors = generator.normal(0, 1, 50) * generator.uniform(0.1, 3, 50)
-        rows = [
-            (step, "h.0", 0, 0, "delta_bias_cumulative", value)
-            for step, value in enumerate(np.cumsum(errors))
-        ]
-        (axes,) = figures.delta_bias(pd.DataFrame(rows, columns=COLUMNS)).axes
+        sums = of_heads(np.cumsum(errors), indicator="delta_bias_cumulative")
+        (axes,) = figures.delta_bias(sums).axes
         _, width = band_of(axes)
         inside.append(abs(errors.sum()) <= width[-1])
     # 95 % of 60, less three standard deviations of a binomial.

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.colors import LogNorm, to_rgb
 
 from guardbit.dashboards import ranking
 from guardbit.dashboards.figures import model_map
 from guardbit.dashboards.palette import HEAT_STOPS, INK
+from tests.dashboards.made import samples
 
 
 def cells_of(figure):
@@ -72,30 +72,19 @@ def test_unmeasured_heads_stay_blank(run):
 
 
 def test_one_value_a_layer_claims_no_head():
-    rows = [
-        (step, f"h.{layer}", layer, 0, "max_logit", 1.0) for step in range(9) for layer in range(3)
-    ]
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
-    axes = model_map(frame).axes[0]
+    rows = [(step, f"h.{at}", at, 0, "max_logit", 1.0) for step in range(9) for at in range(3)]
+    axes = model_map(samples(rows)).axes[0]
     assert axes.get_xlabel() == "one value a layer" and len(axes.get_xticks()) == 0
 
 
 def test_eighty_layers_of_sixty_four_heads_stay_legible():
-    layer, head = (index.ravel() for index in np.indices((80, 64)))
-    frames_ = [
-        pd.DataFrame(
-            {
-                "step": step,
-                "site": "m",
-                "layer": layer,
-                "head": head,
-                "indicator": "max_logit",
-                "value": np.where((layer == 33) & (head == 17) & (step > 5), 50.0, 1.0),
-            }
-        )
+    rows = [
+        (step, "m", layer, head, "max_logit", 50.0 if (layer, head) == (33, 17) and step > 5 else 1)
         for step in range(8)
+        for layer in range(80)
+        for head in range(64)
     ]
-    figure = model_map(pd.concat(frames_))
+    figure = model_map(samples(rows))
     axes = figure.axes[0]
     assert np.unravel_index(cells_of(figure).argmax(), (80, 64)) == (33, 17)
     box = axes.get_window_extent()

@@ -62,19 +62,6 @@ def test_long_names_stay_apart_and_on_the_canvas(run, count):
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
 
 
-def test_of_long_names_what_tells_them_apart_is_shown(run):
-    names = [
-        f"{arm}-lr1.5e-03-seed{seed}" for arm in ("stock-cudnn", "stock-flash") for seed in (0, 1)
-    ]
-    figure = runs_over_steps(dict.fromkeys(names, run.frame), "loss", "Loss", "loss")
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
-        "cudnn-seed0",
-        "cudnn-seed1",
-        "flash-seed0",
-        "flash-seed1",
-    ]
-
-
 def test_a_run_that_ends_early_has_no_line_beyond_its_end(run):
     early = run.frame[run.frame["step"] < 2000]
     (axes,) = runs_over_steps({"a": run.frame, "b": early}, "max_logit", "Title", "logit").axes

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 
 from guardbit.dashboards.figures import before_and_after
 from guardbit.dashboards.figures.style import MARK_HEIGHTS
 from guardbit.dashboards.palette import HIGHLIGHTS
-
-EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+from tests.dashboards.made import journal
 
 
 def test_the_switched_heads_around_the_switch(run):
@@ -61,8 +59,8 @@ def test_without_a_switch_there_is_nothing_to_draw(run):
 
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
-    switch = [(4950, "switch", "h.2.attn", (7,), "", "", "compensated")]
-    figure = before_and_after(run.frame, pd.DataFrame(switch, columns=EVENTS))
+    switch = (4950, "switch", "h.2.attn", (7,), "", "", "compensated")
+    figure = before_and_after(run.frame, journal(switch))
     sides = {line.get_gid() for line in figure.axes[0].collections}
     assert sides == {"before"}
 
@@ -70,7 +68,7 @@ def test_a_switch_at_the_last_sample_has_no_after(run):
 def test_only_the_heads_of_the_first_switch_are_drawn(run):
     later = (4000, "switch", "h.2.attn", (7,), "", "", "compensated")
     first = (3100, "switch", "h.2.attn", (3,), "", "", "compensated")
-    (axes, *_) = before_and_after(run.frame, pd.DataFrame([first, later], columns=EVENTS)).axes
+    (axes, *_) = before_and_after(run.frame, journal(first, later)).axes
     colours = {colour for colour, _ in HIGHLIGHTS}
     drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
     assert drawn == ["layer 2 · head 3"]
@@ -89,7 +87,7 @@ def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
         grown = (values["site"] == "h.2.attn") & (values["head"] == head)
         grown &= (values["indicator"] == "max_logit") & values["step"].between(2500, 3100)
         values.loc[grown, "value"] *= factor
-    (axes, *_) = before_and_after(values, pd.DataFrame(events, columns=EVENTS)).axes
+    (axes, *_) = before_and_after(values, journal(*events)).axes
     colours = {colour for colour, _ in HIGHLIGHTS}
     drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
     assert drawn == [f"layer 2 · head {head}" for head in (7, 9, 4)]
@@ -102,5 +100,5 @@ def test_heads_without_samples_do_no_harm(run):
         (3050, "alarm", "h.2.attn", (7,), "", "norm_growth", ""),
         (3100, "switch", "h.2.attn", tuple(range(12)), "", "", "compensated"),
     ]
-    (axes, *_) = before_and_after(frame, pd.DataFrame(events, columns=EVENTS)).axes
+    (axes, *_) = before_and_after(frame, journal(*events)).axes
     assert any("last sample" in text.get_text() for text in axes.texts)

@@ -5,34 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
 from guardbit.records import Event, Sample
+from tests.dashboards.made import colour, wait
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-pytestmark = pytest.mark.skipif(
-    not Path(CHROMIUM).exists(), reason="chromium is not installed (apt-get install chromium)"
-)
 #: Milliseconds; a loaded machine with two cores is slow, and nothing here waits this long.
 PATIENCE = 20_000
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        launched.close()
 
 
 def open_page(browser, **options):
@@ -69,28 +53,6 @@ def page(browser):
 
 def text(page, selector):
     return page.locator(selector).inner_text()
-
-
-def wait(page, expression):
-    """Until the expression holds; asked from outside, as the page allows no `eval`."""
-    deadline = time.monotonic() + PATIENCE / 1000
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, f"still not: {expression}"
-        page.wait_for_timeout(50)
-
-
-def pixel(page, layer, head, layers, heads):
-    """Colour in the middle of a cell of the map, found from the page's own measure of a cell."""
-    return page.evaluate(
-        """([layer, head]) => {
-          const { left, cell, layers } = geometry(), canvas = document.getElementById("map");
-          const dots = window.devicePixelRatio || 1;
-          const x = left + (head + 0.25) * cell.width;
-          const y = 1 + (layers - 1 - layer + 0.25) * cell.height;
-          return Array.from(canvas.getContext("2d").getImageData(x * dots, y * dots, 1, 1).data);
-        }""",
-        [layer, head],
-    )[:3]
 
 
 def click_cell(page, layer, head):
@@ -144,7 +106,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             assert text(page, "h1") == "Running, healthy: no alarm up to step 290"
             assert page.get_attribute("#map", "data-cells") == "12"
             assert page.locator("#run-charts .uplot").count() == 3
-            healthy = pixel(page, 1, 2, 3, 4)
+            healthy = colour(page, 1, 2)
             assert min(healthy) > 220  # light
 
             writer.record(range(300, 400, 10))
@@ -152,15 +114,18 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             wait(page, "view.state.events.length === 2 && view.state.last_step === 390")
             wait(page, "document.body.dataset.version == view.version")
         wait(page, "document.querySelector('#status').className === 'finished'")
-        wait(page, "document.querySelector('h1').textContent.startsWith('Saved')")
-        said = "Saved: 1 of 12 heads alarmed at step 300, corrected, loss unharmed"
+        wait(page, "document.querySelector('h1').textContent.startsWith('Switched')")
+        said = (
+            "Switched: 1 of 12 heads alarmed at step 300, all of them switched; logits and W_Q have"
+            " not fallen yet"
+        )
         assert text(page, "h1") == said
-        assert page.get_attribute("h1", "class") == "outcome saved"
+        assert page.get_attribute("h1", "class") == "outcome switched"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
         assert text(page, "#lede").count("left</b> its trend") == 1
         # What the data says stays text.
         assert "<b>left</b> its trend" in text(page, "#events")
-        assert max(pixel(page, 1, 2, 3, 4)) < 60 and min(pixel(page, 0, 0, 3, 4)) > 220
+        assert max(colour(page, 1, 2)) < 60 and min(colour(page, 0, 0)) > 220
         assert "layer 1 · head 2" in text(page, "#worst tbody tr:first-child")
         assert page.get_attribute("#worst tbody tr:first-child", "class") == "alarmed"
 
@@ -186,7 +151,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             slider.dispatchEvent(new Event('input')); }"""
         )
         wait(page, "view.state.map.step === 200")
-        assert min(pixel(page, 1, 2, 3, 4)) > 220
+        assert min(colour(page, 1, 2)) > 220
         # Nor do the heads to watch.
         assert page.locator("#worst .alarmed").count() == 0
         assert "200" not in text(page, "#worst tbody")
@@ -199,7 +164,8 @@ def test_zoom_pan_and_scale(page, serve, recorder, tmp_path):
             page.goto(server.address)
             page.wait_for_selector("#run-charts .uplot")
             wait(page, "document.body.dataset.version == view.version")
-            scale = "document.querySelector('#run-charts').charts[0].plot.scales"
+            place = "document.querySelector('#run-charts')"
+            scale = f"{place}.charts[0].plot.scales"
             whole = page.evaluate(f"[{scale}.x.min, {scale}.x.max]")
             assert whole == [0, 390]
             box = page.locator("#run-charts .u-over").first.bounding_box()
@@ -210,6 +176,9 @@ def test_zoom_pan_and_scale(page, serve, recorder, tmp_path):
             page.mouse.up()
             zoomed = page.evaluate(f"[{scale}.x.min, {scale}.x.max]")
             assert zoomed == pytest.approx([97, 293], abs=8)
+            # The other charts follow.
+            of_others = f"{place}.charts.map(({{ plot }}) => plot.scales.x.min)"
+            assert page.evaluate(of_others) == pytest.approx([zoomed[0]] * 3)
             # New data leaves the zoom alone.
             writer.record(range(400, 500, 10))
             wait(page, "view.state.last_step === 490")
@@ -296,7 +265,7 @@ def test_eighty_layers_of_sixty_four_heads(page, serve, recorder, tmp_path):
         assert page.get_attribute("#map", "data-cells") == str(80 * 64)
         box = page.locator("#map").bounding_box()
         assert box["width"] <= 1280 and box["height"] <= 900
-        assert max(pixel(page, 33, 17, 80, 64)) < 60
+        assert max(colour(page, 33, 17)) < 60
         click_cell(page, 33, 17)
         page.wait_for_selector("#detail .uplot")
         assert "layer 33 · head 17" in text(page, "#detail-title")
@@ -366,8 +335,6 @@ def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
 ):
     with recorder(tmp_path / "one") as writer:
         writer.record(range(0, 400, 10))
-        for step in range(0, 400, 10):
-            writer.tick(step, 1000.0 + 2 * step)
     ill = recorder(tmp_path / "two", ill_from=200)
     ill.record(range(0, 300, 10))
     ill.alarm(220)
@@ -384,7 +351,8 @@ def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
         assert "step 220: h.1.attn, head 2" in text(page, "#runs")
         assert page.locator("#over").is_hidden()
         for name in ("one", "two"):
-            page.get_by_label(f"draw {name}").check()
+            # The list is drawn anew all the time: what was found may be gone when it is clicked.
+            page.evaluate(f"""document.querySelector('[aria-label="draw {name}"]').click()""")
             wait(page, f"view.drawn?.runs.some((run) => run.name === '{name}' && run.steps.length)")
         wait(page, "document.querySelectorAll('#overlays .uplot').length === 3")
         charts = "document.querySelector('#overlays').charts"
@@ -394,11 +362,6 @@ def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
             f"{charts}[2].plot.data.slice(1).map((line) => line.filter((x) => x != null).at(-1))"
         )
         assert lasts == pytest.approx([1, 200], rel=0.02)
-        # Over time: only of the first one the times are known.
-        page.select_option("#axis", "seconds")
-        wait(page, f"{charts}[0].plot.data[0].at(-1) === 780")
-        assert "no times were recorded of two" in text(page, "#axis-note")
-        page.select_option("#axis", "steps")
         loss = page.evaluate(f"{charts}[0].plot.data[1]")
         page.evaluate(
             "() => { const at = document.querySelector('#smoothing');"
@@ -411,28 +374,9 @@ def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 22, 26)")
-        page.get_by_role("link", name="two").click()
+        page.evaluate("[...document.links].find((link) => link.textContent === 'two').click()")
         page.wait_for_selector("#run-charts .uplot")
         wait(page, "document.querySelector('h1').textContent.startsWith('Running')")
         assert text(page, "#title") == "two"
     page.close()
     assert problems == []
-
-
-def test_levels_of_rules_are_drawn_where_they_are_in_view(page, serve, recorder, tmp_path):
-    levels = {"common": {"max_logit": 50.0}, "far": {"max_logit": 1e9}, "left": {"loss": 0.1}}
-    with recorder(tmp_path, ill_from=100, metadata={"settings": {"levels": levels}}) as writer:
-        writer.record(range(0, 300, 10))
-    with serve(tmp_path) as server:
-        page.goto(server.address)
-        wait(page, "document.querySelector('#run-charts')?.charts?.length === 3")
-        wait(page, "document.body.dataset.version == view.version")
-        charts = "document.querySelector('#run-charts').charts"
-        # A chart may have been drawn before the last samples came, and is then drawn anew.
-        wait(page, f"{charts}.every(({{ plot }}) => plot.data[0].at(-1) === 290)")
-        wait(page, f"{charts}[2].plot.drawnLevels?.length && {charts}[0].plot.drawnLevels?.length")
-        drawn = page.evaluate(f"{charts}.map(({{ plot }}) => plot.drawnLevels)")
-        assert drawn[2] == [{"rule": "common", "value": 50}]
-        # Losses fall evenly, so the best median is that of the last eight, 2.71 to 2.78.
-        ((left, value),) = [(one["rule"], one["value"]) for one in drawn[0]]
-        assert left == "left" and value == pytest.approx(2.745 + 0.1)

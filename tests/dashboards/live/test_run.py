@@ -16,6 +16,12 @@ from guardbit.records import Event, Sample
 from guardbit.store import RunFollower, RunWriter
 
 
+def state_of(watcher):
+    """The picture after a look."""
+    watcher.look()
+    return watcher.state(-1, None)
+
+
 def measured(values):
     return [value for value in values if value is not None]
 
@@ -23,17 +29,14 @@ def measured(values):
 def test_before_the_run_has_written_anything(tmp_path):
     for folder in (tmp_path / "not yet" / "there", tmp_path):
         watcher = LiveRun(folder)
-        watcher.look()
-        state = watcher.state(-1, None)
+        state = state_of(watcher)
         assert (state["layers"], state["last_step"], state["worst"]) == (0, -1, [])
         assert state["status"]["samples"] is False and state["status"]["problem"] == ""
         json.dumps(state, allow_nan=False)
 
 
 def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
-    watcher = LiveRun(tmp_path)
-    watcher.look()
-    catalog = watcher.state(-1, None)["catalog"]
+    catalog = state_of(LiveRun(tmp_path))["catalog"]
     assert tuple(catalog) == INDICATORS
     assert catalog["max_logit"] == {"label": "max logit", "is_signed": False}
     assert catalog["attention_entropy"]["label"] == "attention entropy (nats)"
@@ -62,10 +65,9 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
             assert watcher.state(-1, None)["last_step"] == 10 * round_ + 9
         # A merge is read once more; reading all at every look would be 210 rounds' worth.
         assert sum(read) < 3 * 20 * read[0]
-        version = watcher.state(-1, None)["version"]
-        watcher.look()
-        assert watcher.state(-1, None)["version"] == version
-        worst = watcher.state(-1, None)["worst"][0]
+        state = watcher.state(-1, None)
+        assert state_of(watcher)["version"] == state["version"]
+        worst = state["worst"][0]
         assert (worst["layer"], worst["head"], worst["indicator"]) == (1, 2, "max_logit")
         # 200 times the others, whose noise is 1 %.
         assert worst["excess"] == pytest.approx(200, rel=0.1)
@@ -78,12 +80,10 @@ def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
     watcher = LiveRun(tmp_path)
     with recorder(tmp_path, ill_from=50) as writer:
         writer.record(range(0, 100, 10))
-    watcher.look()
-    assert watcher.state(-1, None)["last_step"] == 90
+    assert state_of(watcher)["last_step"] == 90
     with recorder(tmp_path, start_step=40) as writer:
         writer.record(range(41, 71, 10))
-        watcher.look()
-    state = watcher.state(-1, None)
+        state = state_of(watcher)
     assert state["last_step"] == 61
     assert max(measured(watcher.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
 
@@ -208,13 +208,11 @@ def test_a_run_that_is_killed_leaves_what_it_wrote(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if int(line) >= 20:
-                watcher.look()
-                before = watcher.state(-1, None)["last_step"]
+                before = state_of(watcher)["last_step"]
                 process.send_signal(signal.SIGKILL)
                 break
         written = [int(line) for line in process.stdout.read().split()]
-    watcher.look()
-    state = watcher.state(-1, None)
+    state = state_of(watcher)
     assert before <= state["last_step"] and max([20, *written]) <= state["last_step"]
     assert state["status"]["problem"] == ""
     assert watcher.head(0, 1)["indicators"]["max_logit"]["high"][0] == 2
@@ -224,8 +222,7 @@ def test_the_first_step_of_a_run_with_more_samples_than_buckets_has_a_map(record
     watcher = LiveRun(tmp_path)
     with recorder(tmp_path, layers=1, heads=2) as writer:
         writer.record(range(400))
-        watcher.look()
-        first = watcher.state(-1, None)["steps"][0]
+        first = state_of(watcher)["steps"][0]
         writer.record([400])
         watcher.look()
     shown = watcher.state(-1, first)["map"]
@@ -255,8 +252,7 @@ def test_first_alarms_switches_and_departures_are_told_however_many_events_follo
     lines = [json.dumps(dataclasses.asdict(event)) + "\n" for event in told + later]
     (tmp_path / name).write_text("".join(lines))
     watcher = LiveRun(tmp_path)
-    watcher.look()
-    state = watcher.state(-1, None)
+    state = state_of(watcher)
     marks = [(mark["step"], mark["kind"]) for mark in state["marks"]]
     assert marks == [(10, "alarm"), (20, "alarm"), (30, "switch"), (40, "undo")]
     events = [(event["step"], event["site"]) for event in state["events"]]

@@ -73,7 +73,6 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
     # Pages get four digits.
     assert one["lines"]["max_logit"] == pytest.approx(largest, rel=5e-4)
     assert one["lines"]["w_q_spectral_norm"] == pytest.approx(np.sqrt(largest), rel=5e-4)
-    assert one["seconds"] is None
     (row,) = [row for row in runs.rows()["runs"] if row["name"] == "on"]
     assert (row["headline"], row["outcome"]) == (
         "Running, healthy: no alarm up to step 40",
@@ -83,32 +82,6 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
         runs.overlay([0, 1, 2, 3, 4])
     with pytest.raises(LookupError, match="no run 9"):
         runs.overlay([9])
-
-
-def test_the_runs_that_were_opened_first_are_forgotten(folder, monkeypatch):
-    monkeypatch.setattr("guardbit.dashboards.live.runs.MOST_READ", 2)
-    runs = LiveRuns(folder)
-    runs.look()
-    for number in (0, 1, 2, 0):
-        runs.opened(number)
-        runs.look()
-    runs.look()
-    read = {row["id"] for row in runs.rows()["runs"] if "headline" in row}
-    assert read == {0, 2}
-    assert all(row["last_step"] >= 40 for row in runs.rows()["runs"])
-
-
-def test_times_come_from_the_clock_and_are_not_made_up(tmp_path, recorder):
-    with recorder(tmp_path / "a") as writer:
-        writer.record(range(0, 60, 10))
-        for step, seconds in ((10, 1000.0), (20, 1010.0), (40, 1070.0)):
-            writer.tick(step, seconds)
-    runs = LiveRuns(tmp_path)
-    runs.look()
-    runs.opened(0)
-    runs.look()
-    (one,) = runs.overlay([0])["runs"]
-    assert one["seconds"] == [None, 0.0, 10.0, 40.0, 70.0, None]
 
 
 def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):

@@ -9,18 +9,12 @@ from PIL import Image
 
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import FORMATS, write_reports
+from tests.dashboards.made import SAMPLES, of_heads
 from tests.dashboards.report.writing import write_report
 
-SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 
-
-def short(site="h.0.attn"):
-    rows = [
-        (step, site, 0, head, "delta_bias", 1.0 + step * head)
-        for step in range(0, 100, 10)
-        for head in range(2)
-    ]
-    return pd.DataFrame(rows, columns=SAMPLES)
+def short():
+    return of_heads(np.ones(10), 1.0 + np.arange(0, 100, 10), indicator="delta_bias")
 
 
 def few(run):
@@ -125,12 +119,3 @@ def test_a_run_without_samples_is_compared_too(tmp_path):
     runs = [Run("full", short()), Run("empty", pd.DataFrame(columns=SAMPLES))]
     text = write_reports(runs, tmp_path / "r.html").read_text()
     assert "no samples" in text and "2 runs: 2 unclear" in text
-
-
-def test_long_names_lose_in_the_text_what_they_have_in_common(run, tmp_path):
-    names = [f"{name}-gpt2-small-with-a-long-name-lr1.5e-03-seed4" for name in ("one", "two")]
-    runs = [Run(name, few(run), run.events) for name in names]
-    text = write_reports(runs, tmp_path / "r.html").read_text(encoding="utf-8")
-    assert ">2 runs: 2 alarmed</h1>" in text
-    assert "<th></th><th>one</th><th>two</th>" in text
-    assert [text.count(name) for name in names] == [2, 2], "in the title, and where runs are named"

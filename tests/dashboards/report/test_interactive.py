@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import time
-from pathlib import Path
-
-import pandas as pd
 import pytest
 
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import contents, write_reports
+from tests.dashboards.made import colour, journal, wait
 from tests.dashboards.report.writing import write_report
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-pytestmark = pytest.mark.skipif(
-    not Path(CHROMIUM).exists(), reason="chromium is not installed (apt-get install chromium)"
-)
-EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        launched.close()
 
 
 @pytest.fixture
@@ -57,13 +37,6 @@ def visit(browser):
     assert problems == []
 
 
-def wait(page, expression):
-    deadline = time.monotonic() + 20
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, f"still not: {expression}"
-        page.wait_for_timeout(50)
-
-
 @pytest.fixture(scope="module")
 def without_figures():
     """The pictures beside the page take most of the time, and other tests look at them."""
@@ -77,20 +50,6 @@ def without_figures():
 def report(run, without_figures, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     return write_report(run.frame, run.events, {"a": 1}, path, title="a run")
-
-
-def colour(page, layer, head):
-    """Of the middle of a cell of the map, as numbers."""
-    return page.evaluate(
-        """([layer, head]) => {
-          const { left, cell, layers } = geometry(), dots = window.devicePixelRatio || 1;
-          const x = left + (head + 0.25) * cell.width;
-          const y = 1 + (layers - 1 - layer + 0.25) * cell.height;
-          const pen = document.getElementById("map").getContext("2d");
-          return Array.from(pen.getImageData(x * dots, y * dots, 1, 1).data).slice(0, 3);
-        }""",
-        [layer, head],
-    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -139,28 +98,12 @@ def test_the_player_the_cells_and_the_links(visit, report):
     assert abs(other.evaluate("view.state.map.step") - 4000) <= 130
 
 
-def test_zoom_is_linked(visit, report):
-    page = visit(report)
-    wait(page, "document.querySelectorAll('#story-charts .uplot').length === 3")
-    scales = "$('story-charts').charts.map(({ plot }) => [plot.scales.x.min, plot.scales.x.max])"
-    box = page.locator("#story-charts .u-over").first.bounding_box()
-    y = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + box["width"] * 0.25, y)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=4)
-    page.mouse.up()
-    zoomed = page.evaluate(scales)
-    assert zoomed[0][0] > 1000 and zoomed[0][1] < 4000
-    assert all(scale == pytest.approx(zoomed[0]) for scale in zoomed)
-
-
 def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_path):
     alarms = [
-        (3000 + n, "alarm", f"h.{n % 12}.attn", (n % 5,), f"It grew {n}.", "norm_growth", "")
+        (3000 + n, "alarm", f"h.{n % 12}.attn", (n % 5,), f"It grew {n}.", "norm_growth")
         for n in range(300)
     ]
-    events = pd.DataFrame(alarms, columns=EVENTS)
-    page = visit(write_report(run.frame, events, {}, tmp_path / "report.html"))
+    page = visit(write_report(run.frame, journal(*alarms), {}, tmp_path / "report.html"))
     rows = page.locator(".alarms > details")
     assert rows.count() == 11  # ten, and one that folds the others
     assert page.locator(".alarms > details > summary").first.inner_text().split("\n") == [

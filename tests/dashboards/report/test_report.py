@@ -16,10 +16,9 @@ from PIL import Image
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.report.words import LABELS
+from tests.dashboards.made import SAMPLES, journal, samples
 from tests.dashboards.report.writing import write_report
 
-SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
-EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 ATTACK = "</style><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & $title"
 
@@ -95,19 +94,13 @@ def small_run(site="h.0.attn", heads=2):
         for head in range(heads)
     ]
     rows += [(step, "", -1, -1, "loss", 3.0 - step / 100) for step in steps]
-    return pd.DataFrame(rows, columns=SAMPLES)
+    return samples(rows)
 
 
 def run_without_figures():
     """No chart draws a step's delta bias, so that pages about something else are quick to write."""
-    samples = small_run()
-    return samples[samples["indicator"] != "loss"].assign(indicator="delta_bias")
-
-
-def journal(*events):
-    """Events as tuples in the order of `EVENTS`; only a verdict's has the last field."""
-    rows = [dict(zip(EVENTS, event, strict=False)) for event in events]
-    return pd.DataFrame(rows, columns=EVENTS)
+    frame = small_run()
+    return frame[frame["indicator"] != "loss"].assign(indicator="delta_bias")
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +260,8 @@ def test_a_switch_of_the_whole_model_is_one_line_of_the_timeline(run, tmp_path):
         (2950, "refusal", "h.3.attn", heads, "not switched: a mask", "", ""),
         *((4000, "switch", f"h.{n}.attn", (), "calm", "", "none") for n in (0, 1)),
     ]
-    samples = run.frame[run.frame["indicator"] == "max_logit"].assign(indicator="delta_bias")
-    page = write(tmp_path, samples, journal(*events), METADATA)
+    frame = run.frame[run.frame["indicator"] == "max_logit"].assign(indicator="delta_bias")
+    page = write(tmp_path, frame, journal(*events), METADATA)
     assert page.of("b")[-4:] == [
         "Alarm: norm_growth · h.2.attn, heads 3, 5 to 7, 9",
         "Switched to compensated · 3 attention modules, 36 heads",
