@@ -13,8 +13,8 @@ It knows no framework: callbacks drive it, or a plain loop:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from numbers import Complex, Real
 from typing import Any, TypeVar
 
@@ -29,7 +29,6 @@ from guardbit.judgement import Evidence, Judgement, judge, nothing_to_correct, u
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
-from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings
@@ -47,8 +46,7 @@ from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
     Settings,
-    check_folder,
-    takes_settings,
+    passes_to,
     warn_of_settings,
 )
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
@@ -57,6 +55,9 @@ from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.records import Alarm, Event, RunEnd, Sample, event_of
 
 T = TypeVar("T")
+
+# Of a state. Raise it when states that were taken before no longer fit.
+_FORMAT = 4
 
 #: Heads of an attention module that advisories have audited at each sampled step, besides one in
 #: turn.
@@ -91,30 +92,6 @@ def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
     with suppress(Exception):
         return {"stabilizers": session._switching.switched()}
     return {}
-
-
-class StepBracket(Guarded):
-    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
-
-    def __init__(self, session: MonitorSession, step: int | None) -> None:
-        self.session, self._step = session, step
-
-    @guard.method(lambda bracket: bracket.session)
-    def __enter__(self) -> MonitorSession:
-        if self._step is not None:
-            self.session.begin_batch(self._step)
-        return self.session
-
-    # Abandoning does nothing once the step has ended.
-    @guard.method(_nothing, at_last=lambda bracket: bracket.session.abandon_step())
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.session.end_step()
-        else:
-            self.session.abandon_step()
-
-    def _contain(self, error: Exception, where: str) -> None:
-        self.session._contain(error, where)
 
 
 class MonitorSession(Guarded):
@@ -158,12 +135,11 @@ class MonitorSession(Guarded):
     _strict = False
 
     @guard.method(_nothing)
-    @takes_settings
+    @passes_to(Settings)
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self._strict, self._dirpath = settings.get("strict", False), settings.get("dirpath")
         with refusing():
             checked = Settings(**settings)
-            check_folder(checked.dirpath)
         try:
             self._set_up(model, checked)
         except BaseException:
@@ -212,15 +188,6 @@ class MonitorSession(Guarded):
         self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
         self._clipping = Clipping(self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
-        self._checkpoint = Checkpoint(
-            self._schedule,
-            self._measurement,
-            self.detectors,
-            self.policy,
-            self.dry_run,
-            self._switching,
-            self._findings,
-        )
         self._notices = Notices(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
         )  # fmt: skip
@@ -239,7 +206,7 @@ class MonitorSession(Guarded):
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(lambda session: StepBracket(session, None))
+    @guard.method(nullcontext)
     def step(self, step: int) -> AbstractContextManager[MonitorSession]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -250,7 +217,16 @@ class MonitorSession(Guarded):
             ValueError: If the step is no whole number from 0.
         """
         with refusing():
-            return StepBracket(self, checked_step(step))
+            return self._bracket(checked_step(step))
+
+    @contextmanager
+    def _bracket(self, step: int) -> Iterator[MonitorSession]:
+        self.begin_batch(step)
+        try:
+            yield self
+            self.end_step()
+        finally:
+            self.abandon_step()  # does nothing once the step has ended
 
     @guard.method(_nothing)
     def begin_batch(self, step: int) -> None:
@@ -522,7 +498,12 @@ class MonitorSession(Guarded):
 
         def decide() -> None:
             now = self._schedule.last_ended or 0
-            self.attempt("policy", lambda: self._decide(alarms, step, now))
+            self.attempt(
+                "policy",
+                lambda: self._switching.decide(
+                    alarms, step, now, self.detectors.restless(), self._findings.way_back
+                ),
+            )
             self.attempt("clip", lambda: self._clip(samples))
 
         self._presence.after_step(decide)
@@ -554,11 +535,6 @@ class MonitorSession(Guarded):
             self.record(event_of(alarm, self._switching.already(alarm)))
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
-
-    def _decide(self, alarms: list[Alarm], step: int, ended: int) -> None:
-        """Lets the policy decide, and switches."""
-        restless, way_back = self.detectors.restless(), self._findings.way_back
-        self._switching.decide(alarms, step, ended, restless, way_back)
 
     def _clip(self, samples: list[Sample]) -> None:
         """Clips the heads above the policy's bound, if it has come to that."""
@@ -763,13 +739,24 @@ class MonitorSession(Guarded):
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
-        state = self._stages.always(
-            "state",
-            lambda: self._checkpoint.state_dict(
-                switched, self.attempt("samples", self._measurement.state_dict)
-            ),
-        )
+        state = self._stages.always("state", lambda: self._state(switched))
         return {"stabilizers": switched} if state is None else state
+
+    def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
+        ended = self._schedule.last_ended
+        self._findings.state_is_taken(ended)
+        return {
+            "format": _FORMAT,
+            "last_step": ended,
+            "detectors": self.detectors.state_dict(),
+            "policy": None if self.policy is None else self.policy.state_dict(),
+            "dry_run": self.dry_run,
+            "stabilizers": switched,
+            "is_of_parts": bool(self._switching.asked_elsewhere),
+            "running": {name: list(names) for name, names in self._switching.running().items()},
+            "measurement": self.attempt("samples", self._measurement.state_dict),
+            **self._findings.state_dict(),
+        }
 
     @guard.method(_nothing)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -786,14 +773,43 @@ class MonitorSession(Guarded):
             return
         try:
             with refusing():
-                is_whole = self._checkpoint.load_state_dict(state)
+                self._load(state)
         except ValueError:
             raise
         except Exception as error:
             self._stages.fail("state", error)
-        else:
-            if is_whole:
-                self._unjudged = None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if "stabilizers" not in state:
+            raise ValueError(
+                "this is no state of GuardBit's: pass what `state_dict` of a session returned"
+            )
+        stabilizers = state["stabilizers"]
+        if state.get("format") != _FORMAT:
+            self._switching.load(stabilizers, state.get("is_of_parts", False))
+            self._findings.is_whole = False
+            names, more = ", ".join(stabilizers) or "none", ""
+            if self.policy is not None and stabilizers:
+                more = f"; alarms on those of {names} no longer widen what is switched"
+            log.warning(
+                "the state is incomplete or of another version of GuardBit: the heads it has"
+                " switched stay switched (%s), detectors and sums begin anew%s",
+                names,
+                more,
+            )
+            return
+        self.detectors.load_state_dict(state["detectors"])
+        # The decisions of a dry run were not carried out, so the policy starts afresh.
+        if self.policy and state["policy"] is not None and state["dry_run"] == self.dry_run:
+            self.policy.load_state_dict(state["policy"])
+        self._switching.load(stabilizers, state["is_of_parts"])
+        if stay := _described(stabilizers):
+            _warn(f"heads stay switched as the state says: {stay}")
+        self._schedule.last_ended = state["last_step"]
+        if state["measurement"] is not None:
+            self._measurement.load_state_dict(state["measurement"])
+        self._findings.load_state_dict(state)
+        self._unjudged = None
 
     def _is_due(self, step: int) -> bool:
         return self._schedule.is_due(step, self._wants_first_step())
@@ -888,3 +904,13 @@ def _is_number(value: object) -> bool:
     except Exception:  # whatever the object does
         return False
     return not isinstance(value, Complex) or isinstance(value, Real)
+
+
+def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:
+    """Names the heads of each module that are switched, and what to; "" if none is."""
+    return "; ".join(
+        f"{site} heads {[h for h, n in enumerate(names) if n == name]} to {name}"
+        for site, names in stabilizers.items()
+        for name in dict.fromkeys(names)
+        if name != "none"
+    )

@@ -322,8 +322,10 @@ def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
 
 
 def test_settings_are_refused_when_it_is_made():
-    with pytest.raises(ValueError, match="every_n_train_steps is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="every_n_train_steps is 0; it must be a whole number"):
         HuggingFaceMonitor(0)
+    with pytest.raises(TypeError, match=r"^HuggingFaceMonitor.* unexpected .*'row_count'"):
+        HuggingFaceMonitor(row_count=3)
 
 
 @pytest.mark.parametrize("name", ["setup", "on_exception"])

@@ -6,18 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from guardbit.catalog import Probe, of_probe
-from guardbit.monitor.measure.delta import DeltaProbe
-from guardbit.monitor.measure.finite import FiniteProbe
-from guardbit.monitor.measure.gradient_audit import GradientAudit
-from guardbit.monitor.measure.keys import KeyProbe
-from guardbit.monitor.measure.probes import CallProbe
-from guardbit.monitor.measure.repeats import RepeatProbe
-from guardbit.monitor.measure.rows import RowProbe
-
-#: The probes of attention calls, in the order in which they look at one.
-CALL_PROBES: tuple[type[CallProbe], ...] = (
-    RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
-)  # fmt: skip
+from guardbit.monitor.measure.probes import CALL_PROBES, CallProbe
 
 
 class Plan(NamedTuple):

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.monitor.measure.gradient_audit import gradient_error, heads_in_turn
-from guardbit.monitor.measure.probes import per_head
+from guardbit.monitor.measure.probes import gradient_error, heads_in_turn, per_head
 
 HEADS = st.integers(1, 4)
 SMALL = st.integers(1, 9)

@@ -9,7 +9,7 @@ from torch import nn
 from guardbit import MonitorSession
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
-from guardbit.monitor.measure import gradient_audit, rows, weights
+from guardbit.monitor.measure import probes, weights
 from guardbit.monitor.sites import Site
 from tests.toys import Attention
 
@@ -52,14 +52,14 @@ def calls(monkeypatch):
         counted(dispatch, name)
     for name in ("gram_matrices", "spectral_norms"):
         counted(weights, name)
-    counted(gradient_audit, "gradient_error")
-    for name, statistic in rows.STATISTICS.items():
+    counted(probes, "gradient_error")
+    for name, statistic in probes.STATISTICS.items():
 
         def reduced(*arguments, name=name, reduce=statistic.reduce):
             counts[name] = counts.get(name, 0) + 1
             return reduce(*arguments)
 
-        monkeypatch.setitem(rows.STATISTICS, name, statistic._replace(reduce=reduced))
+        monkeypatch.setitem(probes.STATISTICS, name, statistic._replace(reduce=reduced))
     for name in ("query_weights", "key_weights"):
         counted(Site, name)
     return counts

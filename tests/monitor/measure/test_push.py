@@ -5,9 +5,7 @@ import torch
 
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.measure.gradient_audit import gradient_error
-from guardbit.monitor.measure.keys import KeyProbe
-from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.probes import CallView, KeyProbe, gradient_error
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from tests.kernels.spec_cases import packed
 

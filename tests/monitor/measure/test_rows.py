@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.monitor.measure.probes import counted_rows
-from guardbit.monitor.measure.rows import shared_maxima
+from guardbit.monitor.measure.probes import counted_rows, shared_maxima
 
 HEADS = st.integers(1, 4)
 SMALL = st.integers(1, 9)

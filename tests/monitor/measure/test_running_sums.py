@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from guardbit.monitor.measure.delta import DeltaProbe
-from guardbit.monitor.measure.gradient_audit import GradientAudit
+from guardbit.monitor.measure.probes import DeltaProbe, GradientAudit
 from guardbit.monitor.measure.run import RunningSums
 from guardbit.records import Sample
 
