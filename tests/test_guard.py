@@ -16,7 +16,7 @@ from guardbit.guard import Guarded, is_door
 from guardbit.kernels import execution, flex, op
 from guardbit.monitor.interception import installation, tracing, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.session import MonitorSession
+from guardbit.monitor.session import MonitorSession, StepBracket
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
 #: own code, in which calls of GuardBit's are doors.
@@ -55,8 +55,8 @@ def test_every_method_that_training_calls_is_a_door(kind):
 
 
 def test_a_step_begins_and_ends_at_doors():
-    methods = (MonitorSession.step, MonitorSession.begin_batch, MonitorSession.end_step)
-    assert all(map(is_door, methods))
+    assert is_door(StepBracket.__enter__)
+    assert is_door(StepBracket.__exit__)
 
 
 @pytest.mark.parametrize("base", [pl.Callback, TrainerCallback])

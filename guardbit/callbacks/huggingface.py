@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_callback import CallbackHandler
 
 from guardbit import guard
 from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
@@ -89,22 +88,25 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
         end(self, "crashed")  # a session is still open where the run before did not end
+        trainers: list[Trainer] = []
+        self._reporters, others = [], []
         with suppress(Exception):  # of other code's frames
-            for other in list(_training):
-                other._end_if_interrupted(model)
+            trainers = [each for each in _callers() if isinstance(each, Trainer)]
+            others = list(_training)
+            kinds = tuple(INTEGRATION_TO_CALLBACK.values())
+            beside = trainers[0].callback_handler.callbacks
+            self._reporters = [callback for callback in beside if isinstance(callback, kinds)]
+        for other in others:
+            other._end_if_interrupted(model, trainers)
         dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        self._reporters = []
-        with suppress(Exception):  # as above
-            self._reporters = _reporters_beside(self)
         is_first = state.is_world_process_zero
         own = {**vars(self.settings), "dirpath": dirpath if is_first else None}
         self._logged = LoggedRun(dirpath)
         self.session = watched(self.strict, lambda: MonitorSession(model, **own))
         if self.session is None:
             return
-        with suppress(Exception):  # as above
-            trainer = next(each for each in _callers() if isinstance(each, Trainer))
-            self._run = model, trainer
+        if trainers:
+            self._run = model, trainers[0]
             _training.add(self)
         if is_first:
             with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
@@ -185,13 +187,18 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             with suppress(Exception):  # as at the start
                 print(last_line("finished", session, self._logged.place), flush=True)
 
-    def _end_if_interrupted(self, model: nn.Module) -> None:
+    def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
         """Ends the session of a training of this model that is over: Ctrl-C tells no callback.
 
-        A training that goes on, as where one trains within the other, keeps its session.
+        A training that goes on, as where one trains within the other, keeps its session: its
+        Trainer is among those whose methods are running.
         """
         of, trainer = self._run or (None, None)
-        if of is model and self.session is not None and all(c is not trainer for c in _callers()):
+        if (
+            of is model
+            and self.session is not None
+            and all(each is not trainer for each in trainers)
+        ):
             log.warning(
                 "an earlier training of this model was interrupted: its session is closed, and"
                 " the new training is watched"
@@ -219,19 +226,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 reporter.on_log(args, then, control, logs=dict(metrics), **kwargs)
 
         session.attempt("logging", report)
-
-
-def _reporters_beside(monitor: TrainerCallback) -> list[TrainerCallback]:
-    """The reporters (TensorBoard, W&B) of the Trainer that is calling the monitor.
-
-    A Trainer tells its callbacks nothing of one another, so its handler is looked up among the
-    callers. Where it is not found there are none.
-    """
-    for caller in _callers():
-        if isinstance(caller, CallbackHandler) and monitor in caller.callbacks:
-            kinds = tuple(INTEGRATION_TO_CALLBACK.values())
-            return [callback for callback in caller.callbacks if isinstance(callback, kinds)]
-    return []
 
 
 def _callers() -> Iterator[object]:

@@ -13,8 +13,9 @@ It knows no framework: callbacks drive it, or a plain loop:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from numbers import Complex, Real
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from guardbit import guard
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
-from guardbit.guard import Guarded, refusing
+from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import Evidence, Judgement, judge, nothing_to_correct, unmeasured_cause
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
@@ -41,7 +42,6 @@ from guardbit.monitor.measure import (
 )
 from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.preflight import Examinations
-from guardbit.monitor.presence import Presence
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
@@ -81,17 +81,41 @@ def _no_alarms(_: object) -> list[Alarm]:
 def _forget_step(session: MonitorSession) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
-    session._presence.step_ended()
+    session._step_ended()
 
 
 def _leave(session: MonitorSession) -> None:
-    session._presence.leave()
+    session._leave()
 
 
 def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
     with suppress(Exception):
         return {"stabilizers": session._switching.switched()}
     return {}
+
+
+class StepBracket(Guarded):
+    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
+
+    def __init__(self, session: MonitorSession, step: int | None) -> None:
+        self.session, self._step = session, step
+
+    @guard.method(lambda bracket: bracket.session)
+    def __enter__(self) -> MonitorSession:
+        if self._step is not None:
+            self.session.begin_batch(self._step)
+        return self.session
+
+    # Abandoning does nothing once the step has ended.
+    @guard.method(_nothing, at_last=lambda bracket: bracket.session.abandon_step())
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.session.end_step()
+        else:
+            self.session.abandon_step()
+
+    def _contain(self, error: Exception, where: str) -> None:
+        self.session._contain(error, where)
 
 
 class MonitorSession(Guarded):
@@ -148,6 +172,9 @@ class MonitorSession(Guarded):
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
         """Makes the parts of the session."""
+        # Once it is closed, nothing more is watched or switched.
+        self._is_closed = self._is_leaving = self._wants_out = False
+        self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(settings.policy)
         self.dry_run = settings.dry_run
@@ -176,7 +203,6 @@ class MonitorSession(Guarded):
         self._schedule = Schedule(settings.every_n_train_steps, _warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._report_failure)
-        self._presence = Presence(self.instrumentation, self._schedule, self._stages)
         self._journal = Journal(settings.dirpath, settings.described(), self._stages)
         self._snapshots = Snapshots(
             self.instrumentation,
@@ -206,7 +232,7 @@ class MonitorSession(Guarded):
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(nullcontext)
+    @guard.method(lambda session: StepBracket(session, None))
     def step(self, step: int) -> AbstractContextManager[MonitorSession]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -217,16 +243,7 @@ class MonitorSession(Guarded):
             ValueError: If the step is no whole number from 0.
         """
         with refusing():
-            return self._bracket(checked_step(step))
-
-    @contextmanager
-    def _bracket(self, step: int) -> Iterator[MonitorSession]:
-        self.begin_batch(step)
-        try:
-            yield self
-            self.end_step()
-        finally:
-            self.abandon_step()  # does nothing once the step has ended
+            return StepBracket(self, checked_step(step))
 
     @guard.method(_nothing)
     def begin_batch(self, step: int) -> None:
@@ -241,8 +258,8 @@ class MonitorSession(Guarded):
             step = checked_step(step)
         is_new = step != self._schedule.step
         if is_new:
-            self._presence.step_ended()
-        if self._presence.is_closed:
+            self._step_ended()
+        if self._is_closed:
             if self._notices.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
@@ -337,7 +354,7 @@ class MonitorSession(Guarded):
 
         It is drawn where runs are compared, and no rule reads it.
         """
-        if self._presence.is_closed:
+        if self._is_closed:
             return
         step = self._schedule.last_ended or 0
 
@@ -348,7 +365,7 @@ class MonitorSession(Guarded):
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.
-        return not self._presence.is_closed and not self._stages.off & {"samples", _WATCHING}
+        return not self._is_closed and not self._stages.off & {"samples", _WATCHING}
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once where it is none."""
@@ -377,19 +394,19 @@ class MonitorSession(Guarded):
         if ended is None:
             return []
         step, was_sampled = ended
-        if not self._presence.is_closed:
+        if not self._is_closed:
             self.attempt("switch", self.instrumentation.end_step)
             if was_sampled:
                 self.attempt("coverage", lambda: self._notices.report_outside(step))
             self.attempt("coverage", lambda: self._notices.report_unseen(step))
             self.attempt("switch", lambda: self._notices.report_runs(step))
             self.attempt("proofs", self._notices.report_proofs)
-        self._presence.step_ended()
-        if not self._presence.is_closed:
+        self._step_ended()
+        if not self._is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
         alarms = self.catch_up()
-        if self._presence.is_closed or not was_sampled or self._has_given_up:
+        if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
         self.attempt("capture", self._finish_capture)
         # From here on an error may hit one rank alone, which must still take part in this.
@@ -506,7 +523,7 @@ class MonitorSession(Guarded):
             )
             self.attempt("clip", lambda: self._clip(samples))
 
-        self._presence.after_step(decide)
+        self._after_step(decide)
         self.attempt("verdict", lambda: self._judge(ended))
         return alarms
 
@@ -562,7 +579,7 @@ class MonitorSession(Guarded):
         self.attempt("coverage", self._notices.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
-        self._presence.step_ended()
+        self._step_ended()
 
     @guard.method(_nothing, at_last=_leave)
     def close(self, end: RunEnd = "finished") -> None:
@@ -574,7 +591,7 @@ class MonitorSession(Guarded):
         Args:
             end: How the run ended, for the report and the live page.
         """
-        self._presence.close()
+        self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
@@ -634,11 +651,11 @@ class MonitorSession(Guarded):
             IndexError: If a head is out of range.
         """
         with refusing():
-            if self._presence.is_closed:
+            if self._is_closed:
                 raise ValueError("the session is closed: no head can be switched any more")
             heads = None if heads is None else checked_heads(heads)
             self.instrumentation.check_switch(site, stabilizer, heads)
-        self._presence.after_step(lambda: self._switch(site, stabilizer, heads, why))
+        self._after_step(lambda: self._switch(site, stabilizer, heads, why))
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
         begun, ended = self._schedule.step, self._schedule.last_ended
@@ -708,7 +725,7 @@ class MonitorSession(Guarded):
         Returns:
             What was found; None on other ranks, within a step, or after an error, which is logged.
         """
-        if self._presence.is_closed or self._schedule.is_within_step:
+        if self._is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
         return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
@@ -726,6 +743,44 @@ class MonitorSession(Guarded):
                 self.attempt("snapshots", lambda: self._snapshots.consume(call))
         except Exception as error:
             self._capture_failed(error)
+
+    # --- leaving the model -----------------------------------------------------------------------
+
+    # A forward and its recomputation in activation checkpointing must be alike. So nothing that
+    # changes how calls run happens within a step: it waits until the step has ended.
+
+    def _after_step(self, function: Callable[[], None]) -> None:
+        """Does something now, or when the step has ended that is under way."""
+        if self._schedule.is_within_step:
+            self._waiting.append(function)
+        else:
+            function()
+
+    def _step_ended(self) -> None:
+        """Does what has waited for it."""
+        while self._waiting:
+            self._stages.always("switch", self._waiting.pop(0))
+        if self._wants_out and self.instrumentation.is_installed:
+            self._stand_back()
+
+    def _leave(self) -> None:
+        """Lets go of the model now, or when the step has ended if this is the first call."""
+        self._is_closed, self._schedule.is_sampled = True, False
+        if self._schedule.is_within_step and not self._is_leaving:
+            self._is_leaving = self._wants_out = True
+        else:
+            self._let_go()
+
+    def _stand_back(self) -> None:
+        """Leaves the model alone; until the session is closed, switched heads stay switched."""
+        if self.instrumentation.switched and not self._is_closed:
+            with suppress(Exception):
+                self.instrumentation.rest(True)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._stages.always("close", partial(undo_all, [self.instrumentation.remove]))
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -854,10 +909,14 @@ class MonitorSession(Guarded):
             self._drop_calls()
         with suppress(Exception):
             self._snapshots.discard()
-        if self._presence.is_closed:
+        if self._is_closed:
             with suppress(Exception):
                 self._journal.close("crashed")
-        self._presence.give_up()
+        is_within = not self._is_closed and self._schedule.is_within_step
+        if is_within and not self.instrumentation.switched:
+            self._wants_out = True
+        else:
+            self._stand_back()
 
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""

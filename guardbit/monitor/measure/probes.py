@@ -18,7 +18,7 @@ from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
+from guardbit.kernels.reference import RowMaxima, Shadow
 
 #: Distance from the row maximum, in logits, within which scores count as maxima.
 EPS = 1e-3
@@ -63,15 +63,7 @@ class CallView:
     def shadow(self) -> Shadow:
         """The output and statistics of these rows, recomputed in FP32."""
         call = self.call
-        return dispatch.shadow(
-            call.q,
-            call.k,
-            call.v,
-            spec=call.spec,
-            eps=EPS,
-            query_ids=self.rows,
-            dropout=self._dropout,
-        )
+        return dispatch.shadow(call.q, call.k, call.v, eps=EPS, **self._given)
 
     @cached_property
     def maxima(self) -> Shadow | RowMaxima:
@@ -79,9 +71,7 @@ class CallView:
         if self.needs_shadow:
             return self.shadow
         call = self.call
-        return dispatch.row_maxima(
-            call.q, call.k, call.v, spec=call.spec, query_ids=self.rows, dropout=self._dropout
-        )
+        return dispatch.row_maxima(call.q, call.k, call.v, **self._given)
 
     @cached_property
     def exact_dq(self) -> Tensor:
@@ -99,9 +89,10 @@ class CallView:
         )
 
     @property
-    def _dropout(self) -> Dropout | None:
+    def _given(self) -> dict[str, Any]:
         call = self.call
-        return call.dropout_of(range(call.q.size(1))) if call.known_heads else None
+        dropout = call.dropout_of(range(call.q.size(1))) if call.known_heads else None
+        return {"spec": call.spec, "query_ids": self.rows, "dropout": dropout}
 
 
 class Found(NamedTuple):

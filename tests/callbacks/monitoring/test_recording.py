@@ -14,13 +14,6 @@ from guardbit import AttentionMonitor, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
 from tests.callbacks.monitoring.reading import SITES, values
 
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -145,12 +138,3 @@ def test_unmeasured_are_only_what_was_not_asked_for(trains, tmp_path):
     assert set(frame.site) == {"", SITES[0]}
     unasked = {*of_probe("gradient_audit"), *OCCASIONAL}
     assert set(frame.indicator) == set(guardbit.INDICATORS) - unasked
-
-
-def test_audits_go_round_the_heads(trains, tmp_path):
-    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, max_steps=5)
-    frame = read_run(tmp_path / "run")
-    audited = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[0])]
-    # The direction of the head is known from the first sampled step on.
-    assert list(zip(audited.step, audited["head"], strict=True)) == [(1, 1), (2, 0), (3, 1), (4, 0)]

@@ -18,13 +18,6 @@ from guardbit.monitor.detectors import Detectors
 from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import Recorder, values
 
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 
 class NoAttention(torch.nn.Module):
     def __init__(self):
