@@ -261,18 +261,6 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
     assert not same_weights(unswitched, resumed), "the switch must have had an effect"
 
 
-def test_a_second_run_with_the_same_callback_begins_anew(tmp_path):
-    # The policy remembers what it has switched, and would keep those heads for good.
-    rules = (Fires(SITE, sample=2),)
-    monitor = HuggingFaceMonitor(
-        3, policy=Policy("row_max", scope="head"), rules=rules, strict=True
-    )
-    for name in ("first", "second"):
-        train(tmp_path / name, monitor, steps=5, save_strategy="no")
-        events = read_events(tmp_path / name / "guardbit")
-        assert list(events[events["kind"] == "switch"]["step"]) == [3]
-
-
 def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplog):
     train(tmp_path, steps=6)
     train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-6"), steps=8)

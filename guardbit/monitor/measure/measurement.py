@@ -27,19 +27,12 @@ class NoAttentionSeenError(RuntimeError):
 
 
 class Sent(NamedTuple):
-    """What was measured up to a sampled step; the numbers may still be on their way to the host.
-
-    Attributes:
-        step: The optimizer step.
-        columns: Site, its layer and the indicator of each column of heads.
-        scalars: The scalars of the whole run.
-        numbers: The values of all these.
-    """
+    """What was measured up to a sampled step; the numbers may still be on their way to the host."""
 
     step: int
-    columns: list[tuple[str, int, str]]
+    columns: list[tuple[str, int, str]]  # site, its layer and the indicator of each
     scalars: list[Scalar]
-    numbers: Transfer
+    numbers: Transfer  # the values of all these
 
 
 class Measurement:

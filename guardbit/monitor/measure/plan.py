@@ -10,23 +10,14 @@ from guardbit.monitor.measure.probes import CALL_PROBES, CallProbe
 
 
 class Plan(NamedTuple):
-    """What is measured at a sampled step; what is not wanted costs nothing.
-
-    Attributes:
-        wanted: The indicators to record.
-        calls: The probes that look at attention calls.
-        norms: The spectral norms to take from the weights.
-        audits: Whether gradients are audited, along the weights' largest directions.
-        needs_shadow: Whether any probe reads the shadow of a call.
-        totals: The indicators that are sums over rows, see `CallProbe`.
-    """
+    """What is measured at a sampled step; what is not wanted costs nothing."""
 
     wanted: frozenset[str]
     calls: tuple[CallProbe, ...]
-    norms: frozenset[str]
-    audits: bool
+    norms: frozenset[str]  # to take from the weights
+    audits: bool  # of gradients, along the weights' largest directions
     needs_shadow: bool
-    totals: frozenset[str]
+    totals: frozenset[str]  # the indicators that are sums over rows, see `CallProbe`
 
 
 def plan_for(wanted: Collection[str]) -> Plan:

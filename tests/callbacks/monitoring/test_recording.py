@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit
 from guardbit import AttentionMonitor, read_run
-from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
+from guardbit.catalog import OCCASIONAL, of_probe
 from tests.callbacks.monitoring.reading import SITES, values
 
 
@@ -118,15 +118,6 @@ def test_a_nan_loss_and_a_step_without_one(trains, tmp_path):
     assert set(frame[frame.indicator == "delta_bias"].step) == {0}
     assert set(frame[frame.indicator == "max_logit"].step) == {0, 4}
     assert set(frame[frame.indicator == "w_q_spectral_norm"].step) == {0, 2}
-
-
-@pytest.mark.parametrize("indicator", [n for n in HEAD_INDICATORS if n not in OCCASIONAL])
-def test_each_indicator_alone(trains, tmp_path, indicator):
-    monitor = AttentionMonitor(1, indicators=[indicator], dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, max_steps=2)
-    frame = read_run(tmp_path / "run")
-    assert set(frame.indicator) == {indicator}
-    assert set(frame.site) == set(SITES)
 
 
 def test_unmeasured_are_only_what_was_not_asked_for(trains, tmp_path):
