@@ -368,6 +368,7 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
         ),
         ({"agreeing_rules": 0}, "agreeing_rules is 0; it must be a whole number, at least 1"),
         ({"agreeing_rules": 1.5}, "agreeing_rules is 1.5; it must be a whole number"),
+        ({"agreeing_rules": True}, "agreeing_rules is True; it must be a whole number"),
         ({"agreement_steps": None}, "agreement_steps is None; it must be a whole number"),
         ({"quiet_steps": "x"}, "quiet_steps is 'x'; it must be a whole number"),
         ({"agreement_steps": -1}, "agreement_steps is -1; it must be a whole number, at least 0"),
