@@ -124,7 +124,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     place = f"'{folder}/guardbit'"
     assert lines == [
         f"GuardBit samples attention every 4 steps; to look on: guardbit live {place}",
-        "GuardBit: run finished, no head alarmed up to step 8; the report: "
+        "GuardBit: run finished. Healthy: no alarm up to step 8; the report: "
         f"guardbit report {place}",
     ]
 
@@ -138,7 +138,7 @@ def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, mo
     train(tmp_path, HuggingFaceMonitor(4), save_strategy="no", report_to="tensorboard")
     assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}
     assert caplog.text.count("the stage 'logging' failed and is off") == 1
-    said = "no head alarmed up to step 8 (off after an error: logging); the report"
+    said = "no alarm up to step 8 (off after an error: logging); the report"
     assert said in capsys.readouterr().out
 
 
