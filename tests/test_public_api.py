@@ -30,14 +30,14 @@ NAMES = [
 
 #: Parameters in their order; those after "*" by name only.
 PARAMETERS = {
-    "AttentionMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
-    " num_audited_heads=1, image_every_n_samples=None, rules, dirpath=None,"
+    "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, sites=None,"
+    " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
     " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
-    "AutoStabilizer": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, dry_run=False",
-    "HuggingFaceMonitor": "every_n_train_steps=50, *, policy=None, dry_run=False, sites=None,"
-    " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
+    "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
+    " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
+    "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
+    " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"

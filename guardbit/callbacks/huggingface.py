@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -22,15 +21,13 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_callback import CallbackHandler
 
 from guardbit import guard
 from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line
 from guardbit.guard import refusing
-from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import Settings, takes_settings
+from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
 from guardbit.store import RUN_FOLDER
 from guardbit.store.files import publish
@@ -38,23 +35,8 @@ from guardbit.store.files import publish
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
 
-# Whose trainings have begun and not ended. Another thread may add to it while it is gone through.
+# Whose trainings have begun and not ended.
 _training: WeakSet[HuggingFaceMonitor] = WeakSet()
-_lock = threading.Lock()
-
-
-class _Training(NamedTuple):
-    """A call of a Trainer's `train`: what it trains, the Trainer, and its thread."""
-
-    model: nn.Module
-    trainer: Trainer | None
-    thread: int
-
-    def is_over(self, model: nn.Module) -> bool:
-        """Whether the call was of this model and has ended, as far as its own thread shows."""
-        is_here = self.model is model and self.thread == threading.get_ident()
-        is_running = any(each is self.trainer for each in _callers())
-        return is_here and self.trainer is not None and not is_running
 
 
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
@@ -69,10 +51,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
-        policy: Decides which heads are switched after an alarm; None to watch only.
-        dry_run: Decide and record, but switch nothing.
-        **settings: The other `guardbit.monitor.settings.Settings`, as in `AttentionMonitor`.
-            Without `dirpath` the telemetry goes to ``guardbit`` in the Trainer's output directory.
+        **settings: The other `guardbit.monitor.settings.Settings`; with a `policy`, heads are
+            switched after an alarm. Without `dirpath` the telemetry goes to ``guardbit`` in the
+            Trainer's output directory.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -83,24 +64,16 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     )
 
     @guard.method(nothing)
-    @takes_settings
-    def __init__(
-        self,
-        every_n_train_steps: int = 50,
-        *,
-        policy: Policy | None = None,
-        dry_run: bool = False,
-        **settings: Any,
-    ) -> None:
+    @passes_to(Settings)
+    def __init__(self, every_n_train_steps: int = 50, **settings: Any) -> None:
         with refusing():
-            self.settings = Settings(
-                every_n_train_steps=every_n_train_steps, policy=policy, dry_run=dry_run, **settings
-            )
+            self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
         self.strict = self.settings.strict
         self.session: MonitorSession | None = None
         self._reporters: list[TrainerCallback] = []
         self._logged = LoggedRun()
-        self._run: _Training | None = None
+        #: The model that is trained, and the Trainer that trains it.
+        self._run: tuple[nn.Module, Trainer] | None = None
 
     @guard.method(nothing)
     def on_train_begin(
@@ -115,26 +88,27 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
         end(self, "crashed")  # a session is still open where the run before did not end
-        with _lock:
-            others = list(_training)
-        for other in others:
-            other._end_if_over(model)
-        dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        self._reporters = []
+        trainers: list[Trainer] = []
+        self._reporters, others = [], []
         with suppress(Exception):  # of other code's frames
-            self._reporters = _reporters_beside(self)
+            trainers = [each for each in _callers() if isinstance(each, Trainer)]
+            others = list(_training)
+            kinds = tuple(INTEGRATION_TO_CALLBACK.values())
+            beside = trainers[0].callback_handler.callbacks
+            self._reporters = [callback for callback in beside if isinstance(callback, kinds)]
+        for other in others:
+            other._end_if_interrupted(model, trainers)
+        dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
+        is_first = state.is_world_process_zero
+        own = {**vars(self.settings), "dirpath": dirpath if is_first else None}
         self._logged = LoggedRun(dirpath)
-        own = {"dirpath": dirpath if state.is_world_process_zero else None}
-        self.session = watched(
-            self.strict, lambda: MonitorSession(model, **{**vars(self.settings), **own})
-        )
+        self.session = watched(self.strict, lambda: MonitorSession(model, **own))
         if self.session is None:
             return
-        with suppress(Exception):  # as above
-            self._run = _Training(model, _calling_trainer(), threading.get_ident())
-            with _lock:
-                _training.add(self)
-        if state.is_world_process_zero:
+        if trainers:
+            self._run = model, trainers[0]
+            _training.add(self)
+        if is_first:
             with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
                 print(first_line(self.settings.every_n_train_steps, dirpath), flush=True)
         if state.global_step > 0:
@@ -148,12 +122,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
     @guarded
     def on_step_begin(
-        self,
-        session: MonitorSession,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: Any,
-        **__: Any,
+        self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Begins a micro-batch of the session's step."""
         session.begin_batch(state.global_step)
@@ -170,17 +139,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
 
     @guarded
-    def on_step_end(
-        self,
-        session: MonitorSession,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, session: MonitorSession, *event: Any, **kwargs: Any) -> None:
         """Ends the session's step: on sampled steps it measures, judges and acts."""
         session.end_step()
-        self._report(args, state, control, **kwargs)
+        self._report(session, *event, **kwargs)
 
     @guarded
     def on_log(
@@ -203,12 +165,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
     @guarded
     def on_save(
-        self,
-        session: MonitorSession,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: Any,
-        **__: Any,
+        self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Puts the state beside the checkpoint just written."""
         if state.is_world_process_zero:
@@ -224,21 +181,24 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if session is None:
             return
         session.catch_up()
-        self._report(args, state, control)
+        self._report(session, args, state, control)
         end(self, "finished")
         if state.is_world_process_zero:
             with suppress(Exception):  # as at the start
                 print(last_line("finished", session, self._logged.place), flush=True)
 
-    def _end_if_over(self, model: nn.Module) -> None:
+    def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
         """Ends the session of a training of this model that is over: Ctrl-C tells no callback.
 
-        A training that goes on, as where one trains within the other, keeps its session.
+        A training that goes on, as where one trains within the other, keeps its session: its
+        Trainer is among those whose methods are running.
         """
-        is_over = False
-        with suppress(Exception):  # of other code's frames
-            is_over = self._run is not None and self._run.is_over(model)
-        if is_over and self.session is not None:
+        of, trainer = self._run or (None, None)
+        if (
+            of is model
+            and self.session is not None
+            and all(each is not trainer for each in trainers)
+        ):
             log.warning(
                 "an earlier training of this model was interrupted: its session is closed, and"
                 " the new training is watched"
@@ -247,15 +207,18 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             end(self)
 
     def _report(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        session: MonitorSession,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Hands the scalars of a step that was judged to the Trainer's reporters."""
-        session = self.session
-        step = None if session is None else session.sampled_step
-        if session is None or step is None or not self._logged.is_new(session):
+        if session.sampled_step is None or not self._logged.is_new(session):
             return
         then = copy.copy(state)
-        then.global_step = step
+        then.global_step = session.sampled_step
 
         def report() -> None:
             metrics = self._logged.metrics(session)
@@ -265,30 +228,12 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         session.attempt("logging", report)
 
 
-def _reporters_beside(monitor: TrainerCallback) -> list[TrainerCallback]:
-    """The reporters (TensorBoard, W&B) of the Trainer that is calling the monitor.
-
-    A Trainer tells its callbacks nothing of one another, so its handler is looked up among the
-    callers. Where it is not found there are none.
-    """
-    for caller in _callers():
-        if isinstance(caller, CallbackHandler) and monitor in caller.callbacks:
-            kinds = tuple(INTEGRATION_TO_CALLBACK.values())
-            return [callback for callback in caller.callbacks if isinstance(callback, kinds)]
-    return []
-
-
 def _callers() -> Iterator[object]:
     """The objects whose methods are running in this thread, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals.get("self")
         frame = frame.f_back
-
-
-def _calling_trainer() -> Trainer | None:
-    """The Trainer whose `train` is running in this thread, the innermost; None if none is found."""
-    return next((each for each in _callers() if isinstance(each, Trainer)), None)
 
 
 def _state_path(args: TrainingArguments, state: TrainerState) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,18 +14,11 @@ from guardbit.dashboards.history import History
 from guardbit.records import Alarm, RunEnd, Sample
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
-
     from guardbit.monitor.session import MonitorSession
 
-#: Scalars logged at every sampled step that count heads.
-COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
-#: Scalars logged at every sampled step that describe the worst head.
-WORST_KEYS: tuple[str, ...] = (
-    "guardbit/worst_layer",
-    "guardbit/worst_head",
-    "guardbit/worst_excess",
-)
+#: Scalars of a sampled step: heads that are counted, and the worst head (`LoggedRun.worst`).
+COUNTED_KEYS = ("guardbit/alarmed_heads", "guardbit/switched_heads")
+WORST_KEYS = ("guardbit/worst_layer", "guardbit/worst_head", "guardbit/worst_excess")
 
 #: Samples that are kept: enough for a head's baseline, few enough to cost no time.
 _BUCKETS = 64
@@ -53,14 +46,6 @@ def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[s
         found += f" (off after an error: {', '.join(off)})"
     report = f"; the report: guardbit report {shlex.quote(str(dirpath))}"
     return f"GuardBit: run {end}. {found}{report if os.path.isdir(dirpath) else ''}"
-
-
-class WorstHead(NamedTuple):
-    """The head farthest above its baseline, and how far (`guardbit.dashboards.excess`)."""
-
-    layer: int
-    head: int
-    excess: float
 
 
 class LoggedRun:
@@ -112,13 +97,13 @@ class LoggedRun:
                 self._history.add(sample.indicator, steps, layers, np.arange(len(values)), values)
         return latest
 
-    def worst(self) -> WorstHead | None:
-        """Returns the worst head; None before anything was measured."""
+    def worst(self) -> tuple[int, int, float] | None:
+        """Returns layer and head of what is farthest above its baseline, and how far it is."""
         excess, _, _ = self._history.excess()
         if np.isnan(excess).all():
             return None
         layer, head = np.unravel_index(int(np.nanargmax(excess)), excess.shape)
-        return WorstHead(int(layer), int(head), float(excess[layer, head]))
+        return int(layer), int(head), float(excess[layer, head])
 
     def picture(
         self, alarmed: Mapping[str, Collection[int]], stabilizers: Mapping[str, Sequence[str]]
@@ -131,20 +116,14 @@ class LoggedRun:
         excess, _, _ = self._history.excess()
         if np.isnan(excess).all():
             return None
-        layer_of = self._layer_of
-        framed = [
-            (layer_of[site], head)
-            for site, heads in alarmed.items()
-            if site in layer_of
-            for head in heads
-        ]
-        dotted = [
-            (layer_of[site], head)
+        switched = {
+            site: [head for head, name in enumerate(names) if name != "none"]
             for site, names in stabilizers.items()
-            if site in layer_of
-            for head, name in enumerate(names)
-            if name != "none"
-        ]
+        }
+        framed, dotted = (
+            [(layer, head) for site, layer in self._layer_of.items() for head in of.get(site, ())]
+            for of in (alarmed, switched)
+        )
         return pixels(draw_model_map(excess, self._history.last_step, framed, dotted))
 
     def news(self, alarms: Sequence[Alarm]) -> list[Alarm]:
@@ -158,28 +137,19 @@ class LoggedRun:
         return new
 
 
-def send_text(logger: Logger, key: str, text: str, step: int) -> None:
-    """Logs a text, if the logger takes texts (W&B, TensorBoard)."""
+def send_text(logger: Any, key: str, text: str, step: int) -> None:
+    """Logs a text, if a logger of Lightning's takes texts (W&B, TensorBoard)."""
     experiment = getattr(logger, "experiment", None)
     if hasattr(logger, "log_text"):
-        to: Any = logger
-        to.log_text(key, columns=["step", "text"], data=[[step, text]], step=step)
-    elif hasattr(experiment, "add_text"):
-        experiment.add_text(key, text, step)  # pyright: ignore[reportOptionalMemberAccess]
+        logger.log_text(key, columns=["step", "text"], data=[[step, text]], step=step)
+    elif experiment is not None and hasattr(experiment, "add_text"):
+        experiment.add_text(key, text, step)
 
 
-def send_picture(logger: Logger, key: str, picture: np.ndarray, step: int) -> None:
-    """Logs a picture, if the logger takes pictures.
-
-    Args:
-        logger: Any logger of Lightning's.
-        key: Key of the picture.
-        picture: uint8, (height, width, 3).
-        step: Optimizer step.
-    """
+def send_picture(logger: Any, key: str, picture: np.ndarray, step: int) -> None:
+    """Logs a picture, uint8 (height, width, 3), if a logger of Lightning's takes pictures."""
     experiment = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
-        to: Any = logger
-        to.log_image(key, images=[picture], step=step)
-    elif hasattr(experiment, "add_image"):
-        experiment.add_image(key, picture, step, dataformats="HWC")  # pyright: ignore[reportOptionalMemberAccess]
+        logger.log_image(key, images=[picture], step=step)
+    elif experiment is not None and hasattr(experiment, "add_image"):
+        experiment.add_image(key, picture, step, dataformats="HWC")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -23,14 +22,15 @@ from guardbit import guard
 from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
-from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings
-from guardbit.records import Alarm, RunEnd
+from guardbit.monitor.settings import Settings, passes_to
+from guardbit.records import RunEnd
 from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
+
+T = TypeVar("T")
 
 #: Under these keys texts and pictures go to the loggers that take them.
 ALARMS_KEY, MAP_KEY = "guardbit/alarms", "guardbit/model_map"
@@ -66,27 +66,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
-        sites: Names or patterns (``"*.attn"``) of the attention modules; None for all.
-        indicators: What to measure, of `guardbit.INDICATORS`; None for all.
-        num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
-            all. Sums over rows are then over these.
-        num_audited_heads: Heads of each attention module whose dQ is audited at a sampled step, in
-            turn.
         image_every_n_samples: Log the model map as an image, ``guardbit/model_map``, at every n-th
             sampled step; None for never, as drawing takes about 0.2 s.
-        rules: The detectors' rules, with their thresholds.
-        dirpath: Folder of the telemetry; None for ``guardbit`` in the run's log directory, or,
+        **settings: The other `guardbit.monitor.settings.Settings`, but those of `AutoStabilizer`.
+            Without `dirpath` the telemetry goes to ``guardbit`` in the run's log directory, or,
             where the logger has none, in the folder of Lightning's checkpoints.
-        snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
-            for `guardbit diagnose`; 0 for nothing.
-        audit_repeats: Whether the backward of sampled calls is run a second time, and differences
-            are reported: a race, or additions in any order.
-        preflight: Whether the attention kernels are examined at the model's own shapes and masks,
-            when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
-            or a number of seconds.
-        on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, to send a mail or a message;
-            training waits for it. Its errors end nothing and are recorded once.
-        strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -97,40 +81,21 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     )
 
     @guard.method(nothing)
+    @passes_to(Settings, "policy", "dry_run")
     def __init__(
         self,
         every_n_train_steps: int = 50,
         *,
-        sites: Sequence[str] | None = None,
-        indicators: Sequence[str] | None = None,
-        num_rows: int | None = None,
-        num_audited_heads: int = 1,
         image_every_n_samples: int | None = None,
-        rules: tuple[Rule, ...] = DEFAULT_RULES,
-        dirpath: str | os.PathLike[str] | None = None,
-        snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        audit_repeats: bool = False,
-        preflight: bool | float = False,
-        on_alarm: Callable[[Alarm], object] | None = None,
-        strict: bool = False,
+        **settings: Any,
     ) -> None:
         with refusing():
-            self.settings = Settings(
-                every_n_train_steps=every_n_train_steps,
-                sites=sites,
-                indicators=indicators,
-                num_rows=num_rows,
-                num_audited_heads=num_audited_heads,
-                rules=rules,
-                dirpath=dirpath,
-                snapshot_megabytes=snapshot_megabytes,
-                audit_repeats=audit_repeats,
-                preflight=preflight,
-                on_alarm=on_alarm,
-                strict=strict,
-            )
-            _check_images(image_every_n_samples)
-        self.strict = strict
+            self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
+            if image_every_n_samples is not None and image_every_n_samples < 1:
+                raise ValueError(
+                    f"image_every_n_samples must be 1 or more, or None, got {image_every_n_samples}"
+                )
+        self.strict = self.settings.strict
         self.image_every_n_samples = image_every_n_samples
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
@@ -148,16 +113,17 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Instruments the model, which is complete by now (after `configure_model`)."""
         with refusing():
-            _check_alone(trainer)
+            if (monitors := len(callbacks_of(trainer, AttentionMonitor))) > 1:
+                raise ValueError(
+                    f"the Trainer has {monitors} callbacks of AttentionMonitor's kind; a model is"
+                    " watched by one"
+                )
         # The next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         dirpath = self.settings.dirpath or _run_directory(trainer) / RUN_FOLDER
         self._logged = LoggedRun(dirpath)
-        own = {
-            "policy": policy,
-            "dry_run": self.dry_run,
-            "dirpath": dirpath if trainer.is_global_zero else None,
-        }
+        place = dirpath if trainer.is_global_zero else None
+        own = {"policy": policy, "dry_run": self.dry_run, "dirpath": place}
         self.session = watched(
             self.strict, lambda: MonitorSession(pl_module, **{**vars(self.settings), **own})
         )
@@ -294,15 +260,18 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
     ) -> None:
         """Logs a step that the session has judged since; once a step."""
-        if self._logged.is_new(session):
-            session.attempt("logging", lambda: self._log(session, trainer, pl_module))
+        step = session.sampled_step
+        if step is not None and self._logged.is_new(session):
+            session.attempt("logging", lambda: self._log(session, trainer, pl_module, step))
 
     def _log(
-        self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
+        self,
+        session: MonitorSession,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule | None,
+        step: int,
     ) -> None:
         """Logs a judged step; the progress bar too, which is gone once training has ended."""
-        step = session.sampled_step
-        assert step is not None
         metrics = self._logged.metrics(session)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -311,45 +280,23 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             text = f"{alarm.rule} at {alarm.site or 'the whole run'}, heads {heads}: {alarm.why}"
             for logger in trainer.loggers:
                 send_text(logger, ALARMS_KEY, text, step)
-        self._log_map(session, trainer, step)
-        if pl_module is None:
-            return
-        pl_module.log(
-            "alarmed_heads",
-            torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32),
-            prog_bar=True,
-            logger=False,
-            batch_size=1,
-        )
-
-    def _log_map(self, session: MonitorSession, trainer: pl.Trainer, step: int) -> None:
-        """Every so many samples, the model map to the loggers that take pictures."""
         every = self.image_every_n_samples
-        if every is None or self._logged.num_samples % every or not trainer.is_global_zero:
-            return
-        stabilizers = session.instrumentation.stabilizers()
-        picture = self._logged.picture(session.alarmed_heads, stabilizers)
-        if picture is not None:
-            for logger in trainer.loggers:
-                send_picture(logger, MAP_KEY, picture, step)
+        if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
+            stabilizers = session.instrumentation.stabilizers()
+            picture = self._logged.picture(session.alarmed_heads, stabilizers)
+            if picture is not None:
+                for logger in trainer.loggers:
+                    send_picture(logger, MAP_KEY, picture, step)
+        if pl_module is not None:
+            alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
+            pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
 
 
-def _check_images(image_every_n_samples: int | None) -> None:
-    if image_every_n_samples is not None and image_every_n_samples < 1:
-        raise ValueError(
-            f"image_every_n_samples must be 1 or more, or None, got {image_every_n_samples}"
-        )
-
-
-def _check_alone(trainer: pl.Trainer) -> None:
+def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
+    """The callbacks of a Trainer that are of a kind."""
     # Lightning sets the attribute from another class, where type checkers do not see it.
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
-    if len(monitors) > 1:
-        raise ValueError(
-            f"the Trainer has {len(monitors)} callbacks of AttentionMonitor's kind; a model is"
-            " watched by one"
-        )
+    return [callback for callback in callbacks if isinstance(callback, kind)]
 
 
 def _entries(gradient: Tensor) -> Tensor:

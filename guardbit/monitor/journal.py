@@ -9,13 +9,16 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, RunEnd, Sample, printable
 from guardbit.store import RunWriter, folder_of_run, is_run, read_events
+
+T = TypeVar("T")
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
@@ -40,20 +43,6 @@ OFF = "the monitor is off, training goes on"
 PATIENCE = 100
 
 
-class _Start(NamedTuple):
-    """How a run begins.
-
-    Attributes:
-        step: The step that it goes on from.
-        remembered: The events of the steps before.
-        is_resumed: Whether it goes on from a checkpoint.
-    """
-
-    step: int
-    remembered: list[Event]
-    is_resumed: bool
-
-
 class Journal:
     """Logs a run's events and writes its folder, if it has one; the stage "store"."""
 
@@ -74,7 +63,8 @@ class Journal:
         self._warned: set[tuple[str, str, str]] = set()
         #: The sentence of the first alarm of each rule and attention module, once logged.
         self._said: dict[tuple[str, str], str] = {}
-        self._start: _Start | None = None
+        #: Opens the folder, once it is known how the run begins.
+        self._begin: Callable[[], str] | None = None
         self._is_closed = False
         # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
@@ -93,52 +83,47 @@ class Journal:
         """Opens the folder, unless it is open or the run has none."""
         if self._dirpath is None or self._writer is not None:
             return None
-        is_first = self._start is None
+        is_first = self._begin is None
         if not is_first and not try_again:
             return None
 
-        def start() -> str | None:
-            if self._start is None:
-                self._start = _Start(first_step, list(remembered()), is_resumed)
-            return self._try_to_open(self._start)
+        def begin() -> str | None:
+            if self._begin is None:
+                self._begin = partial(self._open, first_step, list(remembered()), is_resumed)
+            return self._unless_failing(self._begin)
 
-        verdict = self._stages.attempt("store", start)
+        verdict = self._stages.attempt("store", begin)
         return verdict if is_first else None
 
-    def _try_to_open(self, start: _Start) -> str | None:
-        try:
-            return self._open(start)
-        except OSError as error:
-            self._bear(error)
-            return None
-
-    def _open(self, start: _Start) -> str:
+    def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> str:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
         goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
+        versions = {"python": platform.python_version()}
+        versions |= {name: _version(name) for name in _PACKAGES}
         writer = RunWriter(
             self._dirpath,
-            metadata=self._metadata(),
-            start_step=start.step - 1 if start.step else None,
+            metadata={"settings": dict(self._settings), "versions": versions},
+            start_step=first_step - 1 if first_step else None,
         )
-        if goes_on and not start.is_resumed:
+        if goes_on and not is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: it"
                 " hides what was recorded from step %d on; another dirpath keeps both",
                 self._dirpath,
-                start.step,
+                first_step,
             )
-        if start.is_resumed and goes_on:
-            log.tell(f"GuardBit: the run in {self._dirpath} goes on from step {start.step}")
-        elif start.is_resumed:
+        if is_resumed and goes_on:
+            log.tell(f"GuardBit: the run in {self._dirpath} goes on from step {first_step}")
+        elif is_resumed:
             before = inside if inside != Path(self._dirpath) else "the folder of before"
             log.tell(
                 f"GuardBit: this run goes on from a checkpoint, and {self._dirpath} holds nothing"
-                f" of it: its telemetry begins at step {start.step}; to go on in {before}, pass"
+                f" of it: its telemetry begins at step {first_step}; to go on in {before}, pass"
                 " that as dirpath"
             )
-        recorded = _recorded(self._dirpath, start.step)
-        missing = _missing(start.remembered, recorded, start.step)
+        recorded = _recorded(self._dirpath, first_step)
+        missing = _missing(remembered, recorded, first_step)
         self.events[:0] = [replace(event, why="") for event in recorded]
         for event in missing:
             self._log(event)
@@ -179,33 +164,31 @@ class Journal:
 
     def _is_kept(self) -> bool:
         """Whether what is recorded now will be written, at once or later."""
-        return self._start is not None and not self._is_closed and "store" not in self._stages.off
+        return self._begin is not None and not self._is_closed and "store" not in self._stages.off
 
     def _try_to_write(self, samples: list[Sample]) -> None:
         writer = self._writer
         if writer is None:
             self._samples += samples
         else:
-            self._stages.attempt("store", lambda: self._write(writer, samples))
+            self._stages.attempt(
+                "store", lambda: self._unless_failing(lambda: self._write(writer, samples))
+            )
 
     def _write(self, writer: RunWriter, samples: list[Sample]) -> None:
-        try:
-            # The writer keeps what it has taken in.
-            samples, self._samples = [*self._samples, *samples], []
-            writer.add(samples)
-            writer.flush()
-            if samples:
-                self._look_around(writer)
-            if self._notes:
-                writer.update_metadata(self._notes)
-                self._notes = {}
-            while self._events:
-                writer.event(self._events[0])
-                del self._events[0]
-        except OSError as error:
-            self._bear(error)
-        else:
-            self._failures, self._is_failing = 0, False
+        # The writer keeps what it has taken in.
+        samples, self._samples = [*self._samples, *samples], []
+        writer.add(samples)
+        writer.flush()
+        if samples:
+            self._look_around(writer)
+        if self._notes:
+            writer.update_metadata(self._notes)
+            self._notes = {}
+        while self._events:
+            writer.event(self._events[0])
+            del self._events[0]
+        self._failures, self._is_failing = 0, False
 
     def _look_around(self, writer: RunWriter) -> None:
         """Tells once that another run writes into the folder; a failed look is no failed write."""
@@ -220,16 +203,22 @@ class Journal:
                 self._dirpath,
             )
 
-    def _bear(self, error: OSError) -> None:
+    def _unless_failing(self, function: Callable[[], T]) -> T | None:
         """Keeps pending what could not be written, unless that has happened too often."""
-        if self._stages.strict or self._failures >= PATIENCE:
-            self._is_closed, self._writer = True, None
-            self._events.clear()
-            self._samples.clear()
-            raise error
-        if not self._is_failing:
-            log.warning("telemetry could not be written, and is pending for another try: %s", error)
-        self._is_failing = True
+        try:
+            return function()
+        except OSError as error:
+            if self._stages.strict or self._failures >= PATIENCE:
+                self._is_closed, self._writer = True, None
+                self._events.clear()
+                self._samples.clear()
+                raise
+            if not self._is_failing:
+                log.warning(
+                    "telemetry could not be written, and is pending for another try: %s", error
+                )
+            self._is_failing = True
+            return None
 
     def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
         """Records the metadata of the attention modules (`metadata_of`), if they have changed."""
@@ -254,32 +243,26 @@ class Journal:
         for what, cannot in _CANNOT.items():
             named: dict[str, list[str]] = {}
             for name, known in modules.items():
-                reason = (known.get(what) or "").removeprefix(
-                    f"W_Q of site '{name}' is unavailable: "
-                )
+                whose = f"W_Q of site '{name}' is unavailable: "
+                reason = (known.get(what) or "").removeprefix(whose)
                 if reason and (what, name, reason) not in self._warned:
                     self._warned.add((what, name, reason))
                     named.setdefault(reason, []).append(name)
-            for reason, names in named.items():
-                if ranks.rank() == 0:
-                    log.warning("%s at %s: %s", cannot, _listed(names), reason)
+            for reason, names in named.items() if ranks.rank() == 0 else ():
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                log.warning("%s at %s: %s", cannot, ", ".join(names[:3]) + more, reason)
 
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is pending and how the run ended; what is recorded later is only logged."""
         self._failures = PATIENCE  # there is no later try
-        start = self._start
-        if start is not None and self._writer is None and self._is_kept():
-            self._stages.attempt("store", lambda: self._try_to_open(start))
+        begin = self._begin
+        if begin is not None and self._writer is None and self._is_kept():
+            self._stages.attempt("store", lambda: self._unless_failing(begin))
         writer = self._writer
         if writer is not None:
             self._try_to_write([])
             self._stages.attempt("store", lambda: writer.close(end))
         self._is_closed, self._writer = True, None
-
-    def _metadata(self) -> dict[str, Any]:
-        versions = {"python": platform.python_version()}
-        versions |= {name: _version(name) for name in _PACKAGES}
-        return {"settings": dict(self._settings), "versions": versions}
 
 
 def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
@@ -287,11 +270,6 @@ def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
     if dirpath is not None and ranks.rank() == 0 and not is_run(dirpath):
         with RunWriter(dirpath) as writer:
             writer.event(Event(0, "monitor_error", "", (), why))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
@@ -312,31 +290,27 @@ def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) 
     """Returns the events that a folder lacks: alarms, switches and undoings."""
     remembered = list(remembered)
     found = {(event.step, event.site, event.rule) for event in recorded if event.rule}
-    runs = {
-        (event.site, head): event.stabilizer
-        for event in recorded
-        if event.kind == "switch"
-        for head in event.heads
-    }
-    switched = [event for event in remembered if event.kind == "switch"]
-    runs_now = {(event.site, head) for event in switched for head in event.heads}
+    before, now = (
+        {(e.site, head): e.stabilizer for e in events if e.kind == "switch" for head in e.heads}
+        for events in (recorded, remembered)
+    )
     undone: dict[str, list[int]] = {}
-    for (site, head), stabilizer in sorted(runs.items()):
-        if stabilizer != "none" and (site, head) not in runs_now:
+    for (site, head), stabilizer in sorted(before.items()):
+        if stabilizer != "none" and (site, head) not in now:
             undone.setdefault(site, []).append(head)
     why = "not so since the run was resumed"
-    return [
+    lacking = [
         Event(step, "switch", site, tuple(heads), why, stabilizer="none")
         for site, heads in undone.items()
-    ] + [
-        event
-        for event in remembered
-        if (
-            (event.step, event.site, event.rule) not in found
-            if event.rule
-            else any(runs.get((event.site, head)) != event.stabilizer for head in event.heads)
-        )
     ]
+    for event in remembered:
+        if event.rule:
+            is_known = (event.step, event.site, event.rule) in found
+        else:
+            is_known = all(before.get((event.site, h)) == event.stabilizer for h in event.heads)
+        if not is_known:
+            lacking.append(event)
+    return lacking
 
 
 def _version(package: str) -> str | None:

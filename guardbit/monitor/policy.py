@@ -6,7 +6,7 @@ The policy goes by the roles that alarms carry, never by the names of their rule
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,38 @@ SETTLING_STEPS = 1500
 
 #: So many heads of one attention module, alarmed within so many steps, are the module's.
 HEADS_OF_ONE_MODULE, WITHIN_STEPS = 3, 1000
+
+
+def is_whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def check_settings(owner: object, must_be: Mapping[str, tuple[Callable[[Any], Any], str]]) -> None:
+    """Refuses attributes that fail their test; `must_be` says in words what they must be."""
+    for name, (is_right, words) in must_be.items():
+        value = getattr(owner, name)
+        if not is_right(value):
+            raise ValueError(f"{name} is {value!r}; it must be {words}")
+
+
+def _is_bound(bound: Any) -> bool:
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    return is_number and 0 < bound < float("inf")
+
+
+_MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "stabilizer": (lambda name: name in STABILIZERS[1:], f"one of {', '.join(STABILIZERS[1:])}"),
+    "scope": (lambda scope: scope in SCOPES, f"one of {', '.join(SCOPES)}"),
+    "always": (lambda flag: isinstance(flag, bool), "True or False"),
+    "escalate": (lambda flag: isinstance(flag, bool), "True or False"),
+    "agreeing_rules": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
+    "agreement_steps": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
+    "quiet_steps": (
+        lambda n: n is None or is_whole(n, 1),
+        "a whole number, at least 1, or None",
+    ),
+    "qk_clip": (lambda n: n is None or _is_bound(n), "a finite number above 0, or None"),
+}
 
 
 class Policy:
@@ -60,8 +92,11 @@ class Policy:
     two of three undoings in the rescue study logits grew again.
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
-        scope: Which heads, one of `SCOPES`.
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS`. In the rescue study
+            (docs/evidence.md) no run that was switched to "exact_delta" or "compensated" failed; of
+            four with "row_max" two did.
+        scope: Which heads, one of `SCOPES`. In that study all three kept the loss; with "head"
+            other heads of the layer grew later in four of five runs.
         always: Whether to switch all heads from the start, without an alarm.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
@@ -92,41 +127,21 @@ class Policy:
         quiet_steps: int | None = None,
         qk_clip: float | None = None,
     ) -> None:
-        if stabilizer not in STABILIZERS or stabilizer == "none":
-            allowed = ", ".join(name for name in STABILIZERS if name != "none")
-            raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
-        if scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
-        for name, value in {"always": always, "escalate": escalate}.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
+        self.stabilizer, self.scope, self.always = stabilizer, scope, always
+        self.agreeing_rules, self.agreement_steps = agreeing_rules, agreement_steps
+        self.escalate, self.quiet_steps, self.qk_clip = escalate, quiet_steps, qk_clip
+        check_settings(self, _MUST_BE)
         if always and quiet_steps is not None:
             raise ValueError(
                 f"quiet_steps is {quiet_steps} and always is True: with always no switch is ever"
                 " undone, so leave one of them out"
             )
-        whole = {"agreeing_rules": agreeing_rules, "agreement_steps": agreement_steps}
-        if quiet_steps is not None:
-            whole["quiet_steps"] = quiet_steps
-        for name, value in whole.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-        if agreeing_rules < 1:
-            raise ValueError(f"agreeing_rules must be >= 1, got {agreeing_rules}")
-        if agreement_steps < 0:
-            raise ValueError(f"agreement_steps must be >= 0, got {agreement_steps}")
-        if quiet_steps is not None and quiet_steps < 1:
-            raise ValueError(f"quiet_steps must be >= 1 or None, got {quiet_steps}")
-        _check_clip(qk_clip, escalate)
-        self.stabilizer = stabilizer
-        self.scope = scope
-        self.always = always
-        self.agreeing_rules = agreeing_rules
-        self.agreement_steps = agreement_steps
-        self.escalate = escalate
+        if qk_clip is not None and not escalate:
+            raise ValueError(
+                f"qk_clip is {qk_clip} and escalate is False: heads are clipped once wider switches"
+                " have not helped, so leave one of them out"
+            )
         self.advice: str | None = None
-        self.quiet_steps = quiet_steps
-        self.qk_clip = qk_clip
         self.clipping: tuple[int, str] | None = None
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
@@ -427,19 +442,6 @@ class Policy:
     def _is_quiet(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())
         return self.quiet_steps is not None and step - last >= self.quiet_steps
-
-
-def _check_clip(bound: Any, escalate: bool) -> None:
-    if bound is None:
-        return
-    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-    if not is_number or not 0 < bound < float("inf"):
-        raise ValueError(f"qk_clip must be a finite number above 0, or None, got {bound!r}")
-    if not escalate:
-        raise ValueError(
-            f"qk_clip is {bound} and escalate is False: heads are clipped once wider switches have"
-            " not helped, so leave one of them out"
-        )
 
 
 def _ascending(heads: Iterable[str]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from numbers import Complex, Real
 from typing import Any, TypeVar
 
@@ -24,12 +25,11 @@ from torch import Tensor, nn
 from guardbit import guard
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
-from guardbit.guard import Guarded, refusing
+from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import Evidence, Judgement, judge, nothing_to_correct, unmeasured_cause
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
-from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings
@@ -42,13 +42,11 @@ from guardbit.monitor.measure import (
 )
 from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.preflight import Examinations
-from guardbit.monitor.presence import Presence
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
     Settings,
-    check_folder,
-    takes_settings,
+    passes_to,
     warn_of_settings,
 )
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
@@ -57,6 +55,9 @@ from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.records import Alarm, Event, RunEnd, Sample, event_of
 
 T = TypeVar("T")
+
+# Of a state. Raise it when states that were taken before no longer fit.
+_FORMAT = 4
 
 #: Heads of an attention module that advisories have audited at each sampled step, besides one in
 #: turn.
@@ -80,11 +81,11 @@ def _no_alarms(_: object) -> list[Alarm]:
 def _forget_step(session: MonitorSession) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
-    session._presence.step_ended()
+    session._step_ended()
 
 
 def _leave(session: MonitorSession) -> None:
-    session._presence.leave()
+    session._leave()
 
 
 def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
@@ -158,12 +159,11 @@ class MonitorSession(Guarded):
     _strict = False
 
     @guard.method(_nothing)
-    @takes_settings
+    @passes_to(Settings)
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self._strict, self._dirpath = settings.get("strict", False), settings.get("dirpath")
         with refusing():
             checked = Settings(**settings)
-            check_folder(checked.dirpath)
         try:
             self._set_up(model, checked)
         except BaseException:
@@ -172,6 +172,9 @@ class MonitorSession(Guarded):
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
         """Makes the parts of the session."""
+        # Once it is closed, nothing more is watched or switched.
+        self._is_closed = self._is_leaving = self._wants_out = False
+        self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(settings.policy)
         self.dry_run = settings.dry_run
@@ -200,7 +203,6 @@ class MonitorSession(Guarded):
         self._schedule = Schedule(settings.every_n_train_steps, _warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._report_failure)
-        self._presence = Presence(self.instrumentation, self._schedule, self._stages)
         self._journal = Journal(settings.dirpath, settings.described(), self._stages)
         self._snapshots = Snapshots(
             self.instrumentation,
@@ -212,15 +214,6 @@ class MonitorSession(Guarded):
         self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
         self._clipping = Clipping(self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
-        self._checkpoint = Checkpoint(
-            self._schedule,
-            self._measurement,
-            self.detectors,
-            self.policy,
-            self.dry_run,
-            self._switching,
-            self._findings,
-        )
         self._notices = Notices(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
         )  # fmt: skip
@@ -265,8 +258,8 @@ class MonitorSession(Guarded):
             step = checked_step(step)
         is_new = step != self._schedule.step
         if is_new:
-            self._presence.step_ended()
-        if self._presence.is_closed:
+            self._step_ended()
+        if self._is_closed:
             if self._notices.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
@@ -361,7 +354,7 @@ class MonitorSession(Guarded):
 
         It is drawn where runs are compared, and no rule reads it.
         """
-        if self._presence.is_closed:
+        if self._is_closed:
             return
         step = self._schedule.last_ended or 0
 
@@ -372,7 +365,7 @@ class MonitorSession(Guarded):
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.
-        return not self._presence.is_closed and not self._stages.off & {"samples", _WATCHING}
+        return not self._is_closed and not self._stages.off & {"samples", _WATCHING}
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once where it is none."""
@@ -401,19 +394,19 @@ class MonitorSession(Guarded):
         if ended is None:
             return []
         step, was_sampled = ended
-        if not self._presence.is_closed:
+        if not self._is_closed:
             self.attempt("switch", self.instrumentation.end_step)
             if was_sampled:
                 self.attempt("coverage", lambda: self._notices.report_outside(step))
             self.attempt("coverage", lambda: self._notices.report_unseen(step))
             self.attempt("switch", lambda: self._notices.report_runs(step))
             self.attempt("proofs", self._notices.report_proofs)
-        self._presence.step_ended()
-        if not self._presence.is_closed:
+        self._step_ended()
+        if not self._is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
         alarms = self.catch_up()
-        if self._presence.is_closed or not was_sampled or self._has_given_up:
+        if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
         self.attempt("capture", self._finish_capture)
         # From here on an error may hit one rank alone, which must still take part in this.
@@ -522,10 +515,15 @@ class MonitorSession(Guarded):
 
         def decide() -> None:
             now = self._schedule.last_ended or 0
-            self.attempt("policy", lambda: self._decide(alarms, step, now))
+            self.attempt(
+                "policy",
+                lambda: self._switching.decide(
+                    alarms, step, now, self.detectors.restless(), self._findings.way_back
+                ),
+            )
             self.attempt("clip", lambda: self._clip(samples))
 
-        self._presence.after_step(decide)
+        self._after_step(decide)
         self.attempt("verdict", lambda: self._judge(ended))
         return alarms
 
@@ -555,11 +553,6 @@ class MonitorSession(Guarded):
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
 
-    def _decide(self, alarms: list[Alarm], step: int, ended: int) -> None:
-        """Lets the policy decide, and switches."""
-        restless, way_back = self.detectors.restless(), self._findings.way_back
-        self._switching.decide(alarms, step, ended, restless, way_back)
-
     def _clip(self, samples: list[Sample]) -> None:
         """Clips the heads above the policy's bound, if it has come to that."""
         policy = self.policy
@@ -586,7 +579,7 @@ class MonitorSession(Guarded):
         self.attempt("coverage", self._notices.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
-        self._presence.step_ended()
+        self._step_ended()
 
     @guard.method(_nothing, at_last=_leave)
     def close(self, end: RunEnd = "finished") -> None:
@@ -598,7 +591,7 @@ class MonitorSession(Guarded):
         Args:
             end: How the run ended, for the report and the live page.
         """
-        self._presence.close()
+        self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
@@ -658,11 +651,11 @@ class MonitorSession(Guarded):
             IndexError: If a head is out of range.
         """
         with refusing():
-            if self._presence.is_closed:
+            if self._is_closed:
                 raise ValueError("the session is closed: no head can be switched any more")
             heads = None if heads is None else checked_heads(heads)
             self.instrumentation.check_switch(site, stabilizer, heads)
-        self._presence.after_step(lambda: self._switch(site, stabilizer, heads, why))
+        self._after_step(lambda: self._switch(site, stabilizer, heads, why))
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
         begun, ended = self._schedule.step, self._schedule.last_ended
@@ -732,7 +725,7 @@ class MonitorSession(Guarded):
         Returns:
             What was found; None on other ranks, within a step, or after an error, which is logged.
         """
-        if self._presence.is_closed or self._schedule.is_within_step:
+        if self._is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
         return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
@@ -751,6 +744,44 @@ class MonitorSession(Guarded):
         except Exception as error:
             self._capture_failed(error)
 
+    # --- leaving the model -----------------------------------------------------------------------
+
+    # A forward and its recomputation in activation checkpointing must be alike. So nothing that
+    # changes how calls run happens within a step: it waits until the step has ended.
+
+    def _after_step(self, function: Callable[[], None]) -> None:
+        """Does something now, or when the step has ended that is under way."""
+        if self._schedule.is_within_step:
+            self._waiting.append(function)
+        else:
+            function()
+
+    def _step_ended(self) -> None:
+        """Does what has waited for it."""
+        while self._waiting:
+            self._stages.always("switch", self._waiting.pop(0))
+        if self._wants_out and self.instrumentation.is_installed:
+            self._stand_back()
+
+    def _leave(self) -> None:
+        """Lets go of the model now, or when the step has ended if this is the first call."""
+        self._is_closed, self._schedule.is_sampled = True, False
+        if self._schedule.is_within_step and not self._is_leaving:
+            self._is_leaving = self._wants_out = True
+        else:
+            self._let_go()
+
+    def _stand_back(self) -> None:
+        """Leaves the model alone; until the session is closed, switched heads stay switched."""
+        if self.instrumentation.switched and not self._is_closed:
+            with suppress(Exception):
+                self.instrumentation.rest(True)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._stages.always("close", partial(undo_all, [self.instrumentation.remove]))
+
     # --- state -----------------------------------------------------------------------------------
 
     @guard.method(_what_is_switched)
@@ -763,13 +794,24 @@ class MonitorSession(Guarded):
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
-        state = self._stages.always(
-            "state",
-            lambda: self._checkpoint.state_dict(
-                switched, self.attempt("samples", self._measurement.state_dict)
-            ),
-        )
+        state = self._stages.always("state", lambda: self._state(switched))
         return {"stabilizers": switched} if state is None else state
+
+    def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
+        ended = self._schedule.last_ended
+        self._findings.state_is_taken(ended)
+        return {
+            "format": _FORMAT,
+            "last_step": ended,
+            "detectors": self.detectors.state_dict(),
+            "policy": None if self.policy is None else self.policy.state_dict(),
+            "dry_run": self.dry_run,
+            "stabilizers": switched,
+            "is_of_parts": bool(self._switching.asked_elsewhere),
+            "running": {name: list(names) for name, names in self._switching.running().items()},
+            "measurement": self.attempt("samples", self._measurement.state_dict),
+            **self._findings.state_dict(),
+        }
 
     @guard.method(_nothing)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -786,14 +828,43 @@ class MonitorSession(Guarded):
             return
         try:
             with refusing():
-                is_whole = self._checkpoint.load_state_dict(state)
+                self._load(state)
         except ValueError:
             raise
         except Exception as error:
             self._stages.fail("state", error)
-        else:
-            if is_whole:
-                self._unjudged = None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if "stabilizers" not in state:
+            raise ValueError(
+                "this is no state of GuardBit's: pass what `state_dict` of a session returned"
+            )
+        stabilizers = state["stabilizers"]
+        if state.get("format") != _FORMAT:
+            self._switching.load(stabilizers, state.get("is_of_parts", False))
+            self._findings.is_whole = False
+            names, more = ", ".join(stabilizers) or "none", ""
+            if self.policy is not None and stabilizers:
+                more = f"; alarms on those of {names} no longer widen what is switched"
+            log.warning(
+                "the state is incomplete or of another version of GuardBit: the heads it has"
+                " switched stay switched (%s), detectors and sums begin anew%s",
+                names,
+                more,
+            )
+            return
+        self.detectors.load_state_dict(state["detectors"])
+        # The decisions of a dry run were not carried out, so the policy starts afresh.
+        if self.policy and state["policy"] is not None and state["dry_run"] == self.dry_run:
+            self.policy.load_state_dict(state["policy"])
+        self._switching.load(stabilizers, state["is_of_parts"])
+        if stay := _described(stabilizers):
+            _warn(f"heads stay switched as the state says: {stay}")
+        self._schedule.last_ended = state["last_step"]
+        if state["measurement"] is not None:
+            self._measurement.load_state_dict(state["measurement"])
+        self._findings.load_state_dict(state)
+        self._unjudged = None
 
     def _is_due(self, step: int) -> bool:
         return self._schedule.is_due(step, self._wants_first_step())
@@ -838,10 +909,14 @@ class MonitorSession(Guarded):
             self._drop_calls()
         with suppress(Exception):
             self._snapshots.discard()
-        if self._presence.is_closed:
+        if self._is_closed:
             with suppress(Exception):
                 self._journal.close("crashed")
-        self._presence.give_up()
+        is_within = not self._is_closed and self._schedule.is_within_step
+        if is_within and not self.instrumentation.switched:
+            self._wants_out = True
+        else:
+            self._stand_back()
 
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""
@@ -888,3 +963,13 @@ def _is_number(value: object) -> bool:
     except Exception:  # whatever the object does
         return False
     return not isinstance(value, Complex) or isinstance(value, Real)
+
+
+def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:
+    """Names the heads of each module that are switched, and what to; "" if none is."""
+    return "; ".join(
+        f"{site} heads {[h for h, n in enumerate(names) if n == name]} to {name}"
+        for site, names in stabilizers.items()
+        for name in dict.fromkeys(names)
+        if name != "none"
+    )

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
+import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from guardbit.catalog import INDICATORS
+from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, levels_of, reads_of
-from guardbit.monitor.policy import Policy
+from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm
 
 #: Seconds after which an examination begins nothing more, by default.
 PREFLIGHT_SECONDS = 60.0
-
-#: Megabytes of snapshots that a run keeps by default.
-SNAPSHOT_MEGABYTES = 64
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -28,6 +28,41 @@ _OF_POLICY = (
     "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps",
     "qk_clip",
 )  # fmt: skip
+
+
+def _is_amount(number: object) -> bool:
+    return isinstance(number, int | float) and 0 <= number < math.inf
+
+
+def _are_names(names: Any) -> bool:
+    is_list = isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0
+    return names is None or (is_list and all(isinstance(name, str) for name in names))
+
+
+#: Settings -> what they must be, as a test and in words.
+_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "every_n_train_steps": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
+    "num_audited_heads": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
+    "num_rows": (
+        lambda n: n is None or is_whole(n, 1),
+        "a whole number, at least 1, or None for all rows",
+    ),
+    "snapshot_megabytes": (
+        lambda n: _is_amount(n) and not isinstance(n, bool),
+        "a number from 0 on, 0 for none",
+    ),
+    "preflight": (_is_amount, "True, False, or a number of seconds from 0 on"),
+    "sites": (_are_names, "a list of names, at least one, or None for all"),
+    "indicators": (_are_names, "a list of names, at least one, or None for all"),
+    "audit_repeats": (lambda flag: isinstance(flag, bool), "True or False"),
+    "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
+    "policy": (lambda p: p is None or isinstance(p, Policy), "a guardbit.Policy, or None"),
+    "on_alarm": (lambda f: f is None or callable(f), "a function of one alarm, or None"),
+    "dirpath": (
+        lambda path: path is None or (path and isinstance(path, str | os.PathLike)),
+        "a path, or None",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +87,11 @@ class Settings:
         audit_repeats: Whether to run the backward of sampled calls a second time, and to report
             where it differs: a race, or additions in any order.
         preflight: Whether the engines are examined at the calls of the first sampled step, when it
-            has ended, on the first rank; True for a minute at most, or a number of seconds.
-        on_alarm: Called on rank 0 with each alarm, once it is recorded; training waits for it. Its
-            errors end nothing: the first is recorded, and it is called again at the next alarm.
+            has ended, on the first rank, see `guardbit doctor`; True for a minute at most, or a
+            number of seconds.
+        on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
+            a mail or a message; training waits for it. Its errors end nothing: the first is
+            recorded, and it is called again at the next alarm.
         strict: Raise errors of the monitor itself, instead of logging them and going on.
     """
 
@@ -67,26 +104,24 @@ class Settings:
     policy: Policy | None = None
     dry_run: bool = False
     dirpath: str | os.PathLike[str] | None = None
-    snapshot_megabytes: float = SNAPSHOT_MEGABYTES
+    snapshot_megabytes: float = 64
     audit_repeats: bool = False
     preflight: bool | float = False
     on_alarm: Callable[[Alarm], object] | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_names()
-        Detectors(self.rules)
-        for setting in ("audit_repeats", "dry_run"):
-            if not isinstance(getattr(self, setting), bool):
-                given = getattr(self, setting)
-                raise ValueError(f"{setting} is {given!r}; it must be True or False")
-        if self.policy is not None and not isinstance(self.policy, Policy):
-            raise ValueError(f"policy is {self.policy!r}; it must be a guardbit.Policy, or None")
-        if self.on_alarm is not None and not callable(self.on_alarm):
+        check_settings(self, _MUST_BE)
+        if self.dirpath is not None and os.path.isfile(self.dirpath):
             raise ValueError(
-                f"on_alarm is {self.on_alarm!r}; it must be a function of one alarm, or None"
+                f"dirpath is {os.fspath(self.dirpath)!r}, a file; a run needs a folder"
             )
+        for name in self.indicators or ():
+            if name not in INDICATORS:
+                raise ValueError(
+                    f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}"
+                )
+        Detectors(self.rules)
 
     @property
     def preflight_seconds(self) -> float:
@@ -99,82 +134,47 @@ class Settings:
 
     def described(self) -> dict[str, Any]:
         """Returns what is kept of them with a run, as plain data."""
+        numbers = (
+            "every_n_train_steps", "num_rows", "num_audited_heads", "audit_repeats", "dry_run",
+        )  # fmt: skip
         return {
-            "every_n_train_steps": self.every_n_train_steps,
+            **{name: getattr(self, name) for name in numbers},
             "indicators": list(self.measured),
-            "num_rows": self.num_rows,
-            "num_audited_heads": self.num_audited_heads,
-            "audit_repeats": self.audit_repeats,
             "rules": [str(rule) for rule in self.rules],
             "levels": levels_of(self.rules),
             "heads_judged_by": {r.name: reads_of(r) for r in self.rules if judges_heads(r)},
             **{name: self.policy and getattr(self.policy, name) for name in _OF_POLICY},
-            "dry_run": self.dry_run,
         }
 
-    def _check_numbers(self) -> None:
-        whole = {"every_n_train_steps": 1, "num_audited_heads": 0, "num_rows": 1}
-        for setting, least in whole.items():
-            value = getattr(self, setting)
-            if setting == "num_rows" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{setting} is {value!r}; it must be a whole number")
-            if value < least:
-                more = ", or None for all rows" if setting == "num_rows" else ""
-                raise ValueError(f"{setting} is {value}; it must be at least {least}{more}")
-        megabytes, preflight = self.snapshot_megabytes, self.preflight
-        if isinstance(megabytes, bool) or not _is_amount(megabytes):
-            raise ValueError(
-                f"snapshot_megabytes is {megabytes!r}; it must be a number from 0 on, 0 for none"
-            )
-        if not _is_amount(preflight):
-            raise ValueError(
-                f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0"
-                " on"
-            )
 
-    def _check_names(self) -> None:
-        for setting, names in (("sites", self.sites), ("indicators", self.indicators)):
-            if isinstance(names, str):
-                raise ValueError(
-                    f"{setting} is {names!r}; it must be a list of names, [{names!r}] say"
-                )
-            if names is None:
-                continue
-            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-                raise ValueError(
-                    f"{setting} is {names!r}; it must be a list of names, or None for all"
-                )
-            if not names:
-                raise ValueError(f"{setting} is empty; name at least one, or pass None for all")
-        for name in self.indicators or ():
-            if name not in INDICATORS:
-                raise ValueError(
-                    f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}"
-                )
+def passes_to(kind: type, *but: str) -> Callable[[F], F]:
+    """Gives a constructor that takes `**settings` the parameters of a class, except some.
 
+    They are in its signature and its type hints, and it refuses others by its own name.
+    """
 
-def takes_settings(init: F) -> F:
-    """Shows the `Settings` that a constructor takes as `**settings` in its signature."""
-    signature = inspect.signature(init)
-    own = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    more = [p for name, p in inspect.signature(Settings).parameters.items() if name not in own]
-    init.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
-        parameters=[*own.values(), *more]
-    )
-    return init
+    def decorate(init: F) -> F:
+        own = inspect.signature(init)
+        taken = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        of_kind = inspect.signature(kind).parameters
+        more = [p for name, p in of_kind.items() if name not in {*taken, *but}]
+        signature = own.replace(parameters=[*taken.values(), *more])
+        hints = typing.get_type_hints(kind if kind is Settings else kind.__init__)
 
+        @functools.wraps(init)
+        def checked(self: object, *args: Any, **settings: Any) -> None:
+            with refusing():
+                try:
+                    signature.bind(self, *args, **settings)
+                except TypeError as error:
+                    raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
+            init(self, *args, **settings)
 
-def _is_amount(number: object) -> bool:
-    return isinstance(number, int | float) and 0 <= number < math.inf
+        checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        checked.__annotations__ |= {p.name: hints[p.name] for p in more}
+        return checked  # pyright: ignore[reportReturnType]
 
-
-def check_folder(dirpath: object) -> None:
-    if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
-        raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
-    if dirpath is not None and os.path.isfile(dirpath):
-        raise ValueError(f"dirpath is {os.fspath(dirpath)!r}, a file; a run needs a folder")
+    return decorate
 
 
 def warn_of_settings(

@@ -124,7 +124,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     place = f"'{folder}/guardbit'"
     assert lines == [
         f"GuardBit samples attention every 4 steps; to look on: guardbit live {place}",
-        "GuardBit: run finished, no head alarmed up to step 8; the report: "
+        "GuardBit: run finished. Healthy: no alarm up to step 8; the report: "
         f"guardbit report {place}",
     ]
 
@@ -138,7 +138,7 @@ def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, mo
     train(tmp_path, HuggingFaceMonitor(4), save_strategy="no", report_to="tensorboard")
     assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}
     assert caplog.text.count("the stage 'logging' failed and is off") == 1
-    said = "no head alarmed up to step 8 (off after an error: logging); the report"
+    said = "no alarm up to step 8 (off after an error: logging); the report"
     assert said in capsys.readouterr().out
 
 
@@ -261,18 +261,6 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
     assert not same_weights(unswitched, resumed), "the switch must have had an effect"
 
 
-def test_a_second_run_with_the_same_callback_begins_anew(tmp_path):
-    # The policy remembers what it has switched, and would keep those heads for good.
-    rules = (Fires(SITE, sample=2),)
-    monitor = HuggingFaceMonitor(
-        3, policy=Policy("row_max", scope="head"), rules=rules, strict=True
-    )
-    for name in ("first", "second"):
-        train(tmp_path / name, monitor, steps=5, save_strategy="no")
-        events = read_events(tmp_path / name / "guardbit")
-        assert list(events[events["kind"] == "switch"]["step"]) == [3]
-
-
 def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplog):
     train(tmp_path, steps=6)
     train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-6"), steps=8)
@@ -322,8 +310,10 @@ def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
 
 
 def test_settings_are_refused_when_it_is_made():
-    with pytest.raises(ValueError, match="every_n_train_steps is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="every_n_train_steps is 0; it must be a whole number"):
         HuggingFaceMonitor(0)
+    with pytest.raises(TypeError, match=r"^HuggingFaceMonitor.* unexpected .*'row_count'"):
+        HuggingFaceMonitor(row_count=3)
 
 
 @pytest.mark.parametrize("name", ["setup", "on_exception"])

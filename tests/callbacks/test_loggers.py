@@ -12,11 +12,6 @@ from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import HeadGrowth
 from guardbit.records import Alarm, Sample
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 
 def sampled(step, values, layer=0):
     return Sample(step, f"h.{layer}", layer, "max_logit", tuple(values))

@@ -11,13 +11,6 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadat
 from guardbit.monitor.detectors import DEFAULT_RULES, GradientError, LossDeparture
 from tests.toys import Fires
 
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 SITE = "net.h.1.attn"
 
 
@@ -104,36 +97,6 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     assert why == "not switched to compensated: dry run (alarmed by fires)"
-
-
-def test_the_policy_undoes_a_switch_after_the_quiet_period(trains, tmp_path):
-    monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    watching = Stabilizers(monitor)
-    trains.fit(
-        monitor,
-        AutoStabilizer("row_max", quiet_steps=5, scope="head"),
-        watching,
-        precision="bf16-mixed",
-        max_steps=12,
-    )
-    # Alarmed at 2; step 8 is the first sample at least five steps later.
-    assert events_of(tmp_path / "run", "switch") == [
-        (2, SITE, (1,), "row_max"),
-        (8, SITE, (1,), "none"),
-    ]
-    assert steps_with(watching.used, "row_max") == [3, 4, 5, 6, 7, 8]
-
-
-def test_always_switches_all_heads_after_the_first_step_without_an_alarm(trains, tmp_path):
-    monitor = AttentionMonitor(2, rules=(), dirpath=tmp_path / "run", strict=True)
-    watching = Stabilizers(monitor)
-    stabilizer = AutoStabilizer("exact_delta", always=True)
-    trains.fit(monitor, stabilizer, watching, precision="bf16-mixed", max_steps=4)
-    assert steps_with(watching.used, "exact_delta") == [1, 2, 3]
-    told = events_of(tmp_path / "run", "switch")
-    assert {event[0] for event in told} == {0} and {event[3] for event in told} == {"exact_delta"}
-    assert SITE in [event[1] for event in told]
-    assert read_metadata(tmp_path / "run")["settings"]["always"] is True
 
 
 def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path):
@@ -287,23 +250,6 @@ def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
     check(state)
 
 
-def test_of_a_checkpoint_by_another_version_the_switch_is_kept(trains, tmp_path, caplog):
-    trained(trains, tmp_path, "compensated", 8)
-    path = tmp_path / "until-8" / "step=8.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    old = {"stabilizers": checkpoint["callbacks"]["AttentionMonitor"]["stabilizers"], "alarms": 3}
-    assert old["stabilizers"], "there is a switch to keep"
-    checkpoint["callbacks"]["AttentionMonitor"] = old
-    torch.save(checkpoint, path)
-    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, model=resumable(trains), ckpt_path=path, max_steps=12)
-    assert (
-        sum("state is incomplete or of another version" in message for message in caplog.messages)
-        == 1
-    )
-    assert monitor.state_dict()["stabilizers"] == old["stabilizers"]
-
-
 def test_a_checkpoint_of_other_rules_is_refused_before_the_first_step(trains, tmp_path):
     trained(trains, tmp_path, "compensated", 8)
     monitor = AttentionMonitor(3, dirpath=tmp_path / "run")
@@ -361,24 +307,3 @@ def test_a_run_that_is_resumed_with_another_stabilizer_acts_on_its_next_alarm(
     assert switches == [
         *first, (8, "net.h.0.attn", (0, 1), "compensated"), (8, SITE, rest, "compensated"),
     ]  # fmt: skip
-
-
-def test_heads_that_are_switched_by_hand_stay_switched_when_resumed(trains, tmp_path):
-    class ByHand(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 2:
-                watch.session.switch("*", "compensated")
-
-    watch = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
-    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
-    trains.fit(watch, kept, ByHand(), enable_checkpointing=True, max_steps=3)
-    resumed = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
-    watching = Stabilizers(resumed)
-    path = tmp_path / "step=3.ckpt"
-    trains.fit(resumed, watching, precision="bf16-mixed", ckpt_path=path, max_steps=6)
-    # Our forward, and the backward of PyTorch's kernel, which is handed our delta.
-    kernels = {"compensated", "FLASH_ATTENTION"}
-    assert watching.used == {step: kernels for step in (3, 4, 5)}
-    assert set(events_of(tmp_path / "run", "switch")) == {
-        (1, site, (0, 1), "compensated") for site in ("net.h.0.attn", SITE)
-    }

@@ -19,9 +19,7 @@ from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.measure.finite import FiniteProbe
-from guardbit.monitor.measure.probes import CallView
-from guardbit.monitor.measure.repeats import RepeatProbe
+from guardbit.monitor.measure.probes import CallView, FiniteProbe, RepeatProbe
 from tests.doctor.faulty_engines import (
     Racing,
     Wrapped,

@@ -53,7 +53,7 @@ FOUND = (
     Place("hugging face", MemoryError, "callbacks/doors.py", "if session._is_void", 0),
     Place("hugging face", SystemExit, "monitor/session.py", "not self._schedule.is_within", 0),
     Place("plain loop", OSError, "monitor/interception/installation.py", "needed_by.discard(", 0),
-    Place("plain loop", MemoryError, "monitor/presence.py", "partial(undo_all", 0),
+    Place("plain loop", MemoryError, "monitor/session.py", "partial(undo_all", 0),
     Place("plain loop", MemoryError, "monitor/session.py", "if kind is None:", 3),
     Place("returned weights", OverflowError, "monitor/session.py", "self.session.end_step()", 3),
     # The re-run of a module stayed, and took the model's own calls for its own.

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from guardbit.kernels import reference
 from guardbit.kernels.device import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.measure.probes import counted_rows, per_head
-from guardbit.monitor.measure.rows import shared_maxima
+from guardbit.monitor.measure.probes import counted_rows, per_head, shared_maxima
 from tests.kernels.spec_cases import CASES, specs
 from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import DEVICE, dense, largest_products, packed

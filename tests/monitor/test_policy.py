@@ -357,21 +357,22 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
     [
         (
             {"stabilizer": "none"},
-            f"one of {', '.join(STABILIZERS[1:])}, got 'none'",
+            f"'none'; it must be one of {', '.join(STABILIZERS[1:])}$",
         ),
-        ({"stabilizer": "magic"}, "got 'magic'"),
-        ({"scope": "site"}, "scope must be one of head, layer, model, got 'site'"),
-        ({"always": 1}, "always must be True or False, got 1"),
+        ({"stabilizer": "magic"}, "stabilizer is 'magic'; it must be one of"),
+        ({"scope": "site"}, "scope is 'site'; it must be one of head, layer, model$"),
+        ({"always": 1}, "always is 1; it must be True or False"),
         (
             {"always": True, "quiet_steps": 5},
             "quiet_steps is 5 and always is True: .* leave one",
         ),
-        ({"agreeing_rules": 0}, "agreeing_rules must be >= 1, got 0"),
-        ({"agreeing_rules": 1.5}, "agreeing_rules must be a whole number, got 1.5"),
-        ({"agreement_steps": None}, "agreement_steps must be a whole number, got None"),
-        ({"quiet_steps": "x"}, "quiet_steps must be a whole number, got 'x'"),
-        ({"agreement_steps": -1}, "agreement_steps must be >= 0, got -1"),
-        ({"quiet_steps": 0}, "quiet_steps must be >= 1 or None, got 0"),
+        ({"agreeing_rules": 0}, "agreeing_rules is 0; it must be a whole number, at least 1"),
+        ({"agreeing_rules": 1.5}, "agreeing_rules is 1.5; it must be a whole number"),
+        ({"agreeing_rules": True}, "agreeing_rules is True; it must be a whole number"),
+        ({"agreement_steps": None}, "agreement_steps is None; it must be a whole number"),
+        ({"quiet_steps": "x"}, "quiet_steps is 'x'; it must be a whole number"),
+        ({"agreement_steps": -1}, "agreement_steps is -1; it must be a whole number, at least 0"),
+        ({"quiet_steps": 0}, "quiet_steps is 0; it must be a whole number, at least 1, or None"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

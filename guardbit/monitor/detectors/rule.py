@@ -23,11 +23,6 @@ State = dict[str, Any]
 OVERFLOW = float(np.finfo(np.float32).max)
 
 
-def finite(values: Values) -> list[float]:
-    """Returns the values that are no NaN, as plain floats."""
-    return values[~np.isnan(values)].tolist()
-
-
 def to_plain(values: Values) -> list[float | None]:
     """Returns one plain float a head, None for NaN, as JSON has no NaN."""
     if not np.isnan(values).any():  # by far the most
@@ -67,13 +62,6 @@ class Snapshot:
         """Returns a site's last known values, `heads` of them, NaN where nothing is known."""
         known = self.latest.get(indicator, {}).get(site, np.empty(0))[:heads]
         return np.concatenate([known, np.full(heads - len(known), math.nan)])
-
-    def typical_top(self, indicator: str, quantile: float = 0.5) -> float:
-        """Returns the lower median over the sites of the site's largest head, or a quantile."""
-        sites = [known for v in self.latest.get(indicator, {}).values() if (known := finite(v))]
-        tops = [max(heads) for heads in sites] if len(sites) > 1 else [v for s in sites for v in s]
-        tops.sort()
-        return tops[int((len(tops) - 1) * quantile)] if tops else math.nan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ from torch import Tensor
 from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
-from guardbit.monitor.measure.gradient_audit import heads_in_turn
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import KnownSite, joined_tables, plan_for
-from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.probes import CallView, heads_in_turn
 from guardbit.monitor.measure.run import RunningSums, RunProbe, Scalar, Transfer, samples_of
 from guardbit.monitor.measure.weights import norms_of_sites
 from guardbit.monitor.sites import Instrumentation, Site
@@ -28,19 +27,12 @@ class NoAttentionSeenError(RuntimeError):
 
 
 class Sent(NamedTuple):
-    """What was measured up to a sampled step; the numbers may still be on their way to the host.
-
-    Attributes:
-        step: The optimizer step.
-        columns: Site, its layer and the indicator of each column of heads.
-        scalars: The scalars of the whole run.
-        numbers: The values of all these.
-    """
+    """What was measured up to a sampled step; the numbers may still be on their way to the host."""
 
     step: int
-    columns: list[tuple[str, int, str]]
+    columns: list[tuple[str, int, str]]  # site, its layer and the indicator of each
     scalars: list[Scalar]
-    numbers: Transfer
+    numbers: Transfer  # the values of all these
 
 
 class Measurement:

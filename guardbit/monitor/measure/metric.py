@@ -17,19 +17,12 @@ _MOST_HELD = 2**25
 
 
 class _Held(NamedTuple):
-    """A probe's result for one call, to be added up with others.
+    """A probe's result for one call, to be added up with others."""
 
-    Attributes:
-        probe: Index of the probe.
-        site: Index of the site.
-        heads: Numbers of the measured heads, C of them.
-        values: See `probes.Found`.
-    """
-
-    probe: int
+    probe: int  # its index
     site: int
-    heads: tuple[int, ...]
-    values: tuple[Tensor, ...]
+    heads: tuple[int, ...]  # numbers of the measured heads, C of them
+    values: tuple[Tensor, ...]  # see `probes.Found`
 
 
 class AttentionMetric:

@@ -6,38 +6,18 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from guardbit.catalog import Probe, of_probe
-from guardbit.monitor.measure.delta import DeltaProbe
-from guardbit.monitor.measure.finite import FiniteProbe
-from guardbit.monitor.measure.gradient_audit import GradientAudit
-from guardbit.monitor.measure.keys import KeyProbe
-from guardbit.monitor.measure.probes import CallProbe
-from guardbit.monitor.measure.repeats import RepeatProbe
-from guardbit.monitor.measure.rows import RowProbe
-
-#: The probes of attention calls, in the order in which they look at one.
-CALL_PROBES: tuple[type[CallProbe], ...] = (
-    RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
-)  # fmt: skip
+from guardbit.monitor.measure.probes import CALL_PROBES, CallProbe
 
 
 class Plan(NamedTuple):
-    """What is measured at a sampled step; what is not wanted costs nothing.
-
-    Attributes:
-        wanted: The indicators to record.
-        calls: The probes that look at attention calls.
-        norms: The spectral norms to take from the weights.
-        audits: Whether gradients are audited, along the weights' largest directions.
-        needs_shadow: Whether any probe reads the shadow of a call.
-        totals: The indicators that are sums over rows, see `CallProbe`.
-    """
+    """What is measured at a sampled step; what is not wanted costs nothing."""
 
     wanted: frozenset[str]
     calls: tuple[CallProbe, ...]
-    norms: frozenset[str]
-    audits: bool
+    norms: frozenset[str]  # to take from the weights
+    audits: bool  # of gradients, along the weights' largest directions
     needs_shadow: bool
-    totals: frozenset[str]
+    totals: frozenset[str]  # the indicators that are sums over rows, see `CallProbe`
 
 
 def plan_for(wanted: Collection[str]) -> Plan:

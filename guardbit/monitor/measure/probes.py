@@ -1,19 +1,24 @@
-"""The base of a probe of attention calls, and the view of a call that probes get."""
+"""The probes of attention calls, and the view of a call that they get.
+
+"Paper" is arXiv 2510.04212.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guardbit.catalog import SUMS, Probe, of_probe
+from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
+from guardbit.kernels.constants import device_constant
+from guardbit.kernels.reference import RowMaxima, Shadow
 
 #: Distance from the row maximum, in logits, within which scores count as maxima.
 EPS = 1e-3
@@ -58,15 +63,7 @@ class CallView:
     def shadow(self) -> Shadow:
         """The output and statistics of these rows, recomputed in FP32."""
         call = self.call
-        return dispatch.shadow(
-            call.q,
-            call.k,
-            call.v,
-            spec=call.spec,
-            eps=EPS,
-            query_ids=self.rows,
-            dropout=self._dropout,
-        )
+        return dispatch.shadow(call.q, call.k, call.v, eps=EPS, **self._given)
 
     @cached_property
     def maxima(self) -> Shadow | RowMaxima:
@@ -74,9 +71,7 @@ class CallView:
         if self.needs_shadow:
             return self.shadow
         call = self.call
-        return dispatch.row_maxima(
-            call.q, call.k, call.v, spec=call.spec, query_ids=self.rows, dropout=self._dropout
-        )
+        return dispatch.row_maxima(call.q, call.k, call.v, **self._given)
 
     @cached_property
     def exact_dq(self) -> Tensor:
@@ -94,9 +89,10 @@ class CallView:
         )
 
     @property
-    def _dropout(self) -> Dropout | None:
+    def _given(self) -> dict[str, Any]:
         call = self.call
-        return call.dropout_of(range(call.q.size(1))) if call.known_heads else None
+        dropout = call.dropout_of(range(call.q.size(1))) if call.known_heads else None
+        return {"spec": call.spec, "query_ids": self.rows, "dropout": dropout}
 
 
 class Found(NamedTuple):
@@ -158,3 +154,318 @@ def per_head(rows: Tensor) -> Tensor:
 def counted_rows(row_max: Tensor) -> Tensor:
     """Counts the rows of `(..., B, H, R)` that see a key, FP64 `(..., H)`."""
     return per_head(row_max > -torch.inf)
+
+
+class _Statistic(NamedTuple):
+    """How an indicator comes from rows.
+
+    Attributes:
+        read: Takes `(B, H, R)` from a recomputation.
+        reduce: Makes `(S, H)` of that and of the rows' maxima, both `(S, B, H, R)`.
+        is_mean: Whether `reduce` returns a sum, of which the indicator is the mean over the rows;
+            otherwise it returns a maximum.
+        needs_shadow: Whether `read` takes a `Shadow`; otherwise a `RowMaxima` will do.
+    """
+
+    read: Callable[[Any], Tensor]
+    reduce: Callable[[Tensor, Tensor], Tensor]
+    is_mean: bool = True
+    needs_shadow: bool = True
+
+
+def shared_maxima(maxima: Tensor, row_max: Tensor) -> Tensor:
+    """Counts the rows whose maximum is attained more than once (paper, figure 13)."""
+    return per_head((maxima > 1) & (row_max > -torch.inf))
+
+
+def _largest(sizes: Tensor, _: Tensor) -> Tensor:
+    return sizes.amax((-3, -1))
+
+
+def _sum(values: Tensor, _: Tensor) -> Tensor:
+    return per_head(values)
+
+
+#: Rows without an allowed key have entropy 0 and largest score -inf.
+STATISTICS: dict[str, _Statistic] = {
+    "multiple_maxima": _Statistic(attrgetter("maxima"), shared_maxima),
+    "multiple_maxima_bf16": _Statistic(attrgetter("maxima_bf16"), shared_maxima),
+    # In size: rounding is as coarse below 0 as above, and softmax does not see a constant, so
+    # scores may grow where no row's maximum shows it. The recorded
+    # runs of `tests/data/runs` are older and hold the largest score with its sign.
+    "max_logit": _Statistic(attrgetter("largest"), _largest, is_mean=False, needs_shadow=False),
+    "attention_entropy": _Statistic(attrgetter("entropy"), _sum),
+}
+
+
+class RowProbe(CallProbe):
+    """Measures the statistics of rows; with dropout, those of P before anything is dropped."""
+
+    name = "rows"
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        super().__init__(wanted)
+        self.maxima = tuple(name for name in self.indicators if not STATISTICS[name].is_mean)
+        self._means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
+        self.sums = ("rows", *self._means)
+        self.needs_shadow = any(STATISTICS[name].needs_shadow for name in self.indicators)
+
+    def update(self, view: CallView) -> Found:
+        """Takes what the indicators need from a call's recomputed rows."""
+        recomputed = view.shadow if self.needs_shadow else view.maxima
+        read = (STATISTICS[name].read(recomputed) for name in (*self._means, *self.maxima))
+        return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))
+
+    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
+        row_max, *read = values
+        reduced = (
+            STATISTICS[name].reduce(rows, row_max)
+            for name, rows in zip((*self._means, *self.maxima), read, strict=True)
+        )
+        return [counted_rows(row_max), *reduced]
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where no row has an allowed key."""
+        rows = state["rows"]
+        means = {name: state[name] / rows for name in self._means}
+        found = means | {name: state[name].double() for name in self.maxima}
+        return {name: found[name].where(rows > 0, torch.nan) for name in self.indicators}
+
+
+class KeyProbe(CallProbe):
+    """The size of a sequence's mean key, relative to the keys; a head has its group's keys.
+
+    A wrong delta gives row i of dQ the error -(delta_lp - delta_hp) sum_j P_ij k_j. A vector that
+    all keys share is the same in all these rows, so its part of the error adds up. With an exact
+    delta it cancels, since sum_j dS_ij is 0.
+    """
+
+    name = "keys"
+    sums = ("key_means", "key_squares")
+
+    def update(self, view: CallView) -> Found:
+        """Takes what the keys of each sequence of a call, or of each packed document, share."""
+        heads, k = view.call.q.size(1), view.call.k
+        documents = view.call.spec.documents
+        starts = None if documents is None else documents.cu_keys
+        # Mean squares, which FP32 holds whatever the number of keys; no copy of the keys in FP32.
+        lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float32)
+        means, squares = _means(k, starts), _means(lengths.square(), starts)
+        parts = means.square().sum(-1), squares[..., 0]
+        group = heads // k.size(1)
+        of_heads = (part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts)
+        return Found(range(heads), tuple(of_heads))
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where all keys are zero."""
+        squares = state["key_squares"]
+        share = (state["key_means"] / squares).sqrt().where(squares > 0, torch.nan)
+        return {name: share for name in self.indicators}
+
+
+def _means(x: Tensor, starts: Tensor | None) -> Tensor:
+    """Means over the keys of each sequence, FP32 `(P, H, D)`; 0 for an empty document."""
+    if starts is None:
+        return x.mean(2, dtype=torch.float32)
+    keys = torch.arange(x.size(2), device=x.device)
+    document = torch.searchsorted(starts[1:].contiguous(), keys, right=True)
+    # One more, for the keys behind the last document, which are padding.
+    sums = x.new_zeros((len(starts), x.size(1), x.size(3)), dtype=torch.float32)
+    sums.index_add_(0, document, x[0].transpose(0, 1).float())
+    return sums[:-1] / starts.diff().clamp_min(1)[:, None, None]
+
+
+class DeltaProbe(CallProbe):
+    """Delta of the kernel in use less that of an FP32 recomputation, summed with and without sign.
+
+    Delta is rowsum(dO * O), and its error adds up over rows (paper, equation 3 and figure 5a). The
+    bias is NaN where PyTorch's kernel drops entries of P, because nobody else knows which. It
+    is also NaN where the backward takes delta from P itself, and not from a rounded O.
+    """
+
+    name = "delta"
+    sums = ("delta_rows", "delta_bias", "delta_bias_abs")
+    needs_shadow = True
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        super().__init__(wanted)
+        self.totals = self.indicators
+
+    def update(self, view: CallView) -> Found:
+        exact = view.shadow
+        bias = _delta_bias(view.call, exact.out, view.rows)
+        return Found(range(view.call.q.size(1)), (exact.row_max, *bias))
+
+    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
+        row_max, bias, bias_abs = values
+        return [counted_rows(row_max), bias, bias_abs]
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where no row has an allowed key."""
+        rows = state["delta_rows"]
+        return {
+            name: state[name].where(rows > 0, torch.nan) / loss_scale for name in self.indicators
+        }
+
+
+def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the sums of `dispatch.delta_bias`; NaN in heads for which they are unknown."""
+    heads = call.q.size(1)
+    if call.d_out is None or call.out is None:
+        nothing = torch.full((heads,), torch.nan, dtype=torch.float64, device=call.q.device)
+        return nothing, nothing
+    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, query_ids=rows)
+    unknown = [head for head in range(heads) if head not in call.known_heads]
+    if unknown:
+        for values in sums:
+            values[unknown] = torch.nan
+    return sums
+
+
+class GradientAudit(CallProbe):
+    """The error of dQ in the audited heads: its size, what adds up over rows, and what W_Q gets.
+
+    Any defect of a kernel is found so. In the plain case, queries W_Q x, the gradient of a head's
+    largest singular value sigma, with singular vectors u and v, is u^T dW_Q v, the sum over rows of
+    (dQ . u)(x . v), and x . v is (q . u) / sigma. So the part of dQ's error in it is known from q,
+    dQ and u, whatever the signs of u and v, and adds up from step to step. Where rotary positions,
+    a norm or a bias lie between W_Q x and q, u meets what comes out of these, and the push is that
+    on the queries' length along u only.
+    """
+
+    name = "gradient_audit"
+    sums = (
+        "dq_error_squares", "dq_squares", "dq_error_along", "dq_along", "push", "push_of_rows",
+    )  # fmt: skip
+
+    def update(self, view: CallView) -> Found | None:
+        """Recomputes the audited heads' dQ; None where there are none."""
+        call, heads = view.call, view.audited
+        if not heads:
+            return None
+        assert call.dq is not None and view.directions is not None
+        index = device_constant(tuple(heads), torch.int64, call.dq.device)
+        directions = view.directions.index_select(0, index)
+        q, dq = (x.index_select(1, index) for x in (call.q, call.dq))
+        return Found(heads, gradient_error(q, dq, view.exact_dq, directions))
+
+    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [per_head(rows) for rows in values]
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where dQ is zero."""
+        squares, along = state["dq_squares"], state["dq_along"]
+        relative = (state["dq_error_squares"] / squares).sqrt().where(squares > 0, torch.nan)
+        # Squares below 1e-46 vanish in FP32, so the errors of a dQ below 1e-23 mean nothing.
+        is_known = (squares > 0) & (along > 0)
+        coherent = (state["dq_error_along"] / along).where(is_known, torch.nan)
+        of_rows = state["push_of_rows"]
+        push = (state["push"] / of_rows).where(is_known & (of_rows > 0), torch.nan)
+        found = {
+            "dq_relative_error": relative, "dq_coherent_error": coherent, "w_q_push": push,
+        }  # fmt: skip
+        return {name: found[name] for name in self.indicators}
+
+
+def gradient_error(
+    q: Tensor, dq: Tensor, exact: Tensor, directions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compares a kernel's dQ with the FP32-accurate one, row by row."""
+    error = dq - exact
+    columns = directions[:, :, None]
+    error_along, exact_along, q_along = ((x.float() @ columns)[..., 0] for x in (error, exact, q))
+    return (
+        torch.linalg.vector_norm(error, dim=-1).square(),
+        torch.linalg.vector_norm(exact, dim=-1).square(),
+        error_along,
+        exact_along.abs(),
+        -error_along * q_along,
+        (error_along.abs() + exact_along.abs()) * q_along.abs(),
+    )
+
+
+def heads_in_turn(first: int, count: int, num_heads: int, suspects: Iterable[int]) -> list[int]:
+    """Returns the heads of a site to audit at one sampled step, ascending."""
+    in_turn = {(first + i) % num_heads for i in range(min(count, num_heads))}
+    return sorted(in_turn | {head for head in suspects if head < num_heads})
+
+
+_PARTS = ("dq", "dk", "dv")
+
+# Half a unit in the last place of 1 in FP16.
+_FINEST = 2.0**-11
+
+
+class RepeatProbe(CallProbe):
+    """By how much two backwards on the same tensors differ; a head has its group's keys."""
+
+    name = "repeats"
+    sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
+
+    def update(self, view: CallView) -> Found | None:
+        """Runs the backward again, if it is asked for and possible."""
+        call = view.call
+        if not view.repeats or call.again is None or call.dq is None:
+            return None
+        # Sums are in FP32 at best: of FP32 tensors their order changes many of the last bits.
+        heads, unit = call.q.size(1), max(torch.finfo(call.q.dtype).eps / 2, _FINEST)
+        values: list[Tensor] = []
+        for first, second in zip((call.dq, call.dk, call.dv), call.again(), strict=True):
+            if first is None:
+                return None
+            # Squares of tiny gradients would vanish in FP32.
+            for x in ((second - first) / unit, first):
+                size = torch.linalg.vector_norm(x, dim=(0, 2, 3), dtype=torch.float64)
+                values.append(size.square().repeat_interleave(heads // x.size(1)))
+        return Found(range(heads), tuple(values))
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where no backward was run again."""
+        shares = []
+        for name in _PARTS:
+            size = state[f"repeat_size_{name}"]
+            share = (state[f"repeat_change_{name}"] / size).sqrt()
+            shares.append(share.where(size > 0, torch.nan))
+        largest = torch.stack(shares).nan_to_num(-1.0).amax(0)
+        return {name: largest.where(largest >= 0, torch.nan) for name in self.indicators}
+
+
+_FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}
+
+
+class FiniteProbe(CallProbe):
+    """Adds up `NONFINITE` over the tensors that are not finite; a head has its group's keys."""
+
+    name = "finite"
+    sums = tuple(f"nonfinite_{name}" for name in NONFINITE)
+
+    def update(self, view: CallView) -> Found:
+        """Looks at all tensors of a call; those that are not known count as finite."""
+        heads = view.call.q.size(1)
+        return Found(range(heads), tuple(_nonfinite(view.call, name, heads) for name in NONFINITE))
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN, no data, where all is finite."""
+        code = sum(
+            (state[name] > 0) * float(number)
+            for name, number in zip(self.sums, NONFINITE.values(), strict=True)
+        )
+        assert isinstance(code, Tensor)
+        code = code.double()
+        return {name: code.where(code > 0, torch.nan) for name in self.indicators}
+
+
+def _nonfinite(call: AttentionCall, name: str, heads: int) -> Tensor:
+    """1 for each head in which a tensor is not finite, else 0, FP64 `(H,)`."""
+    x: Tensor | None = getattr(call, _FIELDS.get(name, name))
+    if x is None:
+        return torch.zeros(heads, dtype=torch.float64, device=call.q.device)
+    # The largest size of all, without a copy; NaN and infinity pass through it.
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=(0, 2, 3))
+    return (~largest.isfinite()).double().repeat_interleave(heads // x.size(1))
+
+
+#: The probes of attention calls, in the order in which they look at one.
+CALL_PROBES: tuple[type[CallProbe], ...] = (
+    RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
+)  # fmt: skip

@@ -9,14 +9,6 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_metadata, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from tests.callbacks.monitoring.reading import values
 
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
-
 RUNS = {
     "fp32": {},
     "bf16": {"precision": "bf16-mixed"},

@@ -23,13 +23,6 @@ from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import SITES, Recorder
 from tests.toys import Fires
 
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 
 def documented_keys():
     table = re.findall(r"^\s*``(guardbit/\w+)``\s+\S", inspect.getdoc(AttentionMonitor), re.M)

@@ -7,11 +7,6 @@ from lightning.pytorch.callbacks import Callback
 
 from guardbit import AttentionMonitor, read_run
 
-pytestmark = [  # advice of Lightning, and its own use of PyTorch
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 SITE = "net.h.0.attn"
 
 

@@ -11,15 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit
 from guardbit import AttentionMonitor, read_run
-from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
+from guardbit.catalog import OCCASIONAL, of_probe
 from tests.callbacks.monitoring.reading import SITES, values
-
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -127,15 +120,6 @@ def test_a_nan_loss_and_a_step_without_one(trains, tmp_path):
     assert set(frame[frame.indicator == "w_q_spectral_norm"].step) == {0, 2}
 
 
-@pytest.mark.parametrize("indicator", [n for n in HEAD_INDICATORS if n not in OCCASIONAL])
-def test_each_indicator_alone(trains, tmp_path, indicator):
-    monitor = AttentionMonitor(1, indicators=[indicator], dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, max_steps=2)
-    frame = read_run(tmp_path / "run")
-    assert set(frame.indicator) == {indicator}
-    assert set(frame.site) == set(SITES)
-
-
 def test_unmeasured_are_only_what_was_not_asked_for(trains, tmp_path):
     monitor = AttentionMonitor(
         1, sites=["*.0.attn"], num_audited_heads=0, num_rows=3, dirpath=tmp_path / "run"
@@ -145,12 +129,3 @@ def test_unmeasured_are_only_what_was_not_asked_for(trains, tmp_path):
     assert set(frame.site) == {"", SITES[0]}
     unasked = {*of_probe("gradient_audit"), *OCCASIONAL}
     assert set(frame.indicator) == set(guardbit.INDICATORS) - unasked
-
-
-def test_audits_go_round_the_heads(trains, tmp_path):
-    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, max_steps=5)
-    frame = read_run(tmp_path / "run")
-    audited = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[0])]
-    # The direction of the head is known from the first sampled step on.
-    assert list(zip(audited.step, audited["head"], strict=True)) == [(1, 1), (2, 0), (3, 1), (4, 0)]

@@ -9,13 +9,6 @@ import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_run
 from tests.callbacks.monitoring.reading import SITES, values
 
-pytestmark = [
-    # Advice of Lightning on worker processes, logging intervals and the like.
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
-    # Lightning's own use of PyTorch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-]
-
 
 def test_validate_test_and_predict_do_nothing(trains, tmp_path):
     model = trains.TinyGPT()

@@ -1,4 +1,4 @@
-"""What is measured: all that is wanted, and nothing that only the rest would need."""
+"""What is measured: all that is wanted, and no more; the table of all ranks' sites."""
 
 import math
 
@@ -9,7 +9,8 @@ from torch import nn
 from guardbit import MonitorSession
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
-from guardbit.monitor.measure import gradient_audit, rows, weights
+from guardbit.monitor.measure import probes, weights
+from guardbit.monitor.measure.plan import KnownSite, joined_tables
 from guardbit.monitor.sites import Site
 from tests.toys import Attention
 
@@ -52,14 +53,14 @@ def calls(monkeypatch):
         counted(dispatch, name)
     for name in ("gram_matrices", "spectral_norms"):
         counted(weights, name)
-    counted(gradient_audit, "gradient_error")
-    for name, statistic in rows.STATISTICS.items():
+    counted(probes, "gradient_error")
+    for name, statistic in probes.STATISTICS.items():
 
         def reduced(*arguments, name=name, reduce=statistic.reduce):
             counts[name] = counts.get(name, 0) + 1
             return reduce(*arguments)
 
-        monkeypatch.setitem(rows.STATISTICS, name, statistic._replace(reduce=reduced))
+        monkeypatch.setitem(probes.STATISTICS, name, statistic._replace(reduce=reduced))
     for name in ("query_weights", "key_weights"):
         counted(Site, name)
     return counts
@@ -80,11 +81,15 @@ COSTS = [
     (["multiple_maxima"], SCORES | {"multiple_maxima": 2}),
     (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 2)),
     (["delta_bias"], SCORES | {"delta_bias": 4}),
+    (["delta_bias_abs"], SCORES | {"delta_bias": 4}),
+    (["attention_entropy"], SCORES | {"attention_entropy": 2}),
+    (["multiple_maxima_bf16"], SCORES | {"multiple_maxima_bf16": 2}),
     (["delta_bias_cumulative"], SCORES | {"delta_bias": 4}),
     (["w_q_spectral_norm"], QUERIES),
     (["w_k_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["dq_relative_error"], AUDIT | QUERIES),
+    (["dq_coherent_error"], AUDIT | QUERIES),
     (["w_q_push"], AUDIT | QUERIES),
     (["w_q_push_cumulative"], AUDIT | QUERIES),
     (["key_common_mode"], {}),
@@ -102,3 +107,26 @@ def test_what_is_left_out_costs_nothing_and_the_rest_is_the_same(calls, everythi
     assert found == expected
     assert all(math.isfinite(value) for values in found.values() for value in values)
     assert len(found) == 2 * len([name for name in wanted if name in HEAD_INDICATORS])
+
+
+def table(*names, first_layer=0):
+    return [KnownSite(i, first_layer + i, name, 2, False, 1) for i, name in enumerate(names)]
+
+
+def placed(sites):
+    return [(site.name, site.place, site.layer) for site in sites]
+
+
+def test_stages_that_number_their_layers_from_0_each_are_counted_on():
+    joined = joined_tables([table("a.0", "a.1"), table("b.0")])
+    assert placed(joined) == [("a.0", 0, 0), ("a.1", 1, 1), ("b.0", 2, 2)]
+
+
+def test_stages_that_know_their_layers_keep_them():
+    joined = joined_tables([table("h.0"), table("h.1", "h.2", first_layer=1)])
+    assert placed(joined) == [("h.0", 0, 0), ("h.1", 1, 1), ("h.2", 2, 2)]
+
+
+def test_a_site_of_two_ranks_is_there_once():
+    joined = joined_tables([table("h.0", "h.1"), table("h.0", "h.1")])
+    assert placed(joined) == [("h.0", 0, 0), ("h.1", 1, 1)]

@@ -54,6 +54,16 @@ class Loop:
             self.session.close()
         return self
 
+    def leave(self):
+        """Closes the session, and returns its state."""
+        state = self.session.state_dict()
+        self.session.close()
+        return state
+
+    def resume(self, state, steps):
+        self.session.load_state_dict(state)
+        return self.run(steps)
+
 
 def full_disk(*_):
     raise OSError(28, "No space left on device")

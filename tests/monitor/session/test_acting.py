@@ -16,14 +16,12 @@ from guardbit.monitor.measure import metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
 from tests.monitor.session.plain_loop import (
-    ALL_HEADS,
     SITES,
     Always,
     Loop,
     LossAtStep,
     events_of,
     sampled,
-    switches,
 )
 from tests.toys import Model
 
@@ -217,16 +215,6 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
         (8, SITES[0], (0, 1), "none"),
         (8, SITES[1], (0, 1, 2, 3), "none"),
     ]
-
-
-def test_of_the_scope_layer_an_alarm_switches_all_heads_of_its_site(tmp_path):
-    loop = Loop(
-        every_n_train_steps=1, rules=(Always(),), dirpath=tmp_path, strict=True,
-        policy=Policy("exact_delta", scope="layer"),
-    )  # fmt: skip
-    loop.run(range(3))
-    told = [event[:4] for event in switches(tmp_path)]
-    assert told == [(0, *ALL_HEADS[1], "exact_delta")]
 
 
 @pytest.mark.parametrize("scope", ["head", "model"])

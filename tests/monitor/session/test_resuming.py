@@ -59,14 +59,11 @@ def test_a_resumed_run_knows_what_its_first_alarms_were_about():
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    first = Loop(dirpath=tmp_path / "first", policy=Policy("row_max", scope="head"), **settings)
-    first.run(range(3), close=False)
-    state = first.session.state_dict()
-    first.session.close()
+    settings["policy"] = Policy("row_max", scope="head")
+    first = Loop(dirpath=tmp_path / "first", **settings)
+    state = first.run(range(3), close=False).leave()
     for folder in ("first", "second"):
-        loop = Loop(dirpath=tmp_path / folder, policy=Policy("row_max", scope="head"), **settings)
-        loop.session.load_state_dict(state)
-        loop.run([3, 4])
+        Loop(dirpath=tmp_path / folder, **settings).resume(state, [3, 4])
     told = read_events(tmp_path / "second")
     assert told[["step", "kind", "site", "heads", "stabilizer"]].to_numpy().tolist() == [
         [0, "alarm", SITES[1], (1,), ""],
@@ -83,20 +80,14 @@ def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
     first = Loop(**settings).run(range(3), close=False)
     state = first.session.state_dict()
     first.run([3, 4])
-    resumed = Loop(**settings)
-    resumed.session.load_state_dict(state)
-    resumed.run([3, 4])
+    Loop(**settings).resume(state, [3, 4])
     assert events_of(tmp_path, "alarm")["step"].tolist() == [3]
 
 
 def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
     settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(),)}
-    first = Loop(**settings).run([0], close=False)
-    state = first.session.state_dict()
-    first.session.close()
-    resumed = Loop(**settings)
-    resumed.session.load_state_dict(state)
-    resumed.run([1, 2])
+    state = Loop(**settings).run([0], close=False).leave()
+    Loop(**settings).resume(state, [1, 2])
     assert sampled(tmp_path) == [0, 1, 2]
     told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
     assert told == [[0, "alarm"], [0, "verdict"]]
@@ -105,16 +96,13 @@ def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
 @pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
 def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    first = Loop(policy=Policy("row_max", scope="head"), **settings).run(range(3), close=False)
-    state = first.session.state_dict()
-    first.session.close()
+    settings["policy"] = Policy("row_max", scope="head")
+    state = Loop(**settings).run(range(3), close=False).leave()
     if before == "another run":
         Loop(every_n_train_steps=1, dirpath=tmp_path, rules=()).run(range(2))
     else:
         RunWriter(tmp_path).close()
-    loop = Loop(dirpath=tmp_path, policy=Policy("row_max", scope="head"), **settings)
-    loop.session.load_state_dict(state)
-    loop.run([3, 4])
+    Loop(dirpath=tmp_path, **settings).resume(state, [3, 4])
     told = read_events(tmp_path)[["step", "kind", "heads", "stabilizer"]].to_numpy().tolist()
     assert told == [
         [0, "alarm", (1,), ""], [3, "switch", (1,), "row_max"], [3, "verdict", (), ""]
@@ -126,9 +114,7 @@ def test_what_a_folder_says_is_switched_and_is_not_is_told_to_be_undone(tmp_path
     state = first.session.state_dict()
     first.session.switch("*", "compensated")  # after the checkpoint
     first.session.close()
-    resumed = Loop(every_n_train_steps=1, dirpath=tmp_path)
-    resumed.session.load_state_dict(state)
-    resumed.run([2, 3])
+    Loop(every_n_train_steps=1, dirpath=tmp_path).resume(state, [2, 3])
     events = events_of(tmp_path, "switch")
     undone = events[events["stabilizer"] == "none"]
     assert undone[["step", "site", "heads"]].to_numpy().tolist() == [
@@ -138,38 +124,26 @@ def test_what_a_folder_says_is_switched_and_is_not_is_told_to_be_undone(tmp_path
 
 def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
     settings = {"every_n_train_steps": 1}
-    own = Loop(**settings).run(range(3), close=False)
-    state = own.session.state_dict()
-    own.session.close()
+    state = Loop(**settings).run(range(3), close=False).leave()
     Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
     assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear"]
-    resumed = Loop(dirpath=tmp_path, **settings)
-    resumed.session.load_state_dict(state)
-    resumed.run([3, 4])
+    Loop(dirpath=tmp_path, **settings).resume(state, [3, 4])
     assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear", "stable"]
 
 
 def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),), "dirpath": tmp_path}
-    first = Loop(**settings).run(range(3), close=False)
-    state = first.session.state_dict()
-    first.session.close()
+    state = Loop(**settings).run(range(3), close=False).leave()
     (segment,) = tmp_path.glob("events-*")
     segment.write_text("{")
-    resumed = Loop(**settings)
-    resumed.session.load_state_dict(state)
-    resumed.run([3, 4])  # warnings are errors here
+    Loop(**settings).resume(state, [3, 4])  # warnings are errors here
     with pytest.warns(UserWarning, match="left out the segment"):
         assert events_of(tmp_path, "alarm")["step"].tolist() == [0], "what is remembered is told"
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
-    first = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False)
-    state = first.session.state_dict()
-    first.session.close()
-    resumed = Loop(every_n_train_steps=1, dirpath=tmp_path)
-    resumed.session.load_state_dict(state)
-    resumed.run([3])
+    state = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False).leave()
+    Loop(every_n_train_steps=1, dirpath=tmp_path).resume(state, [3])
     assert not [line for line in caplog.messages if "holds a run already" in line]
     Loop(every_n_train_steps=1, dirpath=tmp_path).run([0])
     (told,) = [line for line in caplog.messages if "holds a run already" in line]

@@ -113,11 +113,15 @@ def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog
         ({"policy": "compensated"}, "policy is 'compensated'; it must be a guardbit.Policy"),
         ({"policy": Policy}, "it must be a guardbit.Policy, or None"),
         ({"dirpath": 3}, "dirpath is 3; it must be a path, or None"),
-        ({"indicators": []}, "indicators is empty"),
-        ({"sites": []}, "sites is empty"),
+        ({"indicators": []}, r"indicators is \[\]; it must be a list of names"),
+        ({"sites": []}, r"sites is \[\]; it must be a list of names"),
         ({"rules": "head_growth"}, "rules is 'head_growth'; it must be a tuple of rules"),
         ({"dry_run": "no"}, "dry_run is 'no'; it must be True or False"),
         ({"dry_run": None}, "dry_run is None; it must be True or False"),
+        ({"audit_repeats": 1}, "audit_repeats is 1; it must be True or False"),
+        ({"every_n_train_steps": True}, "every_n_train_steps is True; it must be a whole number"),
+        ({"snapshot_megabytes": True}, "snapshot_megabytes is True; it must be a number from 0"),
+        ({"preflight": -1}, "preflight is -1; it must be True, False, or a number of seconds"),
     ],
 )
 def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):

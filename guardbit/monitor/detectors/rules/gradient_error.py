@@ -71,7 +71,7 @@ class GradientError:
         tolerated: Mean size of the coherent error, and mean push, still called healthy; 0 to 1.
         audits_to_false_alarm: Mean number of audits of a head to a false alarm, at least. Where
             the push is measured the rule makes two tests, and each must find twice as much.
-        stakes: See `betting.bet`.
+        stakes: See `bet`.
     """
 
     reads: ClassVar[tuple[tuple[str, ...], ...]] = (("dq_coherent_error", "w_q_push"),)

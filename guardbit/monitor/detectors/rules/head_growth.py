@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -42,6 +42,9 @@ class Lead(NamedTuple):
     typical: Values
 
 
+_COLUMNS = ("lead", "log", "clock", "step", "first_log", "first_clock", "first_step")
+
+
 def outrun(
     state: State, step: int, values: Mapping[str, Values], over_peers: float, drift: float
 ) -> dict[str, Lead]:
@@ -51,7 +54,12 @@ def outrun(
         state["clock"] = clock
         return {}
     # All heads of the model side by side: NumPy takes as long for an array of 12.
-    past = _past([(sites.get(site, {}), len(sizes)) for site, sizes in values.items()])
+    past = {
+        name: np.concatenate(
+            [from_plain(sites.get(site, {}).get(name, []), len(v)) for site, v in values.items()]
+        )
+        for name in _COLUMNS
+    }
     sizes = np.concatenate(list(values.values()))
     log = np.log(np.where(sizes > 0, sizes, np.nan))
     # A module that was not measured for some samples has grown in all of them, and the clock
@@ -96,23 +104,6 @@ def restart(state: State, site: str, heads: tuple[int, ...]) -> None:
             columns[f"first_{name}"][head] = columns[name][head]
 
 
-_COLUMNS = ("lead", "log", "clock", "step", "first_log", "first_clock", "first_step")
-
-
-def _past(sites: Sequence[tuple[Mapping[str, list], int]]) -> dict[str, Values]:
-    """What is remembered of modules, each with its number of heads, put side by side."""
-    return {
-        name: from_plain(
-            [value for columns, heads in sites for value in _padded(columns.get(name, []), heads)]
-        )
-        for name in _COLUMNS
-    }
-
-
-def _padded(column: list, heads: int) -> list:
-    return column if len(column) == heads else column + [None] * (heads - len(column))
-
-
 #: Growth that no lead counts: a multiple of the typical head's, and e-folds in 1,000 steps. Logits
 #: are single rows' extremes, and walk further by themselves.
 OVER_PEERS = 2.5
@@ -130,7 +121,7 @@ class HeadGrowth:
     Rounding errors of delta that add up push the spectral norm of a head's W_Q, and with it its
     logits (arXiv 2510.04212, section 3.2, figures 3 and 11). In the runs we have it begins in heads
     whose norm is small: they catch up with the others, and overtake them a thousand steps later. So
-    growth counts from wherever it begins, see `outrunning.outrun`, and no level does. The peers are
+    growth counts from wherever it begins, see `outrun`, and no level does. The peers are
     the clock: in a young run, or at a high rate, all heads grow fast.
 
     Either may be bounded, or not known. So each counts by itself, and both together for less.

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from guardbit.monitor.detectors.rule import Finding, Snapshot, State, check_thresholds, heads_where
 from guardbit.records import Role
 
@@ -49,9 +51,12 @@ class ModelLogits:
         measured = snapshot.of("max_logit")
         if not measured or len(snapshot.latest["max_logit"]) < self.sites:
             return []
-        quartile = snapshot.typical_top("max_logit", 0.25)
-        if math.isnan(quartile):
+        # NaN is a head that was not measured.
+        tops = [float(np.fmax.reduce(logits)) for logits in snapshot.latest["max_logit"].values()]
+        tops = sorted(top for top in tops if not math.isnan(top))
+        if not tops:
             return []
+        quartile = tops[(len(tops) - 1) // 4]
         first = state.setdefault("first", max(quartile, self.flat))
         lasting = min(state.get("last", 0.0), quartile)
         state["last"] = quartile
