@@ -75,6 +75,12 @@ class LoggedRun:
         scalars = {**session.scalars, **self.take(session.samples)}
         metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
         stabilizers = session.instrumentation.stabilizers()
+        step = session.sampled_step or 0
+        for site, layer in self._layer_of.items():
+            names = enumerate(stabilizers.get(site, ()))
+            switched = {head for head, name in names if name != "none"}
+            for head in {*session.alarmed_heads.get(site, ()), *switched}:
+                self._history.moved.setdefault((layer, head), step)
         num_switched = sum(name != "none" for names in stabilizers.values() for name in names)
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
         worst = self.worst()

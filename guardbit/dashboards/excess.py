@@ -2,9 +2,10 @@
 
 What all heads share is no sign of divergence: healthy norms grow tenfold while a run warms up, and
 every batch has its own scale. So a head's value is divided by that of the median head at the same
-step. The head's baseline is the lower quartile of this ratio so far, which stays put until the head
-has diverged for three quarters of the run. The excess is the factor by which the latest ratio is
-above the baseline and its noise: 1 is usual, 10 is ten times the upper end of the usual range.
+step, of those that neither alarmed nor were switched: a switch takes the bias from many at once.
+The head's baseline is the lower quartile of this ratio up to the first alarm or switch. The excess
+is the factor by which the latest ratio is above the baseline and its noise: 1 is usual, 10 is ten
+times the upper end of the usual range.
 
 In the recorded stable runs of GPT-2 small (10,000 steps, four kinds of arithmetic) the largest
 excess of any layer is 12. In the failing one it is 300 by the time the loss leaves its trend.
@@ -38,25 +39,57 @@ _NOISE_SPAN = 3.0
 _LARGEST = 1e30
 
 
-def times_baseline(values: Values, floor: float = 0.0) -> Values:
-    """Returns each head's excess at the last sample."""
+def times_baseline(
+    values: Values,
+    floor: float = 0.0,
+    moved: npt.NDArray[np.bool_] | None = None,
+    until: int | None = None,
+) -> Values:
+    """Returns each head's excess at the last sample.
+
+    Args:
+        values: An indicator, (samples, heads).
+        floor: What is added before taking ratios.
+        moved: The heads that have alarmed or were switched, (heads,).
+        until: Number of samples up to the first alarm or switch, None without any.
+    """
     if not len(values):
         return np.full(values.shape[1], np.nan)
     raised = np.minimum(values + floor, _LARGEST)
     logs = np.log(np.where(raised > 0, raised, np.nan))
     if logs.shape[1] >= _FEWEST_PEERS:
-        median, count = lower_quantile(logs.T, 0.5)
-        logs = logs - np.where(count >= _FEWEST_PEERS, median, np.nan)[:, None]
+        logs = logs - _shared(logs, moved, until)[:, None]
+    early, _ = _usual(logs[:until])
+    usual, count = _usual(logs)
+    # A head without a past before the first alarm has that of the whole run.
+    usual = np.where(np.isnan(early), usual, early)
+    ordered = _without_gaps(logs)
+    latest = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None], axis=0)[0]
+    excess = np.exp(np.clip(latest - usual, 0.0, np.log(_LARGEST)))
+    return np.where(count >= _FEWEST_SAMPLES, excess, np.where(count > 0, 1.0, np.nan))
+
+
+def _shared(logs: Values, moved: npt.NDArray[np.bool_] | None, until: int | None) -> Values:
+    """What all heads share at each sample: the median of those that have not moved."""
+    peers = np.ones(logs.shape[1], bool) if moved is None else ~moved
+    has_peers = peers.sum() >= _FEWEST_PEERS
+    median, count = lower_quantile((logs[:, peers] if has_peers else logs).T, 0.5)
+    shared = np.where(count >= _FEWEST_PEERS, median, np.nan)
+    known = shared[:until][np.isfinite(shared[:until])]
+    if until is not None and not has_peers and len(known):
+        shared[until:] = known[-1]  # nothing is left to compare with
+    return shared
+
+
+def _usual(logs: Values) -> tuple[Values, npt.NDArray[np.intp]]:
+    """The upper end of each head's usual range, NaN for fewer than so many samples; the count."""
     logs = _without_gaps(logs)
     baseline, count = lower_quantile(logs, _BASELINE_QUANTILE)
     steps, _ = lower_quantile(np.abs(np.diff(logs, axis=0)), 0.5)
     # The median step of a sequence does not see a lasting jump; 1.4826 turns it into a standard
     # deviation of differences, the root of 2 into one of values.
     noise = np.nan_to_num(1.4826 / np.sqrt(2) * steps)
-    latest = np.take_along_axis(logs, np.maximum(count - 1, 0)[None], axis=0)[0]
-    above = latest - baseline - _NOISE_SPAN * noise
-    excess = np.exp(np.clip(above, 0.0, np.log(_LARGEST)))
-    return np.where(count >= _FEWEST_SAMPLES, excess, np.where(count > 0, 1.0, np.nan))
+    return np.where(count >= _FEWEST_SAMPLES, baseline + _NOISE_SPAN * noise, np.nan), count
 
 
 def _without_gaps(values: Values) -> Values:

@@ -36,6 +36,7 @@ class History:
             nothing was measured; of the run, float64 (buckets, 1). Only heads that were recorded
             take memory: one row with a broken number costs one column.
         high: The same for the largest values.
+        moved: Head that has alarmed or was switched -> the first step at which it did.
     """
 
     def __init__(self, buckets: int = 400) -> None:
@@ -46,6 +47,7 @@ class History:
         self.steps = np.full(buckets, -1, dtype=np.int64)
         self.low: dict[str, Floats] = {}
         self.high: dict[str, Floats] = {}
+        self.moved: dict[tuple[int, int], int] = {}
 
     @property
     def heads(self) -> list[tuple[int, int]]:
@@ -123,13 +125,20 @@ class History:
         worst = np.full(len(self._columns), np.nan)
         which = np.zeros(worst.shape, dtype=np.int64)
         end = self.used if bucket is None else bucket + 1
+        last = int(self.steps[:end].max(initial=-1))
+        moved = {head: step for head, step in self.moved.items() if step <= last}
+        has_moved = np.array([head in moved for head in self._columns], dtype=bool)
+        first = min(moved.values(), default=None)
         for index, name in enumerate(names):
             values = self.high[name][:end]
-            values = values[~np.isnan(values).all(axis=1)]
+            is_measured = ~np.isnan(values).all(axis=1)
+            values, steps = values[is_measured], self.steps[:end][is_measured]
             stride = -(-len(values) // _SAMPLES_OF_BASELINE) or 1
             # Counted from the end, as the last sample is the one that is judged.
-            values = values[::-1][::stride][::-1]
-            excess = times_baseline(values, EXCESS_INDICATORS[name])
+            values, steps = values[::-1][::stride][::-1], steps[::-1][::stride][::-1]
+            until = None if first is None else int((steps <= first).sum())
+            known = has_moved[: values.shape[1]]
+            excess = times_baseline(values, EXCESS_INDICATORS[name], known, until)
             # Heads that were first seen after an indicator's last values have no column in it.
             so_far = worst[: len(excess)]
             worse = np.flatnonzero((excess > so_far) | (np.isnan(so_far) & ~np.isnan(excess)))

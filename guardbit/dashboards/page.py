@@ -98,6 +98,11 @@ class RunPage:
     def take_picture(self) -> None:
         """Composes what the page shows first, so that an answer costs next to nothing."""
         history = self._history
+        history.moved = {}
+        for event in self.events:
+            if marks.mark_of(event) in ("alarm", "switch"):
+                for head in self._heads_of(event):
+                    history.moved.setdefault(head, event.step)
         given = [event for event in self.events if event.kind == "verdict"]
         self.version += 1
         self._picture = {

@@ -20,9 +20,13 @@ from guardbit.dashboards.tables import (
 )
 
 
-def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
+def excess(
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
+) -> pd.DataFrame:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
     samples = check_samples(frame)
+    moved = moved_heads(frame, events, step)
+    first = min(moved.values(), default=None)
     pairs = [(at, head) for at, some in heads_of_layer(frame).items() for head in some]
     heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
@@ -34,7 +38,12 @@ def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
             continue
         found = pd.DataFrame(
             {
-                "excess": times_baseline(measured.to_numpy(), floor),
+                "excess": times_baseline(
+                    measured.to_numpy(),
+                    floor,
+                    np.array([head in moved for head in measured.columns], dtype=bool),
+                    None if first is None else int((measured.index <= first).sum()),
+                ),
                 "indicator": indicator,
                 "value": measured.ffill().iloc[-1],
             },
@@ -45,6 +54,17 @@ def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
         )
         table = table.mask(worse, found)
     return table.astype({"excess": float, "value": float})
+
+
+def moved_heads(
+    frame: pd.DataFrame, events: pd.DataFrame | None, step: int | None = None
+) -> dict[Head, int]:
+    """Heads that have alarmed or were switched up to a step -> the first time."""
+    alarmed, switched = (first_events(frame, events, mark) for mark in ("alarm", "switch"))
+    found = {head: event.step for head, event in switched.items()}
+    for head, event in alarmed.items():
+        found[head] = min(event.step, found.get(head, event.step))
+    return {head: at for head, at in found.items() if step is None or at <= step}
 
 
 def notable_heads(
@@ -64,7 +84,7 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
     if len(alarmed) >= count:
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
-    far = excess(frame, told)
+    far = excess(frame, events, told)
     far = rows_of(far, far["excess"] > 1)  # 1 is usual
     far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
     worst = [(int(layer), int(head)) for layer, head in far.index]
@@ -93,7 +113,7 @@ def heads_to_watch(
     table = pd.DataFrame(known, columns=columns)
     if table.empty:
         return table
-    table["excess"] = excess(frame)["excess"].reindex(latest.index).to_numpy()
+    table["excess"] = excess(frame, events)["excess"].reindex(latest.index).to_numpy()
     table = pd.concat([table, latest.reset_index(drop=True)], axis=1)
     table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
     order = ["alarm_step", "excess", "largest"]

@@ -105,7 +105,7 @@ def test_the_indicators_are_known():
 def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
     def excess(name, step=None):
         with gzip.open(RUNS / f"{name}.csv.gz") as stream:
-            return ranking.excess(pd.read_csv(stream), step)["excess"]
+            return ranking.excess(pd.read_csv(stream), None, step)["excess"]
 
     for name in (
         "bf16out-lr1.0e-3",
@@ -129,4 +129,31 @@ def test_the_table_names_the_worst_indicator_and_its_latest_value(run):
     assert table.loc[(2, 7), "excess"] == pytest.approx(np.exp(3 * 2.45), rel=0.5)
     assert table["excess"].drop([(2, 7), (2, 3)]).max() < 1.5
     # Up to a step nothing of what came later counts.
-    assert ranking.excess(run.frame, 2400)["excess"].max() < 1.5
+    assert ranking.excess(run.frame, None, 2400)["excess"].max() < 1.5
+
+
+def test_a_switch_of_half_of_the_heads_leaves_the_others_at_their_baseline():
+    """The switch takes the bias from four of eight heads; the others are as before."""
+    values = steady(noise=0.1)
+    values[12:, :4] /= 1000
+    moved = np.arange(8) < 4
+    assert (times_baseline(values)[4:] > 300).all(), "by the median of all they would stand out"
+    np.testing.assert_allclose(times_baseline(values, 0.0, moved, 12), 1, rtol=0.35)
+
+
+def test_where_nearly_all_heads_have_moved_the_level_of_before_counts():
+    values = steady()
+    values[20:, :6] /= 1000
+    values[20:, 7] *= 5
+    found = times_baseline(values, 0.0, np.arange(8) < 6, 20)
+    assert found[7] == pytest.approx(5) and found[6] == pytest.approx(1)
+
+
+def test_a_head_that_was_ill_for_most_of_a_run_stays_far_above_its_baseline():
+    values = steady()
+    values[8:, 5] *= 50
+    assert times_baseline(values)[5] == pytest.approx(1), "its illness is its usual state by then"
+    moved = np.arange(8) == 5
+    assert times_baseline(values, 0.0, moved, 9)[5] == pytest.approx(50)
+    # Without a past before the alarm there is nothing to compare with.
+    assert times_baseline(values, 0.0, moved, 3)[5] == pytest.approx(1)

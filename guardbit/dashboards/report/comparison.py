@@ -103,7 +103,7 @@ def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
 
 
 def _worst_head(run: LoadedRun) -> str:
-    excess = ranking.excess(run.samples)["excess"].dropna()
+    excess = ranking.excess(run.samples, run.events)["excess"].dropna()
     if excess.empty:
         return "–"
     layer, head = excess.index.to_list()[int(excess.to_numpy().argmax())]
