@@ -57,6 +57,28 @@ class Call(NamedTuple):
         return self.q.size(1)
 
 
+class Left(NamedTuple):
+    """What the op returns: its result, and what the forward leaves for the backward.
+
+    Attributes:
+        out: The output.
+        lse: Logsumexp; zeros where the engine returns none.
+        residual: INT8, what rounding took from O in compensated heads; empty if there are none.
+        kernels: INT64 `(4 + H,)` on the CPU: the backend's number, whether its backward serves all
+            heads, whether ours ran in Triton, whether PyTorch's function computed the call instead
+            of GuardBit, and the stabilizer of each head.
+        random: INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
+        generator_state: See `Drawn`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor
+    kernels: Tensor
+    random: Tensor
+    generator_state: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Everything one attention call saw and returned, handed to the observer in its backward.
