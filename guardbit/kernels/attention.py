@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -33,38 +33,14 @@ _NO_SITE_TENSOR = torch.tensor(NO_SITE, dtype=torch.int64)
 
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    stabilizer: str | Sequence[str] = ...,
-    beta: float = ...,
-    eps: float = ...,
-    seed: int = ...,
-    backend: str = ...,
-    return_lse: Literal[False] = ...,
-    dropout_p: float = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    stabilizer: str | Sequence[str] = ...,
-    beta: float = ...,
-    eps: float = ...,
-    seed: int = ...,
-    backend: str = ...,
-    return_lse: Literal[True],
-    dropout_p: float = ...,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
 
 
 def flash_attention(

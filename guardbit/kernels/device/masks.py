@@ -94,6 +94,46 @@ def allowed(positions, columns, seqlen_k, shift, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def visible_of(
+    rows,
+    first_key,
+    seqlen_k,
+    shift,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+):
+    """Returns which keys of a tile each row sees, (R, BLOCK_N).
+
+    `rows` are the positions of the queries, and with RANGED the first key and the end of the keys
+    that each sees.
+    """
+    positions, first_seen, end_seen = rows
+    columns = first_key + tl.arange(0, BLOCK_N)
+    if RANGED:
+        visible = within(columns, first_seen, end_seen)
+    else:
+        visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+    return visible
+
+
+@triton.jit
+def part_of_keys(part: tl.constexpr, start, whole, whole_end, end):
+    """Returns where a part of the keys begins and ends.
+
+    Part 1 are the tiles that every row sees whole. What comes before is part 0, which only ranges
+    of keys have, and what comes after part 2.
+    """
+    if part == 0:
+        begin, stop = start, tl.minimum(whole, end)
+    elif part == 1:
+        begin, stop = whole, whole_end
+    else:
+        begin, stop = whole_end, end
+    return begin, stop
+
+
+@triton.jit
 def behind(positions, columns, shift):
     """Returns which of `columns` the causal mask allows, wherever the keys end."""
     return columns <= positions + shift

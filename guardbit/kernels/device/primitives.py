@@ -16,6 +16,12 @@ from guardbit.kernels.device.rounding import (
     widen,
 )
 
+#: Numbers that kernels get of a call: they are compiled once, whatever these are.
+COUNTS = (
+    "batch_heads", "computed_heads", "count", "group", "kv_heads", "num_heads", "section",
+    "seqlen_k", "seqlen_q", "shift", "threshold",
+)  # fmt: skip
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 

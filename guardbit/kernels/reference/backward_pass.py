@@ -20,13 +20,7 @@ from guardbit.numerics import decode_residual, round_nearest
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss.
-
-    Attributes:
-        dq: (B, H, N, D) in q's dtype.
-        dk: (B, H_kv, M, D) in k's dtype.
-        dv: (B, H_kv, M, D) in v's dtype.
-    """
+    """Gradients of the loss, each like the tensor that it belongs to."""
 
     dq: Tensor
     dk: Tensor
@@ -55,24 +49,7 @@ def backward(
     before their products; these accumulate in FP32, over the query heads of a group too, and each
     gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
     compensated heads: with dropout too, as sum_m P_nm M_nm (dO V^T)_nm, with the mask M of what is
-    kept, is rowsum(dO O).
-
-    Args:
-        d_out: (B, H, N, D), gradient of `out`; any strides.
-        q: (B, H, N, D), BF16, FP16 or FP32.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        out: (B, H, N, D), from the forward.
-        lse: FP32 (B, H, N), from the forward.
-        residual: From the forward; None if no head is compensated.
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
-        stabilizers: The forward's, one name a head.
-        dropout: The forward's.
-        key_tile: Keys a tile.
-
-    Returns:
-        See `Gradients`. Rows with no allowed key have gradient 0.
+    kept, is rowsum(dO O). Rows with no allowed key have gradient 0. E is D here.
 
     Raises:
         ValueError: If a head is compensated and no residual came, or `causal` is unknown.

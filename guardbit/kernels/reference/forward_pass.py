@@ -92,24 +92,10 @@ def forward(
       m' would take effect one tile late and never in the last. 0 / 0 where exp(-(beta - 1) rm)
       underflows.
 
-    Args:
-        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
-        stabilizers: One name a computed head, of `FORWARD_STABILIZERS`.
-        beta: Factor of the row maximum for row_max; above 1.
-        eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        head_ids: The query heads to compute, C of them; None for all. A head's bits do not depend
-            on which others are computed, except for N = 1: there, products with one row are summed
-            in another order than with several query heads to a key head.
-        dropout: What to drop from P-bar once it is rounded; l and L take no notice. None for
-            nothing.
-        key_tile: Keys a tile.
-
-    Returns:
-        See `Forward`, with C for H. NaN and infinities come out as in PyTorch's math backend.
+    E is D here. `beta`, above 1, is the factor of the row maximum for row_max. Dropout takes P-bar
+    once it is rounded; l and L take no notice. A head's bits do not depend on which others are
+    computed, except for N = 1: there, products with one row are summed in another order than with
+    several query heads to a key head. NaN and infinities come out as in PyTorch's math backend.
 
     Raises:
         ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
@@ -199,17 +185,7 @@ def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
 def select_heads(
     q: Tensor, k: Tensor, v: Tensor, head_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects some query heads, each with a copy of its key head.
-
-    Args:
-        q: (B, H, N, D).
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        head_ids: The query heads, C of them.
-
-    Returns:
-        (B, C, N, D) and twice (B, C, M, D).
-    """
+    """Selects some query heads, each with a copy of its key head."""
     chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
     key_heads = chosen // (q.shape[1] // k.shape[1])
     return q[:, chosen], k[:, key_heads], v[:, key_heads]
