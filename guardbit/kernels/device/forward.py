@@ -50,14 +50,9 @@ def _second_near_maximum(has_duplicate_max, differences, row_max, tile_max, dist
     """Returns whether a row's second largest score lies within a distance of its largest.
 
     Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
-    the distance, the old one is the second score near the new.
-
-    Args:
-        has_duplicate_max: Whether it did up to this tile.
-        differences: s of this tile less the largest so far.
-        row_max: Largest s of earlier tiles.
-        tile_max: Largest s of this tile.
-        distance: The distance in units of s.
+    the distance, the old one is the second score near the new. `differences` are s of this tile
+    less the largest so far, `row_max` the largest of earlier tiles, and the distance is in units
+    of s.
     """
     here = count_above(differences, -distance) > 1.0
     has_duplicate_max = tl.where(tile_max > row_max, here, has_duplicate_max)

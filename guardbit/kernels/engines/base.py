@@ -35,13 +35,7 @@ class Drawn(NamedTuple):
 class Inputs(NamedTuple):
     """What an engine computes attention of, forward and backward.
 
-    Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        spec: What the call asks for.
-        drawn: Where its random numbers came from; needed with dropout.
-        wants_mask: Whether the gradient of an additive mask is asked for.
+    `drawn` is needed with dropout; `wants_mask` asks for the gradient of an additive mask.
     """
 
     q: Tensor
