@@ -42,3 +42,28 @@ def inputs(shape, dtype=torch.bfloat16, seed=0, *, ties=False, by_rows=False, on
 def backward_inputs(shape, dtype=torch.bfloat16, seed=0, *, by_rows=False, on="cpu"):
     """The same, the gradient first, as backwards take them."""
     return list(drawn(("d_out", "q", "k", "v"), shape, dtype, seed, False, by_rows, on).values())
+
+
+def library_inputs(spec, kv_heads, length, width, sharpness, on="cpu"):
+    """d_out, q, k, v in a library's memory; tokens attend to themselves, as where delta is off.
+
+    Args:
+        spec: What is asked for, packed sequences or a batch of two.
+        kv_heads: Of four query heads.
+        length: Of the sequences of a batch.
+        width: Head size.
+        sharpness: How much of k is in q.
+        on: Where they are.
+    """
+    batch, rows, keys = 2, length, length
+    if spec.documents is not None:
+        batch, rows, keys = 1, *(int(x[-1]) for x in spec.documents[:2])
+    generator = torch.Generator(on).manual_seed(rows)
+    sizes = ((rows, 4), (rows, 4), (keys, kv_heads), (keys, kv_heads))
+    d_out, q, k, v = (
+        torch.randn(batch, *size, width, generator=generator, device=on).transpose(1, 2)
+        for size in sizes
+    )
+    if rows == keys:
+        q = q + sharpness * k.repeat_interleave(4 // kv_heads, 1)
+    return [x.bfloat16() for x in (d_out, q, k, v)]
