@@ -25,15 +25,10 @@ def drawn(order, shape, dtype, seed, ties, by_rows, on):
 
 
 def inputs(shape, dtype=torch.bfloat16, seed=0, *, ties=False, by_rows=False, on="cpu"):
-    """q, k, v and the gradient of the output.
+    """q, k, v and the gradient of the output; `shape` is B, H, H_kv, N, M, D, and E if it is not D.
 
-    Args:
-        shape: B, H, H_kv, N, M, D, and E where values are of another width.
-        dtype: Of all.
-        seed: Of all.
-        ties: Whether every third key repeats the first, so that rows have several maxima.
-        by_rows: Whether heads lie beside one another in memory, as models make them.
-        on: Where they are drawn.
+    With `ties` every third key repeats the first, so that rows have several maxima. With `by_rows`
+    heads lie beside one another in memory, as models make them.
     """
     found = drawn(("q", "d_out", "k", "v"), shape, dtype, seed, ties, by_rows, on)
     return [found[name] for name in ("q", "k", "v", "d_out")]
@@ -47,13 +42,7 @@ def backward_inputs(shape, dtype=torch.bfloat16, seed=0, *, by_rows=False, on="c
 def library_inputs(spec, kv_heads, length, width, sharpness, on="cpu"):
     """d_out, q, k, v in a library's memory; tokens attend to themselves, as where delta is off.
 
-    Args:
-        spec: What is asked for, packed sequences or a batch of two.
-        kv_heads: Of four query heads.
-        length: Of the sequences of a batch.
-        width: Head size.
-        sharpness: How much of k is in q.
-        on: Where they are.
+    They are packed sequences, or a batch of two; there are four query heads.
     """
     batch, rows, keys = 2, length, length
     if spec.documents is not None:
