@@ -44,7 +44,7 @@ from guardbit.kernels.engines import (
     Whole,
     library_engine,
 )
-from guardbit.kernels.engines.random import drawing_once, generator_of
+from guardbit.kernels.engines.base import drawing_once, generator_of
 from guardbit.kernels.heads import Ran, drawn_of, laid_out_as
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents

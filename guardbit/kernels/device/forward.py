@@ -31,7 +31,7 @@ from guardbit.kernels.device.primitives import (
 from guardbit.kernels.device.rounding import encode_residual, round_nearest
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
-from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
+from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
 
 # A head's code in the device array: its place in STABILIZERS.

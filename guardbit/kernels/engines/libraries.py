@@ -24,8 +24,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Engine, Gradients, Inputs
-from guardbit.kernels.engines.random import philox_of
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, philox_of
 from guardbit.kernels.spec import AttentionSpec
 
 #: The parameters by which a call chooses how its work is spread, where its library has them.

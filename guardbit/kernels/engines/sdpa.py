@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
-from guardbit.kernels.engines.random import (
+from guardbit.kernels.engines.base import (
+    Engine,
+    Gradients,
+    Inputs,
+    additive,
     drawing_again,
     generator_of,
     is_capturing,

@@ -32,7 +32,6 @@ from guardbit.kernels.reference.audit import (
     row_maxima,
     shadow,
 )
-from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import (
     Carried,
@@ -43,7 +42,13 @@ from guardbit.kernels.reference.delta import (
     lse_gradient,
     write_carrier,
 )
-from guardbit.kernels.reference.forward_pass import FORWARD_STABILIZERS, Forward, forward
+from guardbit.kernels.reference.passes import (
+    FORWARD_STABILIZERS,
+    Forward,
+    Gradients,
+    backward,
+    forward,
+)
 from guardbit.kernels.spec import Causal
 
 __all__ = [
