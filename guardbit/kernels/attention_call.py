@@ -64,9 +64,9 @@ class Left(NamedTuple):
         out: The output.
         lse: Logsumexp; zeros where the engine returns none.
         residual: INT8, what rounding took from O in compensated heads; empty if there are none.
-        kernels: INT64 `(4 + H,)` on the CPU: the backend's number, whether its backward serves all
-            heads, whether ours ran in Triton, whether PyTorch's function computed the call instead
-            of GuardBit, and the stabilizer of each head.
+        kernels: INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves all
+            heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
+            stabilizer of each head.
         random: INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
         generator_state: See `Drawn`.
     """

@@ -254,7 +254,9 @@ def _backward_of(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Left]:
 # --- what a forward leaves -----------------------------------------------------------------------
 
 # How many numbers stand in `Left.kernels` before the heads.
-_NUM_FACTS = 4
+_NUM_FACTS = 3
+# The third of them where PyTorch's function computed the call.
+_BY_PYTORCH_CODE = 2
 
 # Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
 # Not in inference mode, whose tensors a later training step could not save for its backward.
@@ -265,7 +267,8 @@ _NUM_FACTS = 4
 def _kernels(ran: Ran) -> Tensor:
     """Encodes what ran, see `Left.kernels`."""
     backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
-    facts = int(backend.value), ran.shared, ran.on_triton, ran.by_pytorch
+    how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
+    facts = backend.value, ran.shared, how
     codes = [STABILIZERS.index(name) for name in ran.names]
     return torch.tensor([*map(int, facts), *codes], dtype=torch.int64)
 
@@ -284,11 +287,11 @@ def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
 
 def ran_of(call: Call, left: Left) -> Ran:
     """Decodes what ran."""
-    backend, shared, on_triton, by_pytorch, *codes = left.kernels.tolist()
+    backend, shared, how, *codes = left.kernels.tolist()
     engine = call.library
     if engine is None and backend != SDPBackend.ERROR.value:
         engine = engines.engine_of(SDPBackend(backend), call.q)
-    return Ran(engine, bool(shared), bool(on_triton), _names(tuple(codes)), bool(by_pytorch))
+    return Ran(engine, bool(shared), how == 1, _names(tuple(codes)), how == _BY_PYTORCH_CODE)
 
 
 def _empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
