@@ -28,7 +28,7 @@ from guardbit.doctor.attention import (
 from guardbit.doctor.recognition import Fault, recognize
 from guardbit.kernels.key_shifts import shift_keys
 from guardbit.kernels.reference.common import float32_products
-from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
+from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.numerics import decode_residual, encode_residual, round_nearest
 
 #: "fault": the kernel does what no sound one does. "rounding": errors of rounding add up in W_Q.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -31,40 +31,32 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NO_SITE_TENSOR = torch.tensor(NO_SITE, dtype=torch.int64)
 
 
-@overload
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    stabilizer: str | Sequence[str] = ...,
-    beta: float = ...,
-    eps: float = ...,
-    seed: int = ...,
-    backend: str = ...,
-    return_lse: Literal[False] = ...,
-    dropout_p: float = ...,
-) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    causal: Causal
+    scale: float | None
+    stabilizer: str | Sequence[str]
+    beta: float
+    eps: float
+    seed: int
+    backend: str
+    dropout_p: float
 
 
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    stabilizer: str | Sequence[str] = ...,
-    beta: float = ...,
-    eps: float = ...,
-    seed: int = ...,
-    backend: str = ...,
-    return_lse: Literal[True],
-    dropout_p: float = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
 
 
 def flash_attention(

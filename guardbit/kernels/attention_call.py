@@ -57,6 +57,28 @@ class Call(NamedTuple):
         return self.q.size(1)
 
 
+class Left(NamedTuple):
+    """What the op returns: its result, and what the forward leaves for the backward.
+
+    Attributes:
+        out: The output.
+        lse: Logsumexp; zeros where the engine returns none.
+        residual: INT8, what rounding took from O in compensated heads; empty if there are none.
+        kernels: INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves all
+            heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
+            stabilizer of each head.
+        random: INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
+        generator_state: See `Drawn`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor
+    kernels: Tensor
+    random: Tensor
+    generator_state: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Everything one attention call saw and returned, handed to the observer in its backward.

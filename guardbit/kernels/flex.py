@@ -9,6 +9,11 @@ two functions of ours around the kernels. A call is watched if its kernel option
 other calls run as in PyTorch. Three ops are opaque to the compiler and look the attention module up
 when they run, so a switch needs no recompilation.
 
+The compiler turns `mask_mod` and `score_mod` into graphs; what they close over becomes further
+arguments. An op takes tensors and numbers but no functions, so graphs are kept here, by number.
+Parts of a graph that are recognised become fields of the `AttentionSpec`, for which there are
+kernels. The others become functions that are evaluated tile by tile.
+
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `(B, H, N, E)`; lse
 `(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
 """
@@ -18,15 +23,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import operator
+import os
 import types
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from guardbit import guard
-from guardbit.kernels import dispatch, flex_functions, reference
+from guardbit.kernels import dispatch, reference
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.runtime import runtime
@@ -64,6 +73,151 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
+# --- the functions of a call ---------------------------------------------------------------------
+
+#: What a function closes over: tensors, and numbers that the compiler keeps open.
+Closed = Tensor | int | torch.SymInt
+
+
+class Program(NamedTuple):
+    """Both functions of a call.
+
+    Attributes:
+        mask: (b, h, q, kv, *closed over) -> whether the query sees the key; None if `causal` says
+            it all.
+        score: (score, b, h, q, kv, *closed over) -> score; None if scores stay as they are.
+        causal: Whether a query sees keys up to its own position only.
+        are_tensors: For each value that `score`, then `mask`, closes over: whether it is a tensor.
+        num_scores: How many of these values `score` closes over.
+    """
+
+    mask: GraphModule | None
+    score: GraphModule | None
+    causal: bool
+    are_tensors: tuple[bool, ...]
+    num_scores: int
+
+
+_programs: dict[int, Program] = {}
+_numbers: dict[tuple[Any, ...], int] = {}
+# Compiled code may be cached on disk, so a number must not mean another graph in a later process.
+_first = int.from_bytes(os.urandom(6))
+
+
+def register(
+    score: Any, mask: Any, score_closed: Sequence[Closed], mask_closed: Sequence[Closed]
+) -> int | None:
+    """Keeps two functions."""
+    if not (isinstance(score, GraphModule) and isinstance(mask, GraphModule)):
+        return None
+    are_tensors = tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed))
+    key = score, mask, are_tensors
+    number = _numbers.get(key)
+    if number is None:
+        terms = _terms(_result(mask))
+        seen = [term for term in terms if not _is_true(term)]
+        others = [term for term in seen if not _is_causal(term)]
+        number = _first + len(_programs)
+        _programs[number] = Program(
+            mask if others else None,
+            None if _is_identity(score) else score,
+            len(others) < len(seen),
+            are_tensors,
+            len(score_closed),
+        )
+        _numbers[key] = number
+    return number
+
+
+def specification(
+    number: int, scale: float, batch: int, tensors: Sequence[Tensor], numbers: Sequence[int]
+) -> AttentionSpec:
+    """Returns what a call with functions asks for."""
+    program = _programs[number]
+    rest = iter(tensors), iter(numbers)
+    closed = [next(rest[0] if is_tensor else rest[1]) for is_tensor in program.are_tensors]
+    score_closed, mask_closed = closed[: program.num_scores], closed[program.num_scores :]
+    return AttentionSpec(
+        scale,
+        "top-left" if program.causal else False,
+        mask_function=_over_tiles(program.mask, False, batch, mask_closed),
+        score_function=_over_tiles(program.score, True, batch, score_closed),
+    )
+
+
+def _over_tiles(
+    graph: GraphModule | None, has_score: bool, batch: int, closed: Sequence[Any]
+) -> Any:
+    """Returns a `MaskFunction` or `ScoreFunction` that evaluates a function; None for none."""
+    if graph is None:
+        return None
+    # Of single positions; applied to all pairs of positions, (B, C, R, K), keys innermost.
+    function: Callable[..., Tensor] = graph
+    before, after = (0,) if has_score else (), (None,) * len(closed)
+    for axis in (3, 2, 1, 0):
+        places = tuple(0 if place == axis else None for place in range(4))
+        function = torch.vmap(function, in_dims=(*before, *places, *after))
+
+    def evaluated(*tile: Tensor) -> Tensor:
+        *scores, heads, rows, columns = tile
+        batches = torch.arange(batch, device=heads.device)
+        with _indexing_mode()():
+            return function(*scores, batches, heads, rows, columns, *closed)
+
+    return evaluated
+
+
+@cache
+def _indexing_mode() -> Any:
+    """Lets tensors be indexed by vmapped positions, as FlexAttention does."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex
+
+
+def _places(graph: GraphModule) -> list[Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _result(graph: GraphModule) -> Any:
+    (result,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    return result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
+
+
+def _is_identity(graph: GraphModule) -> bool:
+    return _result(graph) is _places(graph)[0]
+
+
+def _terms(node: Any) -> list[Any]:
+    """Returns the conditions whose conjunction a condition is."""
+    if isinstance(node, Node) and node.target is operator.and_:
+        return [term for part in node.args for term in _terms(part)]
+    return [node]
+
+
+def _is_true(node: Any) -> bool:
+    if not isinstance(node, Node) or (node.op, node.target) != ("call_method", "new_ones"):
+        return False
+    return node.kwargs.get("dtype") is torch.bool
+
+
+def _is_causal(node: Any) -> bool:
+    if not isinstance(node, Node) or node.op != "call_function" or len(node.args) != 2:
+        return False
+    query, key = [x for x in node.graph.nodes if x.op == "placeholder"][2:4]
+    compared = tuple(map(_without_offset, node.args))
+    return (node.target is operator.ge and compared == (query, key)) or (
+        node.target is operator.le and compared == (key, query)
+    )
+
+
+def _without_offset(node: Any) -> Any:
+    """Returns what 0 was added to: transformers counts positions from an offset."""
+    while isinstance(node, Node) and node.target is operator.add and node.args[1:] == (0,):
+        node = node.args[0]
+    return node
+
+
 # --- the ops -------------------------------------------------------------------------------------
 
 
@@ -91,9 +245,7 @@ class _Shared(NamedTuple):
     @property
     def spec(self) -> AttentionSpec:
         """What the call asks for."""
-        return flex_functions.specification(
-            self.program, self.scale, len(self.q), self.tensors, self.numbers
-        )
+        return specification(self.program, self.scale, len(self.q), self.tensors, self.numbers)
 
     def used(self, head_ids: tuple[int, ...]) -> Tensor:
         """Returns the delta `(B, C, N)` that FlexAttention's backward computes by itself, FP32."""
@@ -124,20 +276,19 @@ def _begin(
 
 def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], str]:
     """Returns what each head runs, and why that is not what was asked for, or ""."""
-    settled = {name: _settled_one(name, obstacle) for name in dict.fromkeys(asked)}
-    why = "; ".join(reason for _, reason in settled.values() if reason)
-    return tuple(settled[name][0] for name in asked), why
-
-
-def _settled_one(name: str, obstacle: str) -> tuple[str, str]:
     own = "flex_attention keeps its own kernels"
-    if name == "none" or (name == "exact_delta" and not obstacle):
-        return name, ""
-    if obstacle:
-        return "none", f"{name} is not possible: {obstacle}"
-    if name == "compensated":
-        return "exact_delta", f"exact_delta runs instead of compensated: {own}"
-    return "none", f"{name} is not possible, {own}: exact_delta would work"
+    runs, reasons = {"none": "none"}, []
+    for name in dict.fromkeys(asked):
+        if name == "exact_delta" and not obstacle:
+            runs[name] = name
+        elif name == "compensated" and not obstacle:
+            runs[name] = "exact_delta"
+            reasons.append(f"exact_delta runs instead of compensated: {own}")
+        elif name != "none":
+            runs[name] = "none"
+            why = f": {obstacle}" if obstacle else f", {own}: exact_delta would work"
+            reasons.append(f"{name} is not possible{why}")
+    return tuple(runs[name] for name in asked), "; ".join(reasons)
 
 
 def _no_lse_gradient(*arguments: Any) -> Tensor:
@@ -247,7 +398,7 @@ class _Began(NamedTuple):
     Attributes:
         site: Number of the site, 0-d CPU tensor.
         names: What `_begin` returned.
-        program: Number of its functions, see `flex_functions.register`; None if they are not known.
+        program: Number of its functions, see `register`; None if they are not known.
     """
 
     site: Tensor
@@ -296,9 +447,7 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         kept = dict(options)
         if site is not None:
             try:
-                program = flex_functions.register(
-                    score_mod, block_mask[-1], score_closed, mask_closed
-                )
+                program = register(score_mod, block_mask[-1], score_closed, mask_closed)
             except Exception:  # a graph unlike any that we know
                 program = None
             obstacle = _UNRECORDED if program is None else ""

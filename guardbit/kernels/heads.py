@@ -1,4 +1,4 @@
-"""Runs one attention call, each head with its own stabilizer.
+"""Decides what each head of a call runs, and runs it.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out, d_out `(B, H, N, D)`;
 lse `(B, H, N)` FP32.
@@ -12,49 +12,200 @@ ran, and the engine's the others. `guardbit.flash_attention` runs our kernels in
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
-from guardbit.kernels.attention_call import Call
+from guardbit.kernels.attention_call import Call, Left
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
-from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
-from guardbit.kernels.plan import DELTAS, OWN_FORWARD, Plan, plan_of, resolve
+from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState, is_recomputing
 
+# --- the plan ------------------------------------------------------------------------------------
 
-class Ran(NamedTuple):
-    """What a forward left for its backward.
+
+def _exact(*tensors: Tensor, **how: Any) -> Tensor:
+    return dispatch.carry_exact_delta(*tensors, **how).out
+
+
+#: Stabilizer -> what writes the O' with its delta: see `reference.carry_exact_delta` for the
+#: arguments; returns O'. A row that sees no key, or whose delta is not finite, keeps its O.
+DELTAS: dict[str, Callable[..., Tensor]] = {"exact_delta": _exact}
+
+#: The stabilizers that need our forward. With the others the engine's forward runs.
+OWN_FORWARD = frozenset({"compensated", "row_max"})
+
+
+class Plan(NamedTuple):
+    """What the heads of a call run.
 
     Attributes:
-        out: The output.
-        lse: The logsumexp of all heads; zeros where the engine returns none.
-        residual: The rounding residual of O in the compensated heads, or None.
+        names: One stabilizer a head.
+        own: The heads whose forward our kernel computes.
+        own_names: The stabilizer of each of these, as our kernels know it.
+        deltas: Those of `DELTAS` that run, each with the heads whose backward gets it.
+        compensated: The heads whose forward keeps the rounding residual of O.
+    """
+
+    names: tuple[str, ...]
+    own: tuple[int, ...]
+    own_names: tuple[str, ...]
+    deltas: tuple[tuple[str, tuple[int, ...]], ...]
+    compensated: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def plan_of(names: tuple[str, ...], native: bool) -> Plan:
+    """Groups the heads of a call by what they run."""
+
+    def heads(*kinds: str) -> tuple[int, ...]:
+        return tuple(head for head, name in enumerate(names) if name in kinds)
+
+    own = heads(*OWN_FORWARD) if native else tuple(range(len(names)))
+    own_names = tuple(names[head] if names[head] in OWN_FORWARD else "none" for head in own)
+    deltas = tuple((name, heads(name)) for name in DELTAS if name in names)
+    return Plan(names, own, own_names, deltas, heads("compensated"))
+
+
+def resolve(
+    call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
+) -> tuple[tuple[str, ...], bool, str]:
+    """Settles what each head runs, with a substitute where a stabilizer cannot run in this call.
+
+    Returns:
+        The stabilizers, whether the engine's backward serves all heads, and why the stabilizers are
+        not those that were asked for, or "".
+    """
+    extras = call.spec.extras
+    if engine is None and extras:
+        raise ValueError(f"GuardBit's own kernels take {_none_of(extras)}.")
+    unshifted, wanted = "", set(asked) - {"none"}
+    if not wanted:
+        return asked, False, ""
+    # Shifts of the keys would change the result there.
+    seeing = [field for field in extras if field in ("soft cap", "sinks")]
+    if seeing and not wanted.isdisjoint(KEY_SHIFTS):
+        shifts = " and ".join(name for name in KEY_SHIFTS if name in asked)
+        unshifted = f"{shifts} would change what the softmax makes of {' and '.join(seeing)}"
+        asked = tuple("none" if name in KEY_SHIFTS else name for name in asked)
+    stabilized = wanted - KEY_SHIFTS.keys()
+    if not stabilized:
+        return asked, False, unshifted
+    if engine is None:
+        deltas = [name for name in DELTAS if name in asked]
+        if call.spec.dropout_p == 0 or not deltas:
+            return asked, False, ""
+        # Our backward knows what our forward dropped, and its compensated delta is as exact.
+        names = tuple("compensated" if name in deltas else name for name in asked)
+        why = (f"compensated runs instead of {name}, which knows no dropout" for name in deltas)
+        return names, False, "; ".join(why)
+    beyond_ours = _beyond_ours(call)
+    if call.spec.dropout_p > 0:
+        shared = False
+        obstacle = (
+            f"{engine.title} drops entries of P (dropout {call.spec.dropout_p}) and"
+            " does not tell which, so delta cannot be computed again"
+        )
+    else:
+        proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
+        shared = not proof.failure
+        is_plain = call.library is None and not beyond_ours
+        if shared and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
+            return asked, True, unshifted
+        obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
+    ours, takes = "take it" if keeps_residual else "have no room", ""
+    if beyond_ours:
+        ours, takes = "refuse", f"takes {_none_of(beyond_ours)}"
+    if call.library is not None:
+        ours, takes = "refuse", f"does not take the place of {call.library.title}"
+    settled: dict[str, tuple[str, str]] = {}
+    for name in dict.fromkeys(asked):
+        kind = "a delta" if name in DELTAS else name
+        runs, why = _SUBSTITUTES.get((kind, shared, ours), (name, ""))
+        settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
+    reasons = (unshifted, *(why for _, why in settled.values()))
+    return tuple(settled[name][0] for name in asked), shared, "; ".join(filter(None, reasons))
+
+
+#: What is asked for, whether the engine's backward takes another delta, and what our kernels say of
+#: the call ("have no room": in the compiled graph, for the residual) -> what runs instead, and why.
+#: What is not listed runs as it is asked for.
+_SUBSTITUTES = {
+    ("a delta", False, "take it"): (
+        "compensated", "compensated runs instead of {name}: {obstacle}",
+    ),
+    ("a delta", False, "have no room"): ("none", "{name} is not possible: {obstacle}"),
+    ("a delta", False, "refuse"): (
+        "none", "{name} is not possible: {obstacle}; no kernel takes its place",
+    ),
+    ("compensated", True, "have no room"): (
+        "exact_delta",
+        "exact_delta runs instead of compensated, for which the compiled graph has no room",
+    ),
+    ("compensated", False, "have no room"): (
+        "none", "the compiled graph has no room for compensated, and {obstacle}",
+    ),
+    ("compensated", True, "refuse"): (
+        "exact_delta", "exact_delta runs instead of compensated, which {takes}",
+    ),
+    ("compensated", False, "refuse"): (
+        "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
+    ),
+    ("row_max", True, "refuse"): ("none", "{name} {takes}: exact_delta would work"),
+    ("row_max", False, "refuse"): (
+        "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
+    ),
+}  # fmt: skip
+
+
+def _beyond_ours(call: Call) -> tuple[str, ...]:
+    """What a call asks for that our own kernels do not take."""
+    has_other_width = call.q.size(3) != call.v.size(3)
+    return (
+        *(["mask"] if call.spec.mask is not None else []),
+        *call.spec.extras,
+        *(["values of another head size than keys"] if has_other_width else []),
+    )
+
+
+def _none_of(fields: tuple[str, ...]) -> str:
+    """Returns words such as "no mask" or "no mask, no window"."""
+    return ", ".join(f"no {field}" for field in fields)
+
+
+class Ran(NamedTuple):
+    """What ran a forward, and what its backward therefore does.
+
+    Attributes:
         engine: The engine whose backward runs; None if ours runs in all heads.
         shared: Whether the engine's backward serves all heads.
         on_triton: Whether our kernels ran in Triton.
         names: The stabilizer that each head ran.
+        by_pytorch: Whether PyTorch's function computed the call in GuardBit's place.
     """
 
-    out: Tensor
-    lse: Tensor
-    residual: Tensor | None
     engine: Engine | None
     shared: bool
     on_triton: bool
     names: tuple[str, ...]
+    by_pytorch: bool = False
 
 
 # --- forward -------------------------------------------------------------------------------------
 
 
-def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tensor) -> Ran:
-    """Runs a call forward."""
+def forward(
+    call: Call, state: SiteState, random: Tensor, generator_state: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Ran]:
+    """Runs a call forward; returns O, L, the residual of compensated heads, and what ran."""
     q, k, v, spec = call[:4]
     engine, training = call.library, call.training
     if engine is None and call.native:
@@ -64,13 +215,12 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
     plan = plan_of(names, call.native)
     keys = shift_keys(k, plan.names)
     k = keys.k
-    drawn = Drawn(random[:2], generator_state) if spec.dropout_p > 0 else None
     out, lse, residual, on_triton = None, None, None, False
     own: Forward | None = None
 
     def run_engine() -> tuple[Tensor, Tensor]:
         assert engine is not None
-        inputs = Inputs(q, k, v, spec, drawn, call.wants_mask)
+        inputs = Inputs(q, k, v, spec, drawn_of(call, random, generator_state), call.wants_mask)
         out, lse = engine.forward(inputs, training)
         state.launches["forward", engine.name] += 1
         if lse is None or lse.numel() == 0:
@@ -110,7 +260,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
                 # A recomputed forward must return the first forward's shapes.
                 residual = torch.zeros_like(q, dtype=torch.int8)
             on_triton = False
-            names, why = _without_ours(names), ""
+            names, why = _without(OWN_FORWARD, names), ""
         else:
             state.succeed()
             _count(state, "forward", plan, on_triton)
@@ -130,11 +280,16 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
         lse = lse + shift_of_lse(q, keys, spec.scale)
     if training:
         state.note(names, why)
-    return Ran(out, lse, residual, engine, shared, on_triton, names)
+    return out, lse, residual, Ran(engine, shared, on_triton, names)
 
 
-def _without_ours(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple("none" if name in OWN_FORWARD else name for name in names)
+def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("none" if name in left_out else name for name in names)
+
+
+def drawn_of(call: Call, random: Tensor, generator_state: Tensor) -> Drawn | None:
+    """Where the random numbers of a call come from; None without dropout."""
+    return Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
 
 
 def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
@@ -163,29 +318,30 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
 
 def backward(
-    call: Call, d_out: Tensor, ran: Ran, random: Tensor, generator_state: Tensor
+    call: Call, d_out: Tensor, left: Left, ran: Ran
 ) -> tuple[Gradients, Tensor, tuple[str, ...]]:
-    """Runs a call backward."""
+    """Runs a call backward; returns gradients, the O that delta was taken from, and what ran."""
     state, engine = runtime.site(int(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)
     call = call._replace(k=keys.k)
     if keys.shifts and not call.native:
-        ran = ran._replace(lse=ran.lse - shift_of_lse(call.q, keys, call.spec.scale))
-    drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
+        left = left._replace(lse=left.lse - shift_of_lse(call.q, keys, call.spec.scale))
+    drawn = drawn_of(call, left.random, left.generator_state)
     try:
-        carried = _carried(call, state, d_out, ran, plan)
+        carried = _carried(call, state, d_out, left, ran.shared, plan)
     except Exception as error:
         if not call.native:
             raise
         # The gradients are then PyTorch's own.
         state.fall_back(error)
-        carried, plan = ran.out, plan_of(_without_carriers(plan.names, ran.shared), True)
+        in_carrier = {*DELTAS, "compensated"} if ran.shared else DELTAS
+        carried, plan = left.out, plan_of(_without(in_carrier, plan.names), True)
 
     def by_engine(d_out: Tensor) -> Gradients:
         assert engine is not None
         inputs = Inputs(*call[:4], drawn, call.wants_mask)
-        found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), ran.lse)
+        found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), left.lse)
         state.launches["backward", engine.name] += 1
         return found
 
@@ -193,13 +349,13 @@ def backward(
         return by_engine(d_out), carried, plan.names
     own = None
     try:
-        own = _by_ours(call, d_out, carried, ran, plan, random)
+        own = _by_ours(call, d_out, left._replace(out=carried), ran.on_triton, plan)
     except Exception as error:
         if engine is None or drawn is not None:  # PyTorch's kernel cannot know what ours dropped
             raise
         # The engine's backward takes our out and lse too: only the rounding differs.
         state.fall_back(error)
-        plan = plan_of(_without_ours(plan.names), True)
+        plan = plan_of(_without(OWN_FORWARD, plan.names), True)
     if own is None:
         return by_engine(d_out), carried, plan.names
     _count(state, "backward", plan, ran.on_triton)
@@ -211,66 +367,52 @@ def backward(
     return _merge(by_engine(d_out.index_fill(1, index, 0)), own, plan.own), carried, plan.names
 
 
-def _without_carriers(names: tuple[str, ...], shared: bool) -> tuple[str, ...]:
-    carried = {*DELTAS, "compensated"} if shared else DELTAS.keys()
-    return tuple("none" if name in carried else name for name in names)
-
-
-def _carried(call: Call, state: SiteState, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
+def _carried(
+    call: Call, state: SiteState, d_out: Tensor, left: Left, shared: bool, plan: Plan
+) -> Tensor:
     """Returns O, or an O' whose rows carry the delta of the stabilized heads."""
-    carried = ran.out
+    carried = left.out
     for name, head_ids in plan.deltas:
-        into = None if carried is ran.out else carried
-        tensors = d_out, call.q, call.k, call.v, ran.out, ran.lse
+        into = None if carried is left.out else carried
+        tensors = d_out, call.q, call.k, call.v, left.out, left.lse
         carried = DELTAS[name](*tensors, spec=call.spec, head_ids=head_ids, into=into)
         state.launches["backward", name] += 1
-    if plan.compensated and ran.shared:
-        assert ran.residual is not None
-        into = None if carried is ran.out else carried
+    if plan.compensated and shared:
+        into = None if carried is left.out else carried
         carried = dispatch.carry_compensated_delta(
-            d_out, ran.out, ran.residual, head_ids=plan.compensated, into=into
+            d_out, left.out, left.residual, head_ids=plan.compensated, into=into
         )
         state.launches["backward", "compensated"] += 1
-    if carried is not ran.out:
+    if carried is not left.out:
         state.succeed()
     return carried
 
 
-def _by_ours(
-    call: Call, d_out: Tensor, out: Tensor, ran: Ran, plan: Plan, random: Tensor
-) -> Gradients:
-    tensors = (d_out, call.q, call.k, call.v, out, ran.lse, ran.residual)
-    if not plan.compensated:
-        tensors = (*tensors[:-1], None)
+def _by_ours(call: Call, d_out: Tensor, left: Left, on_triton: bool, plan: Plan) -> Gradients:
+    q, k, v, out, lse = call.q, call.k, call.v, left.out, left.lse
+    residual = left.residual if plan.compensated else None
     if len(plan.own) < call.heads:
-        tensors = _chosen(plan.own, *tensors)
-    found = dispatch.launcher("backward", ran.on_triton)(
-        *tensors,
+        # Each query head gets a copy of its key head.
+        group = q.size(1) // k.size(1)
+        index = device_constant(plan.own, torch.int64, q.device)
+        key_index = device_constant(tuple(h // group for h in plan.own), torch.int64, q.device)
+        k, v = k.index_select(1, key_index), v.index_select(1, key_index)
+        d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
+        residual = None if residual is None else residual.index_select(1, index)
+    found = dispatch.launcher("backward", on_triton)(
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        residual,
         causal=call.spec.causal,
         scale=call.spec.scale,
         stabilizers=plan.own_names,
-        dropout=dropout_of(call, plan, random),
+        dropout=dropout_of(call, plan, left.random),
     )
     return Gradients(found.dq, found.dk, found.dv)
-
-
-def _chosen(
-    head_ids: tuple[int, ...],
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    residual: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Selects some query heads, each with a copy of its key head."""
-    group = q.size(1) // k.size(1)
-    index = device_constant(head_ids, torch.int64, q.device)
-    key_index = device_constant(tuple(h // group for h in head_ids), torch.int64, q.device)
-    k, v = k.index_select(1, key_index), v.index_select(1, key_index)
-    d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
-    return d_out, q, k, v, out, lse, None if residual is None else residual.index_select(1, index)
 
 
 def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:

@@ -1,20 +1,28 @@
-"""The opaque op behind every attention call: its schema, its fake kernels and its autograd.
+"""The opaque op behind every attention call: its schema, its autograd, and what it does.
 
-`guardbit.kernels.execution` runs it: that looks the call's attention module up at run time, so a
-switch takes effect without a recompilation. Calls of PyTorch's function, of a library's and of
-`guardbit.flash_attention` run alike. A library's own kernel runs forward and backward, with the
-library's own arguments; a switched head hands its backward another delta, or centred keys.
+The op looks the call's attention module up when it runs, so a switch takes effect without a
+recompilation. Calls of PyTorch's function, of a library's and of `guardbit.flash_attention` run
+alike. Each head is computed as `guardbit.kernels.heads` says. One that is not switched keeps its
+bits. A library's own kernel runs forward and backward, with the library's own arguments.
+
+Where GuardBit's part of a call fails, PyTorch's own function computes it. The forward then marks
+the call, and the backward runs PyTorch's function again under autograd. So results and gradients
+are those of a model without GuardBit, to the bit. With dropout the generator is set back first, so
+that PyTorch's function draws what it would have drawn. A call of `guardbit.flash_attention` or of a
+library has no such function: it is tried once more.
 
 The op has two names. Calls that draw random numbers must not be merged, dropped or repeated by the
 compiler, and a tag says so. Calls without dropout draw nothing and need no tag.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
-lse `(B, H, N)` FP32. Packed sequences have a batch of one and the places of their documents.
+lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`. Packed sequences have a batch of one and
+the places of their documents.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,23 +32,23 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from guardbit import guard
-from guardbit.kernels.alignment import promise_aligned_outputs
-from guardbit.kernels.attention_call import Call
+from guardbit.kernels import engines, heads
+from guardbit.kernels.alignment import aligned, promise_aligned_outputs
+from guardbit.kernels.attention_call import AttentionCall, Call, Left
 from guardbit.kernels.autocast import autocast_tensors, is_autocast
-from guardbit.kernels.engines import LIBRARIES, Inputs, LibraryEngine, Whole, library_engine
-from guardbit.kernels.engines.random import drawing_once
-from guardbit.kernels.execution import (
-    NUM_KERNEL_FACTS,
-    Left,
-    drawn_of,
-    empty_out,
-    empty_random,
-    ran_of,
-    run_backward,
-    run_forward,
+from guardbit.kernels.engines import (
+    LIBRARIES,
+    Gradients,
+    Inputs,
+    LibraryEngine,
+    Whole,
+    library_engine,
 )
+from guardbit.kernels.engines.base import drawing_once, generator_of
+from guardbit.kernels.heads import Ran, drawn_of, laid_out_as
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
+from guardbit.records import STABILIZERS
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? cu_queries,"
@@ -78,6 +86,9 @@ _library.define(
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_mask, Tensor d_sinks)",
     tags=(_LOOKED_UP,),
 )
+
+
+# --- how calls come here -------------------------------------------------------------------------
 
 
 def switchable_attention(
@@ -186,15 +197,13 @@ def _numbers(call: Call) -> tuple[Any, ...]:
         *spec.window,
         spec.softcap,
         spec.dropout_p,
-        *((-1, False, ()) if engine is None else _asked(engine)),
+        -1 if engine is None else _NAMES.index(engine.label),
+        engine is not None and engine.deterministic,
+        () if engine is None else engine.scheduling,
         call.native,
         call.wants_mask,
         call.traced,
     )
-
-
-def _asked(engine: LibraryEngine) -> tuple[Any, ...]:
-    return _NAMES.index(engine.label), engine.deterministic, engine.scheduling
 
 
 def _flat(call: Call) -> tuple[Any, ...]:
@@ -202,7 +211,7 @@ def _flat(call: Call) -> tuple[Any, ...]:
     return (*_tensors(call), *_numbers(call), *own)
 
 
-def _call(tensors: Any, numbers: Any, own: Any = ()) -> Call:
+def _call(tensors: Any, numbers: Any, own: Any = ((), 2.0, 1e-3, 0, True, True)) -> Call:
     """Undoes `_flat`; `own` is what only the forward gets."""
     q, k, v, mask, sinks, cu_queries, cu_keys, site = tensors
     max_queries, max_keys, causal, scale, left, right, softcap, dropout_p, library = numbers[:9]
@@ -217,14 +226,7 @@ def _call(tensors: Any, numbers: Any, own: Any = ()) -> Call:
         spec = _plain_spec(*asked)
     else:
         spec = AttentionSpec(*asked[:2], mask, *asked[2:4], documents, softcap, sinks)
-    stabilizers, beta, eps, backend, training, keeps_residual = own or (
-        (),
-        2.0,
-        1e-3,
-        0,
-        True,
-        True,
-    )
+    stabilizers, beta, eps, backend, training, keeps_residual = own
     return Call(
         q, k, v, spec, site, engine, native, training, wants_mask, traced, stabilizers, beta, eps,
         backend, keeps_residual,
@@ -249,6 +251,236 @@ def _backward_of(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Left]:
     return _call(arguments[1:end], arguments[end + _NUM_LEFT :]), arguments[0], left
 
 
+# --- what a forward leaves -----------------------------------------------------------------------
+
+# How many numbers stand in `Left.kernels` before the heads.
+_NUM_FACTS = 3
+# The third of them where PyTorch's function computed the call.
+_BY_PYTORCH_CODE = 2
+
+# Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
+# Not in inference mode, whose tensors a later training step could not save for its backward.
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode(False)
+def _kernels(ran: Ran) -> Tensor:
+    """Encodes what ran, see `Left.kernels`."""
+    backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
+    how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
+    facts = backend.value, ran.shared, how
+    codes = [STABILIZERS.index(name) for name in ran.names]
+    return torch.tensor([*map(int, facts), *codes], dtype=torch.int64)
+
+
+@lru_cache
+@torch.inference_mode(False)
+def _nothing(dtype: torch.dtype, device: torch.device | str, place: int = 0) -> Tensor:
+    """Returns an empty tensor; what an op returns at different places must not be the same."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(STABILIZERS[code] for code in codes)
+
+
+def ran_of(call: Call, left: Left) -> Ran:
+    """Decodes what ran."""
+    backend, shared, how, *codes = left.kernels.tolist()
+    engine = call.library
+    if engine is None and backend != SDPBackend.ERROR.value:
+        engine = engines.engine_of(SDPBackend(backend), call.q)
+    return Ran(engine, bool(shared), how == 1, _names(tuple(codes)), how == _BY_PYTORCH_CODE)
+
+
+def _empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Allocates `Left.random` and `Left.generator_state`; both are empty without dropout."""
+    words, state_bytes = (3, engines.state_bytes(q.device)) if dropout_p > 0 else (0, 0)
+    return (
+        q.new_empty(words, dtype=torch.int64),
+        torch.empty(state_bytes, dtype=torch.uint8, device="cpu"),
+    )
+
+
+def _empty_out(call: Call) -> Tensor:
+    """An output, uninitialised, in the layout that compiled graphs are promised."""
+    q, width = call.q, call.v.size(3)
+    if call.library is not None:
+        batch, num_heads, rows, _ = q.shape
+        return q.new_empty(batch, rows, num_heads, width).transpose(1, 2)
+    return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
+
+
+def _left(
+    call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, ran: Ran, *drawn: Tensor
+) -> Left:
+    """Packs what a forward returns, in the layouts that compiled graphs are promised."""
+    kernels = _kernels(ran)
+    if residual is not None:
+        residual = laid_out_as(residual, call.q)
+    elif call.traced and call.keeps_residual:
+        residual = torch.empty_like(call.q, dtype=torch.int8)
+    else:
+        residual = _nothing(torch.int8, call.q.device)
+    if call.traced:
+        # The compiler may use the memory of what an op returns again.
+        kernels = kernels.clone()
+        residual = residual if residual.numel() else residual.clone()
+        out = laid_out_as(out, _empty_out(call))
+        out, lse, residual = map(aligned, (out, lse, residual))
+    return Left(out, lse, residual, kernels, *drawn)
+
+
+def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
+    """Packs what a backward returns, likewise; empty tensors where nothing was asked for."""
+    traced, mask, sinks = call.traced, call.spec.mask, call.spec.sinks
+    gradients = found[:3]
+    if traced or not call.native:
+        gradients = tuple(map(laid_out_as, gradients, call[:3]))
+    d_mask, d_sinks = (
+        call.q.new_empty(0) if traced else _nothing(call.q.dtype, call.q.device, place)
+        for place in range(2)
+    )
+    if found.d_mask is not None and mask is not None:
+        d_mask = laid_out_as(found.d_mask.to(mask.dtype), mask)
+    if found.d_sinks is not None and sinks is not None:
+        d_sinks = found.d_sinks.to(sinks.dtype)
+    gradients = (*gradients, d_mask, d_sinks)
+    return tuple(map(aligned, gradients)) if traced else gradients
+
+
+# --- forward and backward ------------------------------------------------------------------------
+
+
+def _forward(call: Call) -> Left:
+    q, dropout_p = call.q, call.spec.dropout_p
+    state = runtime.site(int(call.site))
+    state.requested = _names(tuple(call.stabilizers))
+    state.native_dropout_p = dropout_p if call.native else 0.0
+    state.is_masked = call.spec.mask is not None
+    state.begin_forward()
+    if call.training:
+        state.ran_at = state.clock.now
+    if call.traced or dropout_p > 0:
+        drawn = _empty_random(q, dropout_p)
+    else:
+        drawn = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
+    out, lse, residual, ran = heads.forward(call, state, *drawn)
+    return _left(call, out, lse.contiguous(), residual, ran, *drawn)
+
+
+def _has_original(call: Call) -> bool:
+    return call.native and call.library is None
+
+
+# Whatever kernel PyTorch chooses; the math kernel takes every call.
+_BY_PYTORCH = Whole(SDPBackend.MATH, is_forced=False)
+
+
+def _forward_by_pytorch(call: Call) -> Left:
+    """Computes a call by PyTorch's function."""
+    if not _has_original(call):
+        return _forward(call)
+    q, k, v, spec = call[:4]
+    drawn = _empty_random(q, spec.dropout_p)
+    if spec.dropout_p > 0:
+        drawn[1].copy_(generator_of(q.device).get_state())
+    if call.training:  # PyTorch's choice of a kernel depends on it
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.set_grad_enabled(call.training):
+        out = _BY_PYTORCH.computed(q, k, v, spec).detach()
+    try:
+        engine = engines.choose(q, k, v, spec, call.training, call.wants_mask)
+    except Exception:
+        engine = _BY_PYTORCH
+    ran = Ran(engine, False, False, ("none",) * call.heads, by_pytorch=True)
+    lse = out.new_zeros(q.shape[:-1], dtype=torch.float32)
+    return _left(call, out, lse, None, ran, *drawn)
+
+
+@guard.function(runtime.tell_fault, otherwise=_forward_by_pytorch)
+def run_forward(call: Call) -> Left:
+    """Runs the forward."""
+    try:
+        return drawing_once(partial(_forward, call), call.q.device, call.spec.dropout_p > 0)
+    except Exception as error:
+        state = runtime.site(int(call.site))
+        if {*state.running} - {"none"}:
+            state.fall_back(error)
+        raise
+
+
+def _computed_backward(call: Call, d_out: Tensor, left: Left, ran: Ran) -> tuple[Tensor, ...]:
+    found, carried, names = heads.backward(call, d_out, left, ran)
+    gradients = _gradients(call, found)
+
+    def again() -> tuple[Tensor, Tensor, Tensor]:
+        with runtime.site(int(call.site)).uncounted():
+            return heads.backward(call, d_out, left, ran)[0][:3]
+
+    _report(call, d_out, left, ran, carried, names, gradients, again)
+    return gradients
+
+
+@guard.function(runtime.tell_fault)
+def _report(
+    call: Call,
+    d_out: Tensor,
+    left: Left,
+    ran: Ran,
+    carried: Tensor,
+    names: tuple[str, ...],
+    gradients: tuple[Tensor, ...],
+    again: Callable[[], tuple[Tensor, Tensor, Tensor]],
+) -> None:
+    """Reports a call to the observer of its attention module, if there is one."""
+    number = int(call.site)
+    state = runtime.site(number)
+    if state.observer is None:
+        return
+    dq, dk, dv = gradients[:3]
+    keeps_residual = "compensated" in ran.names and not ran.shared
+    state.observer(
+        AttentionCall(
+            site=number,
+            q=call.q,
+            k=call.k,
+            v=call.v,
+            out=carried,
+            residual=left.residual if keeps_residual else None,
+            d_out=d_out,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            spec=call.spec,
+            stabilizers=names,
+            dropout=heads.dropout_of(call, heads.plan_of(names, call.native), left.random),
+            kernel="guardbit" if ran.engine is None else ran.engine.name,
+            again=again,
+        )
+    )
+
+
+def _backward_by_pytorch(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+    """Computes the gradients of a call by PyTorch's function."""
+    ran, drawn = ran_of(call, left), drawn_of(call, left.random, left.generator_state)
+    # Only GuardBit knows what its own forward dropped.
+    if not ran.by_pytorch and (not _has_original(call) or drawn is not None):
+        return _computed_backward(call, d_out, left, ran)
+    inputs = Inputs(*call[:4], drawn, call.wants_mask)
+    return _gradients(call, _BY_PYTORCH.backward(inputs, d_out, left.out, left.lse))
+
+
+@guard.function(runtime.tell_fault, otherwise=_backward_by_pytorch)
+def run_backward(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+    """Computes dq, dk, dv, and the gradients of mask and sinks, empty where not asked for."""
+    ran = ran_of(call, left)
+    if ran.by_pytorch:
+        return _backward_by_pytorch(call, d_out, left)
+    return _computed_backward(call, d_out, left, ran)
+
+
 # --- fake kernels --------------------------------------------------------------------------------
 
 
@@ -259,11 +491,11 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, ...]:
     q = call.q
     kept = call.traced and call.keeps_residual
     return (
-        empty_out(call),
+        _empty_out(call),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
         torch.empty_like(q, dtype=torch.int8) if kept else q.new_empty(0, dtype=torch.int8),
-        call.site.new_empty(NUM_KERNEL_FACTS + q.size(1), dtype=torch.int64),
-        *empty_random(q, call.spec.dropout_p),
+        call.site.new_empty(_NUM_FACTS + q.size(1), dtype=torch.int64),
+        *_empty_random(q, call.spec.dropout_p),
     )
 
 
@@ -315,11 +547,11 @@ class _Attention(torch.autograd.Function):
         d_out = d_outputs[0]
         if d_out is None:
             return (None,) * 6
-        compute, release = partial(_gradients, ctx, d_out), partial(_release, ctx)
+        compute, release = partial(_differentiated, ctx, d_out), partial(_release, ctx)
         return guard.then_finish(compute, release, runtime.tell_fault)
 
 
-def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiated(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.read is None:  # once: a checkpoint does not give it a second time
         ctx.read = ctx.saved_tensors
     saved, numbers = ctx.read, ctx.numbers
@@ -388,7 +620,8 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, left: Left) -> tuple[An
     ran = ran_of(call, left)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
     if not is_switched and isinstance(engine, Whole) and engine.backend == SDPBackend.MATH:
-        inputs = Inputs(*call[:4], drawn_of(call, left), call.wants_mask)
+        drawn = drawn_of(call, left.random, left.generator_state)
+        inputs = Inputs(*call[:4], drawn, call.wants_mask)
         found = engine.differentiable_backward(inputs, d_out)
         return (*found[:4], None)
     with torch.no_grad():

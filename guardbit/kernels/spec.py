@@ -119,6 +119,8 @@ class AttentionSpec:
     @property
     def extras(self) -> tuple[str, ...]:
         """Names the fields in use for which `F.scaled_dot_product_attention` has no argument."""
+        if not (self.is_ranged or self.softcap or self.sinks is not None or self.has_functions):
+            return ()  # of most calls, which ask for it several times
         fields = {
             "window": self.window != (-1, -1),
             "documents": self.documents is not None,

@@ -59,6 +59,51 @@ class Tile(NamedTuple):
         )
 
 
+FALLBACK: dict[Pass, dict[int, Tile]] = {
+    "forward": {
+        16: Tile(64, 64, 8, 2),
+        32: Tile(64, 64, 4, 2),
+        64: Tile(64, 64, 8, 2),
+        128: Tile(64, 32, 8, 2),
+        256: Tile(32, 16, 8, 1),
+    },
+    "query_gradients": {
+        16: Tile(64, 32, 4, 2),
+        32: Tile(64, 32, 4, 2),
+        64: Tile(64, 32, 4, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(32, 32, 8, 1),
+    },
+    "key_gradients": {
+        16: Tile(64, 64, 8, 2),
+        32: Tile(64, 64, 8, 2),
+        64: Tile(64, 32, 8, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(32, 32, 8, 1),
+    },
+    "shadow": {
+        16: Tile(64, 64, 4, 2),
+        32: Tile(64, 64, 4, 2),
+        64: Tile(64, 32, 4, 2),
+        128: Tile(32, 64, 8, 2),
+        256: Tile(32, 32, 8, 1),
+    },
+    "audit": {
+        16: Tile(64, 32, 4, 2),
+        32: Tile(64, 32, 8, 2),
+        64: Tile(32, 32, 4, 2),
+        128: Tile(32, 32, 4, 1),
+        256: Tile(16, 32, 8, 1),
+    },
+    "delta": {
+        16: Tile(64, 64, 4, 2),
+        32: Tile(64, 64, 4, 2),
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 8, 2),
+        256: Tile(32, 64, 8, 1),
+    },
+}
+
 #: By compute capability, then pass, then padded head dimension.
 TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
     (8, 0): {
@@ -90,13 +135,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(128, 32, 8, 2),
             256: Tile(32, 32, 8, 1),
         },
-        "audit": {
-            16: Tile(64, 32, 4, 2),
-            32: Tile(64, 32, 8, 2),
-            64: Tile(32, 32, 4, 2),
-            128: Tile(32, 32, 4, 1),
-            256: Tile(16, 32, 8, 1),
-        },
+        "audit": FALLBACK["audit"],
         "delta": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
@@ -148,51 +187,6 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(128, 64, 8, 4, None, True, use_tma=True),
             256: Tile(64, 64, 8, 2),
         },
-    },
-}
-
-FALLBACK: dict[Pass, dict[int, Tile]] = {
-    "forward": {
-        16: Tile(64, 64, 8, 2),
-        32: Tile(64, 64, 4, 2),
-        64: Tile(64, 64, 8, 2),
-        128: Tile(64, 32, 8, 2),
-        256: Tile(32, 16, 8, 1),
-    },
-    "query_gradients": {
-        16: Tile(64, 32, 4, 2),
-        32: Tile(64, 32, 4, 2),
-        64: Tile(64, 32, 4, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(32, 32, 8, 1),
-    },
-    "key_gradients": {
-        16: Tile(64, 64, 8, 2),
-        32: Tile(64, 64, 8, 2),
-        64: Tile(64, 32, 8, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(32, 32, 8, 1),
-    },
-    "shadow": {
-        16: Tile(64, 64, 4, 2),
-        32: Tile(64, 64, 4, 2),
-        64: Tile(64, 32, 4, 2),
-        128: Tile(32, 64, 8, 2),
-        256: Tile(32, 32, 8, 1),
-    },
-    "audit": {
-        16: Tile(64, 32, 4, 2),
-        32: Tile(64, 32, 8, 2),
-        64: Tile(32, 32, 4, 2),
-        128: Tile(32, 32, 4, 1),
-        256: Tile(16, 32, 8, 1),
-    },
-    "delta": {
-        16: Tile(64, 64, 4, 2),
-        32: Tile(64, 64, 4, 2),
-        64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 8, 2),
-        256: Tile(32, 64, 8, 1),
     },
 }
 

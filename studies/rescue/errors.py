@@ -30,7 +30,7 @@ FACTORS = ("-1", "0", "1", "2", RANDOM)
 
 
 class HandOn:
-    """Stands in for the entry "exact_delta" of `guardbit.kernels.plan.DELTAS`.
+    """Stands in for the entry "exact_delta" of `guardbit.kernels.heads.DELTAS`.
 
     Args:
         factor: One of `FACTORS`.
@@ -60,7 +60,7 @@ class HandOn:
         head_ids: Sequence[int],
         into: Tensor | None,
     ) -> Tensor:
-        """See `guardbit.kernels.plan.DELTAS`."""
+        """See `guardbit.kernels.heads.DELTAS`."""
         exact = dispatch.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids)
         heads = list(head_ids)
         gradients = d_out[:, heads].float()

@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events
-from guardbit.kernels.plan import DELTAS
+from guardbit.kernels.heads import DELTAS
 from guardbit.monitor.actions import clip
 from studies.rescue import corpus
 from studies.rescue.errors import FACTORS, HandOn

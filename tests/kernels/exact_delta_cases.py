@@ -51,13 +51,9 @@ class Case(NamedTuple):
         return -((weights * delta_error) @ keys).sum(-2) / math.sqrt(q.size(3))
 
     def summed_error_of(self, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What else a kernel rounds adds to dQ, summed over rows, delta being exact.
+        """What else a kernel rounds adds to dQ, summed over rows, delta being exact, (B, H, D).
 
-        Args:
-            change: Makes of the exact P and dP the error of dS.
-
-        Returns:
-            FP64 (B, H, D).
+        `change` makes of the exact P and dP the error of dS.
         """
         q, k, v, d_out = (x.double() for x in (self.q, self.k, self.v, self.d_out))
         weights = attend(q, k, v, self.spec).weights
@@ -104,15 +100,8 @@ def make(
 ) -> Case:
     """A call in which each token attends mostly to itself, q += sharpness k.
 
-    Args:
-        kind: "none", "causal", "boolean", "padding" or "additive".
-        dtype: Of q, k, v.
-        shape: (B, H, H_kv, N, D).
-        device: Where.
-        by_rows: Whether heads lie beside one another in memory, as models make them.
-        sharpness: How much of k is in q.
-        seed: Of everything random.
-        spread: Standard deviation of k.
+    `kind` is one of `KINDS`, `shape` (B, H, H_kv, N, D), `spread` the standard deviation of k. With
+    `by_rows` heads lie beside one another in memory, as models make them.
     """
     batch, heads, kv_heads, length, width = shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -152,15 +141,7 @@ def sink(
 
     The first keys have the largest scores of every row, rm = 6 (1 + 0.2 u), u uniform in 0..1; the
     others' are N(-2, 1), cut at rm. V = -2 - u and d_out = 1 + u are of one sign. Masks hide or
-    lower other keys than the first.
-
-    Args:
-        kind: "none", "causal", "boolean" or "additive".
-        dtype: Of q, k, v.
-        shape: (B, H, H_kv, N, D); there are N keys.
-        device: Where.
-        maxima: Number of largest scores a row.
-        seed: Of everything random.
+    lower other keys than the first. `shape` is (B, H, H_kv, N, D); there are N keys.
     """
     batch, heads, kv_heads, length, width = shape
     generator = torch.Generator().manual_seed(seed)
@@ -210,15 +191,7 @@ def check_sink(
     repeats: bool = True,
     on_tensor_cores: bool = False,
 ) -> None:
-    """Checks a call of `sink` whose heads are switched as `SOME` says.
-
-    Args:
-        case: The call.
-        native: Out, dq, dk, dv of PyTorch's function.
-        found: The same of the op.
-        repeats: Whether PyTorch's backward gives the same bits each time.
-        on_tensor_cores: Whether a GPU computed them.
-    """
+    """Checks out, dq, dk, dv of a call of `sink` whose heads are switched as `SOME` says."""
     assert torch.equal(found[0], native[0]), "the forward of all heads keeps its bits"
     if repeats:
         assert torch.equal(found[1][:, 2:], native[1][:, 2:])
@@ -275,15 +248,9 @@ def equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
 
 
 def with_dead_rows(kind: str, dtype: torch.dtype, device: str) -> tuple[Case, Tensor]:
-    """A call some of whose rows see no key, in all heads: the first, the last, one between.
+    """A call some of whose rows see no key, in all heads, and which: first, last, one between.
 
-    Args:
-        kind: Of the mask, "boolean" or "additive", which has -inf.
-        dtype: Of q, k, v.
-        device: Where.
-
-    Returns:
-        The call, and which rows these are.
+    The mask is of the kind "boolean" or "additive", which has -inf.
     """
     length = 256
     case = make("none", dtype, (2, 4, 4, length, 64), device)
@@ -302,15 +269,7 @@ def check_dead_rows(
     found: tuple[Tensor, ...],
     repeats: bool = True,
 ) -> None:
-    """Checks a call of `with_dead_rows` all of whose heads are switched to `exact_delta`.
-
-    Args:
-        case: The call.
-        dead: Which rows see no key.
-        native: Out, dq, dk, dv of PyTorch's function.
-        found: The same of the op.
-        repeats: Whether PyTorch's backward gives the same bits each time.
-    """
+    """Checks a call of `with_dead_rows` all of whose heads are switched to `exact_delta`."""
     assert equal(found[:1], native[:1]), "the forward, of these rows too"
     # dK and dV gather all rows: NaN of one is in all of them, and stays.
     for mine, theirs in zip(found[1:], native[1:], strict=True):

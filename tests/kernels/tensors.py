@@ -25,15 +25,10 @@ def drawn(order, shape, dtype, seed, ties, by_rows, on):
 
 
 def inputs(shape, dtype=torch.bfloat16, seed=0, *, ties=False, by_rows=False, on="cpu"):
-    """q, k, v and the gradient of the output.
+    """q, k, v and the gradient of the output; `shape` is B, H, H_kv, N, M, D, and E if it is not D.
 
-    Args:
-        shape: B, H, H_kv, N, M, D, and E where values are of another width.
-        dtype: Of all.
-        seed: Of all.
-        ties: Whether every third key repeats the first, so that rows have several maxima.
-        by_rows: Whether heads lie beside one another in memory, as models make them.
-        on: Where they are drawn.
+    With `ties` every third key repeats the first, so that rows have several maxima. With `by_rows`
+    heads lie beside one another in memory, as models make them.
     """
     found = drawn(("q", "d_out", "k", "v"), shape, dtype, seed, ties, by_rows, on)
     return [found[name] for name in ("q", "k", "v", "d_out")]
@@ -42,3 +37,22 @@ def inputs(shape, dtype=torch.bfloat16, seed=0, *, ties=False, by_rows=False, on
 def backward_inputs(shape, dtype=torch.bfloat16, seed=0, *, by_rows=False, on="cpu"):
     """The same, the gradient first, as backwards take them."""
     return list(drawn(("d_out", "q", "k", "v"), shape, dtype, seed, False, by_rows, on).values())
+
+
+def library_inputs(spec, kv_heads, length, width, sharpness, on="cpu"):
+    """d_out, q, k, v in a library's memory; tokens attend to themselves, as where delta is off.
+
+    They are packed sequences, or a batch of two; there are four query heads.
+    """
+    batch, rows, keys = 2, length, length
+    if spec.documents is not None:
+        batch, rows, keys = 1, *(int(x[-1]) for x in spec.documents[:2])
+    generator = torch.Generator(on).manual_seed(rows)
+    sizes = ((rows, 4), (rows, 4), (keys, kv_heads), (keys, kv_heads))
+    d_out, q, k, v = (
+        torch.randn(batch, *size, width, generator=generator, device=on).transpose(1, 2)
+        for size in sizes
+    )
+    if rows == keys:
+        q = q + sharpness * k.repeat_interleave(4 // kv_heads, 1)
+    return [x.bfloat16() for x in (d_out, q, k, v)]

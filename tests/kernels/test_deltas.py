@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from guardbit import records
-from guardbit.kernels import engines, execution, plan
+from guardbit.kernels import engines, heads, op
 from guardbit.kernels.attention_call import Call
 from guardbit.kernels.engines.proof import Proof
-from guardbit.kernels.plan import resolve
+from guardbit.kernels.heads import resolve
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import KINDS, make
@@ -25,11 +25,11 @@ def zero_delta(monkeypatch):
         carried[:, list(head_ids)] = 0
         return carried
 
-    monkeypatch.setattr(execution, "STABILIZERS", (*records.STABILIZERS, "zero_delta"))
-    monkeypatch.setitem(plan.DELTAS, "zero_delta", zeros)
-    plan.plan_of.cache_clear()
+    monkeypatch.setattr(op, "STABILIZERS", (*records.STABILIZERS, "zero_delta"))
+    monkeypatch.setitem(heads.DELTAS, "zero_delta", zeros)
+    heads.plan_of.cache_clear()
     yield
-    plan.plan_of.cache_clear()
+    heads.plan_of.cache_clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +56,7 @@ def call_of(spec):
 
 
 def test_an_engine_that_is_not_proved_does_not_get_it(monkeypatch):
-    monkeypatch.setattr(plan, "proof_of", lambda *_: Proof("FLASH", "here", 0.0, 0.0, "it lies"))
+    monkeypatch.setattr(heads, "proof_of", lambda *_: Proof("FLASH", "here", 0.0, 0.0, "it lies"))
     engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.empty(1, 16))
     call = call_of(AttentionSpec(0.25))
     names, shared, why = resolve(call, ("zero_delta", "none"), engine, False)

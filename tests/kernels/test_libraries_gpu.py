@@ -15,6 +15,8 @@ from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.exact_delta_cases import relative
+from tests.kernels.tensors import library_inputs
 from tests.oracle import dense, packed
 
 pytestmark = [
@@ -46,39 +48,11 @@ SPECS = {
 PACKED = {"documents", "other keys", "window"}
 
 
-def tensors(spec, kv_heads, width):
-    batch, rows, keys = 2, 448, 448
-    if spec.documents is not None:
-        batch, rows, keys = 1, *(int(x[-1]) for x in spec.documents[:2])
-    generator = torch.Generator("cuda").manual_seed(rows)
-
-    def normal(length, heads):
-        made = torch.randn(batch, length, heads, width, generator=generator, device="cuda")
-        return made.transpose(1, 2)
-
-    sizes = ((rows, 4), (rows, 4), (keys, kv_heads), (keys, kv_heads))
-    d_out, q, k, v = (normal(*size) for size in sizes)
-    if rows == keys:  # tokens attend to themselves, as where delta is off
-        q = q + 0.4 * k.repeat_interleave(4 // kv_heads, 1)
-    return [x.bfloat16() for x in (d_out, q, k, v)]
-
-
 def run(engine, spec, inputs, site):
     d_out, *qkv = inputs
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, _ = attention_at_site(*leaves, torch.tensor(site), spec, library_engine(engine, True))
+    out, _ = attention_at_site(*leaves, site, spec, library_engine(engine, True))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-
-
-def relative(found, exact):
-    return ((found.double() - exact).norm() / exact.norm()).item()
-
-
-@pytest.fixture
-def site():
-    number = runtime.add_site("library")
-    yield number
-    runtime.remove_site(number)
 
 
 @pytest.fixture
@@ -104,12 +78,12 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     if case == "sinks" and engine != "flash_attn_4":
         pytest.skip("it takes no sinks")
     spec = SPECS[case]()
-    inputs = tensors(spec, kv_heads, width)
+    inputs = library_inputs(spec, kv_heads, 448, width, sharpness=0.4, on="cuda")
     exact = dense(*inputs, spec)
     native = run(engine, spec, inputs, site)
     proof = proof_of(library_engine(engine, True), *inputs[1:], spec, False)
     assert not proof.failure, proof
-    state = runtime.site(site)
+    state = runtime.site(int(site))
     state.switch(("none", "exact_delta", "exact_delta", "none"))
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
@@ -121,26 +95,43 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     assert after < 4e-3
 
 
-class Packed(nn.Module):
-    def __init__(self):
+class Model(nn.Module):
+    """Attention by varlen_attn, or by FlashAttention 4, packed or not."""
+
+    def __init__(self, kind):
         super().__init__()
-        self.qkv = nn.Linear(256, 768)
-        self.documents = packed(LENGTHS, LENGTHS)
+        self.kind, self.qkv = kind, nn.Linear(256, 768)
+        self.starts = packed(LENGTHS, LENGTHS)[0]
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(1)
-        starts, _, longest, _ = self.documents
-        out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
-        return out.flatten(1)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(-3)
+        starts, longest = (self.starts, self.starts), (max(LENGTHS), max(LENGTHS))
+        if self.kind == "varlen_attn":
+            out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=(-1, 0))
+            return out.flatten(-2)
+        cute, fixed = importlib.import_module("flash_attn.cute"), {"deterministic": True}
+        if self.kind == "batch":
+            out, _ = cute.flash_attn_func(q, k, v, causal=True, **fixed)
+        else:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            bounds = dict(zip(names, (*starts, *longest), strict=True))
+            out, _ = cute.flash_attn_varlen_func(q, k, v, **bounds, causal=True, **fixed)
+        return out.flatten(-2)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_on_varlen_attn_keeps_its_bits_until_it_is_switched(compiled) -> None:
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [("varlen_attn", False), ("varlen_attn", True), ("batch", False), ("packed", False)],
+)
+def test_a_model_keeps_its_bits_until_it_is_switched(kind, compiled) -> None:
+    if kind != "varlen_attn":
+        pytest.importorskip("flash_attn.cute")
     torch.manual_seed(0)
-    model = Packed().cuda().bfloat16()
+    model = Model(kind).cuda().bfloat16()
     with torch.no_grad():
         model.qkv.weight.mul_(3)
-    x = torch.randn(sum(LENGTHS), 256, device="cuda", dtype=torch.bfloat16)
+    shape = (2, 320, 256) if kind == "batch" else (sum(LENGTHS), 256)
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     def step(run):
         model.zero_grad()
@@ -149,88 +140,30 @@ def test_a_model_on_varlen_attn_keeps_its_bits_until_it_is_switched(compiled) ->
         return out.detach().clone(), model.qkv.weight.grad.clone()
 
     before = [step(model) for _ in range(3)]
-    inst = guardbit.instrument(model)
-    try:
-        run_ = torch.compile(model, fullgraph=True) if compiled else model
-        watched = step(run_)
-        (name,) = inst.sites
-        assert inst.sites[name].refusal is None
-        if not compiled:  # Inductor fuses the projections' bias otherwise
-            assert torch.equal(watched[0], before[0][0])
-        if not compiled and all(torch.equal(each[1], before[0][1]) for each in before):
-            assert torch.equal(watched[1], before[0][1])
-        inst.switch("*", "exact_delta")
-        switched = step(run_)
-        assert inst.stabilizers()[name] == ["exact_delta"] * 4
-        assert torch.equal(switched[0], watched[0])
-        assert not torch.equal(switched[1], watched[1])
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
-
-
-class Four(nn.Module):
-    """Attention by FlashAttention 4, packed or not."""
-
-    def __init__(self, is_packed):
-        super().__init__()
-        self.qkv = nn.Linear(256, 768)
-        self.starts = packed(LENGTHS, LENGTHS)[0] if is_packed else None
-
-    def forward(self, x):
-        cute = importlib.import_module("flash_attn.cute")
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(-3)
-        if self.starts is None:
-            out, _ = cute.flash_attn_func(q, k, v, causal=True, deterministic=True)
-        else:
-            starts, longest = self.starts, max(LENGTHS)
-            out, _ = cute.flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                cu_seqlens_q=starts,
-                cu_seqlens_k=starts,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest,
-                causal=True,
-                deterministic=True,
-            )
-        return out.flatten(-2)
-
-
-@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-def test_a_model_on_flash_attention_4_keeps_its_bits_until_it_is_switched(is_packed) -> None:
-    pytest.importorskip("flash_attn.cute")
-    torch.manual_seed(0)
-    model = Four(is_packed).cuda().bfloat16()
-    with torch.no_grad():
-        model.qkv.weight.mul_(3)
-    shape = (sum(LENGTHS), 256) if is_packed else (2, 320, 256)
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-    def step():
-        model.zero_grad()
-        out = model(x)
-        out.float().square().mean().backward()
-        return out.detach().clone(), model.qkv.weight.grad.clone()
-
-    before = [step() for _ in range(3)]
-    assert all(torch.equal(each[1], before[0][1]) for each in before), "it does not repeat itself"
+    repeats = all(torch.equal(each[1], before[0][1]) for each in before)
+    assert repeats or kind == "varlen_attn", "it does not repeat itself"
     inst = guardbit.instrument(model)
     try:
         calls = []
         inst.observe(calls.append)
-        watched = step()
+        run_ = torch.compile(model, fullgraph=True) if compiled else model
+        watched = step(run_)
         (name,) = inst.sites
         assert inst.sites[name].refusal is None
         assert len(calls) == 1
-        assert all(map(torch.equal, watched, before[0]))
+        if not compiled:  # Inductor fuses the projections' bias otherwise
+            assert torch.equal(watched[0], before[0][0])
+            assert not repeats or torch.equal(watched[1], before[0][1])
         inst.switch("*", "exact_delta", heads=[1])
-        switched = step()
+        switched = step(run_)
+        assert inst.stabilizers()[name] == ["none", "exact_delta", "none", "none"]
         assert inst.sites[name].launches["backward", "exact_delta"] == 1
         assert torch.equal(switched[0], watched[0])
         # Rows of W are q, k and v of one head after the other.
         changed = (switched[1] != watched[1]).any(1).unflatten(0, (3, 4, 64)).any(-1)
-        assert changed.tolist() == [[i == 1 for i in range(4)]] * 2 + [[False] * 4]
+        assert changed[0, 1]
+        if kind != "varlen_attn":
+            assert changed.tolist() == [[i == 1 for i in range(4)]] * 2 + [[False] * 4]
     finally:
         inst.remove()
+        torch._dynamo.reset()

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels import engines, op
-from guardbit.kernels.engines import random
+from guardbit.kernels.engines import base
 from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -97,9 +97,9 @@ def test_a_second_try_draws_the_same(monkeypatch):
 
 def test_while_a_graph_is_captured_no_state_is_read(monkeypatch):
     # CUDA's generator refuses to be read then; on machines without a GPU it always does.
-    monkeypatch.setattr(random, "is_capturing", lambda: True)
-    monkeypatch.setattr(random, "generator_of", lambda device: pytest.fail("it was read"))
-    assert random.drawing_once(lambda: 3, torch.device("cuda", 0), True) == 3
+    monkeypatch.setattr(base, "is_capturing", lambda: True)
+    monkeypatch.setattr(base, "generator_of", lambda device: pytest.fail("it was read"))
+    assert base.drawing_once(lambda: 3, torch.device("cuda", 0), True) == 3
 
 
 def test_something_is_dropped_and_the_math_kernel_does_it():

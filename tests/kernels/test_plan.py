@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from guardbit.kernels import engines, plan
+from guardbit.kernels import engines, heads
 from guardbit.kernels.attention_call import Call
 from guardbit.kernels.engines.proof import Proof
-from guardbit.kernels.plan import resolve
+from guardbit.kernels.heads import resolve
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import packed
@@ -26,7 +26,7 @@ def call_of(spec):
 
 def resolved(monkeypatch, spec, name, failure=""):
     monkeypatch.setattr(
-        plan, "proof_of", lambda *arguments: Proof("FLASH", "here", 0.0, 0.0, failure)
+        heads, "proof_of", lambda *arguments: Proof("FLASH", "here", 0.0, 0.0, failure)
     )
     engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION, call_of(spec).q)
     return resolve(call_of(spec), (name, "none"), engine, True)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import flash_attention
-from guardbit.kernels import engines, execution
+from guardbit.kernels import engines, op
 from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 
@@ -120,7 +120,7 @@ def test_a_call_that_went_to_pytorch_has_pytorch_s(fails, dropout_p, site, monke
     options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
     expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors, d_out)
     runtime.site(int(site)).switch(("compensated",) * HEADS)
-    monkeypatch.setattr(execution, "_forward", fail)
+    monkeypatch.setattr(op, "_forward", fail)
     if fails == "all":
         monkeypatch.setattr(engines, "choose", fail)
     found = twice(at(site, dropout_p=dropout_p), tensors, d_out)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from guardbit import read_events
-from guardbit.kernels import plan
+from guardbit.kernels import heads
 from studies.rescue import train
 from studies.rescue.errors import FACTORS, RANDOM, HandOn
 from tests.kernels.exact_delta_cases import make
@@ -83,7 +83,7 @@ def test_it_runs_in_a_call(case, monkeypatch):
     exact, _ = case.switched(("exact_delta",) * 4)
     for factor, same in (("1", native), ("0", exact)):
         hand = HandOn(factor, 0)
-        monkeypatch.setitem(plan.DELTAS, "exact_delta", hand)
+        monkeypatch.setitem(heads.DELTAS, "exact_delta", hand)
         found, state = case.switched(("exact_delta",) * 4)
         assert state.ran == ("exact_delta",) * 4, state.substituted
         assert (hand.rows, int(hand.kept)) == (2 * 4 * 64, 0)
@@ -94,8 +94,8 @@ def test_it_runs_in_a_call(case, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run(common, monkeypatch):
-    monkeypatch.setattr(train, "DELTAS", plan.DELTAS)
-    monkeypatch.setitem(plan.DELTAS, "exact_delta", plan.DELTAS["exact_delta"])
+    monkeypatch.setattr(train, "DELTAS", heads.DELTAS)
+    monkeypatch.setitem(heads.DELTAS, "exact_delta", heads.DELTAS["exact_delta"])
     train.main(["--arm=stock", "--again=6", *common])
     branch = ["--branch", "--branch-step=4", "--again=7", "--of-again=6", *common]
     folder = train.main(["--arm=late", "--delta-error=-1", *branch])

@@ -21,13 +21,13 @@ from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import (
     NO_MASK,
     add_mask,
-    allowed,
     load_ranges,
     ranged_keys,
     visible_keys,
-    within,
+    visible_of,
 )
 from guardbit.kernels.device.primitives import (
+    COUNTS,
     head_of,
     load_rows,
     load_tile,
@@ -46,11 +46,8 @@ from guardbit.kernels.spec import AttentionSpec
 def _masked_scores(
     q,
     k,
-    mask_base,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
+    dense,
+    rows,
     first,
     seqlen_q,
     seqlen_k,
@@ -70,21 +67,18 @@ def _masked_scores(
     slope = scores
     if SOFTCAP:
         scores, slope = tanh_and_slope(scores * inner_scale)
-    columns = first + tl.arange(0, k.shape[0])
-    if RANGED:
-        visible = within(columns, first_seen, end_seen)
-    else:
-        visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+    visible = visible_of(rows, first, seqlen_k, shift, k.shape[0], CAUSAL, RANGED)
     if MASK != NO_MASK:
+        mask_base, mask_strides = dense
         scores, seen, _ = add_mask(
-            scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
+            scores, mask_base, mask_strides, rows[0], first, seqlen_q - 1, seqlen_k,
             inverse_scale, MASK, True,
         )  # fmt: skip
         visible = visible & seen
     return tl.where(visible, scores, float("-inf")), slope
 
 
-@triton.jit(do_not_specialize=["computed_heads", "group", "seqlen_q", "seqlen_k", "shift"])
+@triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
     q_pointer,
     k_pointer,
@@ -154,13 +148,14 @@ def query_kernel(
     else:
         _, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
 
+    dense = mask_base, mask_strides
+    rows = positions, first_seen, end_seen
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for start in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_base, start, k_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
         scores, slope = _masked_scores(
-            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, seqlen_q,
-            seqlen_k, shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK,
-            NEGATIVE_SCALE,
+            q, k, dense, rows, start, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale, CAUSAL,
+            RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
         )  # fmt: skip
         row_max = tl.maximum(row_max, tl.max(scores, 1))
     # 0 instead of the -inf of a row that sees no key.
@@ -173,9 +168,8 @@ def query_kernel(
         k = load_tile(k_base, start, k_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
         v = load_tile(v_base, start, v_strides[2], seqlen_k, BLOCK_N, VALUE_DIM, VALUE_WIDTH, True)
         scores, slope = _masked_scores(
-            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, seqlen_q,
-            seqlen_k, shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK,
-            NEGATIVE_SCALE,
+            q, k, dense, rows, start, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale, CAUSAL,
+            RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
         )  # fmt: skip
         probabilities = tl.exp2((scores - reference[:, None]) * scale_log2)
         row_sum += tl.sum(probabilities, 1)
@@ -194,9 +188,8 @@ def query_kernel(
         k = load_tile(k_base, start, k_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
         v = load_tile(v_base, start, v_strides[2], seqlen_k, BLOCK_N, VALUE_DIM, VALUE_WIDTH, True)
         scores, slope = _masked_scores(
-            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, seqlen_q,
-            seqlen_k, shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK,
-            NEGATIVE_SCALE,
+            q, k, dense, rows, start, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale, CAUSAL,
+            RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
         )  # fmt: skip
         probabilities = tl.exp2((scores - reference[:, None]) * scale_log2) * inverse[:, None]
         d_probabilities = product(d_out, tl.trans(v), zeros)
@@ -261,7 +254,7 @@ def exact_query_gradient(
 _BIAS_BLOCK_M = 64
 
 
-@triton.jit(do_not_specialize=["num_heads", "count", "seqlen_q"])
+@triton.jit(do_not_specialize=COUNTS)
 def delta_bias_kernel(
     d_out_pointer,
     out_pointer,

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import allowed, behind, seeing_rows, visible_keys
+from guardbit.kernels.device.masks import (
+    allowed,
+    behind,
+    part_of_keys,
+    seeing_rows,
+    visible_keys,
+)
 from guardbit.kernels.device.primitives import (
+    COUNTS,
     LOG2_E,
     head_of,
     kept_entries,
@@ -39,20 +46,14 @@ def _query_gradient(
     d_out,
     negative_lse,
     delta,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
+    keys,
     positions,
     start,
     end,
     seqlen_k,
     shift,
     scale,
-    philox_key,
-    batch_head,
-    threshold,
-    factor,
+    philox,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -60,7 +61,13 @@ def _query_gradient(
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds the part of the keys from `start` to `end` to dQ / scale of a tile of rows."""
+    """Adds the part of the keys from `start` to `end` to dQ / scale of a tile of rows.
+
+    `keys` are where K and V of the head begin, and the strides of their rows; `philox` is key,
+    head, threshold and factor.
+    """
+    k_base, v_base, k_stride, v_stride = keys
+    philox_key, batch_head, threshold, factor = philox
     dtype: tl.constexpr = q.dtype
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     for first in tl.range(start, end, BLOCK_N):
@@ -84,17 +91,7 @@ def _query_gradient(
     return dq
 
 
-@triton.jit(
-    do_not_specialize=[
-        "computed_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "shift",
-        "num_heads",
-        "threshold",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def query_gradients_kernel(
     q_pointer,
     k_pointer,
@@ -146,7 +143,6 @@ def query_gradients_kernel(
     q_base = head_of(q_pointer, q_strides, batch, head)
     k_base = head_of(k_pointer, k_strides, batch, key_head)
     v_base = head_of(v_pointer, v_strides, batch, key_head)
-    k_row, v_row = k_strides[2], v_strides[2]
     d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
     dq_base = head_of(dq_pointer, dq_strides, batch, head)
     positions = first + tl.arange(0, BLOCK_M)
@@ -176,20 +172,17 @@ def query_gradients_kernel(
         philox_key = tl.load(philox_key_pointer)
         philox_head = batch * num_heads + tl.load(head_ids_pointer + head)
     whole_end, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    keys = k_base, v_base, k_strides[2], v_strides[2]
+    philox = philox_key, philox_head, threshold, factor
     dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    # Loops never run zero times, for the reason given in the forward.
-    if whole_end > 0:
-        dq = _query_gradient(
-            dq, q, d_out, negative_lse, delta, k_base, v_base, k_row, v_row, positions,
-            0, whole_end, seqlen_k, shift, scale, philox_key, philox_head, threshold, factor,
-            DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
-        )  # fmt: skip
-    if end > whole_end:
-        dq = _query_gradient(
-            dq, q, d_out, negative_lse, delta, k_base, v_base, k_row, v_row, positions,
-            whole_end, end, seqlen_k, shift, scale, philox_key, philox_head, threshold, factor,
-            DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
-        )  # fmt: skip
+    for part in tl.static_range(1, 3):
+        begin, stop = part_of_keys(part, 0, 0, whole_end, end)
+        # Loops never run zero times, for the reason given in the forward.
+        if stop > begin:
+            dq = _query_gradient(
+                dq, q, d_out, negative_lse, delta, keys, positions, begin, stop, seqlen_k, shift,
+                scale, philox, DROPOUT, part != 1, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
+            )  # fmt: skip
     rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
     store_tile(dq_base, first, dq_strides[2], seqlen_q, rounded, BLOCK_M, HEAD_DIM, WIDTH)
 
@@ -200,22 +193,14 @@ def _key_gradients(
     dv,
     k,
     v,
-    q_base,
-    d_out_base,
-    statistics_base,
-    q_stride,
-    d_out_stride,
-    columns,
+    rows,
+    first_key,
     start,
     end,
     seqlen_q,
     shift,
     scale,
-    philox_key,
-    batch_head,
-    first_key,
-    threshold,
-    factor,
+    philox,
     DROPOUT: tl.constexpr,
     BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -226,8 +211,12 @@ def _key_gradients(
     """Adds the part of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
 
     S, P and their gradients are transposed, (BLOCK_N, BLOCK_M), so that P and dS are the left
-    operands. The statistics are those that `query_gradients_kernel` wrote, (seqlen_q, 2).
+    operands. `rows` are where Q and dO of the head begin, the strides of their rows, and where its
+    statistics begin that `query_gradients_kernel` wrote, (seqlen_q, 2).
     """
+    q_base, d_out_base, q_stride, d_out_stride, statistics_base = rows
+    philox_key, batch_head, threshold, factor = philox
+    columns = first_key + tl.arange(0, k.shape[0])
     dtype: tl.constexpr = k.dtype
     zeros = tl.zeros((k.shape[0], BLOCK_M), tl.float32)
     for first in tl.range(start, end, BLOCK_M):
@@ -267,17 +256,7 @@ def _key_gradients(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "kv_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "shift",
-        "num_heads",
-        "threshold",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def key_gradients_kernel(
     q_pointer,
     k_pointer,
@@ -325,10 +304,8 @@ def key_gradients_kernel(
 
     k_base = head_of(k_pointer, k_strides, batch, key_head)
     v_base = head_of(v_pointer, v_strides, batch, key_head)
-    q_row, d_out_row = q_strides[2], d_out_strides[2]
     k = load_tile(k_base, first, k_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
     v = load_tile(v_base, first, v_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
-    columns = first + tl.arange(0, BLOCK_N)
 
     start, whole = seeing_rows(first, seqlen_q, shift, BLOCK_M, BLOCK_N, CAUSAL)
     philox_key = tl.full((), 0, tl.int64)
@@ -344,25 +321,17 @@ def key_gradients_kernel(
         statistics_base = statistics_pointer + 2 * (batch * kv_heads * group + head) * seqlen_q
         if DROPOUT:
             philox_head = batch * num_heads + tl.load(head_ids_pointer + head)
-        if CAUSAL:
-            if whole > start:
+        rows = q_base, d_out_base, q_strides[2], d_out_strides[2], statistics_base
+        philox = philox_key, philox_head, threshold, factor
+        # First the queries that see some of the keys, then those that see them all.
+        for seeing_all in tl.static_range(0 if CAUSAL else 1, 2):
+            begin = whole if seeing_all else start
+            stop = seqlen_q if seeing_all else whole
+            if stop > begin:
                 dk, dv = _key_gradients(
-                    dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
-                    columns, start, whole, seqlen_q, shift, scale, philox_key, philox_head, first,
-                    threshold, factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, BLOCK_M,
+                    dk, dv, k, v, rows, first, begin, stop, seqlen_q, shift, scale, philox, DROPOUT,
+                    BOUNDED, seeing_all == 0, HEAD_DIM, WIDTH, BLOCK_M,
                 )  # fmt: skip
-            if seqlen_q > whole:
-                dk, dv = _key_gradients(
-                    dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row, columns,
-                    whole, seqlen_q, seqlen_q, shift, scale, philox_key, philox_head, first,
-                    threshold, factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, BLOCK_M,
-                )  # fmt: skip
-        elif seqlen_q > 0:
-            dk, dv = _key_gradients(
-                dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row, columns, 0,
-                seqlen_q, seqlen_q, shift, scale, philox_key, philox_head, first, threshold, factor,
-                DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, BLOCK_M,
-            )  # fmt: skip
     dtype: tl.constexpr = k_pointer.dtype.element_ty
     dk_base = head_of(dk_pointer, dk_strides, batch, key_head)
     dv_base = head_of(dv_pointer, dv_strides, batch, key_head)

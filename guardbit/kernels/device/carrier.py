@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.primitives import head_of, load_tile
+from guardbit.kernels.device.primitives import COUNTS, head_of, load_tile
 from guardbit.kernels.device.rounding import INTERPRET, decode_residual, round_nearest, widen
 from guardbit.kernels.reference.delta import (
     ENOUGH,
@@ -99,33 +99,29 @@ def _placed(columns, first, second, third, x, y, z):
 
 @triton.jit
 def _write_searched(
-    carrier_base,
-    out_base,
-    d_out_base,
-    carrier_stride,
-    out_stride,
-    d_out_stride,
+    carrier,
+    out,
+    d_out,
     inside,
     delta,
     enough,
-    first,
-    second,
-    third,
-    x,
-    y,
-    z,
+    few,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Writes a tile: rows marked `enough` from the given numbers, the others by search."""
+    """Writes a tile: rows marked `enough` from the ranks and numbers `few`, others by search."""
+    carrier_base, carrier_stride = carrier
+    out_base, out_stride = out
+    d_out_base, d_out_stride = d_out
+    first, second, third, x, y, z = few
     dtype: tl.constexpr = x.dtype
     rows = tl.arange(0, delta.shape[0])[:, None]
     a, b, c = first * 0 - 1, first * 0 - 1, first * 0 - 1
     for column in tl.range(0, VALUE_WIDTH, _CHUNK, num_stages=1):
         columns = column + tl.arange(0, _CHUNK)[None, :]
         present = inside[:, None] & (columns < VALUE_DIM)
-        d_out = tl.load(d_out_base + rows * d_out_stride + columns, mask=present, other=0.0)
-        d, e, f = _greatest(d_out, columns)
+        gradients = tl.load(d_out_base + rows * d_out_stride + columns, mask=present, other=0.0)
+        d, e, f = _greatest(gradients, columns)
         # The three greatest of two times three in falling order.
         lower, higher = tl.minimum(a, d), tl.maximum(b, e)
         c = tl.maximum(tl.minimum(lower, higher), tl.maximum(c, f))
@@ -140,42 +136,32 @@ def _write_searched(
         columns = column + tl.arange(0, _CHUNK)[None, :]
         present = inside[:, None] & (columns < VALUE_DIM)
         kept = present & (reached == 0)[:, None]
-        out = tl.load(out_base + rows * out_stride + columns, mask=kept, other=0.0)
-        carrier = _placed(columns, first, second, third, x, y, z)
-        carrier = tl.where(reached[:, None], carrier, out)
-        tl.store(carrier_base + rows * carrier_stride + columns, carrier, mask=present)
+        old = tl.load(out_base + rows * out_stride + columns, mask=kept, other=0.0)
+        new = _placed(columns, first, second, third, x, y, z)
+        new = tl.where(reached[:, None], new, old)
+        tl.store(carrier_base + rows * carrier_stride + columns, new, mask=present)
 
 
 @triton.jit
 def write_rows(
-    carrier_base,
-    out_base,
-    d_out_base,
-    carrier_stride,
-    out_stride,
-    d_out_stride,
+    carrier,
+    out,
+    d_out,
     start,
     limit,
     delta,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Writes some rows of O' of one head.
+    """Writes rows of O' of one head, from `start` on and up to `limit`, that carry FP32 delta (R,).
 
-    Args:
-        carrier_base: Where the head of O' begins; BF16 or FP16.
-        out_base: Where the head of O begins; rows that cannot carry delta keep it. May be
-            `carrier_base`.
-        d_out_base: Where the head of dO begins.
-        carrier_stride: Stride between rows of O'.
-        out_stride: Stride between rows of O.
-        d_out_stride: Stride between rows of dO.
-        start: First row.
-        limit: Number of rows of the head.
-        delta: FP32 (R,).
-        VALUE_DIM: Numbers a row.
-        VALUE_WIDTH: The same, padded; a multiple of 16 and at most 256.
+    `carrier`, `out` and `d_out` are where the head begins in O', O and dO, BF16 or FP16, and the
+    stride of its rows. Rows that cannot carry delta keep O; O may be O' itself. VALUE_WIDTH is a
+    multiple of 16 and at most 256.
     """
+    carrier_base, carrier_stride = carrier
+    out_base, out_stride = out
+    d_out_base, d_out_stride = d_out
     dtype: tl.constexpr = d_out_base.dtype.element_ty
     rows = tl.arange(0, delta.shape[0])
     inside = start + rows < limit
@@ -184,16 +170,16 @@ def write_rows(
     d_out_base += tl.cast(start, tl.int64) * d_out_stride
     few = tl.arange(0, _FIRST)[None, :]
     present = inside[:, None] & (few < VALUE_DIM)
-    d_out = tl.load(d_out_base + rows[:, None] * d_out_stride + few, mask=present, other=0.0)
-    first, second, third = _greatest(d_out, few)
+    gradients = tl.load(d_out_base + rows[:, None] * d_out_stride + few, mask=present, other=0.0)
+    first, second, third = _greatest(gradients, few)
     x, y, z, rest = _terms(first, second, third, delta, dtype)
     finite = tl.abs(delta) < float("inf")
     bound = tl.maximum(tl.abs(delta) * _ENOUGH, _number(third >> 9, dtype) * _HALF_STEP)
     # False where anything is NaN.
     enough = (tl.abs(rest) <= bound) & finite
     if tl.min((enough | (inside == 0)).to(tl.int32), 0) != 0:
-        carrier = _placed(few, first, second, third, x, y, z)
-        tl.store(carrier_base + rows[:, None] * carrier_stride + few, carrier, mask=present)
+        row = _placed(few, first, second, third, x, y, z)
+        tl.store(carrier_base + rows[:, None] * carrier_stride + few, row, mask=present)
         if VALUE_WIDTH > _FIRST:
             columns = tl.max_contiguous(tl.arange(0, VALUE_WIDTH), 8)[None, :]
             others = inside[:, None] & (columns >= _FIRST) & (columns < VALUE_DIM)
@@ -201,8 +187,8 @@ def write_rows(
             tl.store(carrier_base + rows[:, None] * carrier_stride + columns, nothing, mask=others)
     else:
         _write_searched(
-            carrier_base, out_base, d_out_base, carrier_stride, out_stride, d_out_stride, inside,
-            delta, enough, first, second, third, x, y, z, VALUE_DIM, VALUE_WIDTH,
+            (carrier_base, carrier_stride), (out_base, out_stride), (d_out_base, d_out_stride),
+            inside, delta, enough, (first, second, third, x, y, z), VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
 
 
@@ -210,7 +196,7 @@ def write_rows(
 _BLOCK_M = 32
 
 
-@triton.jit(do_not_specialize=["computed_heads", "seqlen_q"])
+@triton.jit(do_not_specialize=COUNTS)
 def carry_kernel(
     out_pointer,
     residual_pointer,
@@ -246,9 +232,9 @@ def carry_kernel(
     exact = wide + tl.where(tl.abs(wide) < float("inf"), lost, 0.0)
     delta = tl.sum(widen(d_out) * exact, 1)
     write_rows(
-        head_of(carrier_pointer, carrier_strides, batch, head_id), out_base, d_out_base,
-        carrier_strides[2], out_strides[2], d_out_strides[2], first, seqlen_q, delta, HEAD_DIM,
-        WIDTH,
+        (head_of(carrier_pointer, carrier_strides, batch, head_id), carrier_strides[2]),
+        (out_base, out_strides[2]), (d_out_base, d_out_strides[2]), first, seqlen_q, delta,
+        HEAD_DIM, WIDTH,
     )  # fmt: skip
 
 

@@ -19,14 +19,15 @@ from guardbit.kernels.device.masks import (
     ADDITIVE,
     BOOLEAN,
     NO_MASK,
-    allowed,
     load_mask,
     load_ranges,
+    part_of_keys,
     ranged_keys,
     visible_keys,
-    within,
+    visible_of,
 )
 from guardbit.kernels.device.primitives import (
+    COUNTS,
     LOG2_E,
     head_of,
     load_tile,
@@ -44,17 +45,9 @@ def _add_keys(
     sum_p_dp,
     q,
     d_out,
-    k_base,
-    v_base,
-    batch,
-    key_head,
-    mask_base,
-    k_stride,
-    v_stride,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
+    keys,
+    dense,
+    rows,
     log_sum,
     start,
     end,
@@ -78,11 +71,16 @@ def _add_keys(
 ):
     """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
 
-    `k_base` and `v_base` are where the head begins, or with USE_TMA the tensors' descriptors.
+    `keys` are where K and V of the head begin, or with USE_TMA the tensors' descriptors; the
+    strides of their rows; batch and head. `dense` is where the head's mask begins, and its strides.
+    Of `rows` see `visible_of`.
     With an additive mask, `scale` and `log_sum` are in natural units, so that a format's lowest
     number, which masks use, does not overflow. Otherwise they are in log2 units, which saves a
     multiplication.
     """
+    k_base, v_base, k_stride, v_stride, batch, key_head = keys
+    mask_base, mask_strides = dense
+    positions = rows[0]
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     probabilities, d_probabilities = zeros, zeros
     for first in tl.range(start, end, BLOCK_N):
@@ -115,11 +113,7 @@ def _add_keys(
             )
             exponents = tl.where(mask != 0, exponents, float("-inf"))
         if BOUNDED:
-            columns = first + tl.arange(0, BLOCK_N)
-            if RANGED:
-                visible = within(columns, first_seen, end_seen)
-            else:
-                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            visible = visible_of(rows, first, seqlen_k, shift, BLOCK_N, CAUSAL, RANGED)
             exponents = tl.where(visible, exponents, float("-inf"))
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
@@ -130,17 +124,7 @@ def _add_keys(
     return row_sum, sum_p_dp
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch_heads",
-        "section",
-        "computed_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "shift",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(
     q_pointer,
     k_pointer,
@@ -225,40 +209,27 @@ def delta_kernel(
     if MASK != ADDITIVE:
         scale *= LOG2_E
         log_sum *= LOG2_E
-    first_seen, end_seen, whole = 0, 0, 0
+    first_seen, end_seen, start, whole = 0, 0, 0, 0
     if RANGED:
         first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
         start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
     else:
         whole_end, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
 
+    keys = k_base, v_base, k_strides[2], v_strides[2], batch, key_head
+    dense = mask_base, mask_strides
+    rows = positions, first_seen, end_seen
     row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
     sum_p_dp = tl.zeros((BLOCK_M, 8), tl.float32)
-    # Loops never run zero times, for the reason given in the forward.
-    if RANGED:
-        leading_end = tl.minimum(whole, end)
-        if leading_end > start:
+    for part in tl.static_range(0 if RANGED else 1, 3):
+        begin, stop = part_of_keys(part, start, whole, whole_end, end)
+        # Loops never run zero times, for the reason given in the forward.
+        if stop > begin:
             row_sum, sum_p_dp = _add_keys(
-                row_sum, sum_p_dp, q, d_out, k_base, v_base, batch, key_head, mask_base,
-                k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
-                start, leading_end, seqlen_q, seqlen_k, shift, inner_scale, scale, True, CAUSAL,
-                RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP,
-                USE_TMA,
+                row_sum, sum_p_dp, q, d_out, keys, dense, rows, log_sum, begin, stop, seqlen_q,
+                seqlen_k, shift, inner_scale, scale, part != 1, CAUSAL, RANGED, SOFTCAP, MASK,
+                HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP, USE_TMA,
             )  # fmt: skip
-    if whole_end > whole:
-        row_sum, sum_p_dp = _add_keys(
-            row_sum, sum_p_dp, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
-            whole, whole_end, seqlen_q, seqlen_k, shift, inner_scale, scale, False, CAUSAL, RANGED,
-            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP, USE_TMA,
-        )  # fmt: skip
-    if end > whole_end:
-        row_sum, sum_p_dp = _add_keys(
-            row_sum, sum_p_dp, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
-            whole_end, end, seqlen_q, seqlen_k, shift, inner_scale, scale, True, CAUSAL, RANGED,
-            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP, USE_TMA,
-        )  # fmt: skip
     row_sum = tl.sum(row_sum, 1)
     if SINKS:
         sink = tl.load(sinks_pointer + head_id)
@@ -274,9 +245,9 @@ def delta_kernel(
         # A row that sees no key keeps its O: engines differ in what they make of it.
         carried = tl.where(row_sum == 0.0, float("nan"), delta)
         write_rows(
-            head_of(carrier_pointer, carrier_strides, batch, head_id),
-            head_of(out_pointer, out_strides, batch, head_id), d_out_base, carrier_strides[2],
-            out_strides[2], d_out_strides[2], first, seqlen_q, carried, VALUE_DIM, VALUE_WIDTH,
+            (head_of(carrier_pointer, carrier_strides, batch, head_id), carrier_strides[2]),
+            (head_of(out_pointer, out_strides, batch, head_id), out_strides[2]),
+            (d_out_base, d_out_strides[2]), first, seqlen_q, carried, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
 
 

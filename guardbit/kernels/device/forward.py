@@ -16,8 +16,9 @@ from torch import Tensor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import allowed, visible_keys
+from guardbit.kernels.device.masks import allowed, part_of_keys, visible_keys
 from guardbit.kernels.device.primitives import (
+    COUNTS,
     LN_2,
     count_above,
     head_of,
@@ -30,7 +31,7 @@ from guardbit.kernels.device.primitives import (
 from guardbit.kernels.device.rounding import encode_residual, round_nearest
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
-from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
+from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
 
 # A head's code in the device array: its place in STABILIZERS.
@@ -49,14 +50,9 @@ def _second_near_maximum(has_duplicate_max, differences, row_max, tile_max, dist
     """Returns whether a row's second largest score lies within a distance of its largest.
 
     Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
-    the distance, the old one is the second score near the new.
-
-    Args:
-        has_duplicate_max: Whether it did up to this tile.
-        differences: s of this tile less the largest so far.
-        row_max: Largest s of earlier tiles.
-        tile_max: Largest s of this tile.
-        distance: The distance in units of s.
+    the distance, the old one is the second score near the new. `differences` are s of this tile
+    less the largest so far, `row_max` the largest of earlier tiles, and the distance is in units
+    of s.
     """
     here = count_above(differences, -distance) > 1.0
     has_duplicate_max = tl.where(tile_max > row_max, here, has_duplicate_max)
@@ -72,10 +68,7 @@ def _attend(
     rounded_sum,
     has_duplicate_max,
     q,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
+    keys,
     positions,
     start,
     end,
@@ -83,13 +76,9 @@ def _attend(
     shift,
     scale_log2,
     eps,
-    shift_turns,
-    shift_min_log2,
-    shift_range_log2,
+    raising,
     code,
-    philox_key,
-    batch_head,
-    threshold,
+    philox,
     COMPENSATED: tl.constexpr,
     ROW_MAX: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -105,8 +94,12 @@ def _attend(
     log2 units; row_sum, the sum of P-bar in eight parts, if any head is not compensated;
     rounded_sum, eight copies of the sum of rounded P-bar, if any head is; has_duplicate_max,
     whether a second score lies within eps of row_max. Fused multiply-adds are spelled out, so that
-    all variants give the same bits.
+    all variants give the same bits. `keys` are where K and V of the head begin, and the strides of
+    their rows; `raising` is how m is shifted, see `forward`; `philox` is key, head and threshold.
     """
+    k_base, v_base, k_stride, v_stride = keys
+    shift_turns, shift_min_log2, shift_range_log2 = raising
+    philox_key, batch_head, threshold = philox
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, BLOCK_N):
         k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
@@ -161,11 +154,7 @@ def _attend(
     return accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seqlen_q", "seqlen_k", "shift", "num_heads", "computed_heads", "group", "threshold"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q_pointer,
     k_pointer,
@@ -240,25 +229,20 @@ def forward_kernel(
     row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
     rounded_sum = tl.zeros((BLOCK_M, _LEAST_WIDTH), tl.float32)
     has_duplicate_max = tl.zeros((BLOCK_M,), tl.int1)
+    keys = k_base, v_base, k_strides[2], v_strides[2]
+    raising = shift_turns, shift_min_log2, shift_range_log2
+    philox = philox_key, philox_head, threshold
     # First the whole tiles, which need no mask, then those on the diagonal or the edge. The loops
     # never run zero times: if one may, ptxas (13.4) makes every asynchronous product wait for the
     # one before.
-    if whole_end > 0:
-        accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max = _attend(
-            accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max,
-            q, k_base, v_base, k_strides[2], v_strides[2], positions, 0, whole_end, seqlen_k, shift,
-            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
-            philox_key, philox_head, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
-        )  # fmt: skip
-    if end > whole_end:
-        accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max = _attend(
-            accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max, q, k_base,
-            v_base, k_strides[2], v_strides[2], positions, whole_end, end, seqlen_k, shift,
-            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code, philox_key,
-            philox_head, threshold, COMPENSATED, ROW_MAX, DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH,
-            BLOCK_N,
-        )  # fmt: skip
+    for part in tl.static_range(1, 3):
+        begin, stop = part_of_keys(part, 0, 0, whole_end, end)
+        if stop > begin:
+            accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max = _attend(
+                accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max, q, keys,
+                positions, begin, stop, seqlen_k, shift, scale_log2, eps, raising, code, philox,
+                COMPENSATED, ROW_MAX, DROPOUT, part != 1, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
+            )  # fmt: skip
 
     row_sum = tl.sum(row_sum, 1)
     if COMPENSATED == _ALL_HEADS:

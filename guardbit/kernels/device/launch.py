@@ -16,7 +16,7 @@ from guardbit.kernels.constants import device_constant
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.device.rounding import INTERPRET
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
-from guardbit.kernels.reference.forward_pass import check_stabilizers
+from guardbit.kernels.reference.passes import check_stabilizers
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tiles import Pass, Tile
 from guardbit.records import STABILIZERS

@@ -16,12 +16,7 @@ _LOWEST = tl.constexpr(-(2.0**100))
 def visible_keys(
     first_row, seqlen_k, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Returns where the keys end that a tile of rows sees.
-
-    Returns:
-        The end of the tiles that every row sees whole, a multiple of BLOCK_N, and the end of the
-        keys that any row sees.
-    """
+    """Returns where the tiles end that every row sees whole, and the keys that any row sees."""
     if CAUSAL:
         whole = tl.minimum(tl.maximum(first_row + shift + 1, 0), seqlen_k)
         end = tl.minimum(tl.maximum(first_row + shift + BLOCK_M, 0), seqlen_k)
@@ -45,9 +40,8 @@ def load_ranges(ranges_pointer, positions, seqlen_q):
 def ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N: tl.constexpr):
     """Returns where the keys lie that a tile of rows sees, from the range of each row.
 
-    Returns:
-        The first key that any row sees; the start and the end of the whole tiles, counted from
-        there, that every row sees; and the end of the keys that any row sees.
+    The first key that any row sees; the start and the end of the whole tiles, counted from there,
+    that every row sees; and the end of the keys that any row sees.
     """
     seeing = first_seen < end_seen
     end = tl.max(tl.where(seeing, end_seen, 0), 0)
@@ -68,11 +62,9 @@ def within(columns, first_seen, end_seen):
 def seeing_rows(
     first_key, seqlen_q, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Returns where the rows begin that see a tile of keys; they go on to the last row.
+    """Returns where the rows begin that see a tile's first key, and those that see all its keys.
 
-    Returns:
-        The start of the rows that see the first key, and of those that see all keys of the tile,
-        multiples of BLOCK_M.
+    Both are multiples of BLOCK_M, and these rows go on to the last one.
     """
     start = 0
     whole = 0
@@ -91,6 +83,46 @@ def allowed(positions, columns, seqlen_k, shift, CAUSAL: tl.constexpr):
         # One comparison an element: the smaller bound is the same for a whole row.
         last = tl.minimum(positions + shift, last)
     return columns <= last
+
+
+@triton.jit
+def visible_of(
+    rows,
+    first_key,
+    seqlen_k,
+    shift,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+):
+    """Returns which keys of a tile each row sees, (R, BLOCK_N).
+
+    `rows` are the positions of the queries, and with RANGED the first key and the end of the keys
+    that each sees.
+    """
+    positions, first_seen, end_seen = rows
+    columns = first_key + tl.arange(0, BLOCK_N)
+    if RANGED:
+        visible = within(columns, first_seen, end_seen)
+    else:
+        visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+    return visible
+
+
+@triton.jit
+def part_of_keys(part: tl.constexpr, start, whole, whole_end, end):
+    """Returns where a part of the keys begins and ends.
+
+    Part 1 are the tiles that every row sees whole. What comes before is part 0, which only ranges
+    of keys have, and what comes after part 2.
+    """
+    if part == 0:
+        begin, stop = start, tl.minimum(whole, end)
+    elif part == 1:
+        begin, stop = whole, whole_end
+    else:
+        begin, stop = whole_end, end
+    return begin, stop
 
 
 @triton.jit
@@ -141,9 +173,7 @@ def add_mask(
 ):
     """Adds a dense mask to a tile of scores that are not scaled yet, FP32 (R, K).
 
-    Returns:
-        The scores with what is added, which keys are seen, and what is added, FP32 (R, K); the mask
-        itself if it is boolean.
+    Returns these, which keys are seen, and what was added, or the mask itself if it is boolean.
     """
     tile = load_mask(
         base, strides, positions, first_key, last_row, seqlen_k, scores.shape[1], BOUNDED

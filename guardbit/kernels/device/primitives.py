@@ -16,6 +16,12 @@ from guardbit.kernels.device.rounding import (
     widen,
 )
 
+#: Numbers that kernels get of a call: they are compiled once, whatever these are.
+COUNTS = (
+    "batch_heads", "computed_heads", "count", "group", "kv_heads", "num_heads", "section",
+    "seqlen_k", "seqlen_q", "shift", "threshold",
+)  # fmt: skip
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
@@ -123,12 +129,7 @@ def product_exact(a, b):
 
 @triton.jit
 def count_above(x, threshold):
-    """Counts the elements of each row that are at least the threshold, FP32.
-
-    Args:
-        x: FP32 (R, C).
-        threshold: FP32 scalar.
-    """
+    """Counts the elements of each row (R, C) that are at least the threshold, a scalar; FP32."""
     if INTERPRET:
         above = tl.where(x >= threshold, 1.0, 0.0)
     else:
@@ -148,18 +149,10 @@ def count_above(x, threshold):
 
 @triton.jit
 def kept_entries(philox_key, positions, batch_head, first_key, threshold, BLOCK_N: tl.constexpr):
-    """Returns which entries of P dropout keeps, see `guardbit.kernels.reference.Dropout`.
+    """Returns which entries of P dropout keeps, (R, BLOCK_N), see `reference.Dropout`.
 
-    Args:
-        philox_key: Key of the random numbers, 64 bits.
-        positions: (R,), positions of the queries.
-        batch_head: Number of the query head among those of all batches.
-        first_key: First of BLOCK_N keys, a multiple of 8.
-        threshold: Entries whose random number is below are dropped.
-        BLOCK_N: A multiple of 8.
-
-    Returns:
-        (R, BLOCK_N) boolean.
+    `batch_head` is the number of the query head among those of all batches. `first_key` and BLOCK_N
+    are multiples of 8.
     """
     groups = first_key // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
     last = tl.full((), 0, tl.uint32)
@@ -170,12 +163,7 @@ def kept_entries(philox_key, positions, batch_head, first_key, threshold, BLOCK_
 
 @triton.jit
 def mark_above(x, threshold):
-    """1 where x is at least `threshold`, give or take 2^-22 of it, else 0; FP32, 0 for NaN.
-
-    Args:
-        x: FP32 block.
-        threshold: Block that broadcasts against x.
-    """
+    """1 where x is at least `threshold`, give or take 2^-22 of it, else 0; FP32, 0 for NaN."""
     threshold = threshold - tl.abs(threshold) * 2.0**-22
     if INTERPRET:
         marks = tl.where(x >= threshold, 1.0, 0.0)
@@ -222,16 +210,10 @@ def tanh_and_slope(x):
 
 @triton.jit
 def with_sink(sinks_pointer, head, reference):
-    """Returns what a head's sink takes of its rows' probabilities.
+    """Returns what a head's sink takes of its rows' probabilities, FP32 (R,) each.
 
-    Args:
-        sinks_pointer: FP32 (H,), natural units.
-        head: Number of the query head.
-        reference: FP32 (R,), what was subtracted from the row's scores, log2 units.
-
-    Returns:
-        FP32 (R,) each, log2 units: by how much the reference, and by how much the sink, lies below
-        the larger of both, at most 0.
+    They are, in log2 units and at most 0, by how much `reference`, which was subtracted from the
+    row's scores, and by how much the sink lies below the larger of both.
     """
     # exp2 of -1024 is 0 as of -inf, and 0 times it is no NaN.
     sink = tl.maximum(tl.load(sinks_pointer + head) * LOG2_E - reference, -1024.0)

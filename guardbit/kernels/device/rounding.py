@@ -64,15 +64,8 @@ def widen(x):
 def random_halves(seed, group, row, place, last):
     """`guardbit.numerics.random_halves` of a block of counters, eight a counter side by side.
 
-    Args:
-        seed: Key, 64 bits.
-        group: (1, G), first words of the counters.
-        row: (R, 1), second words.
-        place: Third word.
-        last: Fourth word.
-
-    Returns:
-        (R, 8 G), UINT32 below 2^16.
+    The words of a counter are `group` (1, G), `row` (R, 1), `place` and `last`. Returns (R, 8 G),
+    UINT32 below 2^16.
     """
     zero = (group + row).to(tl.uint32) * 0
     first, second, third, fourth = tl.philox(

@@ -21,13 +21,14 @@ from guardbit.kernels.device.masks import (
     ADDITIVE,
     NO_MASK,
     add_mask,
-    allowed,
     load_ranges,
+    part_of_keys,
     ranged_keys,
     visible_keys,
-    within,
+    visible_of,
 )
 from guardbit.kernels.device.primitives import (
+    COUNTS,
     LN_2,
     head_of,
     load_rows,
@@ -83,13 +84,9 @@ def _row_maxima(
     highest,
     largest,
     q,
-    k_base,
-    mask_base,
-    k_stride,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
+    keys,
+    dense,
+    rows,
     start,
     end,
     seqlen_q,
@@ -110,7 +107,12 @@ def _row_maxima(
 
     |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last. With an
     additive mask `largest` is FP32, the largest that it adds: which |s| count depends on that.
+    `keys` are where K and V of the head begin, and the strides of their rows; `dense` is where the
+    head's mask begins, and its strides; of `rows` see `visible_of`.
     """
+    k_base, k_stride = keys[0], keys[2]
+    mask_base, mask_strides = dense
+    positions = rows[0]
     for first in tl.range(start, end, BLOCK_N):
         k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
@@ -131,11 +133,7 @@ def _row_maxima(
             scores = tl.where(seen, scores, float("-inf"))
             sizes = tl.where(seen, sizes, lowest)
         if MASKED:
-            columns = first + tl.arange(0, BLOCK_N)
-            if RANGED:
-                visible = within(columns, first_seen, end_seen)
-            else:
-                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            visible = visible_of(rows, first, seqlen_k, shift, BLOCK_N, CAUSAL, RANGED)
             scores = tl.where(visible, scores, float("-inf"))
             sizes = tl.where(visible, sizes, lowest)
         highest = tl.maximum(highest, partial_maxima(scores))
@@ -152,20 +150,11 @@ def _attend(
     maxima_bf16,
     largest,
     q,
-    k_base,
-    v_base,
-    mask_base,
-    k_stride,
-    v_stride,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
+    keys,
+    dense,
+    rows,
     reference,
-    tied,
-    tied_bf16,
-    lowest_score,
-    lowest_bias,
+    least,
     start,
     end,
     seqlen_q,
@@ -188,9 +177,14 @@ def _attend(
     """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
 
     Carries eight of each a row, see `partial_sums`. Exponents are s less its maximum in log2 units,
-    `reference`, up to the rounding of that; tied and tied_bf16 are the least that count. `largest`
-    is as in `_row_maxima`, and changes with an additive mask only.
+    `reference`, up to the rounding of that; `least` are the least that count, in FP32 and in BF16,
+    and with an additive mask the least score and bias of a key whose |s| counts. `largest` is as in
+    `_row_maxima`, and changes with an additive mask only.
     """
+    k_base, v_base, k_stride, v_stride = keys
+    mask_base, mask_strides = dense
+    tied, tied_bf16, lowest_score, lowest_bias = least
+    positions = rows[0]
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, BLOCK_N):
         k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
@@ -205,11 +199,7 @@ def _attend(
                 inverse_scale, MASK, MASKED,
             )  # fmt: skip
         if MASKED:
-            columns = first + tl.arange(0, BLOCK_N)
-            if RANGED:
-                visible = within(columns, first_seen, end_seen)
-            else:
-                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            visible = visible_of(rows, first, seqlen_k, shift, BLOCK_N, CAUSAL, RANGED)
         if MASK == ADDITIVE:
             counted = (scores >= lowest_score[:, None]) | (bias >= lowest_bias[:, None])
             counted &= seen
@@ -239,7 +229,7 @@ def _attend(
     return accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest
 
 
-@triton.jit(do_not_specialize=["num_heads", "group", "count", "seqlen_q", "seqlen_k", "shift"])
+@triton.jit(do_not_specialize=COUNTS)
 def shadow_kernel(
     q_pointer,
     k_pointer,
@@ -314,34 +304,27 @@ def shadow_kernel(
     q = load_rows(q_base, positions, q_strides[2], seqlen_q, HEAD_DIM, WIDTH)
     if NEGATIVE_SCALE:
         q = (-q.to(tl.float32)).to(dtype)
-    first_seen, end_seen, whole = 0, 0, 0
+    first_seen, end_seen, start, whole = 0, 0, 0, 0
     if RANGED:
         first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
         start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
-        leading_end = tl.minimum(whole, end)
     else:
         whole_end, _ = visible_keys(tl.min(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
         _, end = visible_keys(tl.max(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
 
+    keys = k_base, v_base, k_strides[2], v_strides[2]
+    dense = mask_base, mask_strides
+    rows = positions, first_seen, end_seen
     highest = tl.full((BLOCK_M, 8), float("-inf"), tl.float32)
     none = tl.full((BLOCK_M, 8), _MINUS_INFINITY, tl.int32)
     largest = highest if MASK == ADDITIVE else none
-    if RANGED:
+    for part in tl.static_range(0 if RANGED else 1, 3):
+        begin, stop = part_of_keys(part, start, whole, whole_end, end)
         highest, largest = _row_maxima(
-            highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-            first_seen, end_seen, start, leading_end, seqlen_q, seqlen_k, shift, inner_scale,
-            inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
+            highest, largest, q, keys, dense, rows, begin, stop, seqlen_q, seqlen_k, shift,
+            inner_scale, inverse_scale, part != 1, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH,
+            BLOCK_N,
         )  # fmt: skip
-    highest, largest = _row_maxima(
-        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions, first_seen,
-        end_seen, whole, whole_end, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale, False,
-        CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
-    )  # fmt: skip
-    highest, largest = _row_maxima(
-        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-        first_seen, end_seen, whole_end, end, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale,
-        True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
-    )  # fmt: skip
     row_max = tl.max(highest, 1)
     lowest_score, lowest_bias = 0.0, 0.0
     if MASK == ADDITIVE:
@@ -372,33 +355,20 @@ def shadow_kernel(
     tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
     tied = moved - eps_log2
 
+    least = tied, tied_bf16, lowest_score, lowest_bias
     accumulator = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
     row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
     sum_p_log_p = tl.zeros((BLOCK_M, 8), tl.float32)
     maxima = tl.zeros((BLOCK_M, 8), tl.float32)
     maxima_bf16 = tl.zeros((BLOCK_M, 8), tl.float32)
-    if RANGED:
+    for part in tl.static_range(0 if RANGED else 1, 3):
+        begin, stop = part_of_keys(part, start, whole, whole_end, end)
         accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest = _attend(
-            accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, k_base, v_base,
-            mask_base, k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen,
-            reference, tied, tied_bf16, lowest_score, lowest_bias, start, leading_end, seqlen_q,
-            seqlen_k, shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP,
+            accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, keys, dense, rows,
+            reference, least, begin, stop, seqlen_q, seqlen_k,
+            shift, inner_scale, scale_log2, inverse_scale, part != 1, CAUSAL, RANGED, SOFTCAP,
             MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
         )  # fmt: skip
-    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest = _attend(
-        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, k_base, v_base,
-        mask_base, k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen,
-        reference, tied, tied_bf16, lowest_score, lowest_bias, whole, whole_end, seqlen_q,
-        seqlen_k, shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP,
-        MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
-    )  # fmt: skip
-    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest = _attend(
-        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, k_base, v_base,
-        mask_base, k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen,
-        reference, tied, tied_bf16, lowest_score, lowest_bias, whole_end, end, seqlen_q,
-        seqlen_k, shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP,
-        MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
-    )  # fmt: skip
 
     # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
     row_sum = tl.sum(row_sum, 1)

@@ -5,7 +5,7 @@ own kernel with its own arguments, so its results equal those of the original fu
 `proof` finds out whether the backward reads O for delta only; otherwise no O' is handed to it.
 """
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs, state_bytes
 from guardbit.kernels.engines.libraries import (
     LIBRARIES,
     SCHEDULING,
@@ -14,7 +14,6 @@ from guardbit.kernels.engines.libraries import (
     hub_kernel_is_loaded,
     library_engine,
 )
-from guardbit.kernels.engines.random import state_bytes
 from guardbit.kernels.engines.sdpa import (
     Whole,
     choose,

@@ -24,8 +24,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Engine, Gradients, Inputs
-from guardbit.kernels.engines.random import philox_of
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, philox_of
 from guardbit.kernels.spec import AttentionSpec
 
 #: The parameters by which a call chooses how its work is spread, where its library has them.
@@ -295,23 +294,20 @@ class FlashAttn4(_FlashAttn):
 class HubFlashAttn2(FlashAttn2):
     """FlashAttention 2 of the hub, whose forward and backward are ops by themselves."""
 
-    label = "kernels/flash_attn_2"
-    home = ""
+    label, home = "kernels/flash_attn_2", ""
     names = "_flash_attn_{}forward", "_flash_attn_{}backward"
 
 
 class HubFlashAttn3(FlashAttn3):
     """FlashAttention 3 of the hub."""
 
-    label = "kernels/flash_attn_3"
-    home = ""
+    label, home = "kernels/flash_attn_3", ""
 
 
 class HubFlashAttn4(FlashAttn4):
     """FlashAttention 4 of the hub."""
 
-    label = "kernels/flash_attn_4"
-    home = ""
+    label, home = "kernels/flash_attn_4", ""
 
 
 #: File, a function in it that no earlier line has, and which version it then is.

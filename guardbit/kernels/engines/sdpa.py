@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
-from guardbit.kernels.engines.random import (
+from guardbit.kernels.engines.base import (
+    Engine,
+    Gradients,
+    Inputs,
+    additive,
     drawing_again,
     generator_of,
     is_capturing,
@@ -170,8 +174,9 @@ class Whole(Engine):
 
     reads_out = False
 
-    def __init__(self, backend: SDPBackend) -> None:
+    def __init__(self, backend: SDPBackend, is_forced: bool = True) -> None:
         self.backend = backend
+        self._is_forced = is_forced
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, _ = inputs
@@ -182,7 +187,7 @@ class Whole(Engine):
                     " captured in a CUDA graph inside an instrumented model"
                 )
             drawn.generator_state.copy_(generator_of(q.device).get_state())
-        return self._call(q, k, v, spec), None
+        return self.computed(q, k, v, spec), None
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
@@ -203,11 +208,12 @@ class Whole(Engine):
             spec = replace(spec, mask=mask)
             leaves.append(mask)
         with torch.enable_grad(), drawing_again(q.device, drawn):
-            out = self._call(q, k, v, spec)
+            out = self.computed(q, k, v, spec)
         return Gradients(*torch.autograd.grad(out, leaves, d_out, create_graph=create_graph))
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        with sdpa_kernel(self.backend), torch.autocast(q.device.type, enabled=False):
+    def computed(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        choice = sdpa_kernel(self.backend) if self._is_forced else nullcontext()
+        with choice, torch.autocast(q.device.type, enabled=False):
             return scaled_dot_product_attention(
                 q, k, v, spec.mask, spec.dropout_p, spec.causal is not False,
                 scale=spec.scale, enable_gqa=q.size(1) != k.size(1),

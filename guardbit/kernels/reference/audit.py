@@ -64,12 +64,7 @@ class Shadow(NamedTuple):
 
 
 class RowMaxima(NamedTuple):
-    """The part of a `Shadow` that needs only the scores.
-
-    Attributes:
-        row_max: See `Shadow`.
-        largest: See `Shadow`.
-    """
+    """The part of a `Shadow` that needs only the scores."""
 
     row_max: Tensor
     largest: Tensor
@@ -93,11 +88,9 @@ class _Scores:
         self._visible = visible_range(spec, self._shape, q.device)
 
     def of(self, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns FP32 (B, H, R, keys): the scores, and what they are made of.
+        """Returns scores, FP32 (B, H, R, keys), these before score function and biases, and biases.
 
-        Returns:
-            The scores, -inf where a key is forbidden; without score function and biases; and the
-            biases, which broadcast.
+        Scores are -inf where a key is forbidden. Biases broadcast.
         """
         tile = self._heads, self.query_ids, self._keys[keys]
         products = products_of(
@@ -122,8 +115,7 @@ class _Scores:
     def maxima(self, chunk: int) -> tuple[RowMaxima, Tensor]:
         """Passes over all keys, twice if biases may differ; NaN shows in both maxima.
 
-        Returns:
-            The maxima, and which rows see no key, boolean (B, 1, R).
+        Which rows see no key comes with them, boolean (B, 1, R).
         """
         rows = *self._shape[:2], len(self.query_ids)
         row_max = largest = top = torch.full(
@@ -156,21 +148,7 @@ def row_maxima(
     query_ids: Tensor | None = None,
     chunk: int = 128,
 ) -> RowMaxima:
-    """The maxima of `shadow` alone, to the bit, without values.
-
-    Args:
-        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
-        k: (B, H_kv, M, D).
-        spec: What the call asks for.
-        query_ids: INT64 (R,), the queries to look at; None for all N.
-        chunk: Keys looked at together.
-
-    Returns:
-        See `RowMaxima`.
-
-    Raises:
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
-    """
+    """The maxima of `shadow` alone, to the bit, without values."""
     found, sees_nothing = _Scores(q, k, spec, query_ids).maxima(chunk)
     return RowMaxima(*(maxima.masked_fill(sees_nothing, -torch.inf) for maxima in found))
 
@@ -191,22 +169,6 @@ def shadow(
 
     Two passes over the keys: the counts need the row's maximum first. A third where biases may
     differ.
-
-    Args:
-        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, E).
-        spec: What the call asks for; `dropout` replaces its dropout.
-        eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        query_ids: INT64 (R,), the queries to look at; None for all N.
-        dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
-        chunk: Keys looked at together.
-
-    Returns:
-        See `Shadow`.
-
-    Raises:
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
     of_rows = _Scores(q, k, spec, query_ids)
     (row_max, largest), sees_nothing = of_rows.maxima(chunk)
@@ -261,16 +223,8 @@ def delta_bias(
 ) -> tuple[Tensor, Tensor]:
     """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
 
-    Args:
-        d_out: (B, H, N, D), gradient of the output; any strides.
-        out: (B, H, N, D), as the kernel in use returned it.
-        exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
-        residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
-            head is compensated.
-        query_ids: INT64 (R,), the queries to look at; None for all N.
-
-    Returns:
-        FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
+    `exact` is `Shadow.out` of the same rows. Returns FP64 (H,), the sum over batch and rows of
+    delta_lp - delta_hp, and of its absolute value.
     """
     used = out.float()
     if residual is not None:
@@ -293,28 +247,11 @@ def exact_query_gradient(
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Tensor:
-    """DQ of a few heads in FP32 throughout, from the inputs a kernel got.
+    """DQ of a few heads in FP32 throughout, (B, C, N, D), from the inputs a kernel got.
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
     to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped, and with sinks their P is
-    among those.
-
-    Args:
-        d_out: (B, H, N, E), gradient of the output.
-        q: (B, H, N, D), BF16, FP16 or FP32.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, E).
-        spec: What the call asks for; `dropout` replaces its dropout.
-        head_ids: The query heads wanted, C of them.
-        dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
-        chunk: Query rows looked at together; memory grows as chunk x M.
-
-    Returns:
-        FP32 (B, C, N, D).
-
-    Raises:
-        IndexError: If a head does not exist.
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
+    among those. Memory grows as chunk x M.
     """
     check_heads(head_ids, q.shape[1])
     chosen = torch.tensor(list(head_ids), dtype=torch.int64, device=q.device)

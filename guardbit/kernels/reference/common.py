@@ -43,16 +43,7 @@ class Dropout(NamedTuple):
         return 65536 / (65536 - self.threshold)
 
     def kept(self, batch: int, rows: Tensor, keys: slice) -> Tensor:
-        """Returns which entries of a tile of P are kept.
-
-        Args:
-            batch: B.
-            rows: INT64 (R,), positions of the queries.
-            keys: The keys of the tile, K of them.
-
-        Returns:
-            Boolean (B, C, R, K), C the number of computed heads.
-        """
+        """Returns which entries of a tile of P are kept, boolean (B, C, R, K)."""
         device = rows.device
         first = keys.start // 8
         groups = torch.arange(first, -(-keys.stop // 8), device=device)
@@ -91,32 +82,17 @@ def float32_products() -> Iterator[None]:
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     """Stacks the query heads that share a key head.
 
-    Then k and v need not be expanded, and products over the stacked rows sum over the group.
-
-    Args:
-        x: (B, H, N, E), H a multiple of `kv_heads`.
-        kv_heads: Number of key heads.
-
-    Returns:
-        (B, kv_heads, H / kv_heads * N, E).
+    Then k and v need not be expanded, and products over the stacked rows sum over the group. From
+    (B, H, N, E) to (B, H_kv, H / H_kv * N, E).
     """
     batch, heads, rows, width = x.shape
     return x.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
 def products_of(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float) -> Tensor:
-    """Returns scale * q k of stacked queries and one tile of keys, in FP32.
+    """Returns scale * q k of queries from `fold_groups` and a tile of keys, FP32 (B, H, R, K).
 
     Products of BF16 or FP16 numbers are exact in FP32; only their sum rounds, as in a tensor core.
-
-    Args:
-        q_rows: FP32 (B, H_kv, H / H_kv * R, D), see `fold_groups`.
-        k_tile: FP32 (B, H_kv, C, D).
-        heads: H.
-        scale: Factor of Q K^T.
-
-    Returns:
-        FP32 (B, H, R, C).
     """
     rows = q_rows.shape[1] * q_rows.shape[2] // heads
     return (q_rows @ k_tile.mT).reshape(len(q_rows), heads, rows, k_tile.shape[2]).mul_(scale)
@@ -130,14 +106,9 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
 def modified(
     scores: Tensor, spec: AttentionSpec, heads: Tensor, rows: Tensor, columns: Tensor
 ) -> Tensor:
-    """Applies the score function of a call to a tile, if there is one.
+    """Applies the score function of a call to a tile (B, C, R, K), capped, if there is one.
 
-    Args:
-        scores: (B, C, R, K), capped, without masks; what is returned may be written to.
-        spec: What the call asks for.
-        heads: INT64 (C,), the query heads.
-        rows: INT64 (R,), positions of the queries.
-        columns: INT64 (K,), positions of the keys.
+    What is returned may be written to.
     """
     if spec.score_function is None:
         return scores
@@ -167,10 +138,6 @@ def cap_slope(scores: Tensor, softcap: float) -> Tensor:
 
     Written as 4 e / (1 + e)^2 with e = exp(-2 |s| / softcap), which keeps its digits where tanh is
     all but 1.
-
-    Args:
-        scores: Any shape, before the cap.
-        softcap: Above 0.
     """
     decay = (scores.abs() * (-2 / softcap)).exp_()
     return 4 * decay / (1 + decay).square_()

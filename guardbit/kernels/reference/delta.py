@@ -54,7 +54,7 @@ def exact_delta(
     chunk: int = 128,
     unseeing: float = 0.0,
 ) -> Tensor:
-    """Computes delta of a few heads as a backward needs it, from unrounded probabilities.
+    """Computes delta of a few heads as a backward needs it, FP32 (B, C, N), from unrounded P.
 
     delta_i = sum_j P_ij dP_ij / sum_j P_ij, with P = exp(S - L) and dP = dO V^T. L comes from the
     kernel's own forward, so the P of a row, as the kernel's backward will compute them, need not
@@ -62,25 +62,9 @@ def exact_delta(
     and that sum is what goes wrong in training. With a sink, its P is part of the sum below,
     because L contains it, and its dP is 0.
 
-    Args:
-        d_out: (B, H, N, E), gradient of the output; any strides.
-        q: (B, H, N, D), BF16, FP16, FP32, or FP64, which stays FP64.
-        k: (B, H_kv, M, D), H a multiple of H_kv.
-        v: (B, H_kv, M, E).
-        lse: FP32 (B, H, N), log of the sum of exponentials of each row's scores, with their soft
-            cap, and of its sink. For a row that sees no key any number, but not NaN.
-        spec: What the call asks for.
-        head_ids: The query heads wanted, C of them.
-        chunk: Rows looked at together; memory grows as chunk x M.
-        unseeing: Delta of a row that sees no key; NaN makes `write_carrier` leave the row alone,
-            because engines differ in such rows.
-
-    Returns:
-        FP32 (B, C, N), FP64 for such inputs.
-
-    Raises:
-        IndexError: If a head does not exist.
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
+    FP64 inputs give FP64. For a row that sees no key `lse` is any number but NaN, and delta is
+    `unseeing`; NaN makes `write_carrier` leave the row alone, because engines differ in such rows.
+    Memory grows as chunk x M.
     """
     check_heads(head_ids, q.shape[1])
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -117,18 +101,14 @@ def exact_delta(
 
 
 def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
-    """Raises for heads that do not exist.
-
-    Raises:
-        IndexError: Naming them.
-    """
+    """Raises an IndexError that names heads that do not exist."""
     missing = [head for head in head_ids if not 0 <= head < num_heads]
     if missing:
         raise IndexError(f"`head_ids` takes 0 to {num_heads - 1}, but holds {missing}.")
 
 
 def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Sequence[int]) -> None:
-    """Makes some heads' rows of O' carry a delta: rowsum(dO * O') = delta.
+    """Makes some heads' rows of O' carry a delta, FP32 (B, C, N): rowsum(dO * O') = delta.
 
     A row of O' is 0 but at three places, those of the largest |dO|, the first where several are
     alike: x1 = delta / g1, x2 = (delta - g1 x1) / g2 and x3 likewise, each rounded to the format of
@@ -142,18 +122,9 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Seq
     of 2^-24 below 2^-14, so that the miss may be half of that times the smallest of the three |dO|,
     and ends at 65,504, beyond which the next terms take over.
 
-    A row keeps what `out_prime` has where this does not work: where delta or a dO that would be
-    divided by is not finite, so that NaN and infinities arise as they would have, and where all
-    three terms cannot reach delta.
-
-    Args:
-        out_prime: (B, H, N, E), the kernel's own O, or a copy of it; is written to.
-        d_out: (B, H, N, E), gradient of the output, as the kernel's backward sees it.
-        delta: FP32 (B, C, N), wanted.
-        head_ids: The C query heads.
-
-    Raises:
-        IndexError: If a head does not exist.
+    A row of `out_prime`, O or a copy of it, keeps what it has where this does not work: where delta
+    or a dO that would be divided by is not finite, so that NaN and infinities arise as they would
+    have, and where all three terms cannot reach delta.
     """
     check_heads(head_ids, out_prime.shape[1])
     index = torch.tensor(list(head_ids), dtype=torch.int64, device=out_prime.device)
@@ -183,10 +154,7 @@ def carry_exact_delta(
     head_ids: Sequence[int],
     into: Tensor | None = None,
 ) -> Carried:
-    """Makes the O' with which a kernel's backward uses the exact delta of some heads.
-
-    Arguments as in `exact_delta` and `write_carrier`; without `into` a copy of O is written to.
-    """
+    """Makes the O' with which a kernel's backward uses the exact delta of some heads."""
     delta = exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids, unseeing=math.nan)
     carried = torch.empty_like(out).copy_(out) if into is None else into
     write_carrier(carried, d_out, delta, head_ids)
@@ -201,10 +169,7 @@ def carry_compensated_delta(
     head_ids: Sequence[int],
     into: Tensor | None = None,
 ) -> Tensor:
-    """Makes an O' that carries rowsum(dO (O + residual)) in some heads.
-
-    Arguments as in `write_carrier`; without `into` a copy of O is written to.
-    """
+    """Makes an O' that carries rowsum(dO (O + residual)) in some heads."""
     index = torch.tensor(list(head_ids), dtype=torch.int64, device=out.device)
     rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
     delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
@@ -231,12 +196,7 @@ def _terms(gradients: Tensor, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def float_carrier(d_out: Tensor, delta: Tensor) -> Tensor:
-    """Returns an FP32 O' with rowsum(dO * O') = delta; 0 where dO, and with it delta, is 0.
-
-    Args:
-        d_out: (B, C, N, E), gradient of the output.
-        delta: FP32 (B, C, N), wanted.
-    """
+    """Returns an FP32 O' with rowsum(dO * O') = delta; 0 where dO, and with it delta, is 0."""
     d_out = d_out.float()
     squares = d_out.square().sum(-1)
     return (delta / squares).where(squares > 0, 0.0).unsqueeze(-1) * d_out
@@ -245,14 +205,8 @@ def float_carrier(d_out: Tensor, delta: Tensor) -> Tensor:
 def lse_gradient(delta_used: Tensor, delta: Tensor) -> Tensor:
     """Returns the gradient of L that makes a backward use another delta than its own.
 
-    dS = P (dP - (delta_used - dL)) has the wanted delta for dL = delta_used - delta.
-
-    Args:
-        delta_used: FP32, any shape: rowsum(dO * O), what the backward subtracts by itself.
-        delta: FP32 of the same shape, wanted.
-
-    Returns:
-        FP32; 0 where the wanted delta is not finite, so that NaN and infinities arise as they would
-        have.
+    dS = P (dP - (delta_used - dL)) has the wanted delta for dL = delta_used - delta, where
+    `delta_used` is rowsum(dO * O). dL is 0 where the wanted delta is not finite, so that NaN and
+    infinities arise as they would have.
     """
     return torch.where(delta.isfinite(), delta_used - delta, 0.0)

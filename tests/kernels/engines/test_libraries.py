@@ -17,6 +17,8 @@ from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests import flash_stand_in
+from tests.kernels.exact_delta_cases import relative
+from tests.kernels.tensors import library_inputs
 from tests.oracle import dense
 from tests.oracle import packed as packed_on
 
@@ -46,13 +48,6 @@ def libraries(monkeypatch):
     take_back()
 
 
-@pytest.fixture
-def site():
-    number = runtime.add_site("library")
-    yield number
-    runtime.remove_site(number)
-
-
 #: What can be asked for -> the spec and the shape B, H, H_kv, N, M, and who takes it.
 CASES = {
     "documents": (AttentionSpec(0.2, True, documents=packed(LENGTHS, LENGTHS)), 2, ENGINES),
@@ -79,23 +74,8 @@ CASES = {
 WHO = [(name, engine) for name, (*_, who) in CASES.items() for engine in who]
 
 
-def tensors(spec, kv_heads, width=32, sharpness=0.4):
-    """d_out, q, k, v in a library's memory; tokens attend to themselves, as where delta is off."""
-    batch, rows, keys = 2, 70, 70
-    if spec.documents is not None:
-        batch, rows, keys = 1, *(int(x[-1]) for x in spec.documents[:2])
-    generator = torch.Generator().manual_seed(rows)
-
-    def normal(length, heads):
-        made = torch.randn(batch, length, heads, width, generator=generator)
-        return made.transpose(1, 2)
-
-    d_out, q, k, v = (
-        normal(*x) for x in ((rows, 4), (rows, 4), (keys, kv_heads), (keys, kv_heads))
-    )
-    if rows == keys:
-        q = q + sharpness * 8 * k.repeat_interleave(4 // kv_heads, 1)
-    return [x.bfloat16() for x in (d_out, q, k, v)]
+def tensors(spec, kv_heads, width=32):
+    return library_inputs(spec, kv_heads, 70, width, sharpness=3.2)
 
 
 def run(engine, spec, inputs, site):
@@ -104,12 +84,8 @@ def run(engine, spec, inputs, site):
     if spec.sinks is not None:
         leaves.append(spec.sinks.clone().requires_grad_())
         spec = AttentionSpec(**{**vars(spec), "sinks": leaves[3]})
-    out, _ = attention_at_site(*leaves[:3], torch.tensor(site), spec, library_engine(engine, False))
+    out, _ = attention_at_site(*leaves[:3], site, spec, library_engine(engine, False))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-
-
-def relative(found, exact):
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize(("case", "engine"), WHO)
@@ -117,7 +93,7 @@ def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(case,
     spec, kv_heads, _ = CASES[case]
     inputs = tensors(spec, kv_heads)
     exact = dense(*inputs, spec)
-    state = runtime.site(site)
+    state = runtime.site(int(site))
     native = run(engine, spec, inputs, site)
     # The forward rounds P and O to BF16, 2^-9 each at most; the errors add up as independent ones.
     assert relative(native[0], exact.out) < 4e-3
@@ -162,7 +138,7 @@ def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, s
     monkeypatch.setattr(module, "_flash_attn_backward", uses_more)
     inputs = tensors(spec, 2, width=48)
     native = run("flash_attn_3", spec, inputs, site)
-    state = runtime.site(site)
+    state = runtime.site(int(site))
     state.switch(("exact_delta",) * 4)
     assert all(map(torch.equal, run("flash_attn_3", spec, inputs, site), native))
     assert state.ran == ("none",) * 4
@@ -173,7 +149,7 @@ def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, s
 def test_what_needs_kernels_of_ours_gives_way_and_says_so(name, site):
     spec, kv_heads, _ = CASES["documents"]
     inputs = tensors(spec, kv_heads)
-    state = runtime.site(site)
+    state = runtime.site(int(site))
     state.switch((name,) * 4)
     run("varlen_attn", spec, inputs, site)
     assert state.ran == ("exact_delta" if name == "compensated" else "none",) * 4
@@ -187,7 +163,7 @@ def test_centred_keys_leave_the_softmax_alone_over_all_documents(site):
     inputs = [d_out, q, k.bfloat16(), v]
     exact = dense(*inputs, spec)
     native = run("varlen_attn", spec, inputs, site)
-    state = runtime.site(site)
+    state = runtime.site(int(site))
     state.switch(("centered_keys",) * 4)
     found = run("varlen_attn", spec, inputs, site)
     assert state.ran == ("centered_keys",) * 4
@@ -206,7 +182,7 @@ def test_dropout_drops_the_same_again_and_is_not_switched(site):
     out.backward(inputs[0].transpose(1, 2))
     theirs = [out, *(x.grad for x in leaves)]
     assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(native, theirs, strict=True))
-    state = runtime.site(site)
+    state = runtime.site(int(site))
     state.switch(("exact_delta",) * 4)
     run("flash_attn", spec, inputs, site)
     assert state.ran == ("none",) * 4
@@ -216,7 +192,7 @@ def test_dropout_drops_the_same_again_and_is_not_switched(site):
 def test_what_an_observer_is_told_is_the_call(site):
     spec, kv_heads, _ = CASES["window"]
     inputs = tensors(spec, kv_heads)
-    state, told = runtime.site(site), []
+    state, told = runtime.site(int(site)), []
     state.observer = told.append
     native = run("varlen_attn", spec, inputs, site)
     (call,) = told
@@ -262,4 +238,4 @@ def test_a_call_that_the_op_cannot_pass_on_is_refused(spec, site):
     q = torch.randn(1, 2, 5, 16).bfloat16()
     engine = library_engine("flash_attn", False)
     with pytest.raises(ValueError, match="aligned to the bottom right, and no other mask"):
-        attention_at_site(q, q, q, torch.tensor(site), spec, engine)
+        attention_at_site(q, q, q, site, spec, engine)

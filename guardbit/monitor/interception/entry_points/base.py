@@ -26,8 +26,8 @@ from guardbit.guard import Around, Result, then_finish
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
+from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.proof import proof_of
-from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec

@@ -1,4 +1,4 @@
-"""Forward: O and L, with each head's own stabilizer."""
+"""Forward and backward: O, L and the gradients, with each head's own stabilizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from guardbit.kernels.reference.common import (
     products_of,
 )
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.numerics import encode_residual, round_nearest
+from guardbit.numerics import decode_residual, encode_residual, round_nearest
 
 #: The stabilizers of `forward`. The last is the paper's Algorithm 3 as published. It shows where
 #: that fails, and no other part of the package offers it.
@@ -92,24 +92,10 @@ def forward(
       m' would take effect one tile late and never in the last. 0 / 0 where exp(-(beta - 1) rm)
       underflows.
 
-    Args:
-        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
-        stabilizers: One name a computed head, of `FORWARD_STABILIZERS`.
-        beta: Factor of the row maximum for row_max; above 1.
-        eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        head_ids: The query heads to compute, C of them; None for all. A head's bits do not depend
-            on which others are computed, except for N = 1: there, products with one row are summed
-            in another order than with several query heads to a key head.
-        dropout: What to drop from P-bar once it is rounded; l and L take no notice. None for
-            nothing.
-        key_tile: Keys a tile.
-
-    Returns:
-        See `Forward`, with C for H. NaN and infinities come out as in PyTorch's math backend.
+    E is D here. `beta`, above 1, is the factor of the row maximum for row_max. Dropout takes P-bar
+    once it is rounded; l and L take no notice. A head's bits do not depend on which others are
+    computed, except for N = 1: there, products with one row are summed in another order than with
+    several query heads to a key head. NaN and infinities come out as in PyTorch's math backend.
 
     Raises:
         ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
@@ -199,17 +185,7 @@ def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
 def select_heads(
     q: Tensor, k: Tensor, v: Tensor, head_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects some query heads, each with a copy of its key head.
-
-    Args:
-        q: (B, H, N, D).
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        head_ids: The query heads, C of them.
-
-    Returns:
-        (B, C, N, D) and twice (B, C, M, D).
-    """
+    """Selects some query heads, each with a copy of its key head."""
     chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
     key_heads = chosen // (q.shape[1] // k.shape[1])
     return q[:, chosen], k[:, key_heads], v[:, key_heads]
@@ -222,3 +198,89 @@ def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> T
     return torch.tensor(
         [[stabilizer == name] for stabilizer in stabilizers], dtype=torch.bool, device=device
     )
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """Gradients of the loss, each like the tensor that it belongs to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@float32_products()
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor | None,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+    dropout: Dropout | None = None,
+    key_tile: int = 128,
+) -> Gradients:
+    """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2).
+
+    P = exp(S - L) and dS = P (dP - delta) are computed in FP32 and rounded to the input's dtype
+    before their products; these accumulate in FP32, over the query heads of a group too, and each
+    gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
+    compensated heads: with dropout too, as sum_m P_nm M_nm (dO V^T)_nm, with the mask M of what is
+    kept, is rowsum(dO O). Rows with no allowed key have gradient 0. E is D here.
+
+    Raises:
+        ValueError: If a head is compensated and no residual came, or `causal` is unknown.
+    """
+    heads, rows = q.shape[1:3]
+    keys, kv_heads = k.shape[2], k.shape[1]
+    d_out_wide = d_out.float()
+    delta = (d_out_wide * out.float()).sum(-1)
+    if "compensated" in stabilizers:
+        if residual is None:
+            raise ValueError("Compensated heads need the forward's residual, but it is None.")
+        chosen = torch.tensor(
+            [name == "compensated" for name in stabilizers], dtype=torch.bool, device=q.device
+        )
+        correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
+        delta = delta + torch.where(chosen[:, None], correction, 0.0)
+
+    # exp(S - inf) = 0: a row with no allowed key has no probabilities, instead of exp(-inf + inf).
+    log_sum = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
+    q_rows = fold_groups(q.float(), kv_heads)
+    d_out_rows = fold_groups(d_out_wide, kv_heads)
+    query_positions = torch.arange(rows, device=q.device)
+    key_positions = torch.arange(keys, device=q.device)
+    visible = visible_range(AttentionSpec(scale, causal), (len(q), heads, rows, keys), q.device)
+    dq = torch.zeros_like(q_rows)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+
+    for start in range(0, keys, key_tile):
+        tile = slice(start, start + key_tile)
+        k_tile, v_tile = k[:, :, tile].float(), v[:, :, tile].float()
+        mask = additive_mask(visible, query_positions, key_positions[tile])
+        scores = products_of(q_rows, k_tile, heads, scale).add_(mask)
+        probabilities = (scores - log_sum).exp_()
+        d_probabilities = (d_out_rows @ v_tile.mT).reshape(scores.shape)
+        rounded = round_nearest(probabilities, q.dtype).float()
+        if dropout is not None:
+            present = slice(start, start + rounded.shape[-1])
+            kept = dropout.kept(q.shape[0], query_positions, present)
+            rounded = rounded.where(kept, 0)
+            d_probabilities = (d_probabilities * dropout.factor).where(kept, 0)
+        d_scores = probabilities * (d_probabilities - delta[..., None])
+        rounded = fold_groups(rounded, kv_heads)
+        d_rounded = fold_groups(round_nearest(d_scores, q.dtype).float(), kv_heads)
+        dv_tile = rounded.mT @ d_out_rows
+        if dropout is not None:
+            dv_tile *= dropout.factor
+        dv[:, :, tile] = round_nearest(dv_tile, v.dtype)
+        dk[:, :, tile] = round_nearest((d_rounded.mT @ q_rows) * scale, k.dtype)
+        dq += d_rounded @ k_tile
+    return Gradients(round_nearest(dq * scale, q.dtype).reshape(q.shape), dk, dv)
