@@ -47,11 +47,7 @@ _REFUSAL, _DOOR = "_guardbit_refuses", "_guardbit_door"
 
 
 class Guarded:
-    """What has methods as doors.
-
-    Attributes:
-        _is_void: Whether it could not be set up. Its doors then do nothing.
-    """
+    """What has methods as doors, which do nothing once it is void: it could not be set up."""
 
     _is_void: bool = False
 
@@ -61,19 +57,12 @@ class Guarded:
 
 
 class Around(NamedTuple):
-    """What a stand-in does instead of calling the original as it was called.
-
-    Attributes:
-        args: The arguments for the original.
-        kwargs: The same, by name.
-        after: Makes the result from what the original returns; None to return just that.
-        function: What to call; None for the original.
-    """
+    """What a stand-in does instead of calling the original as it was called."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    after: Callable[[Any], Any] | None = None
-    function: Callable[..., Any] | None = None
+    after: Callable[[Any], Any] | None = None  # makes the result from what the original returns
+    function: Callable[..., Any] | None = None  # what to call; None for the original
 
 
 class Result(NamedTuple):

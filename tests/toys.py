@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import guardbit
 from guardbit import MonitorSession
 from guardbit.monitor.detectors import Finding
+from guardbit.monitor.sites import Instrumentation
+
+
+@contextmanager
+def instrumented(model: nn.Module) -> Iterator[Instrumentation]:
+    """Instruments a model and takes that out in the end."""
+    inst = guardbit.instrument(model)
+    try:
+        yield inst
+    finally:
+        inst.remove()
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, number_of, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
-from guardbit.monitor.interception import records
+from guardbit.monitor.interception import seen
 from guardbit.monitor.interception.doors import hook
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
@@ -30,7 +30,7 @@ from guardbit.monitor.interception.frames import (
 )
 from guardbit.monitor.interception.installation import look_again
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_inputs
+from guardbit.monitor.interception.seen import note_traced_inputs
 
 # Frames from what the guard calls to the caller of the guard.
 _BEYOND_GUARD = 3
@@ -136,7 +136,7 @@ _hook_ids: list[int] = []
 def attach(module: nn.Module, number: int) -> None:
     setattr(module, SITE_ATTRIBUTE, Place(number))
     site_modules[number] = module
-    records.know_traced_share(number)
+    seen.know_traced_share(number)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
     if not _hook_ids:
@@ -171,4 +171,4 @@ def detach(module: nn.Module, number: int) -> None:
             hooks.pop(key, None)
     vars(module).pop(SITE_ATTRIBUTE, None)
     site_modules.pop(number, None)
-    records.forget(number)
+    seen.forget(number)

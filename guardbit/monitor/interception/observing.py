@@ -27,16 +27,10 @@ from guardbit.monitor.interception.entry_points.base import (
     heads_of,
     is_empty,
 )
-from guardbit.monitor.interception.entry_points.refusals import (
-    why_groups,
-    why_mask,
-    why_now,
-    why_tensors,
-)
+from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
-from guardbit.monitor.interception.records import Heads, note_call, refuse_call
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.seen import Heads, note_call, note_traced_call, refuse_call
 from guardbit.monitor.interception.watching import (
     Watch,
     gradient_as_it_came,
@@ -58,23 +52,14 @@ _to_be_heard: set[int] = set()
 
 
 class _Heard(NamedTuple):
-    """A call that was recorded.
-
-    Attributes:
-        number: Number of the site.
-        tensors: q, k and v.
-        keys: The keys to return.
-        spec: What the call asks for.
-        listens: Whether an observer wants the call.
-        names: What each head runs.
-    """
+    """A call that was recorded."""
 
     number: int
-    tensors: tuple[Tensor, Tensor, Tensor]
-    keys: Tensor
+    tensors: tuple[Tensor, Tensor, Tensor]  # q, k and v
+    keys: Tensor  # to be returned
     spec: AttentionSpec
-    listens: bool
-    names: tuple[str, ...]
+    listens: bool  # whether an observer wants the call
+    names: tuple[str, ...]  # what each head runs
 
 
 def observe(
@@ -340,12 +325,7 @@ def _hear(
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
         return None
     causal, scale, mask = asked
-    why = (
-        why_mask(mask)
-        or why_tensors(q, k, v, any_width=True)
-        or why_groups(q, k)
-        or why_now(q, k, v)
-    )
+    why = why_call(q, k, v, (mask,)) or why_groups(q, k)
     why = note_call(number, heads_of(q, k), why, entry)
     if why is not None:
         return None

@@ -110,11 +110,8 @@ def make_up(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes up inputs that match a description, on the generator's device.
 
-    Args:
-        inputs: The description.
-        generator: Draws the values of floating tensors.
-        cut: Whether to make one sequence only.
-        with_objects: Whether to make objects other than containers too; else they become None.
+    With `cut` it makes one sequence only. Objects that are no containers become None, unless
+    `with_objects`.
     """
     batch = _batch_of(inputs) if cut else None
 
@@ -158,17 +155,11 @@ def _made(x: TensorSpec | _Values, batch: int | None, generator: torch.Generator
 
 @dataclass
 class Probe:
-    """The re-run in progress.
+    """The re-run in progress."""
 
-    Attributes:
-        site: Number of the site whose calls are collected; None while nothing is re-run.
-        calls: q and k of the calls that the module made at that site.
-        given: q and k of the last of these, as they came.
-    """
-
-    site: int | None = None
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    given: tuple[Tensor, Tensor] | None = None
+    site: int | None = None  # whose calls are collected; None while nothing is re-run
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # q and k of each
+    given: tuple[Tensor, Tensor] | None = None  # q and k of the last, as they came
 
     def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
         """Collects the calls of the probed site; returns whether anything is being probed."""

@@ -48,31 +48,28 @@ class Watch:
 
     def query(self, q: Tensor) -> Tensor:
         """Returns the queries `(B, H, N, D)`, with a hook on their gradient."""
-        if not (torch.is_grad_enabled() and q.requires_grad):
-            return q
-        heard = self._heard(q, self._take_dq)
-        self._waits_for_dq = heard is not None
-        return q if heard is None else heard
+        heard = self._hooked(q, self._take_dq)
+        self._waits_for_dq = heard is not q
+        return heard
+
+    def probabilities(self, p: Tensor) -> Tensor:
+        """Returns P `(B, H, N, M)`, to be multiplied with the values; delta is taken from it."""
+        return self._hooked(p, self._take_dp)
+
+    def weights(self, weights: Tensor | None) -> Tensor | None:
+        """Returns the weights that the call returns; if a loss uses them, dQ is not all from dO."""
+        return None if weights is None else self._hooked(weights, self._take_d_weights)
+
+    def _hooked(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return _either(x, self._heard(x, hook))
 
     @reporting
     def _heard(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         x = x.view_as(x)
         x.register_hook(hook)
         return x
-
-    def probabilities(self, p: Tensor) -> Tensor:
-        """Returns P `(B, H, N, M)`, to be multiplied with the values; delta is taken from it."""
-        if not (torch.is_grad_enabled() and p.requires_grad):
-            return p
-        heard = self._heard(p, self._take_dp)
-        return p if heard is None else heard
-
-    def weights(self, weights: Tensor | None) -> Tensor | None:
-        """Returns the weights that the call returns; if a loss uses them, dQ is not all from dO."""
-        if not (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            return weights
-        heard = self._heard(weights, self._take_d_weights)
-        return weights if heard is None else heard
 
     def output(
         self,

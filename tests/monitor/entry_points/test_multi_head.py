@@ -14,6 +14,7 @@ from guardbit.catalog import OCCASIONAL
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import multi_head
 from tests.oracle import attend
+from tests.toys import instrumented
 
 HEADS, WIDTH = 4, 64
 
@@ -54,15 +55,12 @@ def x():
 def observed(model, *args, tiny):
     calls = []
     before = tiny.step(model, *args)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         inst.observe(calls.append)
         assert tiny.equal(tiny.step(model, *args), before)
         site = inst.sites["attention"]
         told = {name: getattr(site, name) for name in ("refusal", "unwatched", "entry", "launches")}
         return calls, types.SimpleNamespace(**told), before
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
@@ -171,14 +169,11 @@ def test_another_pytorch_that_is_not_understood_is_said(x, tiny, monkeypatch, ca
     monkeypatch.setattr(multi_head, "_why_misread", None)
     model = ReturnsWeights()
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         inst.observe(lambda _: None)
         for _ in range(2):
             assert tiny.equal(tiny.step(model, x), before)
         assert "writes attention out in another way" in inst.sites["attention"].unwatched
-    finally:
-        inst.remove()
     assert sum("writes attention out in another way" in line for line in caplog.messages) == 1
 
 

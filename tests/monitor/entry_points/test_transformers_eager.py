@@ -9,6 +9,7 @@ from guardbit.catalog import OCCASIONAL
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure import Measurement
 from tests.oracle import dense
+from tests.toys import instrumented
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,8 +93,7 @@ def test_the_observer_hears_of_the_call_as_it_was(name, checkpointed, tiny):
     before = tiny.step(model, **batch())
     if checkpointed:
         model.gradient_checkpointing_enable()
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         inst.observe(calls.append)
         assert tiny.equal(tiny.step(model, **batch()), before)
         site = inst.sites[SITE]
@@ -102,8 +102,6 @@ def test_the_observer_hears_of_the_call_as_it_was(name, checkpointed, tiny):
         assert torch.equal(
             site.query_weights(), model.get_submodule(SITE).q_proj.weight.view(4, 16, 64)
         )
-    finally:
-        inst.remove()
     (call,) = calls
     assert call.out is None
     assert (call.spec.softcap, call.spec.sinks is None) == (cap, sinks is None)
@@ -123,13 +121,10 @@ def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
     model = build("Llama")
     before = tiny.step(model, **batch())
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         inst.observe(calls.append)
         assert tiny.equal(tiny.step(model, **batch()), before)
         assert "computes something else than its arguments say" in inst.sites[SITE].unwatched
-    finally:
-        inst.remove()
     assert calls == []
 
 
@@ -162,33 +157,22 @@ def test_compiled_it_is_not_watched_and_says_so(tiny):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     before = tiny.step(model, **batch(), run=compiled)
     torch._dynamo.reset()
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert tiny.equal(tiny.step(model, **batch(), run=compiled), before)
         assert inst.sites[SITE].unwatched.endswith("compiled it is not watched either")
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
 
 
 def test_what_was_compiled_in_another_model_is_not_known_of_one_that_has_not_run(tiny):
     torch._dynamo.reset()
-    inst = guardbit.instrument(first := build("Llama"))
-    try:
+    with instrumented(first := build("Llama")) as inst:
         run = torch.compile(first, backend="aot_eager", fullgraph=True)
         tiny.step(first, **batch(), run=run)
         assert {site.num_heads for site in inst.sites.values()} == {4}
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
-    inst = guardbit.instrument(other := build("Llama", num_attention_heads=2))
-    try:
+    with instrumented(other := build("Llama", num_attention_heads=2)) as inst:
         assert inst.sites == {}
         tiny.step(other, **batch())
         assert {site.num_heads for site in inst.sites.values()} == {2}
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -223,12 +207,9 @@ def test_sinks_are_a_number_a_head_whatever_the_batch(size, tiny):
     model = MODELS["gpt-oss"][0]()
     with_sinks(model)
     ids = torch.randint(3, 32, (size, 12), generator=torch.Generator().manual_seed(1))
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         tiny.step(model, input_ids=ids, labels=ids)
         assert inst.sites[SITE].unwatched is None
-    finally:
-        inst.remove()
 
 
 def test_indicators_of_a_run(tmp_path):

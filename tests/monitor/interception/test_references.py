@@ -33,7 +33,6 @@ def nothing_is_put_aside():
     gc.freeze()
 
 
-
 def test_aliases_are_covered(tiny, tokens, instrument):
     class Aliased(tiny.Attention):
         def attend(self, q, k, v):

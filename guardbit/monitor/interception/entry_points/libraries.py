@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,29 +81,15 @@ _NOT_COMPILED = (
 )
 
 
-class _Inputs(NamedTuple):
-    """q, k and v, `(B, H, N, D)`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 @dataclass(eq=False)
 class LibraryEntryPoint(EntryPoint):
-    """A function of a library.
-
-    Attributes:
-        engine: Name of its engine.
-        is_packed: Whether it takes packed sequences, `(T, H, D)`.
-        defaults: The parameters of the installed function, in order, with their defaults.
-        missing: Why the kernels of this release cannot be called, or None.
-    """
+    """A function of a library."""
 
     engine: str = ""
-    is_packed: bool = False
+    is_packed: bool = False  # whether it takes packed sequences, `(T, H, D)`
+    # The parameters of the installed function, in order, with their defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    missing: str | None = None
+    missing: str | None = None  # why the kernels of this release cannot be called
     _others: dict[tuple[object, ...], str | None] = field(default_factory=dict)
 
     @property
@@ -184,6 +170,9 @@ class LibraryEntryPoint(EntryPoint):
         asked = {**self.defaults, **given}
         if self.engine == "varlen_attn":
             asked = {_MEANS.get(name, name): x for name, x in asked.items()}
+        for name in ("cu_seqlens", "max_seqlen"):
+            if name in asked:
+                asked |= {f"{name}_q": asked[name], f"{name}_k": asked[name]}
         inputs = _inputs(asked, self.is_packed)
         if isinstance(inputs, str):
             return Refusal(inputs)
@@ -240,26 +229,20 @@ def _is_same(x: Any, default: Any) -> bool:
     return isinstance(x, bool | int | float | tuple | list) and x == default
 
 
-def _inputs(asked: Mapping[str, Any], is_packed: bool) -> _Inputs | str:
+def _inputs(asked: Mapping[str, Any], is_packed: bool) -> tuple[Tensor, Tensor, Tensor] | str:
     """Returns the tensors of a call as `(B, H, N, D)`, or why they cannot be found."""
-    if "qkv" in asked:
-        together = [asked["qkv"]]
-    elif "kv" in asked:
-        together = [asked["q"], asked["kv"]]
-    else:
-        together = [asked[name] for name in ("q", "k", "v")]
-    if not all(isinstance(x, Tensor) for x in together):
+    names = ("qkv",) if "qkv" in asked else ("q", "kv") if "kv" in asked else ("q", "k", "v")
+    parts = [asked[name] for name in names]
+    if not all(isinstance(x, Tensor) for x in parts):
         return "it is called with something else than tensors"
     if "qkv" in asked:
         parts = _apart(asked["qkv"], asked.get("num_heads_q"))
     elif "kv" in asked:
         parts = [asked["q"], *asked["kv"].unbind(-3)]
-    else:
-        parts = together
     if len(parts) != 3 or any(x.dim() != (3 if is_packed else 4) for x in parts):
         return "its inputs are not of the shape that its documentation asks for"
     q, k, v = (heads_first(x, "NHD" if is_packed else "BNHD") for x in parts)
-    return _Inputs(q, k, v)
+    return q, k, v
 
 
 def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
@@ -302,29 +285,18 @@ def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | 
     return f"it is called with window_size={window!r}"
 
 
-def _starts(asked: Mapping[str, Any]) -> tuple[Any, Any]:
-    if "cu_seqlens" in asked:
-        return asked["cu_seqlens"], asked["cu_seqlens"]
-    return asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
-
-
 def _why_documents(asked: Mapping[str, Any], q: Tensor) -> str | None:
-    starts = _starts(asked)
+    starts = asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
+    longest = asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
     if not all(isinstance(x, Tensor) for x in starts):
         return "it does not say where its documents begin"
     if any(x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device for x in starts):
         return "its cu_seqlens are not INT32 (documents + 1,) where its queries are"
     if starts[0].shape != starts[1].shape or not len(starts[0]):
         return "its queries and keys are not of the same documents"
-    if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in _longest(asked)):
+    if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in longest):
         return "its longest length is on the device, which a compiled graph does not wait for"
     return None
-
-
-def _longest(asked: Mapping[str, Any]) -> tuple[Any, Any]:
-    if "max_seqlen" in asked:
-        return asked["max_seqlen"], asked["max_seqlen"]
-    return asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
 
 
 def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> AttentionSpec:
@@ -335,11 +307,10 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
         causal, right = True, -1
     documents = None
     if is_packed:
-        several = "max_seqlen" in asked
-        longest = [asked["max_seqlen" if several else f"max_seqlen_{x}"] for x in "qk"]
+        longest = asked["max_seqlen_q"], asked["max_seqlen_k"]
         # The library too waits for a length on the device; without one it takes all tokens.
         lengths = [x.size(2) if n is None else int(n) for n, x in zip(longest, (q, k), strict=True)]
-        documents = Documents(*_starts(asked), *lengths)
+        documents = Documents(asked["cu_seqlens_q"], asked["cu_seqlens_k"], *lengths)
     return AttentionSpec(
         q.size(3) ** -0.5 if scale is None else float(scale),
         causal,

@@ -21,9 +21,8 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.doors import report, stand_in
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal, is_genuine
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
-from guardbit.monitor.interception.records import Heads, note_call, note_outside
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.seen import Heads, note_call, note_outside, note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
 from guardbit.monitor.stages import log
 
@@ -66,7 +65,11 @@ def bind(*args: Any, **kwargs: Any) -> Refusal:
 
 def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
     watched = None if is_jit_traced() else _watched(args, kwargs)
-    return None if watched is None else watched.around(args, kwargs)
+    if watched is None:
+        return None
+    # PyTorch's function, with this in place of `torch`.
+    function = _copy({**_original.__globals__, "torch": watched})
+    return Around(args, kwargs, watched.after, function)
 
 
 def _traced(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -112,14 +115,6 @@ def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     return _Products(Watch(number), heads[0], dropout_p)
 
 
-class _Bmm:
-    original = staticmethod(torch.bmm)
-
-
-class _Baddbmm:
-    original = staticmethod(torch.baddbmm)
-
-
 class _Products:
     """Stands in for `torch` in PyTorch's function, to watch its two matrix products.
 
@@ -133,15 +128,11 @@ class _Products:
         self._dropout_p = dropout_p
         self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._is_called = self._is_heard = False
-        self.bmm = stand_in(_Bmm, self._before_bmm, None)
-        self.baddbmm = stand_in(_Baddbmm, self._before_baddbmm, None)
+        bmm, baddbmm = (types.SimpleNamespace(original=f) for f in (torch.bmm, torch.baddbmm))
+        self.bmm = stand_in(bmm, self._before_bmm, None)
+        self.baddbmm = stand_in(baddbmm, self._before_baddbmm, None)
 
-    def around(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
-        """Calls PyTorch's function, with this in place of `torch`."""
-        function = _copy({**_original.__globals__, "torch": self})
-        return Around(args, kwargs, self._after, function)
-
-    def _after(self, found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    def after(self, found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         global _why_misread
         out, weights = found
         if not self._is_called:

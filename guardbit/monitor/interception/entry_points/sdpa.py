@@ -22,15 +22,13 @@ from guardbit.monitor.interception.entry_points.refusals import (
     OTHER_WIDTH,
     is_taken_over,
     takes_over,
-    why_dropout,
+    why_call,
     why_groups,
-    why_mask,
-    why_now,
-    why_tensors,
 )
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
 _OTHER_WIDTH = "its values have another head size than its keys"
+_TWO_MASKS = "it is called with a mask and is_causal=True, of which PyTorch takes one"
 _BY_MATH = "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
 
 
@@ -52,13 +50,8 @@ def bind(
             return Refusal(why, query, key)
         shared = query, share
         query, key, value = (cast(DTensor, x).to_local() for x in (query, key, value))
-    why = (
-        _why_two_masks(attn_mask, is_causal)
-        or why_mask(attn_mask)
-        or why_dropout(dropout_p)
-        or why_tensors(query, key, value, any_width=True)
-        or why_now(query, key, value)
-    )
+    why = _TWO_MASKS if attn_mask is not None and is_causal else None
+    why = why or why_call(query, key, value, (attn_mask,), dropout_p)
     # PyTorch's math kernel serves calls with one key head for all query heads.
     broadcasts = None if why else why_groups(query, key, are_allowed=enable_gqa)
     if broadcasts is not None and key.size(1) != 1:
@@ -99,12 +92,6 @@ def _why_width(bound: Bound) -> str | None:
 def _without_mask(scale: float, causal: Causal, dropout_p: float) -> AttentionSpec:
     """Makes a spec once: that takes as long as everything else here."""
     return AttentionSpec(scale, causal, dropout_p=dropout_p)
-
-
-def _why_two_masks(mask: Tensor | None, is_causal: bool) -> str | None:
-    if mask is not None and is_causal:
-        return "it is called with a mask and is_causal=True, of which PyTorch takes one"
-    return None
 
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -32,15 +32,9 @@ from guardbit.monitor.interception.entry_points.base import (
     heard_eagerly,
     is_empty,
 )
-from guardbit.monitor.interception.entry_points.refusals import (
-    why_dropout,
-    why_groups,
-    why_mask,
-    why_now,
-    why_tensors,
-)
+from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.seen import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT
 
 _NAME = "transformers' eager attention"
@@ -68,14 +62,8 @@ def bind(
     **_: Any,
 ) -> Bound | Refusal:
     """Binds a call, see `base.EntryPoint`; the output is (batch, tokens, heads, head size)."""
-    why = (
-        why_mask(attention_mask)
-        or why_mask(position_bias)
-        or why_dropout(dropout)
-        or why_tensors(query, key, value, any_width=True)
-        or why_groups(query, key)
-        or why_now(query, key, value)
-    )
+    masks = attention_mask, position_bias
+    why = why_call(query, key, value, masks, dropout) or why_groups(query, key)
     if why is not None:
         return Refusal(why, query, key)
     mask = attention_mask
@@ -116,11 +104,8 @@ def _bind(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Bound | Refusal:
     found = bind(module, *args, **kwargs)
-    if isinstance(found, Refusal):
-        why: str | None = found.why
-    elif is_empty(found.q, found.k) or probe.site is not None:
-        why = None
-    else:
+    why = found.why if isinstance(found, Refusal) else None
+    if isinstance(found, Bound) and not is_empty(found.q, found.k) and probe.site is None:
         why = _why_other(original, module, found, args, kwargs)
     if isinstance(found, Refusal) or why is not None:
         return Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
@@ -180,12 +165,11 @@ def _why_other(
 ) -> str | None:
     """Returns why a module's function is not what its arguments describe, or None."""
     if module not in _checked:
+        name = f"{getattr(original, '__module__', '?')}.eager_attention_forward"
         try:
             is_same = _is_what_is_said(original, module, bound, args, kwargs)
-            name = f"{getattr(original, '__module__', '?')}.eager_attention_forward"
-            _checked[module] = (
-                None if is_same else f"{name} computes something else than its arguments say"
-            )
+            why = f"{name} computes something else than its arguments say"
+            _checked[module] = None if is_same else why
         except Exception as error:
             _checked[module] = f"its function could not be tried on its own: {error}"
     return _checked[module]
