@@ -118,18 +118,6 @@ def test_a_module_of_that_name_without_kernels_is_none(monkeypatch):
     assert not entry.find()
 
 
-# The compiler says so of the stand-in's own function and tensors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_call_stays_with_the_kernel_and_says_so(tiny):
-    model, x = build(by_name(FUNC))
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        compiled = torch.compile(model, backend="eager")
-        assert tiny.equal(tiny.step(model, x, run=compiled), before)
-        assert "it calls a kernel of the hub in compiled code" in inst.sites["0"].refusal
-
-
 @pytest.mark.parametrize("implementation", ["kernels-community/flash-attn2", "flash_attention_2"])
 def test_hugging_face_models_on_a_kernel_of_the_hub(implementation, tiny, monkeypatch):
     """`flash_attention_2` takes the hub's where flash_attn is not installed."""

@@ -487,19 +487,3 @@ def test_a_switched_site_comes_nearer_to_fp64_with_empty_documents(name, borrowe
     errors = [(call.dq.double() - truth).norm() for call in calls]
     assert exact.stabilizers == ("exact_delta",) * 4
     assert errors[1] < 0.8 * errors[0]
-
-
-@pytest.mark.parametrize("name", [FUNC, VARLEN])
-def test_a_run_has_every_indicator_of_heads(name, borrower, tmp_path):
-    model, x = build(by_name(name))
-    session = guardbit.MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path, strict=True)
-    for step in range(3):
-        with session.step(step):
-            model(x).float().square().mean().backward()
-    session.close()
-    run = guardbit.read_run(tmp_path)
-    last = run[(run.step == 2) & run.value.notna()]
-    assert set(last.indicator) == set(guardbit.INDICATORS) - OCCASIONAL - {"loss", "grad_norm"}
-    errors = last[last.indicator == "dq_relative_error"].value
-    # Of BF16: an ulp is 2^-8; softmax and products add some.
-    assert 0 < errors.max() < 2**-3

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.catalog import OCCASIONAL
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
 from tests.oracle import attend
@@ -181,45 +180,6 @@ def test_watch_attention_hears_of_gradients(how, fused, x, tiny):
             getattr(call, name).double(), expected.detach(), rtol=1e-4, atol=1e-6
         )
     assert fused or call.out is None
-
-
-@pytest.mark.parametrize("by", ["observe", "watch_attention"])
-def test_compiled_nothing_is_watched_and_that_is_said(by, x, tiny):
-    torch._dynamo.reset()
-    model, calls = build() if by == "observe" else shown()[0], []
-    # What a compiler noted about a type, it says of all modules of that type.
-    for module in (model[1], model[1].core):
-        module.__class__ = type("Compiled", (type(module),), {})
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        after = tiny.step(model, x, run=run)
-        for name, gradient in after.items():
-            torch.testing.assert_close(gradient, before[name])
-        (site,) = inst.sites.values()
-        assert "compiled" in site.unwatched
-        with pytest.raises(ValueError, match="in eager code only"):
-            inst.switch("*", "centered_keys")
-    assert calls == []
-
-
-def test_indicators_of_a_run(x, tmp_path):
-    for name, model in (("observed", build()), ("shown", shown(fused=True)[0])):
-        session = MonitorSession(
-            model.bfloat16(), every_n_train_steps=2, dirpath=tmp_path / name, strict=True
-        )
-        for step in range(3):
-            with session.step(step):
-                model(x.bfloat16()).float().square().mean().backward()
-        session.close()
-        run = read_run(tmp_path / name)
-        last = set(run[(run.step == 2) & run.value.notna()].indicator)
-        gradients = {i for i in guardbit.INDICATORS if i.startswith(("delta_", "dq_", "w_q_push"))}
-        expected = set(guardbit.INDICATORS) - OCCASIONAL - {"loss", "grad_norm"}
-        assert last == (expected - gradients if name == "observed" else expected)
-        (facts,) = read_metadata(tmp_path / name)["sites"].values()
-        assert facts["unwatched"] is None
 
 
 def test_outside_of_any_model_nothing_happens():
