@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, number_of, runtime
 
 #: Where an instrumented module keeps its `Place`.
@@ -60,8 +61,8 @@ class Frame:
     """A module that is running, its inputs, and how often it has called attention so far."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     calls: int = 0
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, number_of, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception import seen
@@ -39,18 +40,14 @@ _BEYOND_GUARD = 3
 _NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
 
 
-def _enter_traced(
-    _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     note_traced_inputs(module, args, kwargs)
     # One function serves all modules and reads the number off the module. The compiler then sees an
     # input of the graph, and one graph can serve many layers.
     runtime.enter(getattr(module, SITE_ATTRIBUTE).site)
 
 
-def _enter_eagerly(
-    _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     caller = sys._getframe(_BEYOND_GUARD)
     if is_jit_traced():
         return

@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo import trace_rules
 
-from guardbit.guard import Around, between, undo_all
+from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.doors import guarded, stand_in
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
@@ -32,7 +32,7 @@ original_checkpoint = torch.utils.checkpoint.checkpoint
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | None:
     """Lets a recomputation *inside* an attention module belong to that module."""
     if not (runtime.is_inside_site() and frame_stack and args):
         return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit import guard
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
@@ -31,11 +32,7 @@ from guardbit.monitor.interception.entry_points.refusals import why_call, why_gr
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import Heads, note_call, note_traced_call, refuse_call
-from guardbit.monitor.interception.watching import (
-    Watch,
-    gradient_as_it_came,
-    hand_to_observer,
-)
+from guardbit.monitor.interception.watching import Watch, gradient_as_it_came, hand_to_observer
 
 #: The two functions, as users call them.
 OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
@@ -202,7 +199,7 @@ class _Shown:
     # Calls that have begun and not ended; a module may call itself.
     running: list[tuple[_Heard, Watch | None] | None] = field(default_factory=list)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if torch.compiler.is_compiling():
             _note_traced(module, (0, 0, 0), _WATCH)
             return None
@@ -212,7 +209,7 @@ class _Shown:
 
     @reporting
     def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: Args, kwargs: Kwargs
     ) -> tuple[tuple[_Heard, Watch | None], tuple[tuple[Any, ...], dict[str, Any]]] | None:
         bound = self.signature.bind(*args, **kwargs)
         named = bound.arguments

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from guardbit.guard import then_undo
+from guardbit.guard import Args, Kwargs, then_undo
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.module_copy import Copier, Copiers, runnable_copy
@@ -61,11 +61,11 @@ class _Values:
 class ModuleInputs:
     """The inputs of one forward of a module, as `describe` returns them."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
-def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInputs:
+def describe_inputs(args: Args, kwargs: Kwargs) -> ModuleInputs:
     """Describes the inputs of one forward; tensors may be a compiler's fake ones."""
     return ModuleInputs(
         tuple(describe(x) for x in args), {name: describe(x) for name, x in kwargs.items()}

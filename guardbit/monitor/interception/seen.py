@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
 from guardbit import guard
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception.doors import report
@@ -308,7 +308,7 @@ def _drop_stale(_: Any) -> None:
     drop_stale()
 
 
-def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def note_traced_inputs(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     comptime(_read_inputs)
 
 
@@ -357,12 +357,12 @@ def _read_call(context: Any) -> None:
     except Exception:
         # The site is then missing from the list of sites.
         return
+    refused = why or sharded
+    with_gradients = torch.is_grad_enabled()
     for known in (_of(number), _of(type(site_modules[number]))):
         known.entry = entry
-        if (why or sharded) and (known.refusal is None or torch.is_grad_enabled()):
-            known.refusal = _TracedRefusal(
-                why or sharded, heads, torch.is_grad_enabled(), is_sharded=not why
-            )
+        if refused is not None and (known.refusal is None or with_gradients):
+            known.refusal = _TracedRefusal(refused, heads, with_gradients, is_sharded=why is None)
 
 
 def _keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
@@ -431,7 +431,7 @@ class OutsideCalls:
 _counting: list[OutsideCalls] = []
 
 
-def note_outside(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:
     """Counts an eager call outside the running modules; free while nothing counts."""
     if not _counting or not torch.is_grad_enabled():
         return

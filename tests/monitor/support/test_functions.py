@@ -30,6 +30,7 @@ TITLE = "Functions"
 
 #: Function -> how the indicators are called that cannot be measured of its calls.
 UNMEASURED = {
+    "F.multi_head_attention_forward": ("delta_",),
     "transformers' eager attention": ("delta_",),
     "guardbit.watch_attention": ("delta_",),  # unless it is said to be fused
     "guardbit.observe": ("delta_", "dq_", "w_q_push"),

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from guardbit.guard import Around, Result, then_finish
+from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
@@ -48,7 +48,7 @@ from guardbit.monitor.interception.watching import Watch
 Layout = Literal["BHND", "BNHD", "NHD"]
 
 #: What is done in an eager call instead of calling the original, see `guard.stand_in`.
-Before = Callable[[tuple[Any, ...], dict[str, Any]], Around | Result | None]
+Before = Callable[[Args, Kwargs], Around | Result | None]
 
 
 class Bound(NamedTuple):
@@ -118,9 +118,7 @@ class EntryPoint:
         """Returns why its calls are ignored in this process, as a clause, or None."""
         return None
 
-    def why_other(
-        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def why_other(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
         """Returns why its engine does not do what the original does, as a clause, or None."""
         return None
 
@@ -207,7 +205,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     return _handed_back(entry, found, args, kwargs, _computed(found, runtime.current))
 
 
-def before(entry: EntryPoint, args: Any, kwargs: Any) -> Around | Result | None:
+def before(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Runs an eager call through the op, if it has to; see `guard.stand_in`."""
     found = heard_eagerly(entry, args, kwargs)
     if found is None:
@@ -225,7 +223,7 @@ def _computed(found: Bound, site: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _handed_back(
-    entry: EntryPoint, found: Bound, args: Any, kwargs: Any, computed: tuple[Tensor, Tensor]
+    entry: EntryPoint, found: Bound, args: Args, kwargs: Kwargs, computed: tuple[Tensor, Tensor]
 ) -> Any:
     out = as_given(computed[0], found.layout)
     if found.shared is not None:
@@ -244,7 +242,7 @@ def is_unread() -> bool:
     )
 
 
-def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+def heard(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     """Records a call that a compiler traces; returns it if the op is to run it, else None."""
     drop_stale_traced()
     if not runtime.is_inside_site():
@@ -258,9 +256,7 @@ def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> B
     return found if isinstance(found, Bound) else None
 
 
-def heard_eagerly(
-    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Bound | Watched | None:
+def heard_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not runtime.is_inside_site():
         note_outside(entry.name, args, kwargs)
@@ -310,7 +306,7 @@ def _keeps_output(bound: Bound) -> bool:
     return engines.choose(q, k, v, bound.spec, training=True).reads_out
 
 
-def _around(entry: EntryPoint, watched: Watched, args: Any, kwargs: Any) -> Around:
+def _around(entry: EntryPoint, watched: Watched, args: Args, kwargs: Kwargs) -> Around:
     """Lets the original run, and the observer hear of it."""
     watch, (q, k, v, spec, layout, *_), keeps_output = watched
     q = watch.query(q)

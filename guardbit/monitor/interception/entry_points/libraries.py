@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.base import (
@@ -116,12 +117,10 @@ class LibraryEntryPoint(EntryPoint):
             functools.update_wrapper(self.stand_in, self.original, updated=())
         return True
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def given(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
-    def why_other(
-        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def why_other(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
         if not self.is_of_hub:
             return None
         q, k, _, spec, *_ = bound
@@ -137,9 +136,7 @@ class LibraryEntryPoint(EntryPoint):
         return self._others[key]
 
     @torch.no_grad()
-    def _difference(
-        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def _difference(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
         assert self.original is not None
         assert bound.library is not None
         q, k, v, spec, layout, *_ = bound
@@ -162,9 +159,7 @@ class LibraryEntryPoint(EntryPoint):
         with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
             return self._bound(args, kwargs, is_unread=True)
 
-    def _bound(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_unread: bool
-    ) -> Bound | Refusal:
+    def _bound(self, args: Args, kwargs: Kwargs, is_unread: bool) -> Bound | Refusal:
         given = self.given(args, kwargs)
         unknown = self._why_unknown(given)
         asked = {**self.defaults, **given}
@@ -198,9 +193,7 @@ class LibraryEntryPoint(EntryPoint):
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
         return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
 
-    def result(
-        self, out: Tensor, lse: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def result(self, out: Tensor, lse: Tensor, args: Args, kwargs: Kwargs) -> Any:
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
         lse = lse.squeeze(0) if self.is_packed else lse
         if self.engine == "varlen_attn":
@@ -286,7 +279,7 @@ def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | 
 
 
 def _why_documents(asked: Mapping[str, Any], q: Tensor) -> str | None:
-    starts = asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
+    starts: tuple[Any, Any] = asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
     longest = asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
     if not all(isinstance(x, Tensor) for x in starts):
         return "it does not say where its documents begin"

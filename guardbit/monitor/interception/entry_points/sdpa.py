@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
-from guardbit.guard import Around, Result
+from guardbit.guard import Args, Around, Kwargs, Result
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
@@ -94,11 +93,11 @@ def _without_mask(scale: float, causal: Causal, dropout_p: float) -> AttentionSp
     return AttentionSpec(scale, causal, dropout_p=dropout_p)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | Result | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
     return None if is_taken_over(_tensors(args, kwargs)) else before(SDPA, args, kwargs)
 

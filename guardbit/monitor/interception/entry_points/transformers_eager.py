@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from guardbit.guard import Around, call_first
+from guardbit.guard import Args, Around, Kwargs, call_first
 from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -79,7 +79,7 @@ def bind(
     return Bound(query, key, value, spec)
 
 
-def _before_interface(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+def _before_interface(args: Args, kwargs: Kwargs) -> Around:
     """Sees to it that a model that gets a function of its own gets `attend`."""
 
     def after(found: Any) -> Any:
@@ -93,7 +93,7 @@ def _traced_interface(*args: Any, **kwargs: Any) -> Any:
     return _attending(EAGER.original(*args, **kwargs), args, kwargs)
 
 
-def _attending(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attending(found: Any, args: Args, kwargs: Kwargs) -> Any:
     default = args[2] if len(args) > 2 else kwargs["default"]
     if found is default and runtime.is_inside_site():
         return functools.partial(attend, found)
@@ -126,7 +126,7 @@ def _traced(
     return original(module, query, key, value, *args, **kwargs)
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | None:
     found = heard_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
     if not isinstance(found, Watched):
         return None
@@ -157,11 +157,7 @@ attend = _ATTEND.stand_in
 
 
 def _why_other(
-    original: Callable[..., Any],
-    module: nn.Module,
-    bound: Bound,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Callable[..., Any], module: nn.Module, bound: Bound, args: Args, kwargs: Kwargs
 ) -> str | None:
     """Returns why a module's function is not what its arguments describe, or None."""
     if module not in _checked:
@@ -176,11 +172,7 @@ def _why_other(
 
 
 def _is_what_is_said(
-    original: Callable[..., Any],
-    module: nn.Module,
-    bound: Bound,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Callable[..., Any], module: nn.Module, bound: Bound, args: Args, kwargs: Kwargs
 ) -> bool:
     batch = bound.q.size(0)
 
