@@ -106,23 +106,11 @@ _leave = MethodType(hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
 # compiled hooks, and what they call, would be recompiled for every shape. Inside a compiled module
 # they are inlined.
 for _function in (
-    *(
-        _enter_traced,
-        _leave_traced,
-        _begin_step,
-        _end_step,
-        push,
-        pop,
-        drop_stale,
-        drop_all,
-        site_number,
-        site_of,
-        _site_of,
-    ),
-    *(Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site),
-    *(Runtime.is_other_thread, Runtime.is_owner_running, is_recomputing, is_jit_traced),
-    *(Clock.begin, Clock.end, number_of),
-):
+    _enter_traced, _leave_traced, _begin_step, _end_step, push, pop, drop_stale, drop_all,
+    site_number, site_of, _site_of, number_of, is_recomputing, is_jit_traced, Runtime.enter,
+    Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site,
+    Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
+):  # fmt: skip
     skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks. So all modules use the same two ids, from PyTorch's

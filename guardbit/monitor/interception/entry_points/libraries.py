@@ -167,7 +167,7 @@ class LibraryEntryPoint(EntryPoint):
             asked = {_MEANS.get(name, name): x for name, x in asked.items()}
         for name in ("cu_seqlens", "max_seqlen"):
             if name in asked:
-                asked |= {f"{name}_q": asked[name], f"{name}_k": asked[name]}
+                asked = {**asked, f"{name}_q": asked[name], f"{name}_k": asked[name]}
         inputs = _inputs(asked, self.is_packed)
         if isinstance(inputs, str):
             return Refusal(inputs)

@@ -117,13 +117,12 @@ def _traced(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if runtime.is_inside_site():
         note_traced_call(runtime.current, heads_of(query, key), _COMPILED, _NAME)
-    return original(module, query, key, value, *args, **kwargs)
+    return original(module, query, key, *args, **kwargs)
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | None:
