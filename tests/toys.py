@@ -12,15 +12,20 @@ from torch import Tensor, nn
 
 import guardbit
 from guardbit import MonitorSession
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.sites import Instrumentation
 
 
 @contextmanager
-def instrumented(model: nn.Module) -> Iterator[Instrumentation]:
-    """Instruments a model and takes that out in the end."""
+def instrumented(
+    model: nn.Module, observer: Callable[[AttentionCall], object] | None = None
+) -> Iterator[Instrumentation]:
+    """Instruments a model, whose calls an observer may get, and takes that out in the end."""
     inst = guardbit.instrument(model)
     try:
+        if observer is not None:
+            inst.observe(observer)
         yield inst
     finally:
         inst.remove()

@@ -195,8 +195,7 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
 def test_a_switch_compiles_nothing(mode):
     case = "documents and a window"
     model, run = build(mode, options_of(case))
-    with instrumented(model) as inst:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         step(run, tensors(case))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         inst.switch("*", "exact_delta")
@@ -213,8 +212,7 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
     expected = exact(case, inputs)
     model, run = build("compiled whole", options_of(case))
     calls = []
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         plain = step(run, inputs)
         inst.switch("*", "exact_delta", heads=SWITCHED)
         step(run, inputs)
@@ -251,8 +249,7 @@ def test_a_plain_causal_mask_is_recognised():
     specs = {}
     for case in ("all keys", "causal", "documents and a window", "ALiBi"):
         model, run = build("eager", options_of(case))
-        with instrumented(model) as inst:
-            inst.observe(lambda call, case=case: specs.update({case: call.spec}))
+        with instrumented(model, lambda call, case=case: specs.update({case: call.spec})):
             step(run, tensors(case))
     assert {case: (spec.causal, spec.extras) for case, spec in specs.items()} == {
         "all keys": (False, ()),
@@ -271,8 +268,7 @@ def test_a_head_of_its_own_mask_is_looked_up_by_its_number():
     block_mask = create_block_mask(by_head, 2, HEADS, LENGTH, LENGTH, device=DEVICE)
     model, run = build("eager", {"block_mask": block_mask})
     calls = []
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         step(run, tensors("causal"))
     (call,) = calls
     heads, rows = torch.tensor([3, 1], device=DEVICE), torch.tensor([5, 99], device=DEVICE)
@@ -305,8 +301,7 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     )
     before = both(run)
     calls = []
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, both(run), before))
         assert calls[0].dq.isnan().all(), "not of dO alone"
         inst.switch("*", "exact_delta")
@@ -319,8 +314,7 @@ def test_an_lse_that_nobody_uses_does_not_hide_dq(mode):
     """transformers always asks for it on GPUs."""
     inputs, calls = tensors("causal"), []
     model, run = build(mode, {**options_of("causal"), "return_aux": home.AuxRequest(lse=True)})
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
     assert torch.equal(calls[0].dq, dq)
 
@@ -335,8 +329,7 @@ def test_under_activation_checkpointing(mode):
         return checkpoint(model, *leaves, use_reentrant=False)
 
     before = step(run, inputs)
-    with instrumented(model) as inst:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         inst.switch("*", "exact_delta")
         after = step(run, inputs)
@@ -365,8 +358,7 @@ def test_reentrant_checkpointing_and_evaluation(mode):
         return outputs
 
     before, evaluated = run(inner, inputs), evaluate()
-    with instrumented(model) as inst:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         for name in ("none", "exact_delta", "none"):
             assert all(map(torch.equal, evaluate(), evaluated))
             if inst.sites:
@@ -413,8 +405,7 @@ def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
     inputs, lengths = tensors("causal"), (128, 96)
     for length in lengths:
         found[length] = both(length, inputs)
-    with instrumented(model) as inst:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         for length in lengths:
             assert all(map(torch.equal, both(length, inputs), found[length]))
         inst.switch("attention", "exact_delta")
@@ -453,8 +444,7 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
     monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     model, run = build("eager", options_of("causal"))
     before = step(run, inputs)
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         assert calls == []
         assert "nothing is measured of its calls: the functions" in caplog.text
@@ -527,8 +517,7 @@ def test_the_indicators_of_a_call_are_numbers():
         with torch.no_grad():
             gathered.update(0, CallView(call, None, heads, torch.eye(HEADS, 32, device=DEVICE)))
 
-    with instrumented(model) as inst:
-        inst.observe(consume)
+    with instrumented(model, consume):
         step(run, inputs)
     found = gathered.measured()
     assert len(found) == 10 and all(values.isfinite().all() for values in found.values())

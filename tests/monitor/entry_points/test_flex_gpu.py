@@ -55,8 +55,7 @@ def test_dq_of_documents_and_a_window(mode):
         return (squares / exact.square().sum((0, 2, 3))).sqrt()
 
     before = step()
-    with instrumented(model) as inst:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         assert all(map(torch.equal, step(), before)), "watched, it computes the same bits"
         inst.switch("*", "exact_delta", heads=[1, 2])
         after = step()

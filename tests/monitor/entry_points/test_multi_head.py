@@ -53,8 +53,7 @@ def x():
 def observed(model, *args, tiny):
     calls = []
     before = tiny.step(model, *args)
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, *args), before)
         site = inst.sites["attention"]
         told = {name: getattr(site, name) for name in ("refusal", "unwatched", "entry", "launches")}
@@ -139,8 +138,7 @@ def test_another_pytorch_that_is_not_understood_is_said(x, tiny, monkeypatch, ca
     monkeypatch.setattr(multi_head, "_why_misread", None)
     model = ReturnsWeights()
     before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        inst.observe(lambda _: None)
+    with instrumented(model, lambda _: None) as inst:
         for _ in range(2):
             assert tiny.equal(tiny.step(model, x), before)
         assert "writes attention out in another way" in inst.sites["attention"].unwatched

@@ -82,8 +82,7 @@ CHECKPOINTS = [None, "reentrant", "not reentrant"]
 def test_observe_gives_back_what_it_got_and_is_heard_once(how, x, tiny):
     model, calls = build(how=how), []
     before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         site = inst.sites["1"]
@@ -161,8 +160,7 @@ def by_hand(model, x):
 def test_watch_attention_hears_of_gradients(how, fused, x, tiny):
     (model, take_back), calls = shown(how, fused=fused), []
     before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         (site,) = inst.sites.values()
@@ -197,8 +195,7 @@ def test_a_module_may_be_named(x, tiny):
 def test_a_forward_that_fails_leaves_nothing(x, tiny):
     model, _ = shown()
     hooks = model[1].core._forward_pre_hooks.values()
-    with instrumented(model) as inst:
-        inst.observe(lambda _: None)
+    with instrumented(model, lambda _: None):
         with pytest.raises(RuntimeError):
             model[1].core(torch.zeros(2, 2, 9, 16, requires_grad=True), torch.zeros(2, 2, 9, 16),
                           values=torch.zeros(2, 2, 3, 16))  # fmt: skip
@@ -305,8 +302,7 @@ def test_an_output_keeps_its_type_and_may_be_counted_from_the_end(kind, out, x, 
     model, calls = nn.Sequential(nn.Linear(32, 32), Other(kind)), []
     before = tiny.step(model, x)
     guardbit.watch_attention(model[1].core, q="queries", k="keys", v="values", causal=True, out=out)
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         assert call.d_out is not None

@@ -91,8 +91,7 @@ def test_the_observer_hears_of_the_call_as_it_was(name, checkpointed, tiny):
     before = tiny.step(model, **batch())
     if checkpointed:
         model.gradient_checkpointing_enable()
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, **batch()), before)
         site = inst.sites[SITE]
         assert site.unwatched is None
@@ -119,8 +118,7 @@ def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
     model = build("Llama")
     before = tiny.step(model, **batch())
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, **batch()), before)
         assert "computes something else than its arguments say" in inst.sites[SITE].unwatched
     assert calls == []

@@ -105,8 +105,7 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
     def run(heads):
         """The output, the call as its backward tells of it, and the site's stabilizers."""
         calls = []
-        with instrumented(model) as inst:
-            inst.observe(calls.append)
+        with instrumented(model, calls.append) as inst:
             model(x)  # makes the site known
             if heads:
                 inst.switch("0", "exact_delta", heads=heads)
@@ -172,8 +171,7 @@ def test_the_rounded_output_is_heard_of_where_delta_comes_from_it(tiny, monkeypa
         "guardbit.monitor.interception.entry_points.base._keeps_output", lambda bound: True
     )
     model, calls = build(16).bfloat16(), []
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         tiny.step(model, tokens().bfloat16())
     (call,) = calls
     assert call.out.shape == call.d_out.shape == (2, 4, 12, 16)
@@ -210,8 +208,7 @@ def test_one_key_head_that_is_broadcast(tiny):
     torch.manual_seed(0)
     model, calls = nn.Sequential(Broadcasting()), []
     before = tiny.step(model, tokens())
-    with instrumented(model) as inst:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, tokens()), before)
         (site,) = inst.sites.values()
         assert site.unwatched is None
