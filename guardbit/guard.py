@@ -19,7 +19,7 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,6 +29,10 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+
+#: The arguments of a call.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 #: Reports an error; it may raise this very error, and nothing else.
 Contain = Callable[[Exception], None]
@@ -47,11 +51,7 @@ _REFUSAL, _DOOR = "_guardbit_refuses", "_guardbit_door"
 
 
 class Guarded:
-    """What has methods as doors.
-
-    Attributes:
-        _is_void: Whether it could not be set up. Its doors then do nothing.
-    """
+    """What has methods as doors, which do nothing once it is void: it could not be set up."""
 
     _is_void: bool = False
 
@@ -61,19 +61,12 @@ class Guarded:
 
 
 class Around(NamedTuple):
-    """What a stand-in does instead of calling the original as it was called.
+    """What a stand-in does instead of calling the original as it was called."""
 
-    Attributes:
-        args: The arguments for the original.
-        kwargs: The same, by name.
-        after: Makes the result from what the original returns; None to return just that.
-        function: What to call; None for the original.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    after: Callable[[Any], Any] | None = None
-    function: Callable[..., Any] | None = None
+    args: Args
+    kwargs: Kwargs
+    after: Callable[[Any], Any] | None = None  # makes the result from what the original returns
+    function: Callable[..., Any] | None = None  # what to call; None for the original
 
 
 class Result(NamedTuple):
@@ -126,8 +119,8 @@ def _tried(
     contains: tuple[Contain, ...],
     otherwise: Callable[..., Any],
     inside: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Calls a function once for each that takes its error, until it succeeds."""
     # All tries have the same frames above them: some look for their caller's.
@@ -213,7 +206,7 @@ def hook(
 
 def stand_in(
     place: _HasOriginal,
-    before: Callable[[tuple[Any, ...], dict[str, Any]], Around | Result | None],
+    before: Callable[[Args, Kwargs], Around | Result | None],
     traced: Callable[..., Any] | None,
     contain: Contain,
     give_up: Contain,

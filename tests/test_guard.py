@@ -14,7 +14,7 @@ import guardbit
 from guardbit import guard
 from guardbit.guard import Guarded, is_door
 from guardbit.kernels import flex, op
-from guardbit.monitor.interception import installation, tracing, watching
+from guardbit.monitor.interception import installation, seen, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.session import MonitorSession, StepBracket
 
@@ -103,7 +103,7 @@ def test_what_ops_run_is_a_door():
 
 
 def test_what_compilers_run_while_they_trace_is_a_door():
-    assert all(map(is_door, (tracing._drop_stale, tracing._read_inputs, tracing._read_call)))
+    assert all(map(is_door, (seen._drop_stale, seen._read_inputs, seen._read_call)))
 
 
 # --- what a door does ----------------------------------------------------------------------------

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import guardbit
 from guardbit import MonitorSession
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.detectors import Finding
+from guardbit.monitor.sites import Instrumentation
+
+
+@contextmanager
+def instrumented(
+    model: nn.Module, observer: Callable[[AttentionCall], object] | None = None
+) -> Iterator[Instrumentation]:
+    """Instruments a model, whose calls an observer may get, and takes that out in the end."""
+    inst = guardbit.instrument(model)
+    try:
+        if observer is not None:
+            inst.observe(observer)
+        yield inst
+    finally:
+        inst.remove()
 
 
 class Attention(nn.Module):

@@ -73,7 +73,7 @@ FOUND = (
     # The second try took the first one's frame for that of its caller, which had ended.
     Place("dropout", OSError, "monitor/interception/installation.py", "push(site, again", 0),
     # The compiler gave up at the first error.
-    Place("compiled", MemoryError, "monitor/interception/tracing.py", "keep_traced_entry(n", 0),
+    Place("compiled", MemoryError, "monitor/interception/seen.py", "known.entry = entry", 0),
     Place("compiled", OverflowError, "kernels/op.py", "forward_ad._current_level < 0", 2),
 )
 

@@ -80,37 +80,6 @@ def told(path):
     return list(zip(errors.step, errors.why, strict=True))
 
 
-@pytest.mark.parametrize("unseen", [WrittenOutAttention, AtenAttention])
-def test_unseen_attention_beside_seen_is_told_once(unseen, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        sites = watched(tmp_path, Attention(), unseen(), AttentionScale(), Never())
-    assert sites == ["0"]
-    ((step, why),) = told(tmp_path)
-    assert step == 0
-    assert why.startswith("1 module that looks like attention ran and was not seen to call it")
-    assert f"1 ({unseen.__name__})" in why
-    assert why in caplog.text
-    assert read_metadata(tmp_path)["unseen"] == ["1"]
-
-
-def test_bloom_s_own_attention_is_named_as_unseen(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=2)
-
-    class Bloom(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bloom = transformers.BloomModel(config)
-
-        def forward(self, x):
-            return self.bloom(inputs_embeds=x).last_hidden_state
-
-    assert watched(tmp_path, Attention(), Bloom()) == ["0"]
-    ((_, why),) = told(tmp_path)
-    assert "1.bloom.h.0.self_attention (BloomAttention)" in why
-    assert read_metadata(tmp_path)["unseen"] == ["1.bloom.h.0.self_attention"]
-
-
 class Mixer(nn.Module):
     """Attention of another name: projections, and no call that is seen."""
 
@@ -139,31 +108,6 @@ def kind_of(name):
     return type(name, (Mixer,), {})()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [Block("attn", Mixer()), Block("self_attn", Mixer()), Block("mixer", kind_of("GQA")),
-     Block("mixer", kind_of("MultiHead")), Block("mixer", kind_of("CausalMLA"))],
-    ids=lambda module: module.name + type(getattr(module, module.name)).__name__,
-)  # fmt: skip
-def test_attention_is_known_by_the_name_that_the_model_gives_it_and_by_its_kinds(tmp_path, module):
-    watched(tmp_path, Attention(), module)
-    ((_, why),) = told(tmp_path)
-    assert "1 of 2 attention modules is watched" in why
-    assert read_metadata(tmp_path)["unseen"] == [f"1.{module.name}"]
-
-
-@pytest.mark.parametrize(
-    "module",
-    [Block("attn_norm", kind_of("NormLayer")), Block("c_attn", nn.Linear(32, 32)),
-     Block("mixer", kind_of("NormLayer")), Block("mlp", kind_of("MLP")),
-     Block("head", kind_of("MultiHeadClassifier")), Block("head", kind_of("MLAHead"))],
-    ids=lambda module: module.name + type(getattr(module, module.name)).__name__,
-)  # fmt: skip
-def test_what_only_sounds_like_attention_is_not_named(tmp_path, module):
-    watched(tmp_path, Attention(), module)
-    assert told(tmp_path) == []
-
-
 class Projecting(Attention):
     """Calls attention itself, and has the projections in a part called so."""
 
@@ -175,9 +119,79 @@ class Projecting(Attention):
         return super().forward(self.attn(x))
 
 
-def test_the_projections_of_attention_that_is_seen_are_not_named(tmp_path):
-    watched(tmp_path, type("Layer", (Projecting,), {})())
+class Layer(Projecting):
+    """A name that says nothing of attention."""
+
+
+class MyAttentionBlock(nn.Sequential):
+    """Holds attention that is seen."""
+
+
+class Bloom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=2)
+        self.bloom = transformers.BloomModel(config)
+
+    def forward(self, x):
+        return self.bloom(inputs_embeds=x).last_hidden_state
+
+
+ONE = "1 module that looks like attention ran and was not seen to call it"
+SHARE = "1 of 2 attention modules is watched"
+
+#: What is said of a model whose first layer is attention that is seen: the other layers, words of
+#: the sentence, and which modules are unseen.
+TOLD = {
+    "written out": (
+        lambda: [WrittenOutAttention(), AttentionScale(), Never()],
+        [ONE, "1 (WrittenOutAttention)"], ["1"],
+    ),
+    "a kernel": (
+        lambda: [AtenAttention(), AttentionScale(), Never()], [ONE, "1 (AtenAttention)"], ["1"]
+    ),
+    "BLOOM": (
+        lambda: [Bloom()],
+        ["1.bloom.h.0.self_attention (BloomAttention)"], ["1.bloom.h.0.self_attention"],
+    ),
+    "many": (
+        lambda: [WrittenOutAttention() for _ in range(7)],
+        ["7 modules that look like attention", "1, 2, 3, 4 more (WrittenOutAttention)"],
+        list("1234567"),
+    ),
+    "attn": (lambda: [Block("attn", Mixer())], [SHARE], ["1.attn"]),
+    "self_attn": (lambda: [Block("self_attn", Mixer())], [SHARE], ["1.self_attn"]),
+    **{
+        kind: (lambda kind=kind: [Block("mixer", kind_of(kind))], [SHARE], ["1.mixer"])
+        for kind in ("GQA", "MultiHead", "CausalMLA")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_unseen_attention_beside_seen_is_told_once(case, tmp_path, caplog):
+    layers, words, unseen = TOLD[case]
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        assert watched(tmp_path, Attention(), *layers()) == ["0"]
+    ((step, why),) = told(tmp_path)
+    assert step == 0
+    assert all(part in why for part in words)
+    assert why in caplog.text
+    assert read_metadata(tmp_path)["unseen"] == unseen
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Block("attn_norm", kind_of("NormLayer")), Block("c_attn", nn.Linear(32, 32)),
+     Block("mixer", kind_of("NormLayer")), Block("mlp", kind_of("MLP")),
+     Block("head", kind_of("MultiHeadClassifier")), Block("head", kind_of("MLAHead")),
+     Layer(), MyAttentionBlock(Attention(), nn.Linear(32, 32)), AttentionScale()],
+)  # fmt: skip
+def test_what_only_sounds_like_attention_and_what_is_seen_is_not_named(tmp_path, module):
+    watched(tmp_path, Attention(), module)
     assert told(tmp_path) == []
+    assert "unseen" not in read_metadata(tmp_path)
 
 
 def test_the_share_that_is_watched_is_told(tmp_path, caplog):
@@ -281,18 +295,6 @@ class AttentionMask(BankAttention):
     """A part that is called by attention, and is none."""
 
 
-@pytest.mark.parametrize(("kind", "total"), [(MHSA, 2), (AttentionCore, 2), (AttentionMask, 1)])
-def test_modules_without_weights_are_counted_by_their_names(kind, total, tmp_path):
-    model = Bank()
-    model.attn[1] = kind(False)
-    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
-    for step in range(2):
-        with session.step(step):
-            model(torch.randn(2, 8, 32)).square().mean().backward()
-    assert session.coverage == (1, total)
-    session.close()
-
-
 class Bank(nn.Module):
     def __init__(self):
         super().__init__()
@@ -305,16 +307,20 @@ class Bank(nn.Module):
         return x
 
 
-def test_attention_that_owns_no_weights_is_counted_and_named(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "total"), [(BankAttention, 2), (MHSA, 2), (AttentionCore, 2), (AttentionMask, 1)]
+)
+def test_attention_that_owns_no_weights_is_counted_and_named(kind, total, tmp_path):
     model = Bank()
+    model.attn[1] = kind(False)
     session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
     for step in range(2):
         with session.step(step):
             model(torch.randn(2, 8, 32)).square().mean().backward()
-    assert session.coverage == (1, 2)
+    assert session.coverage == (1, total)
     session.close()
-    ((_, why),) = told(tmp_path)
-    assert "attn.1 (BankAttention)" in why
+    named = [f"attn.1 ({kind.__name__})" in why for _, why in told(tmp_path)]
+    assert named == [True] * (total - 1)
 
 
 def test_functions_that_are_left_alone_are_named_where_attention_is_not_seen(tmp_path, monkeypatch):
@@ -325,24 +331,6 @@ def test_functions_that_are_left_alone_are_named_where_attention_is_not_seen(tmp
     assert said.endswith(f". {why}")
     with pytest.raises(NoAttentionSeenError, match=why):
         watched(tmp_path / "none", WrittenOutAttention())
-
-
-def test_of_many_a_few_are_named(tmp_path):
-    watched(tmp_path, Attention(), *(WrittenOutAttention() for _ in range(7)))
-    ((_, why),) = told(tmp_path)
-    assert "7 modules that look like attention" in why
-    assert "1, 2, 3, 4 more (WrittenOutAttention)" in why
-    assert read_metadata(tmp_path)["unseen"] == list("1234567")
-
-
-def test_seen_attention_is_not_reported(tmp_path):
-    class MyAttentionBlock(nn.Sequential):
-        """Holds attention that is seen."""
-
-    sites = watched(tmp_path, MyAttentionBlock(Attention(), nn.Linear(32, 32)), AttentionScale())
-    assert sites == ["0.0"]
-    assert told(tmp_path) == []
-    assert "unseen" not in read_metadata(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler

@@ -16,8 +16,8 @@ from guardbit.monitor import session as session_module
 from guardbit.monitor.interception import (
     hooks,
     installation,
-    records,
     references,
+    seen,
     watching,
 )
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
@@ -122,7 +122,7 @@ BELOW = {
     "call: its site": (base, "runtime", "is_inside_site"),
     "call: its refusal": (sdpa.SDPA, "bind"),
     "call: noting it": (base, "note_call"),
-    "call: noting it first": (records, "describe_inputs"),
+    "call: noting it first": (seen, "describe_inputs"),
     "call: its state": (base, "runtime", "site"),
     "call: recomputing": (installation, "push"),
     "call in backward": (AttentionMetric, "update"),
@@ -193,7 +193,7 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("below", "error"),
-    [((records, "forget"), ERRORS[0]), ((hooks, "_hook_entries"), ERRORS[1]),
+    [((seen, "forget"), ERRORS[0]), ((hooks, "_hook_entries"), ERRORS[1]),
      ((references, "setattr"), ERRORS[4])],
     ids=str,
 )  # fmt: skip
@@ -214,7 +214,7 @@ def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeyp
 def test_one_module_that_cannot_be_freed_keeps_no_other(monkeypatch):
     model = nn.Sequential(Attention(), Attention())
     session = MonitorSession(model)
-    original, failing = records.forget, []
+    original, failing = seen.forget, []
 
     def forget(number):
         failing.append(number)
@@ -222,7 +222,7 @@ def test_one_module_that_cannot_be_freed_keeps_no_other(monkeypatch):
             raise KeyError("on purpose")
         original(number)
 
-    monkeypatch.setattr(records, "forget", forget)
+    monkeypatch.setattr(seen, "forget", forget)
     session.close()
     assert left_in(model) == []
 

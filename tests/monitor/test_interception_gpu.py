@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import guardbit
+from tests.toys import instrumented
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,8 +23,7 @@ def model(tiny):
 
 def test_a_switch_reaches_a_model_compiled_to_cuda_graphs(model, tiny, tokens):
     tokens = tokens.cuda()
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
         for _ in range(4):  # compiled, warmed up, captured, replayed
             before = tiny.step(model, tokens, run=compiled)
@@ -34,14 +33,11 @@ def test_a_switch_reaches_a_model_compiled_to_cuda_graphs(model, tiny, tokens):
         assert not tiny.equal(switched, before)
         inst.switch("*", "none")
         assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
-    finally:
-        inst.remove()
 
 
 def test_calls_captured_by_hand_are_refused(model, tiny, tokens):
     tokens = tokens.cuda()
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         tiny.step(model, tokens)
         assert inst.sites["h.1.attn"].refusal is None
         graph = torch.cuda.CUDAGraph()
@@ -49,5 +45,3 @@ def test_calls_captured_by_hand_are_refused(model, tiny, tokens):
             model(tokens)
         graph.replay()
         assert "captured in a CUDA graph" in inst.sites["h.1.attn"].refusal
-    finally:
-        inst.remove()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events
-from guardbit.monitor.interception import records
+from guardbit.monitor.interception import seen
 from tests.toys import Attention, Model
 
 
@@ -34,7 +34,7 @@ def train(path, loss, steps=3, every=1, **settings):
         for step in range(steps):
             with session.step(step):
                 loss(model, torch.randn(2, 8, 32)).backward()
-    assert records._counting == []
+    assert seen._counting == []
     events = read_events(path)
     events = events[events.kind == "monitor_error"]
     return list(zip(events.step, events.why, strict=True))
@@ -106,4 +106,4 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path):
 
     with pytest.raises(RuntimeError, match="no memory"):
         train(tmp_path, loss)
-    assert records._counting == []
+    assert seen._counting == []

@@ -9,7 +9,7 @@ from torch import nn
 from guardbit import MonitorSession
 from guardbit.monitor import actions
 from guardbit.monitor.interception import StepCalls
-from guardbit.monitor.interception.records import CAPTURED
+from guardbit.monitor.interception.seen import CAPTURED
 from guardbit.monitor.policy import Policy
 from guardbit.records import Alarm
 from guardbit.store import read_metadata

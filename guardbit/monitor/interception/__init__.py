@@ -14,9 +14,8 @@ From the bottom up; each file imports from those before it only:
 - `sharding`: whether ranks share the heads of a module.
 - `references`: puts functions in place of others wherever something refers to them.
 - `rerunning`: runs a module once more, to see where its queries come from.
-- `records`: what is known of each site, from eager calls and from traced ones.
 - `doors`: the guard around everything that runs inside a model's forward.
-- `tracing`: what is learned while a compiler traces, as compiled calls never return to Python.
+- `seen`: what is known of each site, from eager calls and from those that a compiler traces.
 - `watching`: attention that is watched but cannot be switched.
 - `entry_points`: the functions that people call for attention. Each says which calls it refuses,
   and what the others ask for.
@@ -35,7 +34,8 @@ from guardbit.monitor.interception.installation import (
     uninstall,
 )
 from guardbit.monitor.interception.observing import OBSERVE
-from guardbit.monitor.interception.records import (
+from guardbit.monitor.interception.rerunning import rerun
+from guardbit.monitor.interception.seen import (
     OutsideCalls,
     SiteRecord,
     StepCalls,
@@ -43,7 +43,6 @@ from guardbit.monitor.interception.records import (
     ran,
     site_record,
 )
-from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
     "OBSERVE",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 
 from guardbit import guard
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec
@@ -92,7 +93,7 @@ def stand_in(
 ) -> Callable[..., Any]:
     """Makes a stand-in for a function that a model calls, see `guard.stand_in`."""
 
-    def counted_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def counted_once(args: Args, kwargs: Kwargs) -> Any:
         running = frame_stack[-1:]
         counts = [frame.calls for frame in running]
         try:

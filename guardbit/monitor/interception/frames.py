@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, number_of, runtime
 
 #: Where an instrumented module keeps its `Place`.
@@ -18,17 +19,13 @@ SITE_ATTRIBUTE = "_guardbit_site"
 
 
 class Place:
-    """Which site a module is. A copied module, such as an average of the weights, is no site.
-
-    Attributes:
-        site: Number of the site, a 0-d CPU tensor. It is saved for backward, where hooks may write
-            it to disk, so it is a plain tensor and cannot see to its copies itself.
-        has_run: Whether the module has run eagerly.
-    """
+    """Which site a module is. A copied module, such as an average of the weights, is no site."""
 
     def __init__(self, number: int) -> None:
+        # Saved for backward, where hooks may write it to disk: a plain tensor, which cannot see to
+        # its copies itself.
         self.site = torch.tensor(number, dtype=torch.int64)
-        self.has_run = False
+        self.has_run = False  # whether the module has run eagerly
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return Place(NO_SITE)
@@ -64,8 +61,8 @@ class Frame:
     """A module that is running, its inputs, and how often it has called attention so far."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     calls: int = 0
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, number_of, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
-from guardbit.monitor.interception import records
+from guardbit.monitor.interception import seen
 from guardbit.monitor.interception.doors import hook
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
@@ -30,7 +31,7 @@ from guardbit.monitor.interception.frames import (
 )
 from guardbit.monitor.interception.installation import look_again
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_inputs
+from guardbit.monitor.interception.seen import note_traced_inputs
 
 # Frames from what the guard calls to the caller of the guard.
 _BEYOND_GUARD = 3
@@ -39,18 +40,14 @@ _BEYOND_GUARD = 3
 _NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
 
 
-def _enter_traced(
-    _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     note_traced_inputs(module, args, kwargs)
     # One function serves all modules and reads the number off the module. The compiler then sees an
     # input of the graph, and one graph can serve many layers.
     runtime.enter(getattr(module, SITE_ATTRIBUTE).site)
 
 
-def _enter_eagerly(
-    _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     caller = sys._getframe(_BEYOND_GUARD)
     if is_jit_traced():
         return
@@ -109,23 +106,11 @@ _leave = MethodType(hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
 # compiled hooks, and what they call, would be recompiled for every shape. Inside a compiled module
 # they are inlined.
 for _function in (
-    *(
-        _enter_traced,
-        _leave_traced,
-        _begin_step,
-        _end_step,
-        push,
-        pop,
-        drop_stale,
-        drop_all,
-        site_number,
-        site_of,
-        _site_of,
-    ),
-    *(Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site),
-    *(Runtime.is_other_thread, Runtime.is_owner_running, is_recomputing, is_jit_traced),
-    *(Clock.begin, Clock.end, number_of),
-):
+    _enter_traced, _leave_traced, _begin_step, _end_step, push, pop, drop_stale, drop_all,
+    site_number, site_of, _site_of, number_of, is_recomputing, is_jit_traced, Runtime.enter,
+    Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site,
+    Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
+):  # fmt: skip
     skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks. So all modules use the same two ids, from PyTorch's
@@ -136,7 +121,7 @@ _hook_ids: list[int] = []
 def attach(module: nn.Module, number: int) -> None:
     setattr(module, SITE_ATTRIBUTE, Place(number))
     site_modules[number] = module
-    records.know_traced_share(number)
+    seen.know_traced_share(number)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
     if not _hook_ids:
@@ -171,4 +156,4 @@ def detach(module: nn.Module, number: int) -> None:
             hooks.pop(key, None)
     vars(module).pop(SITE_ATTRIBUTE, None)
     site_modules.pop(number, None)
-    records.forget(number)
+    seen.forget(number)

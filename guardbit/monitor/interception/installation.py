@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo import trace_rules
 
-from guardbit.guard import Around, between, undo_all
+from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.doors import guarded, stand_in
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
@@ -28,22 +29,20 @@ from guardbit.monitor.interception.rerunning import probe
 
 original_checkpoint = torch.utils.checkpoint.checkpoint
 
-
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | None:
     """Lets a recomputation *inside* an attention module belong to that module."""
-    where = _here()
-    if where is None or not args:
+    if not (runtime.is_inside_site() and frame_stack and args):
         return None
+    site, frame = runtime.current, frame_stack[-1]
     function, *others = args
     if probe.site is not None:
         # A checkpoint would hide from autograd how q is computed.
         own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
         return Around(tuple(others), own, function=function)
-    begin = functools.partial(_go_on_inside, *where)
-    end = functools.partial(_leave_again, where[1])
+    begin, end = partial(_go_on_inside, site, frame), partial(_leave_again, frame)
     return Around((between(function, begin, end), *others), kwargs)
 
 
@@ -59,17 +58,10 @@ def _leave_again(frame: Frame) -> None:
     pop(frame.module)
 
 
-def _here() -> tuple[Tensor, Frame] | None:
-    """Returns the innermost module that runs eagerly, and the number of its site."""
-    return (runtime.current, frame_stack[-1]) if runtime.is_inside_site() and frame_stack else None
-
-
-class _Place:
-    original = staticmethod(original_checkpoint)
-
-
 #: Stands in for PyTorch's function.
-checkpoint = functools.wraps(original_checkpoint)(stand_in(_Place, _before, original_checkpoint))
+checkpoint = functools.wraps(original_checkpoint)(
+    stand_in(SimpleNamespace(original=original_checkpoint), _before, original_checkpoint)
+)
 
 
 def without(
@@ -108,7 +100,6 @@ def install(user: object) -> None:
     global _num_imported
     is_first = not _needed_by
     _needed_by.add(user)
-    _register_with_transformers()
     if not is_first:
         return
     found = [entry for entry in ENTRY_POINTS if entry.find()]
@@ -217,15 +208,3 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     change = Change(owner, name, getattr(owner, name), replacement)
     _restore.append(change.undo)  # first: nothing can then fail between the two
     change.do()
-
-
-def _register_with_transformers() -> None:
-    """Offers `attn_implementation="guardbit"` where models of transformers are loaded."""
-    if "transformers.modeling_utils" not in sys.modules:
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register("guardbit", sdpa_attention_forward)
-    AttentionMaskInterface.register("guardbit", sdpa_mask)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit import guard
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
@@ -27,21 +28,11 @@ from guardbit.monitor.interception.entry_points.base import (
     heads_of,
     is_empty,
 )
-from guardbit.monitor.interception.entry_points.refusals import (
-    why_groups,
-    why_mask,
-    why_now,
-    why_tensors,
-)
+from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
-from guardbit.monitor.interception.records import Heads, note_call, refuse_call
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_call
-from guardbit.monitor.interception.watching import (
-    Watch,
-    gradient_as_it_came,
-    hand_to_observer,
-)
+from guardbit.monitor.interception.seen import Heads, note_call, note_traced_call, refuse_call
+from guardbit.monitor.interception.watching import Watch, gradient_as_it_came, hand_to_observer
 
 #: The two functions, as users call them.
 OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
@@ -58,23 +49,14 @@ _to_be_heard: set[int] = set()
 
 
 class _Heard(NamedTuple):
-    """A call that was recorded.
-
-    Attributes:
-        number: Number of the site.
-        tensors: q, k and v.
-        keys: The keys to return.
-        spec: What the call asks for.
-        listens: Whether an observer wants the call.
-        names: What each head runs.
-    """
+    """A call that was recorded."""
 
     number: int
-    tensors: tuple[Tensor, Tensor, Tensor]
-    keys: Tensor
+    tensors: tuple[Tensor, Tensor, Tensor]  # q, k and v
+    keys: Tensor  # to be returned
     spec: AttentionSpec
-    listens: bool
-    names: tuple[str, ...]
+    listens: bool  # whether an observer wants the call
+    names: tuple[str, ...]  # what each head runs
 
 
 def observe(
@@ -217,7 +199,7 @@ class _Shown:
     # Calls that have begun and not ended; a module may call itself.
     running: list[tuple[_Heard, Watch | None] | None] = field(default_factory=list)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if torch.compiler.is_compiling():
             _note_traced(module, (0, 0, 0), _WATCH)
             return None
@@ -227,7 +209,7 @@ class _Shown:
 
     @reporting
     def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: Args, kwargs: Kwargs
     ) -> tuple[tuple[_Heard, Watch | None], tuple[tuple[Any, ...], dict[str, Any]]] | None:
         bound = self.signature.bind(*args, **kwargs)
         named = bound.arguments
@@ -340,12 +322,7 @@ def _hear(
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
         return None
     causal, scale, mask = asked
-    why = (
-        why_mask(mask)
-        or why_tensors(q, k, v, any_width=True)
-        or why_groups(q, k)
-        or why_now(q, k, v)
-    )
+    why = why_call(q, k, v, (mask,)) or why_groups(q, k)
     why = note_call(number, heads_of(q, k), why, entry)
     if why is not None:
         return None

@@ -5,8 +5,8 @@ default arguments, partial functions and attributes of objects. The garbage coll
 refers to an object, so no kind of place has to be guessed. Tuples and the like cannot be changed:
 they are made anew, and what refers to them is changed in turn.
 
-Calls through other references stay with the original: from C++, or from a variable of a function
-that is running.
+Calls through other references stay with the original: from C++, from a variable of a function that
+is running, or from what `gc.freeze` has put aside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import gc
 import sys
 import types
-from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ _DEPTH = 3
 _KEY = object()
 
 #: Made anew, as they cannot be changed.
-_FIXED = tuple | frozenset | staticmethod | classmethod | types.MethodType
+_FIXED = tuple | frozenset | staticmethod | classmethod
 
 
 class Own(dict):
@@ -51,45 +50,36 @@ class Change:
     before: Any
     now: Any
 
-    def do(self) -> bool:
-        return self._put(self.before, self.now)
+    def do(self) -> None:
+        self._put(self.before, self.now)
 
     def undo(self) -> None:
         self._put(self.now, self.before)
 
-    def _put(self, old: Any, new: Any) -> bool:
+    def _put(self, old: Any, new: Any) -> None:
         holder, key = self.holder, self.key
-        if isinstance(holder, list | deque):
+        if isinstance(holder, list):
             is_there = key < len(holder) and holder[key] is old
-            places = [key] if is_there else _places_of(old, holder)
-            for i in places:
+            for i in [key] if is_there else _places_of(old, holder):
                 holder[i] = new
-            is_held = bool(places)
         elif isinstance(holder, set):
-            if is_held := old in holder:
+            if old in holder:
                 holder.add(new)
                 holder.remove(old)
         elif isinstance(holder, dict) and key is _KEY:
-            if is_held := old in holder:
-                # The entries behind it are put in again, to keep their order.
-                names = list(holder)
-                for name in names[names.index(old) :]:
-                    value = holder.pop(name)
-                    holder[new if name is old else name] = value
+            # The entries behind it are put in again, to keep their order.
+            names = list(holder)
+            for name in names[names.index(old) :] if old in holder else ():
+                value = holder.pop(name)
+                holder[new if name is old else name] = value
         elif isinstance(holder, functools.partial):
-            is_held = holder.func is old or holder.args is old
             function, args = _replaced((holder.func, holder.args), {id(old): new})
             state = function, args, holder.keywords, vars(holder)
             holder.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(holder, dict):
-            is_held = holder.get(key) is old
-            holder.update({key: new} if is_held else {})
-        else:
-            key = "cell_contents" if isinstance(holder, types.CellType) else key
-            is_held = _given(holder, key) is old
-            if is_held:
-                _set(holder, key, new)
-        return is_held
+            holder.update({key: new} if holder.get(key) is old else {})
+        elif _given(holder, key) is old:
+            _set(holder, key, new)
 
 
 # Apart from `_put`: a comprehension keeps `old` in a cell, and the traceback of an error would keep
@@ -133,22 +123,15 @@ def replace_variables(replacements: Mapping[Any, Any]) -> list[Change]:
 
 
 def replace_others(replacements: Mapping[Any, Any], own: Iterable[dict[str, Any]]) -> list[Change]:
+    """Replaces functions in all else; `own` are dicts of GuardBit's, which stay as they are."""
     made: list[Change] = []
-    _replace_in_frozen(replacements, made, own)
-    _replace_others(replacements, made, own)
-    return made
-
-
-def _replace_others(
-    replacements: Mapping[Any, Any], made: list[Change], own: Iterable[dict[str, Any]]
-) -> None:
     left_out = {id(x) for x in [*own, replacements]}
     by_id = {id(old): new for old, new in replacements.items()}
     wanted = _Own(replacements)
     for _ in range(_DEPTH):
         held = _referrers(wanted, left_out)
         holders = _Own({id(x): x for found in held.values() for x in found}.values())
-        owners = _referrers([x for x in holders if _is_a(x, dict | list | deque | set)], left_out)
+        owners = _referrers([x for x in holders if _is_a(x, dict | list | set)], left_out)
         wanted, anew = _Own(), Own()
         for holder in holders:
             if _is_a(holder, _FIXED):
@@ -160,6 +143,7 @@ def _replace_others(
                     made.append(change)
                     change.do()
         by_id = anew
+    return made
 
 
 def _variables_of_modules() -> Iterator[dict[str, Any]]:
@@ -168,29 +152,6 @@ def _variables_of_modules() -> Iterator[dict[str, Any]]:
         variables = getattr(module, "__dict__", None)
         if isinstance(variables, dict) and not name.startswith("guardbit"):
             yield variables
-
-
-# How many objects `gc.freeze` had put aside when they were looked through, and what was changed.
-_frozen: tuple[int, list[Change]] = (0, [])
-
-
-def _replace_in_frozen(
-    replacements: Mapping[Any, Any], made: list[Change], own: Iterable[dict[str, Any]]
-) -> None:
-    """Does what `_replace_others` does with the objects that the garbage collector does not see."""
-    global _frozen
-    count, changes = _frozen
-    if gc.get_freeze_count() > count:  # some may have been freed since
-        gc.unfreeze()
-        try:
-            _replace_others(replacements, made, own)
-        finally:
-            gc.freeze()
-            _frozen = gc.get_freeze_count(), list(made)
-        return
-    for change in changes:
-        if change.do():
-            made.append(change)
 
 
 # Not `isinstance`: proxies pass for what they stand for, and fail where that is gone.
@@ -235,10 +196,10 @@ def _changes(holder: Any, by_id: Mapping[int, Any], owners: Collection[Any]) -> 
                 now = staticmethod(new) if is_method else new
                 yield Change(holder if owner is None else owner, key, old, now)
         return
-    if _is_a(holder, list | deque | set):
+    if _is_a(holder, list | set):
         parts = () if _is_left_alone(owners) else list(enumerate(holder))
     elif _is_a(holder, types.CellType):
-        parts = ((None, holder.cell_contents),)
+        parts = (("cell_contents", holder.cell_contents),)
     elif _is_a(holder, functools.partial):
         parts = ((None, holder.func), (None, holder.args))
     elif _is_a(holder, types.FunctionType):
@@ -268,8 +229,6 @@ def _is_left_alone(owners: Iterable[Any]) -> bool:
 def _made_anew(holder: Any, by_id: Mapping[int, Any]) -> Any:
     if _is_a(holder, staticmethod | classmethod):
         return type(holder)(*_replaced([holder.__func__], by_id))
-    if _is_a(holder, types.MethodType):
-        return types.MethodType(*_replaced([holder.__func__, holder.__self__], by_id))
     items = _replaced(holder, by_id)
     if _is_a(holder, frozenset):
         return frozenset(items)

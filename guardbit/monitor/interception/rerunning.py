@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from guardbit.guard import then_undo
+from guardbit.guard import Args, Kwargs, then_undo
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.module_copy import Copier, Copiers, runnable_copy
@@ -61,11 +61,11 @@ class _Values:
 class ModuleInputs:
     """The inputs of one forward of a module, as `describe` returns them."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
-def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInputs:
+def describe_inputs(args: Args, kwargs: Kwargs) -> ModuleInputs:
     """Describes the inputs of one forward; tensors may be a compiler's fake ones."""
     return ModuleInputs(
         tuple(describe(x) for x in args), {name: describe(x) for name, x in kwargs.items()}
@@ -110,11 +110,8 @@ def make_up(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes up inputs that match a description, on the generator's device.
 
-    Args:
-        inputs: The description.
-        generator: Draws the values of floating tensors.
-        cut: Whether to make one sequence only.
-        with_objects: Whether to make objects other than containers too; else they become None.
+    With `cut` it makes one sequence only. Objects that are no containers become None, unless
+    `with_objects`.
     """
     batch = _batch_of(inputs) if cut else None
 
@@ -158,17 +155,11 @@ def _made(x: TensorSpec | _Values, batch: int | None, generator: torch.Generator
 
 @dataclass
 class Probe:
-    """The re-run in progress.
+    """The re-run in progress."""
 
-    Attributes:
-        site: Number of the site whose calls are collected; None while nothing is re-run.
-        calls: q and k of the calls that the module made at that site.
-        given: q and k of the last of these, as they came.
-    """
-
-    site: int | None = None
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    given: tuple[Tensor, Tensor] | None = None
+    site: int | None = None  # whose calls are collected; None while nothing is re-run
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # q and k of each
+    given: tuple[Tensor, Tensor] | None = None  # q and k of the last, as they came
 
     def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
         """Collects the calls of the probed site; returns whether anything is being probed."""

@@ -24,12 +24,7 @@ _UNCLEAR = (
 
 
 class Share(NamedTuple):
-    """The part of the heads that is on this rank.
-
-    Attributes:
-        place: Place of the part among all parts, from 0.
-        parts: Number of parts.
-    """
+    """The part of the heads that is on this rank: its place among so many parts, from 0."""
 
     place: int
     parts: int

@@ -16,7 +16,7 @@ from torch import Tensor
 from guardbit import guard
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.autocast import autocast_tensors
-from guardbit.kernels.reference import Dropout, float_carrier
+from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.doors import report, reporting
@@ -39,40 +39,31 @@ class Watch:
         self._number = number
         self._waits_for_dq = False
         self._is_dq_of_attention = True
-        self._keeps_output = False
-        # Filled during the backward: q, k, v and, where known, P or O; then dO; then delta.
+        # Filled during the backward: q, k, v and, where delta is taken from it, O; then dO.
         self._saved: tuple[Tensor, ...] = ()
         self._d_out: Tensor | None = None
-        self._delta: Tensor | None = None
         self._spec = AttentionSpec(1.0)
 
     def query(self, q: Tensor) -> Tensor:
         """Returns the queries `(B, H, N, D)`, with a hook on their gradient."""
-        if not (torch.is_grad_enabled() and q.requires_grad):
-            return q
-        heard = self._heard(q, self._take_dq)
-        self._waits_for_dq = heard is not None
-        return q if heard is None else heard
+        heard = self._hooked(q, self._take_dq)
+        self._waits_for_dq = heard is not q
+        return heard
+
+    def weights(self, weights: Tensor | None) -> Tensor | None:
+        """Returns the weights that the call returns; if a loss uses them, dQ is not all from dO."""
+        return None if weights is None else self._hooked(weights, self._take_d_weights)
+
+    def _hooked(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return _either(x, self._heard(x, hook))
 
     @reporting
     def _heard(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         x = x.view_as(x)
         x.register_hook(hook)
         return x
-
-    def probabilities(self, p: Tensor) -> Tensor:
-        """Returns P `(B, H, N, M)`, to be multiplied with the values; delta is taken from it."""
-        if not (torch.is_grad_enabled() and p.requires_grad):
-            return p
-        heard = self._heard(p, self._take_dp)
-        return p if heard is None else heard
-
-    def weights(self, weights: Tensor | None) -> Tensor | None:
-        """Returns the weights that the call returns; if a loss uses them, dQ is not all from dO."""
-        if not (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            return weights
-        heard = self._heard(weights, self._take_d_weights)
-        return weights if heard is None else heard
 
     def output(
         self,
@@ -81,15 +72,13 @@ class Watch:
         k: Tensor,
         v: Tensor,
         spec: AttentionSpec,
-        p: Tensor | None = None,
         keeps_output: bool = False,
     ) -> Tensor:
         """Returns the output, with a hook on its gradient."""
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
-        self._spec, self._keeps_output = spec, keeps_output
-        more = [out] if keeps_output else [] if p is None else [p]
-        hear = functools.partial(self._heard_output, out, q, k, v, *more)
+        self._spec = spec
+        hear = functools.partial(self._heard_output, out, q, k, v, *[out] * keeps_output)
         return guard.then_finish(hear, functools.partial(_either, out), report)
 
     @reporting
@@ -103,11 +92,6 @@ class Watch:
             self._report(None)
 
     @reporting
-    def _take_dp(self, dp: Tensor) -> None:
-        if len(self._saved) == 4:
-            self._delta = (self._saved[3].detach().float() * dp.float()).sum(-1)
-
-    @reporting
     def _take_d_weights(self, _: Tensor) -> None:
         self._is_dq_of_attention = False
 
@@ -116,20 +100,18 @@ class Watch:
         self._report(dq if self._is_dq_of_attention else None)
 
     def _report(self, dq: Tensor | None) -> None:
-        saved, d_out, delta = self._saved, self._d_out, self._delta
-        self._saved, self._d_out, self._delta = (), None, None
+        saved, d_out = self._saved, self._d_out
+        self._saved, self._d_out = (), None
         if d_out is None:
             return
-        q, k, v = saved[:3]
+        q, k, v, *out = saved
         heads, dropout_p = q.size(1), self._spec.dropout_p
         dropped = None
         if dropout_p > 0:  # PyTorch does not say which entries it dropped
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
-        out = saved[3].detach() if self._keeps_output else None
-        if delta is not None:
-            out = float_carrier(d_out.detach(), delta)
         hand_to_observer(
-            self._number, q, k, v, self._spec, ("none",) * heads, out=out, dropout=dropped,
+            self._number, q, k, v, self._spec, ("none",) * heads, dropout=dropped,
+            out=out[0].detach() if out else None,
             d_out=d_out.detach().to(q.dtype), dq=None if dq is None else dq.detach(),
         )  # fmt: skip
 

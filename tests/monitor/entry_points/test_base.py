@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import guardbit
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, Bound, EntryPoint
 from guardbit.monitor.interception.entry_points.base import as_given, heads_first
+from tests.toys import instrumented
 
 LIBRARY = """
 import torch.nn.functional as F
@@ -77,8 +77,7 @@ class Attention(nn.Module):
 def test_a_library_that_is_imported_later_is_met_and_given_back(how, library, tiny):
     torch.manual_seed(0)
     model, x = nn.Sequential(Attention(how)).bfloat16(), torch.randn(2, 9, 32).bfloat16()
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         model(x)
         library()
         held = sys.modules["borrower"], sys.modules["library"]
@@ -93,8 +92,6 @@ def test_a_library_that_is_imported_later_is_met_and_given_back(how, library, ti
         assert inst.sites["0"].launches["backward", "compensated"] == 1
         # Another rounding of O: at most an ulp of BF16 of outputs below 4.
         torch.testing.assert_close(switched["loss"], before["loss"], rtol=2**-7, atol=0)
-    finally:
-        inst.remove()
     assert held[0].attend is held[1].attend is original
     assert tiny.equal(tiny.step(model, x), before)
 

@@ -27,6 +27,7 @@ from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
 from tests.oracle import attend, dense, largest_products
+from tests.toys import instrumented
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
@@ -74,8 +75,6 @@ CASES = {
 @pytest.fixture(autouse=True)
 def trains_anywhere(monkeypatch):
     monkeypatch.setattr(home, "_validate_device", lambda *_: None)
-    yield
-    torch._dynamo.reset()
 
 
 class Attention(nn.Module):
@@ -170,8 +169,7 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
     inputs, expected = tensors(case), exact(case, tensors(case))
     model, run = build(mode, options_of(case))
     before = step(run, inputs)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         inst.observe(lambda call: None)
         assert all(map(torch.equal, step(run, inputs), before))
@@ -182,8 +180,6 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
         assert site.launches["backward", "exact_delta"] == 1
         inst.switch("*", "none")
         assert all(map(torch.equal, step(run, inputs), before))
-    finally:
-        inst.remove()
     assert torch.equal(after[0], before[0]), "the output"
     rest = [head for head in range(HEADS) if head not in SWITCHED]
     assert torch.equal(after[1][:, rest], before[1][:, rest]), "dQ of the other heads"
@@ -199,17 +195,13 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
 def test_a_switch_compiles_nothing(mode):
     case = "documents and a window"
     model, run = build(mode, options_of(case))
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         step(run, tensors(case))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         inst.switch("*", "exact_delta")
         step(run, tensors(case))
         assert inst.sites["attention"].launches["backward", "exact_delta"] == 1
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize(
@@ -220,14 +212,10 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
     expected = exact(case, inputs)
     model, run = build("compiled whole", options_of(case))
     calls = []
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         plain = step(run, inputs)
         inst.switch("*", "exact_delta", heads=SWITCHED)
         step(run, inputs)
-    finally:
-        inst.remove()
     first, second = calls
     assert torch.equal(first.dq, plain[1])
     shadow = dispatch.shadow(
@@ -261,12 +249,8 @@ def test_a_plain_causal_mask_is_recognised():
     specs = {}
     for case in ("all keys", "causal", "documents and a window", "ALiBi"):
         model, run = build("eager", options_of(case))
-        inst = guardbit.instrument(model)
-        try:
-            inst.observe(lambda call, case=case: specs.update({case: call.spec}))
+        with instrumented(model, lambda call, case=case: specs.update({case: call.spec})):
             step(run, tensors(case))
-        finally:
-            inst.remove()
     assert {case: (spec.causal, spec.extras) for case, spec in specs.items()} == {
         "all keys": (False, ()),
         "causal": ("top-left", ()),
@@ -284,12 +268,8 @@ def test_a_head_of_its_own_mask_is_looked_up_by_its_number():
     block_mask = create_block_mask(by_head, 2, HEADS, LENGTH, LENGTH, device=DEVICE)
     model, run = build("eager", {"block_mask": block_mask})
     calls = []
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         step(run, tensors("causal"))
-    finally:
-        inst.remove()
     (call,) = calls
     heads, rows = torch.tensor([3, 1], device=DEVICE), torch.tensor([5, 99], device=DEVICE)
     columns = torch.arange(LENGTH, device=DEVICE)
@@ -321,15 +301,11 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     )
     before = both(run)
     calls = []
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, both(run), before))
         assert calls[0].dq.isnan().all(), "not of dO alone"
         inst.switch("*", "exact_delta")
         after = both(run)
-    finally:
-        inst.remove()
     assert (error(after[0], expected[0]) < 2 * 2**-9).all()
 
 
@@ -338,12 +314,8 @@ def test_an_lse_that_nobody_uses_does_not_hide_dq(mode):
     """transformers always asks for it on GPUs."""
     inputs, calls = tensors("causal"), []
     model, run = build(mode, {**options_of("causal"), "return_aux": home.AuxRequest(lse=True)})
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
-    finally:
-        inst.remove()
     assert torch.equal(calls[0].dq, dq)
 
 
@@ -357,14 +329,10 @@ def test_under_activation_checkpointing(mode):
         return checkpoint(model, *leaves, use_reentrant=False)
 
     before = step(run, inputs)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         inst.switch("*", "exact_delta")
         after = step(run, inputs)
-    finally:
-        inst.remove()
     assert torch.equal(after[0], before[0])
     assert (error(after[1], expected.dq) < 2 * 2**-9).all()
 
@@ -390,9 +358,7 @@ def test_reentrant_checkpointing_and_evaluation(mode):
         return outputs
 
     before, evaluated = run(inner, inputs), evaluate()
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         for name in ("none", "exact_delta", "none"):
             assert all(map(torch.equal, evaluate(), evaluated))
             if inst.sites:
@@ -402,8 +368,6 @@ def test_reentrant_checkpointing_and_evaluation(mode):
             assert torch.equal(after[0], before[0])
             assert torch.equal(after[1], before[1]) == (name == "none")
             assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled whole"])
@@ -441,9 +405,7 @@ def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
     inputs, lengths = tensors("causal"), (128, 96)
     for length in lengths:
         found[length] = both(length, inputs)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         for length in lengths:
             assert all(map(torch.equal, both(length, inputs), found[length]))
         inst.switch("attention", "exact_delta")
@@ -453,23 +415,18 @@ def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
             # The gradient of the bias is a sum of dS, and of its errors.
             before = (found[length][3].double() - expected[3]).abs()
             assert ((after[3].double() - expected[3]).abs() < before / 2).all()
-    finally:
-        inst.remove()
 
 
 def test_what_it_cannot_run_is_said():
     inputs, said = tensors("causal"), {}
     model, run = build("eager", options_of("causal"))
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         step(run, inputs)
         site = inst.sites["attention"]
         for name in guardbit.STABILIZERS:
             inst.switch("attention", name)
             step(run, inputs)
             said[name] = (site.stabilizers[0], site.substituted)
-    finally:
-        inst.remove()
     own = "flex_attention keeps its own kernels"
     assert said == {
         "none": ("none", ""),
@@ -487,9 +444,7 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
     monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     model, run = build("eager", options_of("causal"))
     before = step(run, inputs)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         assert calls == []
         assert "nothing is measured of its calls: the functions" in caplog.text
@@ -497,8 +452,6 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
         assert all(map(torch.equal, step(run, inputs), before))
         assert inst.sites["attention"].stabilizers == ["none"] * HEADS
         assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
-    finally:
-        inst.remove()
 
 
 def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
@@ -509,16 +462,13 @@ def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no such kernel")
 
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         step(run, inputs)
         inst.switch("attention", "exact_delta")
         monkeypatch.setattr(dispatch, "exact_delta", fail)
         assert all(map(torch.equal, step(run, inputs), before))
         assert inst.sites["attention"].stabilizers == ["none"] * HEADS
         assert "no such kernel" in inst.sites["attention"].substituted
-    finally:
-        inst.remove()
 
 
 def test_everything_is_given_back():
@@ -546,12 +496,9 @@ def vars_of_operator():
 def test_what_is_refused(change, why):
     model, run = build("eager", change.get("options", {}))
     inputs = [x.to(change.get("dtype", torch.bfloat16)) for x in tensors("all keys")]
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         step(run, inputs)
         assert why in inst.sites["attention"].refusal
-    finally:
-        inst.remove()
 
 
 ON_DEMAND = {"repeat_difference", "nonfinite"}
@@ -570,12 +517,8 @@ def test_the_indicators_of_a_call_are_numbers():
         with torch.no_grad():
             gathered.update(0, CallView(call, None, heads, torch.eye(HEADS, 32, device=DEVICE)))
 
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(consume)
+    with instrumented(model, consume):
         step(run, inputs)
-    finally:
-        inst.remove()
     found = gathered.measured()
     assert len(found) == 10 and all(values.isfinite().all() for values in found.values())
     audited = found["dq_relative_error"][0]
@@ -596,12 +539,9 @@ def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch
 
 
 def test_a_release_that_is_known_is_not_said_to_be_unknown_once_it_is_instrumented():
-    inst = guardbit.instrument(Model(flex_attention, {}))
-    try:
+    with instrumented(Model(flex_attention, {})):
         assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
         assert left_alone() == []
-    finally:
-        inst.remove()
     assert left_alone() == []
 
 
@@ -637,12 +577,9 @@ def test_a_function_that_stands_in_its_place_is_no_original(kind, monkeypatch):
     monkeypatch.setattr(FLEX, "original", None)
     model = Model(other, options)
     code = of_any_arguments.__code__
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         assert of_any_arguments.__code__ is code
         assert all(map(torch.equal, step(model, inputs), before))
         assert list(inst.sites) == (["attention"] if is_found else [])
         assert FLEX.original is (flex_attention if is_found else None)
-    finally:
-        inst.remove()
     assert all(map(torch.equal, step(model, inputs), before))

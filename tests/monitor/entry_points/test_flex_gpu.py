@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import guardbit
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense
+from tests.toys import instrumented
 
 pytestmark = pytest.mark.gpu
 
@@ -55,15 +55,11 @@ def test_dq_of_documents_and_a_window(mode):
         return (squares / exact.square().sum((0, 2, 3))).sqrt()
 
     before = step()
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda call: None)
+    with instrumented(model, lambda call: None) as inst:
         assert all(map(torch.equal, step(), before)), "watched, it computes the same bits"
         inst.switch("*", "exact_delta", heads=[1, 2])
         after = step()
         assert next(iter(inst.sites.values())).launches["backward", "exact_delta"] == 1
-    finally:
-        inst.remove()
     assert torch.equal(after[0], before[0])
     for name, rest in (("dq", 1), ("dk", 2), ("dv", 3)):
         assert torch.equal(after[rest][:, [0, 3]], before[rest][:, [0, 3]]), name

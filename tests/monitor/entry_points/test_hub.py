@@ -10,9 +10,9 @@ from torch import nn
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import hub_kernels
 
-import guardbit
 from tests.monitor.entry_points.library_models import LIBRARY, build, by_name_of, install
 from tests.monitor.entry_points.test_hugging_face_flash import LOADED, model_of, padded
+from tests.toys import instrumented
 
 FUNC = "kernels/flash_attn_3.flash_attn_func"
 
@@ -53,8 +53,7 @@ def test_a_kernel_that_is_asked_of_its_module_is_watched_and_switched(tiny):
     model = nn.Sequential(Nanochat(kernel)).bfloat16()
     x = torch.randn(2, 12, 64).bfloat16()
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         site = inst.sites["0"]
         assert (site.entry, site.refusal) == (FUNC, None)
@@ -64,8 +63,6 @@ def test_a_kernel_that_is_asked_of_its_module_is_watched_and_switched(tiny):
         assert torch.equal(switched["loss"], before["loss"])
         assert not torch.equal(switched["0.c_q.weight"][16:32], before["0.c_q.weight"][16:32])
         assert torch.equal(switched["0.c_q.weight"][32:], before["0.c_q.weight"][32:])
-    finally:
-        inst.remove()
 
 
 def other_bits(q, k, v, **options):
@@ -102,14 +99,11 @@ def test_a_function_that_does_something_else_keeps_its_bits_and_is_refused(
     monkeypatch.setattr(libraries, by_name_of(entry), function)
     model, x = build(entry)
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         with pytest.raises(ValueError, match=why):
             inst.switch("0", "exact_delta")
         assert tiny.equal(tiny.step(model, x), before)
-    finally:
-        inst.remove()
 
 
 def test_a_module_of_that_name_without_kernels_is_none(monkeypatch):
@@ -122,22 +116,6 @@ def test_a_module_of_that_name_without_kernels_is_none(monkeypatch):
     entry = by_name("kernels/flash_attn_3.flash_attn_varlen_func")
     monkeypatch.setattr(entry, "original", None)
     assert not entry.find()
-
-
-# The compiler says so of the stand-in's own function and tensors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_call_stays_with_the_kernel_and_says_so(tiny):
-    model, x = build(by_name(FUNC))
-    before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
-        compiled = torch.compile(model, backend="eager")
-        assert tiny.equal(tiny.step(model, x, run=compiled), before)
-        assert "it calls a kernel of the hub in compiled code" in inst.sites["0"].refusal
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("implementation", ["kernels-community/flash-attn2", "flash_attention_2"])
@@ -156,8 +134,7 @@ def test_hugging_face_models_on_a_kernel_of_the_hub(implementation, tiny, monkey
     monkeypatch.setitem(masks._global_mapping, implementation, masks["flash_attention_2"])
     model, batch = model_of("Llama", implementation), padded()
     before = tiny.step(model, **batch)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, **batch), before)
         (site,) = inst.sites.values()
         assert (site.entry, site.refusal) == ("kernels/flash_attn_2.flash_attn_varlen_func", None)
@@ -166,5 +143,3 @@ def test_hugging_face_models_on_a_kernel_of_the_hub(implementation, tiny, monkey
         assert inst.stabilizers()[site.name] == ["exact_delta"] * 4
         assert torch.equal(switched["loss"], before["loss"])
         assert not tiny.equal(switched, before)
-    finally:
-        inst.remove()

@@ -5,11 +5,11 @@ import torch
 import transformers
 from transformers import modeling_flash_attention_utils as flash_utils
 
-import guardbit
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests import flash_stand_in
 from tests.oracle import dense
+from tests.toys import instrumented
 
 SMALL = {
     "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -91,8 +91,8 @@ def test_models_are_watched_and_switched(case, is_loaded, tiny):
     model, inputs = model_of(name, f"flash_attention_{version}", **options), batch()
     if is_loaded:
         tiny.step(model, **inputs)
-    inst, calls = guardbit.instrument(model), []
-    try:
+    calls = []
+    with instrumented(model) as inst:
         native = tiny.step(model, **inputs)
         (site,) = inst.sites.values()
         assert (site.refusal, site.entry) == (None, entry)
@@ -105,8 +105,6 @@ def test_models_are_watched_and_switched(case, is_loaded, tiny):
         switched = tiny.step(model, **inputs)
         assert inst.stabilizers()[site.name] == ["exact_delta"] * 4
         assert torch.equal(switched["loss"], native["loss"])
-    finally:
-        inst.remove()
     assert tiny.equal(tiny.step(model, **inputs), native)
     stock, exact = calls
     spec = stock.spec

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import guardbit
-from guardbit import MonitorSession, read_run
-from guardbit.catalog import OCCASIONAL
+from guardbit import MonitorSession
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import multi_head
 from tests.oracle import attend
+from tests.toys import instrumented
 
 HEADS, WIDTH = 4, 64
 
@@ -54,15 +53,11 @@ def x():
 def observed(model, *args, tiny):
     calls = []
     before = tiny.step(model, *args)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, *args), before)
         site = inst.sites["attention"]
         told = {name: getattr(site, name) for name in ("refusal", "unwatched", "entry", "launches")}
         return calls, types.SimpleNamespace(**told), before
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
@@ -89,9 +84,7 @@ def test_the_observer_hears_of_the_call_as_it_was(mask, padding, checkpointed, x
     hidden = torch.zeros(2, 1, 9, 9, dtype=torch.bool)
     hidden = hidden if mask is None else hidden | mask
     hidden = hidden if padding is None else hidden | padding[:, None, None]
-    exact = attend(q, k, v, AttentionSpec(1.0, mask=~hidden))
-    p, out = exact.weights, exact.out
-    p.retain_grad()
+    out = attend(q, k, v, AttentionSpec(1.0, mask=~hidden)).out
     out.retain_grad()
     attended = 2.0 * out.transpose(1, 2).flatten(2) @ model.attention.out_proj.weight.double().T
     loss = attended.square().mean()
@@ -107,9 +100,7 @@ def test_the_observer_hears_of_the_call_as_it_was(mask, padding, checkpointed, x
     close(call.v, v.detach())
     close(call.d_out, out.grad)
     close(call.dq, q.grad)
-    # What PyTorch's softmax takes off dP.
-    delta = (p * p.grad).sum(-1).detach()
-    close((call.d_out * call.out).sum(-1), delta)
+    assert call.out is None, "delta comes from P"
     assert call.spec.scale == 1.0
     if mask is None and padding is None:
         assert call.spec.mask is None
@@ -122,36 +113,12 @@ def test_of_weights_that_the_loss_uses_no_gradient_is_compared(x, tiny):
     """A part of dQ then comes from them, which no recomputation from dO knows."""
     (call,), _, _ = observed(ReturnsWeights(uses_weights=0.1), x, tiny=tiny)
     assert call.dq is None
-    # Delta is that of the output alone; as above.
-    exact = attend(call.q, call.k, call.v, AttentionSpec(1.0))
-    delta = (call.d_out.double() * exact.out).sum(-1)
-    torch.testing.assert_close(
-        (call.d_out * call.out).sum(-1).double(), delta, rtol=1e-4, atol=1e-7
-    )
 
 
 def test_dropout_is_told_and_leaves_the_random_numbers_alone(x, tiny):
     (call,), site, _ = observed(ReturnsWeights(dropout=0.3), x, tiny=tiny)
     assert call.known_heads == ()
     assert site.unwatched is None
-
-
-def test_all_indicators_are_measured(x, tmp_path):
-    model = ReturnsWeights().bfloat16()
-    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path, strict=True)
-    for step in range(3):
-        with session.step(step) as record:
-            loss = model(x.bfloat16()).float().square().mean()
-            loss.backward()
-            record.loss(loss)
-            record.grad_norm(1.0)
-    session.close()
-    run = read_run(tmp_path)
-    measured = run[(run.step == 2) & run.value.notna()]
-    assert set(measured.indicator) == set(guardbit.INDICATORS) - OCCASIONAL
-    bias = measured[measured.indicator == "delta_bias"].value.abs().max()
-    size = measured[measured.indicator == "delta_bias_abs"].value.max()
-    assert 0 < bias <= size
 
 
 def test_nothing_is_around_calls_that_nobody_listens_to(x, monkeypatch):
@@ -171,14 +138,10 @@ def test_another_pytorch_that_is_not_understood_is_said(x, tiny, monkeypatch, ca
     monkeypatch.setattr(multi_head, "_why_misread", None)
     model = ReturnsWeights()
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda _: None)
+    with instrumented(model, lambda _: None) as inst:
         for _ in range(2):
             assert tiny.equal(tiny.step(model, x), before)
         assert "writes attention out in another way" in inst.sites["attention"].unwatched
-    finally:
-        inst.remove()
     assert sum("writes attention out in another way" in line for line in caplog.messages) == 1
 
 

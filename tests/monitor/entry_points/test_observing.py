@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.catalog import OCCASIONAL
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
 from tests.oracle import attend
+from tests.toys import instrumented
 
 SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
 
@@ -82,9 +82,7 @@ CHECKPOINTS = [None, "reentrant", "not reentrant"]
 def test_observe_gives_back_what_it_got_and_is_heard_once(how, x, tiny):
     model, calls = build(how=how), []
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         site = inst.sites["1"]
@@ -98,8 +96,6 @@ def test_observe_gives_back_what_it_got_and_is_heard_once(how, x, tiny):
         with torch.no_grad():
             model(x)
         assert len(calls) == 1, "of training only"
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
@@ -107,8 +103,7 @@ def test_observe_gives_back_what_it_got_and_is_heard_once(how, x, tiny):
 def test_the_switch_to_centered_keys(by, how, x, tiny):
     model = build(how=how) if by == "observe" else shown(how)[0]
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         tiny.step(model, x)
         (name,) = inst.sites
         inst.switch("*", "centered_keys", heads=[1])
@@ -129,8 +124,6 @@ def test_the_switch_to_centered_keys(by, how, x, tiny):
             torch.testing.assert_close(gradient, before[parameter], rtol=1e-4, atol=1e-6)
         inst.switch("*", "none")
         assert tiny.equal(tiny.step(model, x), before)
-    finally:
-        inst.remove()
 
 
 def test_other_stabilizers_are_said_not_to_run(x, tmp_path):
@@ -167,9 +160,7 @@ def by_hand(model, x):
 def test_watch_attention_hears_of_gradients(how, fused, x, tiny):
     (model, take_back), calls = shown(how, fused=fused), []
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         (site,) = inst.sites.values()
@@ -179,8 +170,6 @@ def test_watch_attention_hears_of_gradients(how, fused, x, tiny):
         take_back()
         tiny.step(model, x)
         assert len(calls) == 1
-    finally:
-        inst.remove()
     q, k, v, out = by_hand(model, x)
     seen = {"q": q, "k": k, "v": v, "d_out": out.grad, "dq": q.grad}
     for name, expected in (seen | ({"out": out} if fused else {})).items():
@@ -191,49 +180,6 @@ def test_watch_attention_hears_of_gradients(how, fused, x, tiny):
     assert fused or call.out is None
 
 
-@pytest.mark.parametrize("by", ["observe", "watch_attention"])
-def test_compiled_nothing_is_watched_and_that_is_said(by, x, tiny):
-    torch._dynamo.reset()
-    model, calls = build() if by == "observe" else shown()[0], []
-    # What a compiler noted about a type, it says of all modules of that type.
-    for module in (model[1], model[1].core):
-        module.__class__ = type("Compiled", (type(module),), {})
-    before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        after = tiny.step(model, x, run=run)
-        for name, gradient in after.items():
-            torch.testing.assert_close(gradient, before[name])
-        (site,) = inst.sites.values()
-        assert "compiled" in site.unwatched
-        with pytest.raises(ValueError, match="in eager code only"):
-            inst.switch("*", "centered_keys")
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
-    assert calls == []
-
-
-def test_indicators_of_a_run(x, tmp_path):
-    for name, model in (("observed", build()), ("shown", shown(fused=True)[0])):
-        session = MonitorSession(
-            model.bfloat16(), every_n_train_steps=2, dirpath=tmp_path / name, strict=True
-        )
-        for step in range(3):
-            with session.step(step):
-                model(x.bfloat16()).float().square().mean().backward()
-        session.close()
-        run = read_run(tmp_path / name)
-        last = set(run[(run.step == 2) & run.value.notna()].indicator)
-        gradients = {i for i in guardbit.INDICATORS if i.startswith(("delta_", "dq_", "w_q_push"))}
-        expected = set(guardbit.INDICATORS) - OCCASIONAL - {"loss", "grad_norm"}
-        assert last == (expected - gradients if name == "observed" else expected)
-        (facts,) = read_metadata(tmp_path / name)["sites"].values()
-        assert facts["unwatched"] is None
-
-
 def test_outside_of_any_model_nothing_happens():
     q, k, v = torch.randn(3, 1, 2, 9, 16)
     assert all(a is b for a, b in zip(guardbit.observe(q, k, v), (q, k, v), strict=True))
@@ -241,28 +187,21 @@ def test_outside_of_any_model_nothing_happens():
 
 def test_a_module_may_be_named(x, tiny):
     model = build(lambda q, k, v: guardbit.observe(q, k, v, causal=True, module=model[1].core))
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         tiny.step(model, x)
         assert list(inst.sites) == ["1.core"]
-    finally:
-        inst.remove()
 
 
 def test_a_forward_that_fails_leaves_nothing(x, tiny):
     model, _ = shown()
     hooks = model[1].core._forward_pre_hooks.values()
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(lambda _: None)
+    with instrumented(model, lambda _: None):
         with pytest.raises(RuntimeError):
             model[1].core(torch.zeros(2, 2, 9, 16, requires_grad=True), torch.zeros(2, 2, 9, 16),
                           values=torch.zeros(2, 2, 3, 16))  # fmt: skip
         stacks = [hook.__self__.running for hook in hooks if hasattr(hook.__self__, "running")]
         assert stacks == [[]]
         torch.save(model, io.BytesIO())
-    finally:
-        inst.remove()
 
 
 def test_bad_input_is_refused_in_a_sentence():
@@ -363,14 +302,10 @@ def test_an_output_keeps_its_type_and_may_be_counted_from_the_end(kind, out, x, 
     model, calls = nn.Sequential(nn.Linear(32, 32), Other(kind)), []
     before = tiny.step(model, x)
     guardbit.watch_attention(model[1].core, q="queries", k="keys", v="values", causal=True, out=out)
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         assert call.d_out is not None
-    finally:
-        inst.remove()
 
 
 @pytest.mark.parametrize("shown", ["tensors", "module"])

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import guardbit
 from guardbit import MonitorSession
 from guardbit.kernels import engines
 from guardbit.kernels.engines import Gradients
@@ -16,6 +15,7 @@ from guardbit.kernels.engines.sdpa import Efficient
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure import Measurement
 from tests.oracle import dense
+from tests.toys import instrumented
 
 
 class Attention(nn.Module):
@@ -104,9 +104,8 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
 
     def run(heads):
         """The output, the call as its backward tells of it, and the site's stabilizers."""
-        calls, inst = [], guardbit.instrument(model)
-        try:
-            inst.observe(calls.append)
+        calls = []
+        with instrumented(model, calls.append) as inst:
             model(x)  # makes the site known
             if heads:
                 inst.switch("0", "exact_delta", heads=heads)
@@ -115,8 +114,6 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
             # Large against the noise of dS, so that the rounding of O shows in dQ.
             (out.float() * 3).square().sum().backward()
             return out.detach(), calls[-1], inst.stabilizers()["0"], inst.sites["0"].refusal
-        finally:
-            inst.remove()
 
     out, before, *_ = run([])
     again, after, names, refusal = run([1, 2])
@@ -174,12 +171,8 @@ def test_the_rounded_output_is_heard_of_where_delta_comes_from_it(tiny, monkeypa
         "guardbit.monitor.interception.entry_points.base._keeps_output", lambda bound: True
     )
     model, calls = build(16).bfloat16(), []
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append):
         tiny.step(model, tokens().bfloat16())
-    finally:
-        inst.remove()
     (call,) = calls
     assert call.out.shape == call.d_out.shape == (2, 4, 12, 16)
     exact = by_hand(call).out
@@ -190,15 +183,11 @@ def test_the_rounded_output_is_heard_of_where_delta_comes_from_it(tiny, monkeypa
 def test_compiled_it_is_not_watched_and_says_so(tiny):
     torch._dynamo.reset()
     model = build(16)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         tiny.step(model, tokens(), run=torch.compile(model, backend="aot_eager", fullgraph=True))
         (site,) = inst.sites.values()
         assert "another head size" in site.unwatched
         assert site.unwatched.endswith("compiled it is not watched either")
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
 
 
 class Broadcasting(Attention):
@@ -219,15 +208,11 @@ def test_one_key_head_that_is_broadcast(tiny):
     torch.manual_seed(0)
     model, calls = nn.Sequential(Broadcasting()), []
     before = tiny.step(model, tokens())
-    inst = guardbit.instrument(model)
-    try:
-        inst.observe(calls.append)
+    with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, tokens()), before)
         (site,) = inst.sites.values()
         assert site.unwatched is None
         assert site.refusal.startswith("it broadcasts keys over heads, so PyTorch's math kernel")
-    finally:
-        inst.remove()
     (call,) = calls
     assert call.out is None, "its backward takes delta from P"
     dq = by_hand(call).dq

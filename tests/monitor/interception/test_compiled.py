@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import guardbit
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
 from tests.monitor.interception.models import SelfAttention, language, llama
+from tests.toys import instrumented
 
 # PyTorch's own, while it compiles.
 pytestmark = [
@@ -180,16 +180,12 @@ def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
     # As `torch.distributed.init_process_group` does, in a process that compiles afterwards.
     model = tiny.GPT()
     expected = tiny.step(model, tokens)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         torch._dynamo.trace_rules.clear_lru_cache()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         inst.observe(lambda _: None)
         assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
         assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
     rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
     assert sdpa.scaled_dot_product_attention not in rules
     assert F.scaled_dot_product_attention in rules

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_home
 
+from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests.monitor.entry_points.library_models import install
 from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS
@@ -26,6 +27,14 @@ pytestmark = [
 ]
 
 TITLE = "Functions"
+
+#: Function -> how the indicators are called that cannot be measured of its calls.
+UNMEASURED = {
+    "F.multi_head_attention_forward": ("delta_",),
+    "transformers' eager attention": ("delta_",),
+    "guardbit.watch_attention": ("delta_",),  # unless it is said to be fused
+    "guardbit.observe": ("delta_", "dq_", "w_q_push"),
+}
 CACHED = [entry for entry in ENTRY_POINTS if entry.attribute.endswith("_with_kvcache")]
 
 
@@ -50,6 +59,8 @@ def cells(case, compiled):
         assert all(map(torch.equal, run.weights, plain.weights))
         heads = len(case.queries(run.model))
         assert_norms(case, run, heads)
+        if not compiled:
+            assert_indicators(case, run)
         (site,) = run.session.instrumentation.sites.values()
         logits, errors = run.measured("max_logit"), run.measured("dq_relative_error")
         watched = (
@@ -82,6 +93,13 @@ def assert_norms(case, run, heads):
         # Of grouped keys each query head is told those of its key head. Recorded in FP32.
         expected = [x for x in expected for _ in range(heads // len(expected))]
         assert run.measured(f"{name}_spectral_norm") == pytest.approx(expected, rel=1e-6)
+
+
+def assert_indicators(case, run):
+    measured = {s.indicator for s in run.session.samples if any(x == x for x in s.values)}
+    unmeasured = UNMEASURED.get(case.name, "loss")
+    expected = set(HEAD_INDICATORS) - OCCASIONAL
+    assert measured - {"loss"} == {name for name in expected if not name.startswith(unmeasured)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from guardbit.guard import Around, Result, then_finish
+from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
@@ -32,74 +32,54 @@ from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.doors import named, recorders, report, reporting, stand_in
-from guardbit.monitor.interception.records import Heads, note_call, note_outside
 from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.seen import (
+    Heads,
+    drop_stale_traced,
+    note_call,
+    note_outside,
+    note_traced_call,
+)
 from guardbit.monitor.interception.sharding import Share
-from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
 from guardbit.monitor.interception.watching import Watch
 
 #: The layout of the caller's tensors: (batch, heads, tokens, head size), (batch, tokens, heads,
 #: head size), or, for packed sequences, (tokens, heads, head size).
 Layout = Literal["BHND", "BNHD", "NHD"]
 
-
 #: What is done in an eager call instead of calling the original, see `guard.stand_in`.
-Before = Callable[[tuple[Any, ...], dict[str, Any]], Around | Result | None]
+Before = Callable[[Args, Kwargs], Around | Result | None]
 
 
 class Bound(NamedTuple):
-    """A call that GuardBit can compute.
-
-    Attributes:
-        q: Queries `(B, H, N, D)`, a view of the caller's.
-        k: Keys `(B, H_kv, M, D)`, likewise.
-        v: Values, likewise.
-        spec: What the call asks for besides.
-        layout: Layout of the caller's tensors and of the output.
-        library: The engine of the library that is called; None for PyTorch's own choice.
-        shared: If the caller's tensors are DTensors: the queries, and which heads are on this rank.
-            q, k and v are then the local parts.
-    """
+    """A call that GuardBit can compute: q `(B, H, N, D)`, k and v `(B, H_kv, M, D)`, as views."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     spec: AttentionSpec
-    layout: Layout = "BHND"
-    library: LibraryEngine | None = None
+    layout: Layout = "BHND"  # of the caller's tensors and of the output
+    library: LibraryEngine | None = None  # None for PyTorch's own choice
+    # The caller's queries if its tensors are DTensors, of which q, k and v are the local parts.
     shared: tuple[DTensor, Share] | None = None
 
 
 class Refusal(NamedTuple):
-    """Why a call stays with the original, and what is known of it nevertheless.
-
-    Attributes:
-        why: A clause whose subject is the site: "it computes in torch.float64".
-        q: Queries `(B, H, N, D)`, where they are known.
-        k: Keys `(B, H_kv, M, D)`, where they are known.
-        bound: The call, if it is watched all the same. The queries are then its first argument.
-        is_fused: Whether one of PyTorch's fused kernels may run it.
-    """
+    """Why a call stays with the original, a clause whose subject is the site; q and k if known."""
 
     why: str
     q: Tensor | None = None
     k: Tensor | None = None
-    bound: Bound | None = None
-    is_fused: bool = True
+    bound: Bound | None = None  # if it is watched all the same; q is then its first argument
+    is_fused: bool = True  # whether one of PyTorch's fused kernels may run it
 
 
 class Watched(NamedTuple):
-    """A call that the original runs and an observer gets.
-
-    Attributes:
-        watch: Reports the call to the observer.
-        bound: The call.
-        keeps_output: Whether the backward takes delta from the output.
-    """
+    """A call that the original runs and an observer gets."""
 
     watch: Watch
     bound: Bound
-    keeps_output: bool
+    keeps_output: bool  # whether the backward takes delta from the output
 
 
 def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -110,30 +90,20 @@ def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
 class EntryPoint:
     """A function that people call for attention.
 
-    Attributes:
-        name: What users call it.
-        home: Name of the module that holds it. GuardBit never imports that module by itself.
-        attribute: Its name there; with a dot, the names of a class and its method.
-        bind: Takes the arguments of a call and returns what they ask for.
-        returns: Makes the original's return value from out in the caller's layout, lse `(B, H, N)`
-            and the arguments of the call.
-        put_in_place: Installs the stand-in and returns a function that undoes it; None for a
-            function that is replaced wherever there is a reference to it.
-        original: The function itself; None until its module is imported.
-        before: What is done in an eager call, see `guard.stand_in`; None for `before`.
-        traced: What compilers trace instead of the stand-in; None for `call`.
-        stand_in: The function that replaces it, a door.
+    `bind` takes the arguments of a call and returns what they ask for. `returns` makes the
+    original's return value from out in the caller's layout, lse `(B, H, N)` and these arguments.
     """
 
-    name: str
-    home: str
-    attribute: str
+    name: str  # what users call it
+    home: str  # the module that holds it, which GuardBit never imports by itself
+    attribute: str  # its name there; with a dot, the names of a class and its method
     bind: Callable[..., Bound | Refusal]
     returns: Callable[..., Any] = _only_out
+    # Installs the stand-in and returns what undoes it; None: wherever a reference to it is.
     put_in_place: Callable[[], Callable[[], None]] | None = None
-    original: Callable[..., Any] | None = None
-    before: Before | None = None
-    traced: Callable[..., Any] | None = None
+    original: Callable[..., Any] | None = None  # None until its module is imported
+    before: Before | None = None  # see `guard.stand_in`; None for `before` below
+    traced: Callable[..., Any] | None = None  # what compilers trace; None for `call` below
     stand_in: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,13 +115,11 @@ class EntryPoint:
         self.stand_in = named(door, self.name_there, self.bind)
 
     def why_left_alone(self) -> str | None:
-        """Why its calls are ignored in this process, as a clause, or None."""
+        """Returns why its calls are ignored in this process, as a clause, or None."""
         return None
 
-    def why_other(
-        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str | None:
-        """Why an eager call's engine does not do what the original does, as a clause, or None."""
+    def why_other(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
+        """Returns why its engine does not do what the original does, as a clause, or None."""
         return None
 
     def find(self) -> bool:
@@ -237,9 +205,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     return _handed_back(entry, found, args, kwargs, _computed(found, runtime.current))
 
 
-def before(
-    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Around | Result | None:
+def before(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Runs an eager call through the op, if it has to; see `guard.stand_in`."""
     found = heard_eagerly(entry, args, kwargs)
     if found is None:
@@ -257,11 +223,7 @@ def _computed(found: Bound, site: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _handed_back(
-    entry: EntryPoint,
-    found: Bound,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    computed: tuple[Tensor, Tensor],
+    entry: EntryPoint, found: Bound, args: Args, kwargs: Kwargs, computed: tuple[Tensor, Tensor]
 ) -> Any:
     out = as_given(computed[0], found.layout)
     if found.shared is not None:
@@ -280,7 +242,7 @@ def is_unread() -> bool:
     )
 
 
-def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+def heard(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     """Records a call that a compiler traces; returns it if the op is to run it, else None."""
     drop_stale_traced()
     if not runtime.is_inside_site():
@@ -294,9 +256,7 @@ def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> B
     return found if isinstance(found, Bound) else None
 
 
-def heard_eagerly(
-    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Bound | Watched | None:
+def heard_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not runtime.is_inside_site():
         note_outside(entry.name, args, kwargs)
@@ -311,26 +271,24 @@ def heard_eagerly(
             library = found.library
             record(found.q, found.k, found.v, found.spec, library.name if library else "")
     q, k = found.q, found.k
-    if q is not None and k is not None:
-        if is_empty(q, k):
-            return None
-        if probe.note_call(number, q, k):
-            return None  # a re-run must not look like a call of the model
-    refusal = found.why if isinstance(found, Refusal) else None
-    if isinstance(found, Bound) and not state.is_idle:
-        refusal = _why_broken(found) or entry.why_other(found, args, kwargs)
-    is_watched = isinstance(found, Refusal) and found.bound is not None
-    shared = found.shared if isinstance(found, Bound) else None
-    share = None if shared is None else shared[1]
+    # A re-run must not look like a call of the model.
+    if q is not None and k is not None and (is_empty(q, k) or probe.note_call(number, q, k)):
+        return None
     heads = heads_of(q, k)
-    refusal = note_call(number, heads, refusal, entry.name, watched=is_watched, share=share)
-    if isinstance(found, Refusal) and found.bound is not None:
-        if state.is_unheard or not torch.is_grad_enabled():
-            return None
-        state.native_dropout_p = found.bound.spec.dropout_p
-        return Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))
-    # The op costs the host 0.2 ms, so it runs only where it is needed.
-    return None if isinstance(found, Refusal) or refusal or state.is_idle else found
+    if isinstance(found, Bound):
+        why = None
+        if not state.is_idle:
+            why = _why_broken(found) or entry.why_other(found, args, kwargs)
+        share = None if found.shared is None else found.shared[1]
+        why = note_call(number, heads, why, entry.name, share=share)
+        # The op costs the host 0.2 ms, so it runs only where it is needed.
+        return None if why or state.is_idle else found
+    bound = found.bound
+    note_call(number, heads, found.why, entry.name, watched=bound is not None)
+    if bound is None or state.is_unheard or not torch.is_grad_enabled():
+        return None
+    state.native_dropout_p = bound.spec.dropout_p
+    return Watched(Watch(number), bound, found.is_fused and _keeps_output(bound))
 
 
 def _why_broken(bound: Bound) -> str | None:
@@ -348,9 +306,7 @@ def _keeps_output(bound: Bound) -> bool:
     return engines.choose(q, k, v, bound.spec, training=True).reads_out
 
 
-def _around(
-    entry: EntryPoint, watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Around:
+def _around(entry: EntryPoint, watched: Watched, args: Args, kwargs: Kwargs) -> Around:
     """Lets the original run, and the observer hear of it."""
     watch, (q, k, v, spec, layout, *_), keeps_output = watched
     q = watch.query(q)

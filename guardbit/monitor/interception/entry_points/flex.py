@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guardbit.guard import Around
+from guardbit.guard import Args, Around, Kwargs
 from guardbit.kernels import flex
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -31,11 +31,7 @@ from guardbit.monitor.interception.entry_points.base import (
     heard_eagerly,
     is_genuine,
 )
-from guardbit.monitor.interception.entry_points.refusals import (
-    why_groups,
-    why_head,
-    why_now,
-)
+from guardbit.monitor.interception.entry_points.refusals import why_groups, why_head, why_now
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 
@@ -92,14 +88,12 @@ def _traced(*args: Any, **kwargs: Any) -> Any:
     return _of_site[0](*taken.args, **taken.kwargs)
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+def _before(args: Args, kwargs: Kwargs) -> Around:
     taken = _at_site(heard_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
     return Around(args, kwargs, function=_plain[0]) if taken is None else taken
 
 
-def _at_site(
-    found: Any, site: Callable[[], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Around | None:
+def _at_site(found: Any, site: Callable[[], Tensor], args: Args, kwargs: Kwargs) -> Around | None:
     """Returns the call with the number of its site; None if it stays as it is."""
     # Calls at sites are intercepted in autograd, which inference mode skips.
     if found is not None and torch.is_grad_enabled():

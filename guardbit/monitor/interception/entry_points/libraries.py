@@ -15,11 +15,12 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.base import (
@@ -81,29 +82,15 @@ _NOT_COMPILED = (
 )
 
 
-class _Inputs(NamedTuple):
-    """q, k and v, `(B, H, N, D)`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 @dataclass(eq=False)
 class LibraryEntryPoint(EntryPoint):
-    """A function of a library.
-
-    Attributes:
-        engine: Name of its engine.
-        is_packed: Whether it takes packed sequences, `(T, H, D)`.
-        defaults: The parameters of the installed function, in order, with their defaults.
-        missing: Why the kernels of this release cannot be called, or None.
-    """
+    """A function of a library."""
 
     engine: str = ""
-    is_packed: bool = False
+    is_packed: bool = False  # whether it takes packed sequences, `(T, H, D)`
+    # The parameters of the installed function, in order, with their defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    missing: str | None = None
+    missing: str | None = None  # why the kernels of this release cannot be called
     _others: dict[tuple[object, ...], str | None] = field(default_factory=dict)
 
     @property
@@ -130,12 +117,10 @@ class LibraryEntryPoint(EntryPoint):
             functools.update_wrapper(self.stand_in, self.original, updated=())
         return True
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def given(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
-    def why_other(
-        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def why_other(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
         if not self.is_of_hub:
             return None
         q, k, _, spec, *_ = bound
@@ -151,9 +136,7 @@ class LibraryEntryPoint(EntryPoint):
         return self._others[key]
 
     @torch.no_grad()
-    def _difference(
-        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def _difference(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
         assert self.original is not None
         assert bound.library is not None
         q, k, v, spec, layout, *_ = bound
@@ -176,14 +159,15 @@ class LibraryEntryPoint(EntryPoint):
         with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
             return self._bound(args, kwargs, is_unread=True)
 
-    def _bound(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_unread: bool
-    ) -> Bound | Refusal:
+    def _bound(self, args: Args, kwargs: Kwargs, is_unread: bool) -> Bound | Refusal:
         given = self.given(args, kwargs)
         unknown = self._why_unknown(given)
         asked = {**self.defaults, **given}
         if self.engine == "varlen_attn":
             asked = {_MEANS.get(name, name): x for name, x in asked.items()}
+        for name in ("cu_seqlens", "max_seqlen"):
+            if name in asked:
+                asked = {**asked, f"{name}_q": asked[name], f"{name}_k": asked[name]}
         inputs = _inputs(asked, self.is_packed)
         if isinstance(inputs, str):
             return Refusal(inputs)
@@ -209,9 +193,7 @@ class LibraryEntryPoint(EntryPoint):
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
         return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
 
-    def result(
-        self, out: Tensor, lse: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def result(self, out: Tensor, lse: Tensor, args: Args, kwargs: Kwargs) -> Any:
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
         lse = lse.squeeze(0) if self.is_packed else lse
         if self.engine == "varlen_attn":
@@ -240,26 +222,20 @@ def _is_same(x: Any, default: Any) -> bool:
     return isinstance(x, bool | int | float | tuple | list) and x == default
 
 
-def _inputs(asked: Mapping[str, Any], is_packed: bool) -> _Inputs | str:
+def _inputs(asked: Mapping[str, Any], is_packed: bool) -> tuple[Tensor, Tensor, Tensor] | str:
     """Returns the tensors of a call as `(B, H, N, D)`, or why they cannot be found."""
-    if "qkv" in asked:
-        together = [asked["qkv"]]
-    elif "kv" in asked:
-        together = [asked["q"], asked["kv"]]
-    else:
-        together = [asked[name] for name in ("q", "k", "v")]
-    if not all(isinstance(x, Tensor) for x in together):
+    names = ("qkv",) if "qkv" in asked else ("q", "kv") if "kv" in asked else ("q", "k", "v")
+    parts = [asked[name] for name in names]
+    if not all(isinstance(x, Tensor) for x in parts):
         return "it is called with something else than tensors"
     if "qkv" in asked:
         parts = _apart(asked["qkv"], asked.get("num_heads_q"))
     elif "kv" in asked:
         parts = [asked["q"], *asked["kv"].unbind(-3)]
-    else:
-        parts = together
     if len(parts) != 3 or any(x.dim() != (3 if is_packed else 4) for x in parts):
         return "its inputs are not of the shape that its documentation asks for"
     q, k, v = (heads_first(x, "NHD" if is_packed else "BNHD") for x in parts)
-    return _Inputs(q, k, v)
+    return q, k, v
 
 
 def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
@@ -302,29 +278,18 @@ def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | 
     return f"it is called with window_size={window!r}"
 
 
-def _starts(asked: Mapping[str, Any]) -> tuple[Any, Any]:
-    if "cu_seqlens" in asked:
-        return asked["cu_seqlens"], asked["cu_seqlens"]
-    return asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
-
-
 def _why_documents(asked: Mapping[str, Any], q: Tensor) -> str | None:
-    starts = _starts(asked)
+    starts: tuple[Any, Any] = asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
+    longest = asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
     if not all(isinstance(x, Tensor) for x in starts):
         return "it does not say where its documents begin"
     if any(x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device for x in starts):
         return "its cu_seqlens are not INT32 (documents + 1,) where its queries are"
     if starts[0].shape != starts[1].shape or not len(starts[0]):
         return "its queries and keys are not of the same documents"
-    if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in _longest(asked)):
+    if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in longest):
         return "its longest length is on the device, which a compiled graph does not wait for"
     return None
-
-
-def _longest(asked: Mapping[str, Any]) -> tuple[Any, Any]:
-    if "max_seqlen" in asked:
-        return asked["max_seqlen"], asked["max_seqlen"]
-    return asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
 
 
 def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> AttentionSpec:
@@ -335,11 +300,10 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
         causal, right = True, -1
     documents = None
     if is_packed:
-        several = "max_seqlen" in asked
-        longest = [asked["max_seqlen" if several else f"max_seqlen_{x}"] for x in "qk"]
+        longest = asked["max_seqlen_q"], asked["max_seqlen_k"]
         # The library too waits for a length on the device; without one it takes all tokens.
         lengths = [x.size(2) if n is None else int(n) for n, x in zip(longest, (q, k), strict=True)]
-        documents = Documents(*_starts(asked), *lengths)
+        documents = Documents(asked["cu_seqlens_q"], asked["cu_seqlens_k"], *lengths)
     return AttentionSpec(
         q.size(3) ** -0.5 if scale is None else float(scale),
         causal,

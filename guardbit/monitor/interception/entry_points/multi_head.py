@@ -15,15 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.guard import Around, of_torch, then_finish
+from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.doors import report, stand_in
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal, is_genuine
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
-from guardbit.monitor.interception.records import Heads, note_call, note_outside
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.seen import Heads, note_call, note_outside, note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
 from guardbit.monitor.stages import log
 
@@ -64,9 +63,13 @@ def bind(*args: Any, **kwargs: Any) -> Refusal:
     return Refusal(_RETURNS_WEIGHTS)
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | None:
     watched = None if is_jit_traced() else _watched(args, kwargs)
-    return None if watched is None else watched.around(args, kwargs)
+    if watched is None:
+        return None
+    # PyTorch's function, with this in place of `torch`.
+    function = _copy({**_original.__globals__, "torch": watched})
+    return Around(args, kwargs, watched.after, function)
 
 
 def _traced(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -75,17 +78,17 @@ def _traced(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return _traceable(*args, **kwargs)
 
 
-def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:
+def _given(name: str, args: Args, kwargs: Kwargs, default: Any = None) -> Any:
     position = _positions[name]
     return args[position] if position < len(args) else kwargs.get(name, default)
 
 
-def _heads_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads:
+def _heads_of_module(args: Args, kwargs: Kwargs) -> Heads:
     num_heads = _given("num_heads", args, kwargs)
     return num_heads, num_heads, _given("embed_dim_to_check", args, kwargs) // num_heads
 
 
-def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
+def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     """Records an eager call; returns what watches it if there is an observer."""
     if not runtime.is_inside_site():
         if _given("need_weights", args, kwargs, True):
@@ -112,14 +115,6 @@ def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     return _Products(Watch(number), heads[0], dropout_p)
 
 
-class _Bmm:
-    original = staticmethod(torch.bmm)
-
-
-class _Baddbmm:
-    original = staticmethod(torch.baddbmm)
-
-
 class _Products:
     """Stands in for `torch` in PyTorch's function, to watch its two matrix products.
 
@@ -133,15 +128,11 @@ class _Products:
         self._dropout_p = dropout_p
         self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._is_called = self._is_heard = False
-        self.bmm = stand_in(_Bmm, self._before_bmm, None)
-        self.baddbmm = stand_in(_Baddbmm, self._before_baddbmm, None)
+        bmm, baddbmm = (types.SimpleNamespace(original=f) for f in (torch.bmm, torch.baddbmm))
+        self.bmm = stand_in(bmm, self._before_bmm, None)
+        self.baddbmm = stand_in(baddbmm, self._before_baddbmm, None)
 
-    def around(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
-        """Calls PyTorch's function, with this in place of `torch`."""
-        function = _copy({**_original.__globals__, "torch": self})
-        return Around(args, kwargs, self._after, function)
-
-    def _after(self, found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    def after(self, found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         global _why_misread
         out, weights = found
         if not self._is_called:
@@ -151,7 +142,7 @@ class _Products:
 
     __getattr__ = of_torch
 
-    def _before_bmm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+    def _before_bmm(self, args: Args, kwargs: Kwargs) -> Around | None:
         self._is_called = True
         first, second = args
         if self._is_heard:
@@ -159,21 +150,20 @@ class _Products:
         if self._inputs is None:
             return Around((self._begin(first, second, None), second), kwargs)
         q, k, mask = self._inputs
-        p = self._watch.probabilities(self._by_head(first))
         spec = AttentionSpec(1.0, mask=mask, dropout_p=self._dropout_p)
 
         def after(out: Tensor) -> Tensor:
             values = self._by_head(second)
-            hear = functools.partial(self._watch.output, self._by_head(out), q, k, values, spec, p)
+            hear = functools.partial(self._watch.output, self._by_head(out), q, k, values, spec)
             return then_finish(
                 hear, functools.partial(torch.flatten, start_dim=0, end_dim=1), report
             )
 
-        around = Around((p.flatten(0, 1), second), kwargs, after)
+        around = Around(args, kwargs, after)
         self._is_heard = True  # last, because this is tried again after an error
         return around
 
-    def _before_baddbmm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+    def _before_baddbmm(self, args: Args, kwargs: Kwargs) -> Around:
         mask, q, k = args
         return Around((mask, self._begin(q, k, mask), k), kwargs)
 

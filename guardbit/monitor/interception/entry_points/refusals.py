@@ -13,7 +13,7 @@ from torch.utils._device import DeviceContext
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.op import has_tangent
-from guardbit.monitor.interception.records import CAPTURED
+from guardbit.monitor.interception.seen import CAPTURED
 
 #: What answers for tensors of PyTorch's own classes, and for those that leave it at that.
 _ORDINARY = (
@@ -31,6 +31,16 @@ _DTENSORS = (
     "it is called with DTensors, which GuardBit reads in eager calls of"
     " F.scaled_dot_product_attention only"
 )
+
+
+def why_call(
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor | None], dropout_p: float = 0.0
+) -> str | None:
+    """Returns why a call that may have masks and dropout stays with the original, or None."""
+    for mask in masks:
+        if (why := why_mask(mask)) is not None:
+            return why
+    return why_dropout(dropout_p) or why_tensors(q, k, v, any_width=True) or why_now(q, k, v)
 
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str | None:

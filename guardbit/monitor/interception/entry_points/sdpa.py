@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
 
-from guardbit.guard import Around, Result
+from guardbit.guard import Args, Around, Kwargs, Result
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
@@ -22,15 +21,13 @@ from guardbit.monitor.interception.entry_points.refusals import (
     OTHER_WIDTH,
     is_taken_over,
     takes_over,
-    why_dropout,
+    why_call,
     why_groups,
-    why_mask,
-    why_now,
-    why_tensors,
 )
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
 _OTHER_WIDTH = "its values have another head size than its keys"
+_TWO_MASKS = "it is called with a mask and is_causal=True, of which PyTorch takes one"
 _BY_MATH = "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
 
 
@@ -52,13 +49,8 @@ def bind(
             return Refusal(why, query, key)
         shared = query, share
         query, key, value = (cast(DTensor, x).to_local() for x in (query, key, value))
-    why = (
-        _why_two_masks(attn_mask, is_causal)
-        or why_mask(attn_mask)
-        or why_dropout(dropout_p)
-        or why_tensors(query, key, value, any_width=True)
-        or why_now(query, key, value)
-    )
+    why = _TWO_MASKS if attn_mask is not None and is_causal else None
+    why = why or why_call(query, key, value, (attn_mask,), dropout_p)
     # PyTorch's math kernel serves calls with one key head for all query heads.
     broadcasts = None if why else why_groups(query, key, are_allowed=enable_gqa)
     if broadcasts is not None and key.size(1) != 1:
@@ -101,17 +93,11 @@ def _without_mask(scale: float, causal: Causal, dropout_p: float) -> AttentionSp
     return AttentionSpec(scale, causal, dropout_p=dropout_p)
 
 
-def _why_two_masks(mask: Tensor | None, is_causal: bool) -> str | None:
-    if mask is not None and is_causal:
-        return "it is called with a mask and is_causal=True, of which PyTorch takes one"
-    return None
-
-
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | Result | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
     return None if is_taken_over(_tensors(args, kwargs)) else before(SDPA, args, kwargs)
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from guardbit.guard import Around, call_first
+from guardbit.guard import Args, Around, Kwargs, call_first
 from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -32,15 +32,9 @@ from guardbit.monitor.interception.entry_points.base import (
     heard_eagerly,
     is_empty,
 )
-from guardbit.monitor.interception.entry_points.refusals import (
-    why_dropout,
-    why_groups,
-    why_mask,
-    why_now,
-    why_tensors,
-)
+from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.seen import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT
 
 _NAME = "transformers' eager attention"
@@ -68,14 +62,8 @@ def bind(
     **_: Any,
 ) -> Bound | Refusal:
     """Binds a call, see `base.EntryPoint`; the output is (batch, tokens, heads, head size)."""
-    why = (
-        why_mask(attention_mask)
-        or why_mask(position_bias)
-        or why_dropout(dropout)
-        or why_tensors(query, key, value, any_width=True)
-        or why_groups(query, key)
-        or why_now(query, key, value)
-    )
+    masks = attention_mask, position_bias
+    why = why_call(query, key, value, masks, dropout) or why_groups(query, key)
     if why is not None:
         return Refusal(why, query, key)
     mask = attention_mask
@@ -91,7 +79,7 @@ def bind(
     return Bound(query, key, value, spec)
 
 
-def _before_interface(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+def _before_interface(args: Args, kwargs: Kwargs) -> Around:
     """Sees to it that a model that gets a function of its own gets `attend`."""
 
     def after(found: Any) -> Any:
@@ -105,7 +93,7 @@ def _traced_interface(*args: Any, **kwargs: Any) -> Any:
     return _attending(EAGER.original(*args, **kwargs), args, kwargs)
 
 
-def _attending(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attending(found: Any, args: Args, kwargs: Kwargs) -> Any:
     default = args[2] if len(args) > 2 else kwargs["default"]
     if found is default and runtime.is_inside_site():
         return functools.partial(attend, found)
@@ -116,11 +104,8 @@ def _bind(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Bound | Refusal:
     found = bind(module, *args, **kwargs)
-    if isinstance(found, Refusal):
-        why: str | None = found.why
-    elif is_empty(found.q, found.k) or probe.site is not None:
-        why = None
-    else:
+    why = found.why if isinstance(found, Refusal) else None
+    if isinstance(found, Bound) and not is_empty(found.q, found.k) and probe.site is None:
         why = _why_other(original, module, found, args, kwargs)
     if isinstance(found, Refusal) or why is not None:
         return Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
@@ -132,16 +117,15 @@ def _traced(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if runtime.is_inside_site():
         note_traced_call(runtime.current, heads_of(query, key), _COMPILED, _NAME)
-    return original(module, query, key, value, *args, **kwargs)
+    return original(module, query, key, *args, **kwargs)
 
 
-def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+def _before(args: Args, kwargs: Kwargs) -> Around | None:
     found = heard_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
     if not isinstance(found, Watched):
         return None
@@ -172,31 +156,22 @@ attend = _ATTEND.stand_in
 
 
 def _why_other(
-    original: Callable[..., Any],
-    module: nn.Module,
-    bound: Bound,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Callable[..., Any], module: nn.Module, bound: Bound, args: Args, kwargs: Kwargs
 ) -> str | None:
     """Returns why a module's function is not what its arguments describe, or None."""
     if module not in _checked:
+        name = f"{getattr(original, '__module__', '?')}.eager_attention_forward"
         try:
             is_same = _is_what_is_said(original, module, bound, args, kwargs)
-            name = f"{getattr(original, '__module__', '?')}.eager_attention_forward"
-            _checked[module] = (
-                None if is_same else f"{name} computes something else than its arguments say"
-            )
+            why = f"{name} computes something else than its arguments say"
+            _checked[module] = None if is_same else why
         except Exception as error:
             _checked[module] = f"its function could not be tried on its own: {error}"
     return _checked[module]
 
 
 def _is_what_is_said(
-    original: Callable[..., Any],
-    module: nn.Module,
-    bound: Bound,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Callable[..., Any], module: nn.Module, bound: Bound, args: Args, kwargs: Kwargs
 ) -> bool:
     batch = bound.q.size(0)
 

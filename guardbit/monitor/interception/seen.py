@@ -1,28 +1,44 @@
-"""What is known of the calls of each site, and of calls in training outside all modules."""
+"""What is known of the calls of each site, and of calls in training outside all modules.
+
+Eager calls are noted when they run. Compiled calls never return to Python: the compiler traces
+`note_traced_inputs` and `note_traced_call`, which leave nothing in the graph. Their arguments are
+known only to the compiler's tracer objects, which are looked up by name. Where a version of PyTorch
+has other names, nothing is recorded, and training goes on.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
+from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
+from guardbit import guard
+from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
+from guardbit.monitor.interception.doors import report
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     count_call,
+    drop_stale,
     frame_stack,
     site_modules,
     site_number,
 )
-from guardbit.monitor.interception.rerunning import ModuleInputs, describe_inputs
+from guardbit.monitor.interception.rerunning import (
+    ModuleInputs,
+    describe,
+    describe_inputs,
+    present_size,
+)
 from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, parts_of, share_of
 
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
@@ -34,27 +50,16 @@ CAPTURED = "it is captured in a CUDA graph, which replays the kernel of the capt
 
 @dataclass(slots=True)
 class StepCalls:
-    """The calls of a site in one step.
-
-    Attributes:
-        step: The step, as `kernels.site_state.Clock` counts; -1 before the first.
-        heads: Those of the calls; if some calls can be switched, those of these.
-        is_switchable: Whether any call can be switched.
-        bypass: Why some call kept PyTorch's function, or None.
-        conflict: Why calls that can be switched one by one cannot together, or None.
-        was_switchable: Whether a call of this step or an earlier one could be switched.
-        is_watched: Whether any call is watched, whether or not it can be switched.
-        per_forward: The most calls in one forward of the module.
-    """
+    """The calls of a site in one step, as `kernels.site_state.Clock` counts."""
 
     step: int = -1
-    heads: Heads = (0, 0, 0)
+    heads: Heads = (0, 0, 0)  # of the calls that can be switched, if there are some
     is_switchable: bool = False
-    bypass: str | None = None
-    conflict: str | None = None
-    was_switchable: bool = False
+    bypass: str | None = None  # why some call kept PyTorch's function
+    conflict: str | None = None  # why calls that can be switched one by one cannot together
+    was_switchable: bool = False  # in this step or an earlier one
     is_watched: bool = False
-    per_forward: int = 0
+    per_forward: int = 0  # the most calls in one forward of the module
 
     @property
     def unwatched(self) -> str | None:
@@ -95,25 +100,19 @@ class StepCalls:
 class SiteRecord:
     """What interception learned about one site.
 
-    Attributes:
-        number: Number of the site.
-        modules: Modules on the way to the call, innermost first, with their inputs.
-        calls: What the calls of the latest step were like.
-        with_gradients: Whether this was learned in training. What is learned in evaluation, with
-            padded batches for example, counts only while nothing else is known.
-        sharded: Why it is unknown which heads are on this rank, or None.
-        entry: Name of the function that was called last.
+    What is learned in evaluation, with padded batches for example, counts only while nothing is
+    known from training.
     """
 
     number: int
-    modules: list[tuple[nn.Module, ModuleInputs]]
+    modules: list[tuple[nn.Module, ModuleInputs]]  # around the call, innermost first
     calls: StepCalls
     with_gradients: bool = False
-    sharded: str | None = None
-    entry: str = ""
+    sharded: str | None = None  # why it is unknown which heads are on this rank
+    entry: str = ""  # the function that was called last
 
 
-class TracedRefusal(NamedTuple):
+class _TracedRefusal(NamedTuple):
     """Why a call that a compiler traced keeps PyTorch's function.
 
     Where ranks share the heads, the call goes through the op all the same, because the compiler
@@ -123,27 +122,20 @@ class TracedRefusal(NamedTuple):
     why: str
     heads: Heads
     with_gradients: bool
-    is_sharded: bool = False
+    is_sharded: bool
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a site.
+    """What is known of a site, from eager calls and from a trace; `parts` is the number of ranks.
 
-    Attributes:
-        eager: Its record from eager calls.
-        inputs: Its inputs, from a trace. All that is known from a trace is also kept by the type
-            of the module: of several modules of one type a compiler traces only the first.
-        refusal: Why a traced call keeps PyTorch's function.
-        entry: Name of the function that a traced call called last.
-        share: Which heads are here in a traced call, or why that is unknown, and over how many
-            ranks the weights are spread. By type it is kept for spread weights and others apart.
-        parts: Over how many ranks tensor parallelism spreads its weights.
+    All that a trace shows is also kept by the type of the module: of several modules of one type a
+    compiler traces only the first. The share is kept for spread weights and others apart.
     """
 
     eager: SiteRecord | None = None
     inputs: ModuleInputs | None = None
-    refusal: TracedRefusal | None = None
+    refusal: _TracedRefusal | None = None
     entry: str = ""
     share: tuple[Share | str, int] | None = None
     parts: int = 1
@@ -171,30 +163,27 @@ def note_call(
     watched: bool = False,
     share: Share | None = None,
 ) -> str | None:
+    """Records an eager call; returns why it cannot be switched, or None."""
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
-    state = runtime.site(number)
-    known = _of(number)
+    state, known = runtime.site(number), _of(number)
     record = known.eager
     with_gradients = torch.is_grad_enabled()
     if record is None or (with_gradients and not record.with_gradients):
-        innermost_first = reversed(frame_stack)
-        modules = [(f.module, describe_inputs(f.args, f.kwargs)) for f in innermost_first]
-        holder = weighted_module(number)
+        modules = [(f.module, describe_inputs(f.args, f.kwargs)) for f in reversed(frame_stack)]
         if share is None:
+            holder = weighted_module(number)
             sharded = _keep_share(number, share_of(holder, heads), parts_of(holder))
         else:
             sharded = _keep_share(number, share, share.parts)
         record = SiteRecord(number, modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
-    if with_gradients == record.with_gradients:
-        record.entry = entry
-        watched = watched and record.sharded is None
-        record.calls.note(state.clock.now, heads, refusal, watched)
     calls = count_call()
     state.is_heard = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
+        record.entry = entry
+        record.calls.note(state.clock.now, heads, refusal, watched and record.sharded is None)
         record.calls.per_forward = max(record.calls.per_forward, calls)
     return refusal
 
@@ -229,17 +218,6 @@ def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
     return None if is_known else share
 
 
-def keep_traced_share(number: int, heads: Heads) -> str | None:
-    """Records which heads of a module are here in a call that a compiler traced."""
-    module, holder = site_modules[number], weighted_module(number)
-    found = share_of(holder, heads)
-    traced = found, parts_of(holder)
-    _of(number).share = _of((type(module), is_spread(holder))).share = traced
-    for other in site_modules:
-        know_traced_share(other)
-    return found if isinstance(found, str) else None
-
-
 def know_traced_share(number: int) -> None:
     """Shows the op which heads of a site are here, if a compiler traced it or one of its type."""
     found = _known.get(number, _NOTHING).share
@@ -249,22 +227,6 @@ def know_traced_share(number: int) -> None:
         found = (spread if is_spread(weighted_module(number)) else None) or whole
     if found is not None:
         _keep_share(number, *found)
-
-
-def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
-    _of(site_number(module)).inputs = _of(type(module)).inputs = inputs
-
-
-def keep_traced_entry(number: int, entry: str) -> None:
-    if number in site_modules:
-        _of(number).entry = _of(type(site_modules[number])).entry = entry
-
-
-def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
-    if number in site_modules:
-        for known in (_of(number), _of(type(site_modules[number]))):
-            if known.refusal is None or refusal.with_gradients:
-                known.refusal = refusal
 
 
 def forget(number: int) -> None:
@@ -283,12 +245,8 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         if state.ran_at <= record.calls.step:
             return record
         # Compiled calls came after the eager ones.
-        heads = (num_heads, *record.calls.heads[1:])
-        can = record.sharded is None
-        calls = StepCalls(
-            state.ran_at, heads, can, record.sharded, was_switchable=can, is_watched=can
-        )
-        return replace(record, calls=calls)
+        heads, can = (num_heads, *record.calls.heads[1:]), record.sharded is None
+        return replace(record, calls=_compiled(state.ran_at, heads, can, can, record.sharded))
     refusal = None
     if num_heads or _has_begun(state.clock):
         # If the module itself was traced, what is known of another one of its type does not count.
@@ -301,22 +259,22 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     inputs = [(module, _inputs(number, module)) for number, module in enclosing]
     modules = [(module, described) for module, described in inputs if described is not None]
     if refusal is None:
-        heads = (num_heads, 0, 0)
-        calls = StepCalls(
-            state.ran_at, heads, is_switchable=True, was_switchable=True, is_watched=True
-        )
+        calls = _compiled(state.ran_at, (num_heads, 0, 0))
     else:
         heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
         last = max(state.ran_at, state.clock.done)
-        was_switchable = state.ran_at >= 0 and not refusal.is_sharded
-        is_switchable = was_switchable and state.ran_at == last
-        calls = StepCalls(
-            last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable,
-            is_watched=is_switchable,
-        )  # fmt: skip
+        was = state.ran_at >= 0 and not refusal.is_sharded
+        calls = _compiled(last, heads, was and state.ran_at == last, was, refusal.why)
     know_traced_share(number)
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
     return SiteRecord(number, modules, calls, sharded=sharded, entry=own.entry or of_type.entry)
+
+
+def _compiled(
+    step: int, heads: Heads, can: bool = True, could: bool = True, bypass: str | None = None
+) -> StepCalls:
+    """Describes compiled calls, of which those that can be switched are watched."""
+    return StepCalls(step, heads, can, bypass, was_switchable=could, is_watched=can)
 
 
 def ran(number: int, module: nn.Module) -> bool:
@@ -336,6 +294,114 @@ def _has_begun(clock: Clock) -> bool:
     return clock.done >= 0 or any(runtime.site(number).clock is clock for number in refused)
 
 
+# --- what a compiler traces -----------------------------------------------------------------------
+
+
+def drop_stale_traced() -> None:
+    """Forgets modules that never ended, while the compiler traces."""
+    comptime(_drop_stale)
+
+
+# Doors: an error of theirs would end the compilation.
+@guard.function(report)
+def _drop_stale(_: Any) -> None:
+    drop_stale()
+
+
+def note_traced_inputs(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    comptime(_read_inputs)
+
+
+def note_traced_call(site: Tensor, heads: Heads, refusal: str | None, entry: str) -> None:
+    """Records a call that is being traced: its function, and why it stays with that function."""
+    comptime(_read_call)
+
+
+@guard.function(report)
+def _read_inputs(context: Any) -> None:
+    """Runs while `note_traced_inputs` is traced, and reads the fake inputs."""
+    try:
+        module, args, kwargs = (
+            context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+            for name in ("module", "args", "kwargs")
+        )
+        inputs = ModuleInputs(
+            tuple(_describe_variable(x) for x in args.items),
+            {key.vt.as_python_constant(): _describe_variable(x) for key, x in kwargs.items.items()},
+        )
+        _keep_traced_inputs(module.value, inputs)
+    except Exception:
+        # The weights of the site are then reported as unavailable.
+        return
+
+
+@guard.function(report)
+def _read_call(context: Any) -> None:
+    """Runs while `note_traced_call` is traced."""
+    try:
+        # Modules around the traced code, entered before the tracing began.
+        for frame in frame_stack:
+            _keep_traced_inputs(frame.module, describe_inputs(frame.args, frame.kwargs))
+        why = context.get_local("refusal").as_python_constant()
+        entry = context.get_local("entry").as_python_constant()
+        site, sizes = (
+            context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+            for name in ("site", "heads")
+        )
+        number = int(site.as_proxy().node.meta["grapharg"].example)
+        num_heads, num_key_heads, head_dim = map(_number_of, sizes.items)
+        heads = num_heads, num_key_heads, head_dim
+        if number not in site_modules:
+            return
+        sharded = _keep_traced_share(number, heads)
+    except Exception:
+        # The site is then missing from the list of sites.
+        return
+    refused = why or sharded
+    with_gradients = torch.is_grad_enabled()
+    for known in (_of(number), _of(type(site_modules[number]))):
+        known.entry = entry
+        if refused is not None and (known.refusal is None or with_gradients):
+            known.refusal = _TracedRefusal(refused, heads, with_gradients, is_sharded=why is None)
+
+
+def _keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
+    _of(site_number(module)).inputs = _of(type(module)).inputs = inputs
+
+
+def _keep_traced_share(number: int, heads: Heads) -> str | None:
+    """Records which heads of a module are here in a call that a compiler traced."""
+    module, holder = site_modules[number], weighted_module(number)
+    found = share_of(holder, heads)
+    traced = found, parts_of(holder)
+    _of(number).share = _of((type(module), is_spread(holder))).share = traced
+    for other in site_modules:
+        know_traced_share(other)
+    return found if isinstance(found, str) else None
+
+
+def _number_of(variable: Any) -> int:
+    """Returns a whole number the compiler knows; for a symbolic one, its present value."""
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    return present_size(variable.as_proxy().node.meta["example_value"])
+
+
+def _describe_variable(variable: Any) -> Any:
+    if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized():
+            # The traced code has not looked at it; looking here would add guards.
+            return describe(variable.original_value())
+        variable = variable.realize()
+    if variable.is_python_constant():
+        return describe(variable.as_python_constant())
+    if isinstance(variable, BaseListVariable):
+        return tuple(_describe_variable(item) for item in variable.items)
+    if isinstance(variable, TensorVariable):
+        return describe(variable.as_proxy().node.meta["example_value"])
+    return None
+
+
 # --- calls outside the modules --------------------------------------------------------------------
 
 # Of the calls' frames, those in here are not what the user has written.
@@ -347,20 +413,13 @@ _LIBRARIES = tuple(
 
 
 class OutsideCalls:
-    """The calls of one thread that no instrumented module makes, from `start` to `stop`.
+    """The calls of one thread that no instrumented module makes, from `start` to `stop`."""
 
-    Attributes:
-        count: How many there were.
-        where: Function, file and line of the first, "" before it.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.where = 0, ""
-        self._thread = 0
+    count = thread = 0
+    where = ""  # function, file and line of the first
 
     def start(self) -> None:
-        self.count, self.where = 0, ""
-        self._thread = threading.get_ident()
+        self.count, self.where, self.thread = 0, "", threading.get_ident()
         if self not in _counting:
             _counting.append(self)
 
@@ -368,18 +427,11 @@ class OutsideCalls:
         if self in _counting:
             _counting.remove(self)
 
-    def note(self, name: str) -> None:
-        """Counts a call of the function of that name."""
-        if threading.get_ident() != self._thread:
-            return
-        self.count += 1
-        self.where = self.where or f"{name} at {_place()}"
-
 
 _counting: list[OutsideCalls] = []
 
 
-def note_outside(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:
     """Counts an eager call outside the running modules; free while nothing counts."""
     if not _counting or not torch.is_grad_enabled():
         return
@@ -389,7 +441,9 @@ def note_outside(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return
     if any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         for counting in list(_counting):
-            counting.note(name)
+            if counting.thread == threading.get_ident():
+                counting.count += 1
+                counting.where = counting.where or f"{name} at {_place()}"
 
 
 def _place() -> str:
