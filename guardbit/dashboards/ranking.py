@@ -42,7 +42,7 @@ def excess(
                     measured.to_numpy(),
                     floor,
                     np.array([head in moved for head in measured.columns], dtype=bool),
-                    None if first is None else int((measured.index <= first).sum()),
+                    None if first is None else len(measured.loc[:first]),
                 ),
                 "indicator": indicator,
                 "value": measured.ffill().iloc[-1],
