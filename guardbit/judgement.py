@@ -514,6 +514,18 @@ def _severity(found: Judgement, state: State) -> Severity:
     return "critical" if state == "lost" or is_high or _rises_alarmed(found) else "warning"
 
 
+def severity_at(evidence: Evidence, step: int) -> Literal["warning", "critical"]:
+    """The severity of an alarm at a step: critical if logits are high or the loss is not sound."""
+    logits = {at: value for at, value in evidence.logits.items() if at <= step}
+    loss = {at: value for at, value in evidence.loss.items() if at <= step}
+    is_critical = (
+        (_last(logits) or 0.0) > CRITICAL_LOGIT
+        or not math.isfinite(_last(loss) or 0.0)
+        or _rise_of(loss) > COME_BACK
+    )
+    return "critical" if is_critical else "warning"
+
+
 def _rises_alarmed(found: Judgement) -> bool:
     return bool(found.alarmed) and found.rising.startswith("the loss")
 
@@ -572,9 +584,18 @@ def _missing_loss(
     return ""
 
 
-def _medians(evidence: Evidence) -> list[float]:
+def _rise_of(loss: Mapping[int, float]) -> float:
+    """How far all of the last losses lie above the best median of so many; 0 for few of them."""
+    steps = sorted(loss)
+    if len(steps) <= 2 * LOSS_SAMPLES:
+        return 0.0
+    best = min(_medians(loss)[LOSS_SAMPLES - 1 :])
+    return min(loss[step] for step in steps[-LOSS_SAMPLES:]) - best
+
+
+def _medians(loss: Mapping[int, float]) -> list[float]:
     """The median of the last `LOSS_SAMPLES` losses at each of them, not finite ones left out."""
-    values = [evidence.loss[step] for step in sorted(evidence.loss)]
+    values = [loss[step] for step in sorted(loss)]
     windows = (values[max(0, at - LOSS_SAMPLES) : at] for at in range(1, len(values) + 1))
     finite = ([value for value in window if math.isfinite(value)] for window in windows)
     return [statistics.median(window) if window else math.inf for window in finite]
@@ -593,18 +614,15 @@ def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
         return lost if left is None else min(left, lost)
     if left is None:
         return None
-    medians = _medians(evidence)
+    medians = _medians(evidence.loss)
     return None if medians[-1] <= min(medians) + COME_BACK else left
 
 
 def _rising(evidence: Evidence) -> str:
     """Says what rises: the loss, or the largest logit."""
-    steps = sorted(evidence.loss)
-    if len(steps) > 2 * LOSS_SAMPLES:
-        best = min(_medians(evidence)[LOSS_SAMPLES - 1 :])
-        above = min(evidence.loss[step] for step in steps[-LOSS_SAMPLES:]) - best
-        if above > COME_BACK:
-            return f"the loss is {above:.2g} above its best"
+    above = _rise_of(evidence.loss)
+    if above > COME_BACK:
+        return f"the loss is {above:.2g} above its best"
     logit = _last(evidence.logits)
     if logit is None:
         return ""

@@ -98,6 +98,8 @@ class Alarm:
     rule: str  # name of the rule, as documented in `guardbit.monitor.detectors`
     why: str  # one sentence with the figures that made it fire
     role: Role = _OF_HEADS  # what the rule judges
+    # "critical" with logits above 10,000, a loss that is not finite, or one that rises
+    severity: Literal["warning", "critical"] = "warning"
 
 
 @dataclass(frozen=True, slots=True)

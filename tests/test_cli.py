@@ -114,7 +114,7 @@ def test_replay_of_recorded_runs(
     assert earliest <= replay["first_alarm"] <= latest
     assert replay["first_alarm"] == min(alarm["step"] for alarm in replay["alarms"])
     for alarm in replay["alarms"]:
-        assert list(alarm) == ["step", "site", "heads", "rule"]
+        assert list(alarm) == ["step", "site", "heads", "rule", "severity"]
     # The CSVs hold each layer's largest head as head 0; alarms of the whole run name none.
     assert {(bool(alarm["site"]), tuple(alarm["heads"])) for alarm in replay["alarms"]} <= {
         (True, (0,)),

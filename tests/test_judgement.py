@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from guardbit.dashboards.marks import judgement_of
-from guardbit.judgement import STATES, Evidence, judge
+from guardbit.judgement import STATES, Evidence, judge, severity_at
 from guardbit.monitor.settings import Settings
 from guardbit.records import Event, Sample
 
@@ -250,6 +250,22 @@ def test_high_logits_and_a_rising_loss_make_an_alarm_critical(made):
     assert found.severity == "critical"
     if "loss" in made:  # nor is it saved, whatever its logits do
         assert found.state == "alarmed" and "the loss is 0.2 above its best" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("made", "since"),
+    [
+        ({"logit": lambda step: 10_001.0 if step >= 5000 else 10.0}, 5000),
+        ({"loss": lambda step: np.nan if step >= 5000 else 3.0}, 5000),
+        # All of the last eight losses lie above the best, of samples every 100 steps.
+        ({"loss": lambda step: 3.2 if step >= 5000 else 3.0}, 5700),
+    ],
+)
+def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
+    evidence = Evidence()
+    evidence.add(samples(**made))
+    assert severity_at(evidence, since - 100) == "warning"
+    assert severity_at(evidence, since) == "critical"
 
 
 @pytest.mark.parametrize("switches", [(), (switch(3000),)])

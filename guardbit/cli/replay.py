@@ -58,7 +58,13 @@ def replay(
         judgement = _judgement_of_replay(run, result)
     if as_json:
         alarms = [
-            {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
+            {
+                "step": alarm.step,
+                "site": alarm.site,
+                "heads": alarm.heads,
+                "rule": alarm.rule,
+                "severity": alarm.severity,
+            }
             for alarm in result.alarms
         ]
         typer.echo(

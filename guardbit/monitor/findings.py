@@ -69,7 +69,7 @@ class Findings:
 
     def state_dict(self) -> dict[str, Any]:
         # Plain tuples only: PyTorch loads no other with weights_only.
-        alarms = [(*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self.alarms]
+        alarms = [(*astuple(alarm)[:5], tuple(alarm.role), alarm.severity) for alarm in self.alarms]
         alarmed = {site: sorted(heads) for site, heads in self.alarmed.items()}
         return {
             "first_alarms": alarms,
@@ -81,8 +81,8 @@ class Findings:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         alarms = [
-            Alarm(step, site, tuple(heads), rule, why, Role(*role))
-            for step, site, heads, rule, why, role in state["first_alarms"]
+            Alarm(step, site, tuple(heads), rule, why, Role(*role), severity)
+            for step, site, heads, rule, why, role, severity in state["first_alarms"]
         ]
         self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self.verdict = state["verdict"]

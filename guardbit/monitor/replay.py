@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from guardbit.judgement import Ended, Evidence, Judgement, judge
+from guardbit.judgement import Ended, Evidence, Judgement, judge, severity_at
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, reads_of
 from guardbit.records import Alarm, Event, event_of
@@ -73,6 +73,7 @@ def replay(
     found = detectors.update(samples)
     evidence = Evidence()
     evidence.add(samples)
+    found = [replace(alarm, severity=severity_at(evidence, alarm.step)) for alarm in found]
     return Replay(
         [alarm for alarm in found if not alarm.role.is_advisory],
         [alarm for alarm in found if alarm.role.is_advisory],

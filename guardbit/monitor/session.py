@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from numbers import Complex, Real
 from typing import Any, TypeVar
@@ -26,7 +27,14 @@ from guardbit import guard
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import Evidence, Judgement, judge, nothing_to_correct, unmeasured_cause
+from guardbit.judgement import (
+    Evidence,
+    Judgement,
+    judge,
+    nothing_to_correct,
+    severity_at,
+    unmeasured_cause,
+)
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
@@ -509,6 +517,7 @@ class MonitorSession(Guarded):
             "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
         )
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
+        found = self.attempt("judgement", lambda: self._graded(found)) or found
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
         self.attempt("alarms", lambda: self._record_alarms(found))
@@ -540,6 +549,10 @@ class MonitorSession(Guarded):
         if ranks.world_size() > 1:
             self.attempt("metrics", lambda: self._describe(known.metadata))
         return known.samples
+
+    def _graded(self, found: list[Alarm]) -> list[Alarm]:
+        """The alarms with their severity."""
+        return [replace(one, severity=severity_at(self._evidence, one.step)) for one in found]
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
