@@ -17,15 +17,10 @@ _UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and ungua
 
 
 class GuardedCallback(Guarded):
-    """A framework's callback; all of its methods that a framework calls are doors.
+    """A framework's callback; all of its methods that a framework calls are doors."""
 
-    Attributes:
-        session: The session of the run that goes on, or None.
-        strict: Whether the monitor's own errors are raised.
-    """
-
-    session: MonitorSession | None = None
-    strict: bool = False
+    session: MonitorSession | None = None  # the session of the run that goes on, or None
+    strict: bool = False  # whether the monitor's own errors are raised
 
     #: What only the other framework asks of its callbacks -> what to use there.
     _instead: ClassVar[Mapping[str, str]] = {}

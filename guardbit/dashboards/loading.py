@@ -34,15 +34,10 @@ ANSWER = Path("diagnosis", "diagnosis.json")
 
 
 class Kept(NamedTuple):
-    """What a run's folder holds about its diverging heads.
+    """What a run's folder holds about its diverging heads."""
 
-    Attributes:
-        snapshots: Steps of which inputs of heads were kept.
-        heads: What was found of each head that was diagnosed.
-    """
-
-    snapshots: int = 0
-    heads: Sequence[Mapping[str, Any]] = ()
+    snapshots: int = 0  # steps of which inputs of heads were kept
+    heads: Sequence[Mapping[str, Any]] = ()  # what was found of each head that was diagnosed
 
 
 _NOTHING = Kept()

@@ -14,41 +14,28 @@ from guardbit.kernels.spec import AttentionSpec
 
 
 class Call(NamedTuple):
-    """One call, made once, where it enters GuardBit.
+    """One call, made once, where it enters GuardBit."""
 
-    Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        spec: What the call asks for besides.
-        site: Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a
-            Python number.
-        library: The engine of the library whose function was called; None for PyTorch's choice.
-        native: Whether PyTorch's or a library's function was called, not `flash_attention`.
-        training: Whether a gradient will be asked for.
-        wants_mask: Whether the gradient of an additive mask is asked for.
-        traced: Whether a compiler traces the call.
-        stabilizers: For each head, its index in `STABILIZERS`, as the call itself asks for it.
-        beta: See `guardbit.flash_attention`.
-        eps: The same.
-        backend: Index in `dispatch.BACKENDS`.
-        keeps_residual: Whether a compiled graph reserves memory for the residual of `compensated`.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    spec: AttentionSpec
+    q: Tensor  # queries
+    k: Tensor  # keys
+    v: Tensor  # values
+    spec: AttentionSpec  # what the call asks for besides
+    # Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a Python
+    # number.
     site: Tensor
+    # The engine of the library whose function was called; None for PyTorch's choice.
     library: LibraryEngine | None = None
+    # Whether PyTorch's or a library's function was called, not `flash_attention`.
     native: bool = True
-    training: bool = False
-    wants_mask: bool = False
-    traced: bool = False
+    training: bool = False  # whether a gradient will be asked for
+    wants_mask: bool = False  # whether the gradient of an additive mask is asked for
+    traced: bool = False  # whether a compiler traces the call
+    # For each head, its index in `STABILIZERS`, as the call itself asks for it.
     stabilizers: Sequence[int] = ()
-    beta: float = 2.0
-    eps: float = 1e-3
-    backend: int = 0
+    beta: float = 2.0  # see `guardbit.flash_attention`.
+    eps: float = 1e-3  # the same
+    backend: int = 0  # index in `dispatch.BACKENDS`.
+    # Whether a compiled graph reserves memory for the residual of `compensated`.
     keeps_residual: bool = True
 
     @property
@@ -58,25 +45,19 @@ class Call(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What the op returns: its result, and what the forward leaves for the backward.
+    """What the op returns: its result, and what the forward leaves for the backward."""
 
-    Attributes:
-        out: The output.
-        lse: Logsumexp; zeros where the engine returns none.
-        residual: INT8, what rounding took from O in compensated heads; empty if there are none.
-        kernels: INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves all
-            heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
-            stabilizer of each head.
-        random: INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
-        generator_state: See `Drawn`.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # the output
+    lse: Tensor  # Logsumexp; zeros where the engine returns none
+    # INT8, what rounding took from O in compensated heads; empty if there are none.
     residual: Tensor
+    # INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves all heads, 1 if
+    # ours ran in Triton or 2 if PyTorch's function computed the call, and the stabilizer of each
+    # head.
     kernels: Tensor
+    # INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
     random: Tensor
-    generator_state: Tensor
+    generator_state: Tensor  # see `Drawn`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,44 +65,32 @@ class AttentionCall:
     """Everything one attention call saw and returned, handed to the observer in its backward.
 
     Shapes: q, out, d_out, dq `(B, H, N, D)`; k, v, dk, dv `(B, H_kv, M, D)`.
-
-    Attributes:
-        site: Number of the site.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        out: The tensor that the backward took delta from: the kernel's output, or in stabilized
-            heads an O' that carries another delta. None if it took delta from the probabilities, or
-            if that is unknown.
-        residual: Rounding residual of `out` in the heads that keep one, else None.
-        d_out: Gradient of the loss with respect to the output; None where it is not known.
-        dq: Gradient of q by the kernel in use; None where it is not known.
-        dk: Gradient of k by the kernel in use; None where it is not known.
-        dv: Gradient of v by the kernel in use; None where it is not known.
-        spec: Mask, scale and dropout of the call.
-        stabilizers: One name a head.
-        dropout: With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel
-            dropped in the other heads is unknown.
-        kernel: What ran the backward: an engine's name, "guardbit" for our own kernel, "" where it
-            is not known.
-        again: Runs the same backward once more, on the same tensors, and returns dq, dk and dv;
-            None where that cannot be.
     """
 
-    site: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    site: int  # number of the site
+    q: Tensor  # queries
+    k: Tensor  # keys
+    v: Tensor  # values
+    # The tensor that the backward took delta from: the kernel's output, or in stabilized heads an
+    # O' that carries another delta. None if it took delta from the probabilities, or if that is
+    # unknown.
     out: Tensor | None
-    residual: Tensor | None
+    residual: Tensor | None  # rounding residual of `out` in the heads that keep one, else None
+    # Gradient of the loss with respect to the output; None where it is not known.
     d_out: Tensor | None
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
-    spec: AttentionSpec
-    stabilizers: tuple[str, ...]
+    dq: Tensor | None  # gradient of q by the kernel in use; None where it is not known
+    dk: Tensor | None  # gradient of k by the kernel in use; None where it is not known
+    dv: Tensor | None  # gradient of v by the kernel in use; None where it is not known
+    spec: AttentionSpec  # Mask, scale and dropout of the call
+    stabilizers: tuple[str, ...]  # one name a head
+    # With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel dropped in
+    # the other heads is unknown.
     dropout: Dropout | None = None
+    # What ran the backward: an engine's name, "guardbit" for our own kernel, "" where it is not
+    # known.
     kernel: str = ""
+    # Runs the same backward once more, on the same tensors, and returns dq, dk and dv; None where
+    # that cannot be.
     again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
 
     @property

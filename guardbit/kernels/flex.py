@@ -80,22 +80,16 @@ Closed = Tensor | int | torch.SymInt
 
 
 class Program(NamedTuple):
-    """Both functions of a call.
+    """Both functions of a call."""
 
-    Attributes:
-        mask: (b, h, q, kv, *closed over) -> whether the query sees the key; None if `causal` says
-            it all.
-        score: (score, b, h, q, kv, *closed over) -> score; None if scores stay as they are.
-        causal: Whether a query sees keys up to its own position only.
-        are_tensors: For each value that `score`, then `mask`, closes over: whether it is a tensor.
-        num_scores: How many of these values `score` closes over.
-    """
-
+    # (b, h, q, kv, *closed over) -> whether the query sees the key; None if `causal` says it all.
     mask: GraphModule | None
+    # (score, b, h, q, kv, *closed over) -> score; None if scores stay as they are.
     score: GraphModule | None
-    causal: bool
+    causal: bool  # whether a query sees keys up to its own position only
+    # For each value that `score`, then `mask`, closes over: whether it is a tensor.
     are_tensors: tuple[bool, ...]
-    num_scores: int
+    num_scores: int  # how many of these values `score` closes over
 
 
 _programs: dict[int, Program] = {}
@@ -393,17 +387,11 @@ for _name, _run, _fake in (
 
 
 class _Began(NamedTuple):
-    """What the forward of a call hands its backward.
+    """What the forward of a call hands its backward."""
 
-    Attributes:
-        site: Number of the site, 0-d CPU tensor.
-        names: What `_begin` returned.
-        program: Number of its functions, see `register`; None if they are not known.
-    """
-
-    site: Tensor
-    names: Tensor
-    program: int | None
+    site: Tensor  # number of the site, 0-d CPU tensor
+    names: Tensor  # what `_begin` returned
+    program: int | None  # number of its functions, see `register`; None if they are not known
 
 
 def is_supported() -> bool:

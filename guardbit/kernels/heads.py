@@ -45,21 +45,14 @@ OWN_FORWARD = frozenset({"compensated", "row_max"})
 
 
 class Plan(NamedTuple):
-    """What the heads of a call run.
+    """What the heads of a call run."""
 
-    Attributes:
-        names: One stabilizer a head.
-        own: The heads whose forward our kernel computes.
-        own_names: The stabilizer of each of these, as our kernels know it.
-        deltas: Those of `DELTAS` that run, each with the heads whose backward gets it.
-        compensated: The heads whose forward keeps the rounding residual of O.
-    """
-
-    names: tuple[str, ...]
-    own: tuple[int, ...]
-    own_names: tuple[str, ...]
+    names: tuple[str, ...]  # one stabilizer a head
+    own: tuple[int, ...]  # the heads whose forward our kernel computes
+    own_names: tuple[str, ...]  # the stabilizer of each of these, as our kernels know it
+    # Those of `DELTAS` that run, each with the heads whose backward gets it.
     deltas: tuple[tuple[str, tuple[int, ...]], ...]
-    compensated: tuple[int, ...]
+    compensated: tuple[int, ...]  # the heads whose forward keeps the rounding residual of O
 
 
 @lru_cache(maxsize=1024)
@@ -182,21 +175,13 @@ def _none_of(fields: tuple[str, ...]) -> str:
 
 
 class Ran(NamedTuple):
-    """What ran a forward, and what its backward therefore does.
+    """What ran a forward, and what its backward therefore does."""
 
-    Attributes:
-        engine: The engine whose backward runs; None if ours runs in all heads.
-        shared: Whether the engine's backward serves all heads.
-        on_triton: Whether our kernels ran in Triton.
-        names: The stabilizer that each head ran.
-        by_pytorch: Whether PyTorch's function computed the call in GuardBit's place.
-    """
-
-    engine: Engine | None
-    shared: bool
-    on_triton: bool
-    names: tuple[str, ...]
-    by_pytorch: bool = False
+    engine: Engine | None  # the engine whose backward runs; None if ours runs in all heads
+    shared: bool  # whether the engine's backward serves all heads
+    on_triton: bool  # whether our kernels ran in Triton
+    names: tuple[str, ...]  # the stabilizer that each head ran
+    by_pytorch: bool = False  # whether PyTorch's function computed the call in GuardBit's place
 
 
 # --- forward -------------------------------------------------------------------------------------

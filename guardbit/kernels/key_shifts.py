@@ -29,15 +29,11 @@ KEY_SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {"centered_keys": _mean}
 
 
 class ShiftedKeys(NamedTuple):
-    """Keys from which vectors were subtracted.
+    """Keys from which vectors were subtracted."""
 
-    Attributes:
-        k: `(B, H_kv, M, D)`, as the kernel gets it.
-        shifts: The key heads, G of them, and FP32 `(B, G, 1, D)`, what was subtracted there; in the
-            order of the subtractions.
-    """
-
-    k: Tensor
+    k: Tensor  # `(B, H_kv, M, D)`, as the kernel gets it
+    # The key heads, G of them, and FP32 `(B, G, 1, D)`, what was subtracted there; in the order of
+    # the subtractions.
     shifts: list[tuple[tuple[int, ...], Tensor]]
 
 

@@ -46,15 +46,10 @@ _TOGETHER = 2**24
 
 
 class Visible(NamedTuple):
-    """Which keys each query sees, dense masks apart: from `first` on, `end` not included.
+    """Which keys each query sees, dense masks apart: from `first` on, `end` not included."""
 
-    Attributes:
-        first: INT32 (N,), in 0 to M.
-        end: INT32 (N,), in `first` to M; `first` itself where a query sees no key.
-    """
-
-    first: Tensor
-    end: Tensor
+    first: Tensor  # INT32 (N,), in 0 to M
+    end: Tensor  # INT32 (N,), in `first` to M; `first` itself where a query sees no key
 
 
 def causal_shift(causal: Causal, rows: int, keys: int) -> int:

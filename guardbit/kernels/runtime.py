@@ -34,15 +34,10 @@ _QUIET = -2
 
 
 class _Owner(NamedTuple):
-    """Whose modules are running.
+    """Whose modules are running."""
 
-    Attributes:
-        thread: The thread.
-        frame: The Python frame that has called the outermost of them.
-    """
-
-    thread: int
-    frame: FrameType | None
+    thread: int  # the thread
+    frame: FrameType | None  # the Python frame that has called the outermost of them
 
 
 _NOBODY = _Owner(0, None)

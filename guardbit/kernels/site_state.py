@@ -28,17 +28,12 @@ class _Setting(NamedTuple):
 
 @dataclass(slots=True)
 class Clock:
-    """Counts the steps of a model, so that each call can be assigned to a step.
+    """Counts the steps of a model, so that each call can be assigned to a step."""
 
-    Attributes:
-        now: The step that calls belong to.
-        done: The last step that is over; -1 before the first.
-        is_told: Whether a session says when steps end. Otherwise each call of an outermost
-            instrumented module is a step.
-    """
-
-    now: int = 0
-    done: int = -1
+    now: int = 0  # the step that calls belong to
+    done: int = -1  # the last step that is over; -1 before the first
+    # Whether a session says when steps end. Otherwise each call of an outermost instrumented module
+    # is a step.
     is_told: bool = False
 
     def begin(self) -> None:
@@ -63,55 +58,45 @@ class Clock:
 
 @dataclass(slots=True)
 class SiteState:
-    """What the op looks up for one site, each time it runs.
+    """What the op looks up for one site, each time it runs."""
 
-    Attributes:
-        name: What messages call the site.
-        stabilizers: One name a head, or None for what the call itself asked for. Takes effect at
-            the next ordinary forward, see `begin_forward`. Where ranks share the heads, those of
-            all of them; all other names here are of the heads of this rank.
-        share: Which of so many equal parts of the heads are here, the first being 0.
-        observer: Called once in every backward of the site, or None. It must not raise.
-        launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
-            Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
-            "triton" counts besides how often ours ran in Triton; else they ran in plain torch.
-            Calls that were left to PyTorch's function, see `is_idle`, are not counted.
-        requested: One name a head, as the last call asked for; empty before the first.
-        native_dropout_p: Probability with which PyTorch's kernel drops entries in the heads that it
-            computes; 0 without dropout, or where our kernels compute all heads.
-        is_masked: Whether the last call had an explicit mask.
-        at_rest: Whether calls need not be seen for now.
-        failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
-            it says so, `in_force` has no switched head.
-        ran: One name a head, as the last call in training ran them since heads were switched;
-            empty before it.
-        substituted: Why that is not what was asked for, or "".
-        last_substituted: The last step in which a call gave such a reason, and the reason.
-        clock: Counts the steps of the site's model.
-        ran_at: The last step in which the op ran here in training; -1 before the first.
-        calls_are_alike: Whether all calls of one forward are known to have queries and keys of the
-            same weights. Otherwise only the first is observed: numbers of several are not mixed.
-        is_heard: Whether the call that was noted last may be observed.
-    """
-
-    name: str = ""
+    name: str = ""  # what messages call the site
+    # One name a head, or None for what the call itself asked for. Takes effect at the next ordinary
+    # forward, see `begin_forward`. Where ranks share the heads, those of all of them; all other
+    # names here are of the heads of this rank.
     stabilizers: tuple[str, ...] | None = None
+    # Which of so many equal parts of the heads are here, the first being 0.
     share: tuple[int, int] = (0, 1)
+    # Called once in every backward of the site, or None. It must not raise.
     observer: Callable[[AttentionCall], None] | None = None
+    # How often each kernel ran, by (direction, kernel): the proof of a switch. Kernels are the
+    # names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else. "triton" counts besides
+    # how often ours ran in Triton; else they ran in plain torch. Calls that were left to PyTorch's
+    # function, see `is_idle`, are not counted.
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # One name a head, as the last call asked for; empty before the first.
     requested: tuple[str, ...] = ()
+    # Probability with which PyTorch's kernel drops entries in the heads that it computes; 0 without
+    # dropout, or where our kernels compute all heads.
     native_dropout_p: float = 0.0
-    is_masked: bool = False
-    at_rest: bool = False
+    is_masked: bool = False  # whether the last call had an explicit mask
+    at_rest: bool = False  # whether calls need not be seen for now
+    # Why switched heads last ran PyTorch's kernel, or None if they did not. As long as it says so,
+    # `in_force` has no switched head.
     failure: str | None = None
+    # One name a head, as the last call in training ran them since heads were switched; empty before
+    # it.
     ran: tuple[str, ...] = ()
-    substituted: str = ""
+    substituted: str = ""  # why that is not what was asked for, or ""
+    # The last step in which a call gave such a reason, and the reason.
     last_substituted: tuple[int, str] = (-1, "")
     _told: set[str] = field(default_factory=set)
-    clock: Clock = field(default_factory=Clock)
-    ran_at: int = -1
+    clock: Clock = field(default_factory=Clock)  # counts the steps of the site's model
+    ran_at: int = -1  # the last step in which the op ran here in training; -1 before the first
+    # Whether all calls of one forward are known to have queries and keys of the same weights.
+    # Otherwise only the first is observed: numbers of several are not mixed.
     calls_are_alike: bool = False
-    is_heard: bool = True
+    is_heard: bool = True  # whether the call that was noted last may be observed
     _failed_for_good: bool = False
     _failure_told: bool = False
     _setting: _Setting | None = None

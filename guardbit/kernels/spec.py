@@ -30,18 +30,12 @@ class Documents(NamedTuple):
     A call with documents has a batch of one. Its queries and its keys are ordered by document.
     Document g has the queries from `cu_queries[g]` up to but excluding `cu_queries[g + 1]`, and the
     keys from `cu_keys[g]` up to but excluding `cu_keys[g + 1]`; either range may be empty.
-
-    Attributes:
-        cu_queries: INT32 (G + 1,), from 0 to N.
-        cu_keys: INT32 (G + 1,), from 0 to M.
-        max_queries: Queries of the longest document, or more.
-        max_keys: Keys of the longest document, or more.
     """
 
-    cu_queries: Tensor
-    cu_keys: Tensor
-    max_queries: int
-    max_keys: int
+    cu_queries: Tensor  # INT32 (G + 1,), from 0 to N
+    cu_keys: Tensor  # INT32 (G + 1,), from 0 to M
+    max_queries: int  # queries of the longest document, or more
+    max_keys: int  # keys of the longest document, or more
 
 
 # Compared by identity: what two masks hold is on their device.
@@ -51,36 +45,28 @@ class AttentionSpec:
 
     A query sees a key if every field allows it. `guardbit.kernels.mask` alone defines what the
     fields mean for single queries and keys.
-
-    Attributes:
-        scale: Factor of Q K^T.
-        causal: See `Causal`.
-        mask: Boolean, True where a query sees a key, or floating, added to the scaled scores. Any
-            shape that broadcasts to (B, H, N, M). None for no such mask.
-        dropout_p: Probability with which an entry of P is dropped.
-        window: How many keys before and after its own place a query sees, -1 for all. Its own place
-            is the last key that `causal=True` would show: the last keys are aligned with the last
-            queries (of each document), as in FlashAttention's `window_size`.
-        documents: Packed sequences; `causal` and `window` then hold within each. None for one
-            sequence.
-        softcap: Scores s are replaced by softcap * tanh(s / softcap), after the scale and before
-            masks; 0 for no cap.
-        sinks: (H,), one more score of each head that takes part in the softmax and has no value:
-            the probabilities of the keys add up to less than 1. None for no sinks.
-        mask_function: A mask that is known tile by tile; None for none.
-        score_function: Is applied to scores after the scale and the soft cap and before masks; None
-            for none.
     """
 
-    scale: float
-    causal: Causal = False
+    scale: float  # factor of Q K^T
+    causal: Causal = False  # see `Causal`
+    # Boolean, True where a query sees a key, or floating, added to the scaled scores. Any shape
+    # that broadcasts to (B, H, N, M). None for no such mask.
     mask: Tensor | None = None
-    dropout_p: float = 0.0
+    dropout_p: float = 0.0  # probability with which an entry of P is dropped
+    # How many keys before and after its own place a query sees, -1 for all. Its own place is the
+    # last key that `causal=True` would show: the last keys are aligned with the last queries (of
+    # each document), as in FlashAttention's `window_size`.
     window: tuple[int, int] = (-1, -1)
+    # Packed sequences; `causal` and `window` then hold within each. None for one sequence.
     documents: Documents | None = None
+    # Scores s are replaced by softcap * tanh(s / softcap), after the scale and before masks; 0 for
+    # no cap.
     softcap: float = 0.0
+    # (H,), one more score of each head that takes part in the softmax and has no value: the
+    # probabilities of the keys add up to less than 1. None for no sinks.
     sinks: Tensor | None = None
-    mask_function: MaskFunction | None = None
+    mask_function: MaskFunction | None = None  # a mask that is known tile by tile; None for none
+    # Is applied to scores after the scale and the soft cap and before masks; None for none.
     score_function: ScoreFunction | None = None
 
     def __post_init__(self) -> None:

@@ -15,26 +15,18 @@ Pass = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit",
 
 
 class Tile(NamedTuple):
-    """How one program of a kernel works.
+    """How one program of a kernel works."""
 
-    Attributes:
-        block_m: Queries a tile.
-        block_n: Keys a tile.
-        num_warps: Warps of 32 threads.
-        num_stages: Tiles in flight: the depth of the software pipeline.
-        max_registers: Most registers a thread may use; None for no limit.
-        overlap: For delta only: whether a tile's second product runs while its exponentials are
-            computed, which takes registers.
-        use_tma: For delta only: whether Hopper's copy engine loads keys and values, from
-            descriptors of their tensors. That saves registers and address arithmetic.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
+    block_m: int  # queries a tile
+    block_n: int  # keys a tile
+    num_warps: int  # warps of 32 threads
+    num_stages: int  # tiles in flight: the depth of the software pipeline
+    max_registers: int | None = None  # most registers a thread may use; None for no limit
+    # For delta only: whether a tile's second product runs while its exponentials are computed,
+    # which takes registers.
     overlap: bool = False
+    # For delta only: whether Hopper's copy engine loads keys and values, from descriptors of their
+    # tensors. That saves registers and address arithmetic.
     use_tma: bool = False
 
     @property

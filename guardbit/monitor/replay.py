@@ -17,20 +17,14 @@ from guardbit.store.samples import samples_of
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the detectors would have said.
+    """What the detectors would have said."""
 
-    Attributes:
-        alarms: In the order of their steps.
-        advisories: What rules found that is no alarm, in the order of their steps.
-        unjudged: Rule -> the indicators that it needs and that the telemetry lacks.
-        evidence: What a judgement needs of the telemetry.
-        judged_by: Rule that judges heads -> the indicators of which it needs one each.
-    """
-
-    alarms: list[Alarm]
-    advisories: list[Alarm]
+    alarms: list[Alarm]  # in the order of their steps
+    advisories: list[Alarm]  # what rules found that is no alarm, in the order of their steps
+    # Rule -> the indicators that it needs and that the telemetry lacks.
     unjudged: dict[str, list[str]]
-    evidence: Evidence
+    evidence: Evidence  # what a judgement needs of the telemetry
+    # Rule that judges heads -> the indicators of which it needs one each.
     judged_by: dict[str, list[list[str]]]
 
     @property

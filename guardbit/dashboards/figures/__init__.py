@@ -47,19 +47,12 @@ Draw = Callable[[pd.DataFrame, pd.DataFrame | None], Figure | None]
 
 
 class Chart(NamedTuple):
-    """A figure of the report.
+    """A figure of the report."""
 
-    Attributes:
-        name: Stem of its PNG.
-        title: What it shows, in a few words.
-        draw: The function that draws it.
-        needs: The indicators of which it needs at least one.
-    """
-
-    name: str
-    title: str
-    draw: Draw
-    needs: tuple[str, ...]
+    name: str  # stem of its PNG
+    title: str  # what it shows, in a few words
+    draw: Draw  # the function that draws it
+    needs: tuple[str, ...]  # the indicators of which it needs at least one
 
 
 def _map_that_tells(frame: pd.DataFrame, events: pd.DataFrame | None) -> Figure | None:

@@ -115,29 +115,17 @@ def capability_of(x: Tensor) -> tuple[int, int] | None:
 
 
 class Prepared(NamedTuple):
-    """What kernels of any call need besides their tensors.
+    """What kernels of any call need besides their tensors."""
 
-    Attributes:
-        mask: The dense mask as kernels load it.
-        mask_strides: Its four strides, 0 where it broadcasts.
-        ranges: INT32 (2, N), the first key that each query sees and where its keys end.
-        sinks: FP32 (H,).
-        shift: See `causal_shift`.
-        inner_scale: Factor of q k before the soft cap's tanh.
-        scale: Factor of the scores after it.
-        tile: How a program works.
-        constants: Compile-time arguments and options.
-    """
-
-    mask: Tensor
-    mask_strides: tuple[int, ...]
-    ranges: Tensor
-    sinks: Tensor
-    shift: int
-    inner_scale: float
-    scale: float
-    tile: Tile
-    constants: dict[str, Any]
+    mask: Tensor  # the dense mask as kernels load it
+    mask_strides: tuple[int, ...]  # its four strides, 0 where it broadcasts
+    ranges: Tensor  # INT32 (2, N), the first key that each query sees and where its keys end
+    sinks: Tensor  # FP32 (H,)
+    shift: int  # see `causal_shift`
+    inner_scale: float  # factor of q k before the soft cap's tanh
+    scale: float  # factor of the scores after it
+    tile: Tile  # how a program works
+    constants: dict[str, Any]  # Compile-time arguments and options
 
 
 def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Pass, unused: Tensor) -> Prepared:

@@ -25,14 +25,11 @@ class Drawn(NamedTuple):
     """Where a call's random numbers came from, so that its backward can redraw them.
 
     The forward fills one of the two. Which one depends on the engine.
-
-    Attributes:
-        philox: INT64 `(2,)` on the device of q, seed and offset.
-        generator_state: UINT8 `(state_bytes(device),)` on the CPU, see
-            `torch.Generator.get_state`; of CUDA devices this, too, is seed and offset.
     """
 
-    philox: Tensor
+    philox: Tensor  # INT64 `(2,)` on the device of q, seed and offset
+    # UINT8 `(state_bytes(device),)` on the CPU, see `torch.Generator.get_state`; of CUDA devices
+    # this, too, is seed and offset.
     generator_state: Tensor
 
 
@@ -61,20 +58,14 @@ class Gradients(NamedTuple):
 
 
 class Engine(ABC):
-    """One way to compute attention. Results equal those of the original function bit for bit.
+    """One way to compute attention. Results equal those of the original function bit for bit."""
 
-    Attributes:
-        backend: PyTorch's name of it.
-        reads_out: Whether its backward computes delta from an O that it is given. Otherwise delta
-            comes from P and dP, and no O' can be handed over.
-        deterministic: Whether the call asks for a backward that adds in a fixed order.
-        scheduling: See `LibraryEngine`.
-    """
-
-    backend: SDPBackend
+    backend: SDPBackend  # PyTorch's name of it
+    # Whether its backward computes delta from an O that it is given. Otherwise delta comes from P
+    # and dP, and no O' can be handed over.
     reads_out: bool = True
-    deterministic: bool = False
-    scheduling: tuple[int, ...] = ()
+    deterministic: bool = False  # whether the call asks for a backward that adds in a fixed order
+    scheduling: tuple[int, ...] = ()  # see `LibraryEngine`
 
     @cached_property  # the enum makes it anew each time
     def name(self) -> str:

@@ -164,14 +164,11 @@ def _range(spec: AttentionSpec) -> dict[str, Any]:
 
 
 class _FlashAttn(LibraryEngine):
-    """FlashAttention.
+    """FlashAttention."""
 
-    Attributes:
-        names: Those of forward and backward; `{}` is "varlen_" for packed sequences, else nothing.
-        needs: Parameters that the forward must have; without them this engine does not know it.
-    """
-
+    # Those of forward and backward; `{}` is "varlen_" for packed sequences, else nothing.
     names: tuple[str, str]
+    # Parameters that the forward must have; without them this engine does not know it.
     needs: frozenset[str]
 
     def functions(self, is_packed: bool) -> tuple[Any, Any]:

@@ -39,21 +39,13 @@ _SHORT = 50
 
 
 class Proof(NamedTuple):
-    """The result of the test of one engine in one configuration.
+    """The result of the test of one engine in one configuration."""
 
-    Attributes:
-        engine: Its name.
-        configuration: In words: dtype, head size, mask, grouping, device.
-        same: Relative difference of gradients from two O' of equal delta.
-        predicted: Relative distance from theory of what another delta changes.
-        failure: Why the engine must get no O', or "".
-    """
-
-    engine: str
-    configuration: str
-    same: float
-    predicted: float
-    failure: str
+    engine: str  # its name
+    configuration: str  # in words: dtype, head size, mask, grouping, device
+    same: float  # relative difference of gradients from two O' of equal delta
+    predicted: float  # relative distance from theory of what another delta changes
+    failure: str  # why the engine must get no O', or ""
 
     @property
     def is_broken(self) -> bool:

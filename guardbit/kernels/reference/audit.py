@@ -41,25 +41,20 @@ class Shadow(NamedTuple):
     all that it has in any head are below `guardbit.kernels.mask.NO_KEY`, has row_max and
     largest -inf, entropy 0 and counts 0. Its out is what the softmax makes of the scores, 0 where
     all are -inf.
-
-    Attributes:
-        out: FP32 (B, H, R, E).
-        row_max: FP32 (B, H, R), the largest score.
-        maxima: INT64 (B, H, R), how many FP32 scores lie within eps of row_max, itself included.
-        maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
-            ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
-        entropy: FP32 (B, H, R), entropy in nats of the row's probabilities, its sink's included.
-        largest: FP32 (B, H, R), the largest |scale q k|, after the soft cap and before a score
-            function and biases, of the keys whose score or bias lies within
-            `guardbit.kernels.mask.IRRELEVANT` of the row's largest. Unlike row_max it
-            shows scores far below 0. NaN where row_max is NaN.
     """
 
-    out: Tensor
-    row_max: Tensor
+    out: Tensor  # FP32 (B, H, R, E)
+    row_max: Tensor  # FP32 (B, H, R), the largest score
+    # INT64 (B, H, R), how many FP32 scores lie within eps of row_max, itself included.
     maxima: Tensor
+    # INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the ties that the
+    # paper's code, which keeps scores in BF16, sees (section 3.3).
     maxima_bf16: Tensor
+    # FP32 (B, H, R), entropy in nats of the row's probabilities, its sink's included.
     entropy: Tensor
+    # FP32 (B, H, R), the largest |scale q k|, after the soft cap and before a score function and
+    # biases, of the keys whose score or bias lies within `guardbit.kernels.mask.IRRELEVANT` of the
+    # row's largest. Unlike row_max it shows scores far below 0. NaN where row_max is NaN.
     largest: Tensor
 
 

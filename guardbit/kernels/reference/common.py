@@ -19,18 +19,12 @@ class Dropout(NamedTuple):
     Entry (b, h, n, m) is kept if half m mod 8 of the Philox counter (m // 8, n, b H + h, 0), low
     half of the first word first, is at least `threshold`. So it depends neither on other heads nor
     on the tile. Row statistics, l and L are those of P before dropout.
-
-    Attributes:
-        probability: Probability of being dropped, in [0, 1).
-        philox_key: INT64 `()` on the device of the tensors, the key of the random numbers.
-        head_ids: Number of each computed head among all H query heads of the call.
-        num_heads: H.
     """
 
-    probability: float
-    philox_key: Tensor
-    head_ids: tuple[int, ...]
-    num_heads: int
+    probability: float  # probability of being dropped, in [0, 1)
+    philox_key: Tensor  # INT64 `()` on the device of the tensors, the key of the random numbers
+    head_ids: tuple[int, ...]  # number of each computed head among all H query heads of the call
+    num_heads: int  # h
 
     @property
     def threshold(self) -> int:

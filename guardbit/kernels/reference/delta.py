@@ -30,15 +30,10 @@ FIRST_COLUMNS, ENOUGH, HALF_STEP = 8, 2.0**-23, 2.0**-25
 
 
 class Carried(NamedTuple):
-    """An O' and the delta that it carries.
+    """An O' and the delta that it carries."""
 
-    Attributes:
-        out: (B, H, N, E), O' for the kernel's backward.
-        delta: FP32 (B, C, N), what the wanted heads' rows carry.
-    """
-
-    out: Tensor
-    delta: Tensor
+    out: Tensor  # (B, H, N, E), O' for the kernel's backward
+    delta: Tensor  # FP32 (B, C, N), what the wanted heads' rows carry
 
 
 @float32_products()

@@ -41,18 +41,12 @@ SHIFT_MAX_FP16 = 2 * math.log(2)
 
 
 class Forward(NamedTuple):
-    """What the forward returns to the user and keeps for the backward.
+    """What the forward returns to the user and keeps for the backward."""
 
-    Attributes:
-        out: (B, H, N, D) in the input's dtype.
-        lse: FP32 (B, H, N), L = m + log l; -inf where a row sees no key.
-        residual: INT8 (B, H, N, D), what rounding took from O, as `guardbit.numerics` encodes it:
-            delta is taken of out + residual. 0 in heads that are not compensated; None if no head
-            is.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # (B, H, N, D) in the input's dtype
+    lse: Tensor  # FP32 (B, H, N), L = m + log l; -inf where a row sees no key
+    # INT8 (B, H, N, D), what rounding took from O, as `guardbit.numerics` encodes it: delta is
+    # taken of out + residual. 0 in heads that are not compensated; None if no head is.
     residual: Tensor | None
 
 

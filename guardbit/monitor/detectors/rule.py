@@ -38,20 +38,16 @@ def from_plain(values: list[float | None], heads: int = 0) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that was measured at one step.
+    """All that was measured at one step."""
 
-    Attributes:
-        step: Optimizer step.
-        now: Indicator -> site -> one FP64 value a head, NaN where it is missing, +-`OVERFLOW`
-            for +-inf; what was measured at this very step. All arrays of a site are as long as
-            its highest head so far.
-        latest: The same, every site with its last known values, this step's included.
-        normalised: Sites where the size of W_Q does not reach the scores, as under QK norm.
-    """
-
-    step: int
+    step: int  # optimizer step
+    # Indicator -> site -> one FP64 value a head, NaN where it is missing, +-`OVERFLOW` for +-inf;
+    # what was measured at this very step. All arrays of a site are as long as its highest head so
+    # far.
     now: Mapping[str, Mapping[str, Values]]
+    # The same, every site with its last known values, this step's included.
     latest: Mapping[str, Mapping[str, Values]]
+    # Sites where the size of W_Q does not reach the scores, as under QK norm.
     normalised: frozenset[str] = frozenset()
 
     def of(self, indicator: str) -> Mapping[str, Values]:
@@ -66,18 +62,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule sees in one attention module.
+    """What a rule sees in one attention module."""
 
-    Attributes:
-        site: Name of the module; "" for the whole run.
-        heads: The heads concerned, ascending; none for the whole run.
-        why: One sentence, or a function that makes it from the heads that the alarm will name.
-            These are the finding's heads without those that have alarmed lately; () for the whole
-            run.
-    """
-
-    site: str
-    heads: tuple[int, ...]
+    site: str  # name of the module; "" for the whole run
+    heads: tuple[int, ...]  # the heads concerned, ascending; none for the whole run
+    # One sentence, or a function that makes it from the heads that the alarm will name. These are
+    # the finding's heads without those that have alarmed lately; () for the whole run.
     why: str | Callable[[tuple[int, ...]], str]
 
 

@@ -29,23 +29,17 @@ class CallView:
     """One attention call of a sampled step, as probes see it.
 
     What several probes read is computed once, and only if a probe reads it.
-
-    Attributes:
-        call: The call.
-        num_rows: Query rows to recompute, evenly spread; None for all.
-        audited: Heads whose gradients are audited, among the call's known heads; if there are any,
-            the call has `d_out` and `dq`.
-        directions: FP32 `(H, D)`, the directions of their coherent errors.
-        needs_shadow: Whether any probe reads the shadow; the maxima are then taken from it.
-        repeats: Whether backwards are run a second time.
     """
 
-    call: AttentionCall
-    num_rows: int | None = None
+    call: AttentionCall  # the call
+    num_rows: int | None = None  # query rows to recompute, evenly spread; None for all
+    # Heads whose gradients are audited, among the call's known heads; if there are any, the call
+    # has `d_out` and `dq`.
     audited: Sequence[int] = ()
-    directions: Tensor | None = None
+    directions: Tensor | None = None  # FP32 `(H, D)`, the directions of their coherent errors
+    # Whether any probe reads the shadow; the maxima are then taken from it.
     needs_shadow: bool = True
-    repeats: bool = False
+    repeats: bool = False  # whether backwards are run a second time
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -96,14 +90,10 @@ class CallView:
 
 
 class Found(NamedTuple):
-    """A probe's result for one call, to be stacked with its results for others.
+    """A probe's result for one call, to be stacked with its results for others."""
 
-    Attributes:
-        heads: The measured heads, C of them.
-        values: Tensors of C heads each: `(B, C, R)`, or already added up to `(C,)`.
-    """
-
-    heads: Sequence[int]
+    heads: Sequence[int]  # the measured heads, C of them
+    # Tensors of C heads each: `(B, C, R)`, or already added up to `(C,)`.
     values: tuple[Tensor, ...]
 
 
@@ -157,20 +147,15 @@ def counted_rows(row_max: Tensor) -> Tensor:
 
 
 class _Statistic(NamedTuple):
-    """How an indicator comes from rows.
+    """How an indicator comes from rows."""
 
-    Attributes:
-        read: Takes `(B, H, R)` from a recomputation.
-        reduce: Makes `(S, H)` of that and of the rows' maxima, both `(S, B, H, R)`.
-        is_mean: Whether `reduce` returns a sum, of which the indicator is the mean over the rows;
-            otherwise it returns a maximum.
-        needs_shadow: Whether `read` takes a `Shadow`; otherwise a `RowMaxima` will do.
-    """
-
-    read: Callable[[Any], Tensor]
+    read: Callable[[Any], Tensor]  # takes `(B, H, R)` from a recomputation
+    # Makes `(S, H)` of that and of the rows' maxima, both `(S, B, H, R)`.
     reduce: Callable[[Tensor, Tensor], Tensor]
+    # Whether `reduce` returns a sum, of which the indicator is the mean over the rows; otherwise it
+    # returns a maximum.
     is_mean: bool = True
-    needs_shadow: bool = True
+    needs_shadow: bool = True  # whether `read` takes a `Shadow`; otherwise a `RowMaxima` will do
 
 
 def shared_maxima(maxima: Tensor, row_max: Tensor) -> Tensor:
