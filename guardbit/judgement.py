@@ -77,6 +77,14 @@ class Cause(NamedTuple):
     share: float | None = None
     interval: tuple[float, float] | None = None
 
+    @property
+    def sentence(self) -> str:
+        """What was measured, or why nothing was."""
+        if self.share is None or self.interval is None:
+            return self.why
+        low, high = self.interval
+        return f"rounding makes {self.share:.2f} of the growth of W_Q ({low:.2f} to {high:.2f})"
+
 
 _VERDICTS: dict[str, Verdict] = {
     "rounding": "rounding",
@@ -466,12 +474,7 @@ def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
     first = min(alarms, key=lambda event: event.step)
     if _leaves_at_once(alarms):
         return "learning-rate", f"all layers left at once, at step {first.step:,}"
-    if cause.share is not None:
-        low, high = cause.interval or (cause.share, cause.share)
-        why = f"rounding makes {cause.share:.2f} of the growth of W_Q ({low:.2f} to {high:.2f})"
-    else:
-        why = cause.why
-    return _VERDICTS[cause.what], why
+    return _VERDICTS[cause.what], cause.sentence
 
 
 def _state(

@@ -33,7 +33,10 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table by step; only what `EVENT_COLUMNS` names must be there."""
+    """Returns the events of a table by step; only what `EVENT_COLUMNS` names must be there.
+
+    Verdicts are left out: a run is judged anew (`judgement_of`).
+    """
     if events is None or events.empty:
         return []
     check_columns(events, EVENT_COLUMNS, "events")
@@ -41,6 +44,7 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
     found = [
         Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})
         for row in table.astype(object).where(table.notna(), "").to_dict("records")
+        if row["kind"] != "verdict"
     ]
     return sorted(found, key=lambda event: event.step)
 

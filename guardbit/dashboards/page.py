@@ -103,7 +103,6 @@ class RunPage:
             if marks.mark_of(event) in ("alarm", "switch"):
                 for head in self._heads_of(event):
                     history.moved.setdefault(head, event.step)
-        given = [event for event in self.events if event.kind == "verdict"]
         self.version += 1
         self._picture = {
             "version": self.version,
@@ -118,7 +117,6 @@ class RunPage:
             "events": [_event(event) for event in _shown(self.events)],
             "marks": _marks(self.events),
             "num_events": len(self.events),
-            "verdict": _event(given[-1]) if given else None,
             "run": {
                 name: {
                     "low": plain_numbers(history.low[name][history.known, 0]),
@@ -265,6 +263,9 @@ class RunPage:
             "headline": waiting or found.headline,
             "headline_running": waiting or found.headline_running,
             "departed": found.departed,
+            "verdict": f"Verdict {found.verdict}: {found.cause.sentence}"
+            if found.num_alarms
+            else "",
         }
 
     def _map(self, bucket: int) -> Json:

@@ -78,7 +78,7 @@ def document_of(run: LoadedRun) -> Document:
         "extent": extent(frame),
         "headline": judgement.headline,
         "outcome": judgement.state,
-        "lede": summary(frame, events),
+        "lede": summary(run),
         "tiles": tiles(run),
         "pictures": pictures,
         "answers": None if frame.empty else page.answers(),
@@ -98,7 +98,7 @@ def heads_of(run: LoadedRun) -> Document:
     alarms = _alarms_by_head(frame, run.events)
     return {
         "run": run.name,
-        "summary": summary(frame, run.events),
+        "summary": summary(run),
         "alarms": alarms[:MOST_ALARMS],
         "alarms_note": _hidden(len(alarms), "head", " that alarmed later"),
         **_heads_to_watch(frame, run.events),
@@ -121,17 +121,16 @@ def extent(frame: pd.DataFrame) -> str:
     return f"{text} · {words.count(heads, 'head')}" if heads > len(layers) else text
 
 
-def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
+def summary(run: LoadedRun) -> list[str]:
     """What happened, in a few sentences, most important first."""
-    happened = marks.events_of(events)
-    given = next((event for event in reversed(happened) if event.kind == "verdict"), None)
-    sentences = [f"Verdict {given.verdict}: {given.why}"] if given is not None else []
-    if frame.empty:
-        sentences.append("The run recorded no samples.")
-    alarms = [event for event in happened if event.kind == "alarm"]
-    # A verdict quotes the alarm it rests on.
-    if alarms and given is None:
+    frame, judgement = run.samples, run.judgement
+    sentences = ["The run recorded no samples."] if frame.empty else []
+    alarms = [event for event in marks.events_of(run.events) if event.kind == "alarm"]
+    if alarms:
         first = alarms[0]
+        sentences.append(
+            f"Verdict {judgement.verdict}: {judgement.cause.sentence}. {judgement.advice}"
+        )
         sentences.append(
             f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
         )

@@ -32,7 +32,6 @@ def what(events: Sequence[Event]) -> str:
         "switch": f"Switched to {event.stabilizer}",
         "undo": "Switched back to plain attention",
         "refusal": f"Not switched to {event.stabilizer}" if event.stabilizer else "Not switched",
-        "verdict": f"Verdict: {event.verdict}",
         "monitor_error": "Error in the monitor",
     }.get(kind, kind.replace("_", " ").capitalize())  # a newer version's kind
     if len(events) > 1:

@@ -44,15 +44,13 @@ function drawWords() {
   const switches = lines.filter(([event]) => event.kind === "switch");
   const sentences = [];
   if (alarms.length) {
-    // The verdict quotes the alarms it rests on; they are not quoted twice.
-    const said = verdict?.why.includes(alarms[0].why);
-    sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where([alarms[0]])}${said ? "" : `: ${alarms[0].why}`}.`);
+    sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where([alarms[0]])}: ${alarms[0].why}.`);
   }
   if (switches.length) {
     const [last] = switches.at(-1);
     sentences.push(`Last switch at step ${last.step.toLocaleString("en")}: ${where(switches.at(-1))} to ${last.stabilizer}.`);
   }
-  if (verdict) sentences.push(`${verdict.why}.`);
+  if (verdict) sentences.push(`${verdict}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
   drawEvents(events, num_events, lines);
 }
@@ -62,7 +60,7 @@ function drawEvents(events, num_events, lines) {
   const list = $("events");
   list.replaceChildren(...lines.toReversed().map((line) => {
     const [event] = line, item = element("li", null, event.kind);
-    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: `not switched${event.stabilizer && ` to ${event.stabilizer}`}`, verdict: `verdict: ${event.verdict}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
+    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: `not switched${event.stabilizer && ` to ${event.stabilizer}`}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
     item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(line)}`), element("span", event.why));
     return item;
   }));
