@@ -81,8 +81,8 @@ def _show_recorded(run_dir: Path) -> None:
         console.print(f"\n[bold]{outcome.headline}[/bold]  ({RUNS[name]})")
         console.print(" · ".join(outcome.facts))
     console.print(
-        "\nSide by side, a loss has left where it leaves the other copy's; by itself, where it has"
-        " left its own best, which is later. Writing the reports ..."
+        "\nSide by side, a loss has diverged where it leaves the other copy's; by itself, where it"
+        " leaves its own best, which is later. Writing the reports ..."
     )
     comparison = write_reports(runs, run_dir / "comparison.html")
     for run in runs:

@@ -156,7 +156,7 @@ def tiles(run: LoadedRun) -> list[Tile]:
     if alarms:
         first_alarm = f"step {alarms[0].step:,}"
         said = f"{words.where(alarms[0])}; {words.count(len(alarms), 'alarm')} in all"
-    departed = outcome.missing_loss or "the loss has not left"
+    departed = outcome.missing_loss or "the loss has not diverged"
     if outcome.departed is not None:
         departed = f"the loss diverged at step {outcome.departed:,}"
     lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"

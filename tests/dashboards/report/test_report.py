@@ -172,7 +172,7 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
         "step 2,950",
         "h.2.attn, head 7; 2 alarms in all",
         "–",
-        "the loss has not left",
+        "the loss has not diverged",
         "2",
         "compensated; at step 3,100; 1 undone",
     ]
