@@ -517,16 +517,21 @@ def _severity(found: Judgement, state: State) -> Severity:
     return "critical" if state == "lost" or is_high or _rises_alarmed(found) else "warning"
 
 
-def severity_at(evidence: Evidence, step: int) -> Literal["warning", "critical"]:
-    """The severity of an alarm at a step: critical if logits are high or the loss is not sound."""
-    logits = {at: value for at, value in evidence.logits.items() if at <= step}
-    loss = {at: value for at, value in evidence.loss.items() if at <= step}
-    is_critical = (
-        (_last(logits) or 0.0) > CRITICAL_LOGIT
-        or not math.isfinite(_last(loss) or 0.0)
-        or _rise_of(loss) > COME_BACK
-    )
-    return "critical" if is_critical else "warning"
+def severities(
+    evidence: Evidence, steps: Iterable[int]
+) -> dict[int, Literal["warning", "critical"]]:
+    """The severity of alarms by their steps: critical if logits are high or the loss is unsound."""
+    logits, losses = sorted(evidence.logits.items()), sorted(evidence.loss.items())
+    rises = _rises([loss for _, loss in losses])
+
+    def is_critical(step: int) -> bool:
+        logit = bisect_right(logits, (step, math.inf)) - 1
+        loss = bisect_right(losses, step, key=lambda pair: pair[0]) - 1
+        return (logit >= 0 and logits[logit][1] > CRITICAL_LOGIT) or (
+            loss >= 0 and (not math.isfinite(losses[loss][1]) or rises[loss] > COME_BACK)
+        )
+
+    return {step: "critical" if is_critical(step) else "warning" for step in set(steps)}
 
 
 def _rises_alarmed(found: Judgement) -> bool:
@@ -587,21 +592,21 @@ def _missing_loss(
     return ""
 
 
-def _rise_of(loss: Mapping[int, float]) -> float:
-    """How far all of the last losses lie above the best median of so many; 0 for few of them."""
-    steps = sorted(loss)
-    if len(steps) <= 2 * LOSS_SAMPLES:
-        return 0.0
-    best = min(_medians(loss)[LOSS_SAMPLES - 1 :])
-    return min(loss[step] for step in steps[-LOSS_SAMPLES:]) - best
-
-
-def _medians(loss: Mapping[int, float]) -> list[float]:
+def _medians(losses: Sequence[float]) -> list[float]:
     """The median of the last `LOSS_SAMPLES` losses at each of them, not finite ones left out."""
-    values = [loss[step] for step in sorted(loss)]
-    windows = (values[max(0, at - LOSS_SAMPLES) : at] for at in range(1, len(values) + 1))
+    windows = (losses[max(0, at - LOSS_SAMPLES) : at] for at in range(1, len(losses) + 1))
     finite = ([value for value in window if math.isfinite(value)] for window in windows)
     return [statistics.median(window) if window else math.inf for window in finite]
+
+
+def _rises(losses: Sequence[float]) -> list[float]:
+    """How far all of the last `LOSS_SAMPLES` lie above the best median so far, at each loss."""
+    found, best = [], math.inf
+    for at, median in enumerate(_medians(losses), 1):
+        best = min(best, median) if at >= LOSS_SAMPLES else best
+        last = losses[max(0, at - LOSS_SAMPLES) : at]
+        found.append(min(last) - best if at > 2 * LOSS_SAMPLES else 0.0)
+    return found
 
 
 def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
@@ -617,13 +622,13 @@ def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
         return lost if left is None else min(left, lost)
     if left is None:
         return None
-    medians = _medians(evidence.loss)
+    medians = _medians([evidence.loss[step] for step in steps])
     return None if medians[-1] <= min(medians) + COME_BACK else left
 
 
 def _rising(evidence: Evidence) -> str:
     """Says what rises: the loss, or the largest logit."""
-    above = _rise_of(evidence.loss)
+    above = (_rises([evidence.loss[step] for step in sorted(evidence.loss)]) or [0.0])[-1]
     if above > COME_BACK:
         return f"the loss is {above:.2g} above its best"
     logit = _last(evidence.logits)

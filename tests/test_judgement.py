@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from guardbit.dashboards.marks import judgement_of
-from guardbit.judgement import STATES, Evidence, judge, severity_at
+from guardbit.judgement import STATES, Evidence, judge, severities
 from guardbit.monitor.settings import Settings
 from guardbit.records import Event, Sample
 
@@ -264,8 +264,8 @@ def test_high_logits_and_a_rising_loss_make_an_alarm_critical(made):
 def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
     evidence = Evidence()
     evidence.add(samples(**made))
-    assert severity_at(evidence, since - 100) == "warning"
-    assert severity_at(evidence, since) == "critical"
+    found = severities(evidence, [since - 100, since, since + 50])
+    assert found == {since - 100: "warning", since: "critical", since + 50: "critical"}
 
 
 @pytest.mark.parametrize("switches", [(), (switch(3000),)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from guardbit.judgement import Ended, Evidence, Judgement, judge, severity_at
+from guardbit.judgement import Ended, Evidence, Judgement, judge, severities
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, reads_of
 from guardbit.records import Alarm, Event, event_of
@@ -67,7 +67,8 @@ def replay(
     found = detectors.update(samples)
     evidence = Evidence()
     evidence.add(samples)
-    found = [replace(alarm, severity=severity_at(evidence, alarm.step)) for alarm in found]
+    grades = severities(evidence, (alarm.step for alarm in found))
+    found = [replace(alarm, severity=grades[alarm.step]) for alarm in found]
     return Replay(
         [alarm for alarm in found if not alarm.role.is_advisory],
         [alarm for alarm in found if alarm.role.is_advisory],

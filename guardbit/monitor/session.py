@@ -32,7 +32,7 @@ from guardbit.judgement import (
     Judgement,
     judge,
     nothing_to_correct,
-    severity_at,
+    severities,
     unmeasured_cause,
 )
 from guardbit.kernels.attention_call import AttentionCall
@@ -552,7 +552,8 @@ class MonitorSession(Guarded):
 
     def _graded(self, found: list[Alarm]) -> list[Alarm]:
         """The alarms with their severity."""
-        return [replace(one, severity=severity_at(self._evidence, one.step)) for one in found]
+        grades = severities(self._evidence, (one.step for one in found)) if found else {}
+        return [replace(one, severity=grades[one.step]) for one in found]
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
