@@ -413,14 +413,14 @@ def run_forward(call: Call) -> Left:
 
 def _computed_backward(call: Call, d_out: Tensor, left: Left, ran: Ran) -> tuple[Tensor, ...]:
     found, carried, names = heads.backward(call, d_out, left, ran)
-    gradients = _gradients(call, found)
+    computed = _gradients(call, found)
 
     def again() -> tuple[Tensor, Tensor, Tensor]:
         with runtime.site(int(call.site)).uncounted():
             return heads.backward(call, d_out, left, ran)[0][:3]
 
-    _report(call, d_out, left, ran, carried, names, gradients, again)
-    return gradients
+    _report(call, d_out, left, ran, carried, names, computed, again)
+    return computed
 
 
 @guard.function(runtime.tell_fault)
