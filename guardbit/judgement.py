@@ -111,7 +111,20 @@ class _Kept:
         self.latest: tuple[int, array[float]] = 0, array("f")
         self._count, self._stride = 0, 1
 
+    @property
+    def all(self) -> list[tuple[int, array[float]]]:
+        """The rows that are kept, and the latest."""
+        return self.rows if self.rows[-1] is self.latest else [*self.rows, self.latest]
+
     def add(self, step: int, values: Sequence[float]) -> None:
+        if step == self.latest[0] and self._count:
+            # The rest of a sample that came in parts.
+            row = self.latest[1]
+            row.extend([math.nan] * (len(values) - len(row)))
+            for head, value in enumerate(values):
+                if not math.isnan(value):
+                    row[head] = value
+            return
         self.latest = step, array("f", values)
         if self._count % self._stride == 0:
             self.rows.append(self.latest)
@@ -133,7 +146,6 @@ class Evidence:
         loss: Step -> training loss.
         logits: Step -> the largest logit of all heads.
         shares: Head -> rounding's share of its growth and the ends of the interval.
-        nonfinite: The first NaN or infinity in a call of attention.
     """
 
     def __init__(self) -> None:
@@ -145,26 +157,23 @@ class Evidence:
         self.loss: dict[int, float] = {}
         self.logits: dict[int, float] = {}
         self.shares: dict[Head, dict[str, float]] = {}
-        self.nonfinite: Nonfinite | None = None
+        self._nonfinite: list[Sample] = []  # of the first step that has any
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
+        self._latest_of: dict[str, tuple[int, list[int]]] = {}
         self._values: dict[tuple[int, str], _Kept] = {}
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Takes in samples."""
-        nonfinite: list[Sample] = []
         for sample in samples:
             first, last = self.steps or (sample.step, sample.step)
             self.steps = min(first, sample.step), max(last, sample.step)
             if sample.site:
                 self._add_heads(sample)
             elif sample.indicator == "loss":
-                self.loss[sample.step] = sample.values[0]
-            if sample.indicator == "nonfinite":
-                nonfinite.append(sample)
-        if nonfinite and self.nonfinite is None:
-            step = min(sample.step for sample in nonfinite)
-            found = first_nonfinite(sample for sample in nonfinite if sample.step == step)
-            self.nonfinite = None if found is None else Nonfinite(step, found[0].site, *found[1:])
+                self.loss[sample.step] = sample.values[0] if sample.values else math.nan
+            if sample.indicator == "nonfinite" and not all(map(math.isnan, sample.values)):
+                if not self._nonfinite or sample.step <= self._nonfinite[0].step:
+                    self._nonfinite.append(sample)
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
@@ -172,10 +181,13 @@ class Evidence:
         if not measured:
             return
         self.layers.setdefault(sample.site, layer)
-        self.heads.setdefault(sample.site, set()).update(measured)
-        for head in measured:
-            first, _ = self._measured.get((layer, head), (step, step))
-            self._measured[layer, head] = first, step
+        # Most indicators of a step measure the same heads.
+        if self._latest_of.get(sample.site) != (step, measured):
+            self._latest_of[sample.site] = step, measured
+            self.heads.setdefault(sample.site, set()).update(measured)
+            for head in measured:
+                first, _ = self._measured.get((layer, head), (step, step))
+                self._measured[layer, head] = first, step
         self.indicators.add(name)
         count, last, every = self.head_steps
         if last is None or step > last:
@@ -193,17 +205,26 @@ class Evidence:
         if name in GROWING:
             self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
 
-    def growth(self, head: Head, since: int) -> list[float]:
+    @property
+    def nonfinite(self) -> Nonfinite | None:
+        """The first NaN or infinity in a call of attention."""
+        first = min((sample.step for sample in self._nonfinite), default=0)
+        found = first_nonfinite(sample for sample in self._nonfinite if sample.step == first)
+        return None if found is None else Nonfinite(first, found[0].site, *found[1:])
+
+    def growth(self, head: Head, since: int) -> dict[str, float]:
         """By what factor each of `GROWING` has changed from a step to the end, where known."""
-        found: list[float] = []
+        found: dict[str, float] = {}
         for name in GROWING:
             kept = self._values.get((head[0], name))
-            rows = [] if kept is None else [*kept.rows, kept.latest]
+            rows = [] if kept is None else kept.all
             values = [(step, row[head[1]]) for step, row in rows if head[1] < len(row)]
             values = [(step, value) for step, value in values if not math.isnan(value)]
             at = bisect_right([step for step, _ in values], since)
-            if 0 < at < len(values) and values[at - 1][1]:
-                found.append(values[-1][1] / values[at - 1][1])
+            if 0 < at < len(values) and 0 < values[at - 1][1] < math.inf:
+                # The middle of three, as one batch may be out of the ordinary.
+                latest = statistics.median(value for _, value in values[at:][-3:])
+                found[name] = latest / values[at - 1][1]
         return found
 
     def heads_of(self, event: Event) -> list[Head]:
@@ -211,13 +232,25 @@ class Evidence:
         layer = self.layers.get(event.site)
         if layer is None:
             return []
-        return [(layer, head) for head in event.heads or sorted(self.heads[event.site])]
+        known = self.heads[event.site]
+        return [(layer, head) for head in event.heads or sorted(known) if head in known]
 
     def first(self, events: Iterable[Event]) -> dict[Head, Event]:
         """Every head that the events concern -> the first of them, earliest first."""
         found: dict[Head, Event] = {}
         for event in events:
             found.update({head: event for head in self.heads_of(event) if head not in found})
+        return found
+
+    def switched(self, events: Iterable[Event]) -> dict[Head, Event]:
+        """Every head that is switched at the end -> the first of its switches since it was not."""
+        found: dict[Head, Event] = {}
+        for event in events:
+            for head in self.heads_of(event) if event.kind == "switch" else ():
+                if event.stabilizer == "none":
+                    found.pop(head, None)
+                else:
+                    found.setdefault(head, event)
         return found
 
     def last_measured(self, head: Head) -> int:
@@ -257,7 +290,8 @@ class Judgement:
         without_attention: Number of sampled steps in which no watched module called attention, and
             the first of them.
         first_switch: Step of the first switch to a stabilizer, None without any.
-        switched: Number of heads that were switched.
+        switched: Number of heads that are switched at the end.
+        alarmed_and_switched: Number of these that alarmed.
         stabilizers: What they were switched to.
         alarming_again: Number of switched heads that go on alarming at the end.
         still_growing: Number of alarmed heads whose logit and W_Q have both grown by a tenth since
@@ -267,7 +301,7 @@ class Judgement:
             resumed run: what the switch does to them cannot be seen.
         missing_loss: Which losses are missing to say that the loss is sound, a clause; "" if none.
         departed: Step at which the loss diverged, None where it did not or has come back.
-        lead: Steps from the first alarm to that one; None without either or without alarmed heads.
+        lead: Steps from the first alarm on a head to that one; None without either, or after it.
         rising: What rises although nothing alarms, a clause; "" if nothing does.
         largest_logit: The largest of the last sample, None where it was not measured.
         loss_is_finite: Whether the last loss is a number.
@@ -293,6 +327,7 @@ class Judgement:
     without_attention: tuple[int, int | None]
     first_switch: int | None
     switched: int
+    alarmed_and_switched: int
     stabilizers: tuple[str, ...]
     alarming_again: int
     still_growing: int
@@ -337,11 +372,14 @@ class Judgement:
         found = [_ENDS[self.ended]] if self.ended in _ENDS else []
         if self.num_heads and self.not_watched:
             watched = self.num_modules - len(self.not_watched)
-            share = f"{watched:,}" if watched else f"the weights of {self.num_layers:,}"
             were = "was" if watched == 1 else "were"
-            found.append(f"only {share} of {self.num_modules:,} attention modules {were} watched")
+            if watched:
+                of = f"of {self.num_modules:,} attention modules"
+                found.append(f"only {watched:,} {of} {were} watched")
+            else:
+                found.append("no call of attention was watched, only weights")
         count, first = self.without_attention
-        if first is not None:
+        if first is not None and count:
             found.append(
                 f"no watched attention was called in {count:,} of the sampled steps"
                 f"{', the first' if count > 1 else ','} at step {first:,}"
@@ -351,7 +389,20 @@ class Judgement:
     @property
     def advice(self) -> str:
         """What to do."""
+        if self.state == "alarmed" and self.cause.what == "not rounding":
+            return "Look at the learning rate and the data: switching does not help."
+        if self.state == "alarmed" and self.switched >= self.num_heads:
+            return "Go back to a checkpoint before the first alarm: switching has not helped."
+        if self.state == "lost" and self.lead is None:
+            return "Resume from a checkpoint before the loss diverged; look at the data there."
         return _ADVICE[self.state]
+
+    @property
+    def why(self) -> str:
+        """Why the verdict is what it is."""
+        if self.state == "learning-rate":
+            return f"all layers diverged together, at step {self.first_alarm:,}"
+        return self.cause.sentence
 
     @property
     def facts(self) -> list[str]:
@@ -387,6 +438,8 @@ class Judgement:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
         fields = asdict(self)
         fields["cause"] = self.cause._asdict()
+        if not math.isfinite(self.largest_logit or 0.0):
+            fields["largest_logit"] = None  # JSON has no infinity
         fields["nonfinite"] = None if self.nonfinite is None else self.nonfinite._asdict()
         return {
             "outcome": fields.pop("state"),
@@ -413,8 +466,7 @@ def judge(
     """
     events = sorted(events, key=lambda event: event.step)
     alarms = [event for event in events if event.kind == "alarm"]
-    switches = [e for e in events if e.kind == "switch" and e.stabilizer != "none"]
-    alarmed, switched = evidence.first(alarms), evidence.first(switches)
+    alarmed, switched = evidence.first(alarms), evidence.switched(events)
     first_step, last_step = evidence.steps or (None, None)
     not_watched, measured = not_watched_of(metadata, evidence.layers), len(evidence.layers)
     # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
@@ -447,24 +499,35 @@ def judge(
         without_attention=without_attention_of(metadata),
         first_switch=min((event.step for event in switched.values()), default=None),
         switched=len(switched),
+        alarmed_and_switched=len(since),
         stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
         alarming_again=len(_alarming_again(evidence, alarms, switched)),
-        still_growing=sum(bool(found) and min(found) > STILL_GROWING for found in growths.values()),
+        still_growing=sum(
+            bool(found) and min(found.values()) > STILL_GROWING for found in growths.values()
+        ),
         not_measured_since=sum(
             evidence.last_measured(head) <= step for head, step in since.items()
         ),
         unknown_before=sum(evidence.first_measured(head) > alarmed[head].step for head in since),
         missing_loss=_missing_loss(evidence, alarms, switched),
         departed=left,
-        lead=None if left is None or not alarmed else left - (first_alarm or 0),
+        lead=_lead(alarmed, left),
         rising=_rising(evidence),
         largest_logit=_last(evidence.logits),
         loss_is_finite=not loss or math.isfinite(loss[-1]),
         nonfinite=evidence.nonfinite,
     )
-    has_fallen = any(bool(found) and min(found) <= FALLEN for found in growths.values())
-    state = _state(judgement, alarms, switched, has_fallen, is_judged(metadata, evidence))
+    # Heads that were not what was moving need not fall: half of them is enough.
+    fallen = sum(bool(found) and min(found.values()) <= FALLEN for found in growths.values())
+    rises = any(found.get("max_logit", 0.0) > STILL_GROWING for found in growths.values())
+    has_effect = 2 * fallen >= len(growths) > 0 and not rises and not _logits_rise(evidence)
+    state = _state(judgement, alarms, switched, has_effect, is_judged(metadata, evidence))
     return replace(judgement, state=state, severity=_severity(judgement, state))
+
+
+def _lead(alarmed: Mapping[Head, Event], left: int | None) -> int | None:
+    first = min((event.step for event in alarmed.values()), default=None)
+    return None if left is None or first is None or first > left else left - first
 
 
 def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
@@ -473,7 +536,7 @@ def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
         return "stable", "no rule has fired"
     first = min(alarms, key=lambda event: event.step)
     if _leaves_at_once(alarms):
-        return "learning-rate", f"all layers left at once, at step {first.step:,}"
+        return "learning-rate", f"all layers diverged together, at step {first.step:,}"
     return _VERDICTS[cause.what], cause.sentence
 
 
@@ -481,7 +544,7 @@ def _state(
     found: Judgement,
     alarms: Sequence[Event],
     switched: Mapping[Head, Event],
-    has_fallen: bool,
+    has_effect: bool,
     is_judged: bool,
 ) -> State:
     """The first state whose condition holds."""
@@ -493,9 +556,9 @@ def _state(
         or found.cause.what == "not rounding"
         or _rises_alarmed(found)
     )
-    is_seen = has_fallen and not found.not_measured_since and not found.missing_loss
+    is_seen = has_effect and not found.not_measured_since and not found.missing_loss
     conditions: list[tuple[State, object]] = [
-        ("learning-rate", _leaves_at_once(alarms)),
+        ("learning-rate", _leaves_at_once(alarms) and found.loss_is_finite),
         ("lost", found.departed is not None),
         ("unclear", not found.num_heads),
         ("alarmed", alarms and (not is_switched or goes_on)),
@@ -514,7 +577,8 @@ def _severity(found: Judgement, state: State) -> Severity:
     if state in ("healthy", "unclear", "saved"):
         return "none"
     is_high = (found.largest_logit or 0.0) > CRITICAL_LOGIT
-    return "critical" if state == "lost" or is_high or _rises_alarmed(found) else "warning"
+    is_lost = found.departed is not None
+    return "critical" if is_lost or is_high or _rises_alarmed(found) else "warning"
 
 
 def severities(
@@ -569,12 +633,12 @@ def unmeasured_cause(metadata: Mapping[str, Any] | None) -> Cause:
 def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
     """Why attention of a run is next to free of rounding; "" where it is not."""
     precision = (metadata or {}).get("precision")
-    if isinstance(precision, list | tuple) and precision and set(precision) <= _WIDE:
+    if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
         return f"attention runs in {' and '.join(map(str, precision))}"
     return ""
 
 
-_WIDE = {"float32", "float64"}
+_WIDE = ("float32", "float64")
 
 
 def _missing_loss(
@@ -631,16 +695,25 @@ def _rising(evidence: Evidence) -> str:
     above = (_rises([evidence.loss[step] for step in sorted(evidence.loss)]) or [0.0])[-1]
     if above > COME_BACK:
         return f"the loss is {above:.2g} above its best"
-    logit = _last(evidence.logits)
-    if logit is None:
+    logit, before = _logits(evidence)
+    if logit is None or (logit < HIGH_LOGIT and not _logits_rise(evidence)):
         return ""
-    end = max(evidence.logits)
-    before = [value for step, value in evidence.logits.items() if step <= end - RISE_STEPS]
-    has_risen = bool(before) and logit > RISE * before[-1]
-    if logit >= HIGH_LOGIT or (logit >= RISING_LOGIT and has_risen):
-        since = f", {before[-1]:,.0f} {RISE_STEPS:,} steps before" if before else ""
-        return f"the largest logit is {logit:,.0f}{since}"
-    return ""
+    since = "" if before is None else f", {before:,.0f} {RISE_STEPS:,} steps before"
+    return f"the largest logit is {logit:,.0f}{since}"
+
+
+def _logits(evidence: Evidence) -> tuple[float | None, float | None]:
+    """The largest logit of the last sample, and of the last one so many steps before."""
+    end = max(evidence.logits, default=0) - RISE_STEPS
+    before = [step for step in evidence.logits if step <= end]
+    return _last(evidence.logits), evidence.logits[max(before)] if before else None
+
+
+def _logits_rise(evidence: Evidence) -> bool:
+    logit, before = _logits(evidence)
+    if logit is None or before is None:
+        return False
+    return logit >= RISING_LOGIT and logit > RISE * before
 
 
 def _last(values: Mapping[int, float]) -> float | None:
@@ -685,8 +758,12 @@ def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
     judged_by, rules = settings.get("heads_judged_by"), settings.get("rules")
     if isinstance(judged_by, Mapping):
         return any(
-            all(not set(either).isdisjoint(indicators) for either in needed)
+            all(
+                isinstance(one, list | tuple) and any(x in indicators for x in one)
+                for one in needed
+            )
             for needed in judged_by.values()
+            if isinstance(needed, list | tuple)
         )
     kinds = _READS
     if isinstance(rules, list | tuple):
@@ -765,8 +842,8 @@ _ENDS: dict[Ended | None, str] = {
 
 _ADVICE: dict[State, str] = {
     "healthy": "Nothing is to be done.",
-    "unclear": "Measure more: see the limits in the headline.",
-    "warning": "Look at the heads with the largest logits, and attach a policy before they alarm.",
+    "unclear": "Go on until heads have been sampled twice by indicators that the rules read.",
+    "warning": "Attach a policy; look at the loss and at the heads with the largest logits.",
     "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
     "saved": "Go on training.",
@@ -800,7 +877,7 @@ def _warning(of: Judgement) -> str:
 
 def _alarmed(of: Judgement) -> str:
     if not of.alarmed:
-        return f"since step {of.first_alarm:,}, and no measured head says why"
+        return f"an alarm at step {of.first_alarm:,} names no measured head"
     since = f"{_counted(of)} since step {of.first_alarm:,}"
     if of.still_growing:
         return f"{since}; {of.still_growing} still growing after the switch"
@@ -810,7 +887,7 @@ def _alarmed(of: Judgement) -> str:
         return f"{since}; rounding is not the cause"
     if of.unknown_before:
         return f"{since}; {of.unknown_before} not measured before the alarm"
-    done = f"{of.switched or 'none'} switched"
+    done = f"{of.alarmed_and_switched or 'none'} switched"
     return f"{since}, {done}; {of.rising or of.missing_loss or 'no alarm on the loss'}"
 
 
@@ -832,18 +909,22 @@ def _lost(of: Judgement) -> str:
     at = f"{what} {'at' if of.loss_is_finite else 'from'} step {of.departed:,}"
     if of.lead is not None and of.lead > 0:
         at = f"{at}, {of.lead:,} steps after the first alarm"
-        at += ", in spite of the switch" if of.switched else ""
+        is_earlier = of.first_switch is not None and of.first_switch < of.departed
+        at += ", in spite of the switch" if is_earlier else ""
+    elif of.lead == 0:
+        at += ", with the first alarm"
     else:
         at += ", before any head alarmed" if of.num_heads else ", and no head was watched"
     if of.loss_is_finite or of.nonfinite is None:
         return at
     step, site, tensor, heads = of.nonfinite
     named = f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads[:3]))}"
-    return f"{at}; NaN was first seen in {tensor} of {site}, {named}, at step {step:,}"
+    return f"{at}; it was first seen in {tensor} of {site}, {named}, at step {step:,}"
 
 
 def _learning_rate(of: Judgement) -> str:
-    return f"all layers left at once, at step {of.first_alarm:,}"
+    lost = f"; the loss diverged at step {of.departed:,}" if of.departed is not None else ""
+    return f"all layers diverged together, at step {of.first_alarm:,}{lost}"
 
 
 _SENTENCES = {

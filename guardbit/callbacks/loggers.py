@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,9 +39,13 @@ def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[s
     if session.sampled_step is None or judgement is None:
         found = "no step was sampled"
     else:
-        found = judgement.headline
-        if judgement.num_alarms and session.policy is None:
-            found += ", no stabilizer attached"
+        found = replace(judgement, ended=None).headline
+        if judgement.num_alarms and session.policy is None and not judgement.switched:
+            found += "; no stabilizer is attached"
+        begins = judgement.first_step
+        if judgement.first_alarm is not None and begins is not None:
+            is_resumed = judgement.first_alarm < begins
+            found += f" (judged from step {begins:,} on)" if is_resumed else ""
     off = sorted(session.stages_off)
     if off:
         found += f" (off after an error: {', '.join(off)})"

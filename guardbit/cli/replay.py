@@ -110,7 +110,7 @@ def replay(
 
 def _lines(judgement: Judgement, result: Replay) -> list[str]:
     """The headline, the verdict with its cause, what to do, and which rules could not judge."""
-    measured = f": {judgement.cause.sentence}" if judgement.num_alarms else ""
+    measured = f": {judgement.why}" if judgement.num_alarms else ""
     lines = [
         judgement.headline,
         f"Verdict by today's rules: {judgement.verdict}{measured}",

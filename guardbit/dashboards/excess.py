@@ -72,7 +72,9 @@ def times_baseline(
 def _shared(logs: Values, moved: npt.NDArray[np.bool_] | None, until: int | None) -> Values:
     """What all heads share at each sample: the median of those that have not moved."""
     peers = np.ones(logs.shape[1], bool) if moved is None else ~moved
-    has_peers = peers.sum() >= _FEWEST_PEERS
+    # Where all heads are switched at once, as always from the start, they are each other's peers.
+    has_peers = peers.sum() >= _FEWEST_PEERS or not peers.any()
+    peers = peers if peers.any() else ~peers
     median, count = lower_quantile((logs[:, peers] if has_peers else logs).T, 0.5)
     shared = np.where(count >= _FEWEST_PEERS, median, np.nan)
     known = shared[:until][np.isfinite(shared[:until])]

@@ -81,5 +81,7 @@ def against_each_other(
         lead = departed - outcome.first_alarm if outcome.first_alarm is not None else None
         is_unclear = outcome.state in ("unclear", "learning-rate")
         state: State = outcome.state if is_unclear else "lost"
-        found[name] = replace(outcome, state=state, departed=departed, lead=lead)
+        found[name] = replace(
+            outcome, state=state, severity="critical", departed=departed, lead=lead
+        )
     return found

@@ -263,9 +263,7 @@ class RunPage:
             "headline": waiting or found.headline,
             "headline_running": waiting or found.headline_running,
             "departed": found.departed,
-            "verdict": f"Verdict {found.verdict}: {found.cause.sentence}"
-            if found.num_alarms
-            else "",
+            "verdict": f"Verdict {found.verdict}: {found.why}" if found.num_alarms else "",
         }
 
     def _map(self, bucket: int) -> Json:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.catalog import NONFINITE
+from guardbit.judgement import FORWARD, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
@@ -41,7 +41,6 @@ PATIENCE = 3
 _NAMED = 3
 
 
-_FORWARD = ("q", "k", "v", "O")
 # Two orders of additions round a part of the numbers to the other side: by two half units in the
 # last place at most, and of few of them. A race changes more.
 _OF_ORDER = 2.0
@@ -208,7 +207,7 @@ class Notices:
         """
         sites = self._instrumentation.sites
         found = first_nonfinite(samples)
-        if found and (loss_scale == 1.0 or found[1] in _FORWARD) and self.first("nonfinite"):
+        if found and (loss_scale == 1.0 or found[1] in FORWARD) and self.first("nonfinite"):
             self._record(_nonfinite(step, *found, kernel_of(sites.get(found[0].site))))
         for kind, (largest, sample) in _worst_repeats(samples).items():
             if self.first(kind):
@@ -439,29 +438,6 @@ def _why_unseen(unseen: Sequence[Site], share: str) -> str:
         f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)}; {share}."
         f" {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
     )
-
-
-def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, ...]] | None:
-    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in."""
-    found = sorted(
-        (sample for sample in samples if sample.indicator == "nonfinite"),
-        key=lambda sample: sample.layer,
-    )
-    forward = sum(NONFINITE[name] for name in _FORWARD)
-    with_forward = [one for one in found if any(code & forward for code in _codes(one))]
-    sample = with_forward[0] if with_forward else found[-1] if found else None
-    if sample is None:
-        return None
-    codes = _codes(sample)
-    for name, number in NONFINITE.items():
-        heads = tuple(head for head, code in enumerate(codes) if code & number)
-        if heads:
-            return sample, name, heads
-    return None
-
-
-def _codes(sample: Sample) -> list[int]:
-    return [int(value) if value == value else 0 for value in sample.values]
 
 
 def _nonfinite(

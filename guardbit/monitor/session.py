@@ -329,8 +329,15 @@ class MonitorSession(Guarded):
     @property
     @guard.method(_nothing)
     def judgement(self) -> Judgement | None:
-        """What is to be said of the run so far, by what this session saw of it."""
-        return judge(self._evidence, self._journal.events, self._journal.metadata, self._ended)
+        """What is to be said of the run so far, by what this session saw of it.
+
+        To be asked by the thread that trains, between steps.
+        """
+        journal = self._journal
+        return self.attempt(
+            "judgement",
+            lambda: judge(self._evidence, journal.events, journal.metadata, self._ended),
+        )
 
     @guard.method(_nothing)
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
@@ -497,9 +504,10 @@ class MonitorSession(Guarded):
 
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
         self._described = facts
-        precision = {"precision": sorted(self._precisions)}
-        self._journal.note(precision)
-        nothing = nothing_to_correct(precision)
+        precision = sorted(self._precisions)
+        if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
+            self._journal.note({"precision": precision})
+        nothing = nothing_to_correct(self._journal.metadata)
         if nothing and self._notices.first("nothing to correct"):
             _warn(f"GuardBit: {nothing}, which rounds next to nothing: nothing to correct here")
         self._journal.describe(facts, self.policy is not None)
@@ -552,8 +560,9 @@ class MonitorSession(Guarded):
 
     def _graded(self, found: list[Alarm]) -> list[Alarm]:
         """The alarms with their severity."""
-        grades = severities(self._evidence, (one.step for one in found)) if found else {}
-        return [replace(one, severity=grades[one.step]) for one in found]
+        steps = {one.step for one in found if not one.role.is_advisory}
+        grades = severities(self._evidence, steps) if steps else {}
+        return [replace(one, severity=grades.get(one.step, "warning")) for one in found]
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
@@ -576,8 +585,7 @@ class MonitorSession(Guarded):
 
     def _judge(self, ended: int) -> None:
         """Records the verdict on the run if it is another than before."""
-        cause = unmeasured_cause({"precision": sorted(self._precisions)})
-        event = self._findings.judge(cause, ended)
+        event = self._findings.judge(unmeasured_cause(self._journal.metadata), ended)
         if event is not None:
             self.record(event)
 
@@ -752,7 +760,7 @@ class MonitorSession(Guarded):
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
                 if self._examinations.wants_calls:
                     self.attempt("preflight", lambda: self._examinations.take(call))
-                self._precisions.add(str(call.q.dtype).removeprefix("torch."))
+                self._precisions.add(_precision_of(call.q))
                 self._measurement.consume(call)
                 self.attempt("snapshots", lambda: self._snapshots.consume(call))
         except Exception as error:
@@ -967,6 +975,12 @@ def _failed_elsewhere() -> None:
 def _warn(line: str) -> None:
     if ranks.rank() == 0:
         log.warning("%s", line)
+
+
+def _precision_of(q: Tensor) -> str:
+    """The dtype that attention computes in; TF32 rounds FP32 to ten bits."""
+    is_tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if q.dtype == torch.float32 and is_tf32 else str(q.dtype).removeprefix("torch.")
 
 
 def _is_number(value: object) -> bool:

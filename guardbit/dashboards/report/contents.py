@@ -128,9 +128,7 @@ def summary(run: LoadedRun) -> list[str]:
     alarms = [event for event in marks.events_of(run.events) if event.kind == "alarm"]
     if alarms:
         first = alarms[0]
-        sentences.append(
-            f"Verdict {judgement.verdict}: {judgement.cause.sentence}. {judgement.advice}"
-        )
+        sentences.append(f"Verdict {judgement.verdict}: {judgement.why}. {judgement.advice}")
         sentences.append(
             f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
         )

@@ -81,7 +81,7 @@ def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, 
         trains.fit(monitor, max_steps=5)
     if rules:  # the model runs in FP32
         found = "Alarmed: 1 of 4 heads since step 0; rounding is not the cause"
-        found += ", no stabilizer attached"
+        found += "; no stabilizer is attached"
     else:
         found = "Unclear: no rule could judge the heads"
     said = f"run finished. {found}; the report: guardbit report '{tmp_path}/a run'"
@@ -121,8 +121,8 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
         ),
         (
             {"events": [ALARM]},
-            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded, no"
-            " stabilizer attached",
+            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded; no"
+            " stabilizer is attached",
         ),
         (
             {"stages_off": {"metrics"}},

@@ -347,7 +347,7 @@ def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
 def test_alarms_without_a_switch(tmp_path):
     events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
     page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == ["Alarmed: since step 10, and no measured head says why"]
+    assert page.of("h1") == ["Alarmed: an alarm at step 10 names no measured head"]
     assert page.lede[1:] == ["The first alarm came at step 10 (the whole run): The loss rose."]
     assert "What the switch did" not in page.of("h2")
 
