@@ -171,9 +171,12 @@ class Evidence:
                 self._add_heads(sample)
             elif sample.indicator == "loss":
                 self.loss[sample.step] = sample.values[0] if sample.values else math.nan
-            if sample.indicator == "nonfinite" and not all(map(math.isnan, sample.values)):
-                if not self._nonfinite or sample.step <= self._nonfinite[0].step:
-                    self._nonfinite.append(sample)
+            if (
+                sample.indicator == "nonfinite"
+                and not all(map(math.isnan, sample.values))
+                and (not self._nonfinite or sample.step <= self._nonfinite[0].step)
+            ):
+                self._nonfinite.append(sample)
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
