@@ -199,7 +199,10 @@ class _Reach(NamedTuple):
     @classmethod
     def of_none(cls, heads: int, parameter: Tensor) -> _Reach:
         features = [parameter.numel() // max(size, 1) for size in parameter.shape]
-        norms = [torch.zeros(heads, number, device=parameter.device) for number in features]
+        norms = [
+            torch.zeros(heads, number, dtype=torch.float32, device=parameter.device)
+            for number in features
+        ]
         return cls(torch.zeros(heads, dtype=torch.int64, device=parameter.device), norms)
 
 

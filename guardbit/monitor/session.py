@@ -508,8 +508,8 @@ class MonitorSession(Guarded):
         if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
             self._journal.note({"precision": precision})
         nothing = nothing_to_correct(self._journal.metadata)
-        if nothing and self._notices.first("nothing to correct"):
-            _warn(f"GuardBit: {nothing}, which rounds next to nothing: nothing to correct here")
+        if nothing and ranks.rank() == 0 and self._notices.first("nothing to correct"):
+            log.tell(f"GuardBit: {nothing}, which rounds next to nothing: nothing to correct here")
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = frozenset(
             name for name, known in facts.items() if known["normalises_queries"]

@@ -86,11 +86,11 @@ def courses_from(runs: pd.DataFrame, entry: Callable[[str], float]) -> list[Cour
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
-    results = parser.parse_args().results
+    results = parser.parse_args(words).results
     runs = pd.read_csv(results / "runs.csv")
     is_uncorrected = runs["arm"].isin(("stock", "restart")) & (runs["learning_rate"] < 2e-3)
     runs = runs[is_uncorrected & (runs["matched"].notna() | runs["failed_at"].notna())]

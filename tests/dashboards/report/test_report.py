@@ -143,7 +143,7 @@ def test_every_reference_inside_the_page_has_one_target(page):
 
 def test_what_happened_comes_first_and_the_settings_last(page):
     assert page.of("h1") == [
-        "Alarmed: 2 of 144 heads since step 2,950; 2 still growing after the switch"
+        "Alarmed: 2 of 144 heads since step 2,950; 1 still growing after the switch"
     ]
     assert page.of("h2") == [
         "What happened",
@@ -173,7 +173,7 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
         "h.2.attn, head 7; 2 alarms in all",
         "–",
         "the loss has not diverged",
-        "2",
+        "1",
         "compensated; at step 3,100; 1 undone",
     ]
 
