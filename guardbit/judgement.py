@@ -10,6 +10,7 @@ import math
 import statistics
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -34,8 +35,11 @@ FORWARD = ("q", "k", "v", "O")
 Head = tuple[int, int]
 
 #: A loss has come back when the median of this many last samples is within so many nats of the
-#: smallest such median. It rises when all of them lie further above it.
+#: smallest such median.
 LOSS_SAMPLES, COME_BACK = 8, 0.1
+#: It rises when the median of this many last ones lies further above the smallest such median, and
+#: further than so many times their scatter: of many noisy losses some window is always low.
+RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
 #: A switched head is still alarming with an alarm in so many last steps; one within so many steps
 #: of its switch is of the failure before.
 LASTING = 1000
@@ -50,7 +54,7 @@ STILL_GROWING, FALLEN = 1.1, 0.9
 AT_ONCE = 1000
 #: Logits are rising where the largest is above the first number, or above the second and so many
 #: times that of so many steps before. Of 199 recorded runs this names those that grow, and no
-#: corrected copy (`docs/evidence.md`).
+#: corrected copy (`tests/data/golden`).
 HIGH_LOGIT, RISING_LOGIT, RISE, RISE_STEPS = 4096.0, 1024.0, 1.4, 1000
 #: Logits at which BF16 leaves no digit of the differences between keys.
 CRITICAL_LOGIT = 10_000.0
@@ -134,6 +138,66 @@ class _Kept:
         self._count += 1
 
 
+class Losses:
+    """The training loss, which may be known of every step, in memory that does not grow with it.
+
+    Attributes:
+        first, last: The first and the last step, None without any.
+        lost: The first step of those at the end whose loss is not finite, None without any.
+        is_back: Whether the last losses are near the best ones.
+        rise: How far the last losses lie above the best ones, 0 where that is within their scatter.
+        critical: (step, whether the loss is unsound from there on), where that changes.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.last: int | None = None
+        self.lost: int | None = None
+        self.is_back = True
+        self.rise = 0.0
+        self.critical: list[tuple[int, bool]] = []
+        self._few: deque[float] = deque(maxlen=LOSS_SAMPLES)
+        self._many: deque[float] = deque(maxlen=RISING_SAMPLES)
+        self._least_of_few, self._least_of_many = math.inf, math.inf
+        self._count = 0
+
+    def add(self, step: int, value: float) -> None:
+        """Takes in the loss of a later step."""
+        self.first, self.last = step if self.first is None else self.first, step
+        if math.isfinite(value):
+            self.lost = None
+        elif self.lost is None:
+            self.lost = step
+        self._few.append(value)
+        self._many.append(value)
+        self._count += 1
+        few = _median(self._few)
+        self._least_of_few = min(self._least_of_few, few)
+        self.is_back = few <= self._least_of_few + COME_BACK
+        if self._count >= RISING_SAMPLES:
+            self._look_for_rise()
+        is_critical = self.lost is not None or self.rise > 0
+        if is_critical != (bool(self.critical) and self.critical[-1][1]):
+            self.critical.append((step, is_critical))
+
+    def _look_for_rise(self) -> None:
+        median = _median(self._many)
+        self._least_of_many = min(self._least_of_many, median)
+        above = median - self._least_of_many
+        if above <= COME_BACK:
+            self.rise = 0.0
+            return
+        # 1.4826 turns the median distance into a standard deviation.
+        scatter = 1.4826 * _median([abs(value - median) for value in self._many])
+        self.rise = above if above > BEYOND_SCATTER * scatter else 0.0
+
+
+def _median(losses: Iterable[float]) -> float:
+    """The median of the finite ones, infinity without any."""
+    finite = [value for value in losses if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.inf
+
+
 class Evidence:
     """What a judgement needs of the samples of a run; it takes them in the order of their steps.
 
@@ -143,7 +207,7 @@ class Evidence:
         heads: Attention module -> its heads that were measured.
         indicators: What was measured of heads.
         head_steps: How often heads were measured, when last, and the most steps between two times.
-        loss: Step -> training loss.
+        loss: The training loss so far.
         logits: Step -> the largest logit of all heads.
         shares: Head -> rounding's share of its growth and the ends of the interval.
     """
@@ -154,7 +218,7 @@ class Evidence:
         self.heads: dict[str, set[int]] = {}
         self.indicators: set[str] = set()
         self.head_steps: tuple[int, int | None, int | None] = 0, None, None
-        self.loss: dict[int, float] = {}
+        self.loss = Losses()
         self.logits: dict[int, float] = {}
         self.shares: dict[Head, dict[str, float]] = {}
         self._nonfinite: list[Sample] = []  # of the first step that has any
@@ -170,7 +234,7 @@ class Evidence:
             if sample.site:
                 self._add_heads(sample)
             elif sample.indicator == "loss":
-                self.loss[sample.step] = sample.values[0] if sample.values else math.nan
+                self.loss.add(sample.step, sample.values[0] if sample.values else math.nan)
             if (
                 sample.indicator == "nonfinite"
                 and not all(map(math.isnan, sample.values))
@@ -273,8 +337,9 @@ class Judgement:
         state: One of `STATES`. "healthy": rules had what they need, and neither the loss nor the
             logits rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are
             not switched, or go on alarming or growing. "switched": all are switched, and what that
-            does is not seen yet. "saved": logits or W_Q of the switched heads fell by a tenth or
-            more, none grows on, and the loss is sound. "lost": the loss diverged, or is not finite.
+            does is not seen yet. "saved": half of the switched heads or more fell by a tenth in
+            logits or W_Q, no logits grow, and the loss is sound. "lost": the loss diverged, or is
+            not finite.
         cause: What moves the alarmed heads.
         severity: "critical" for logits above 10,000, a loss that is lost, or one that rises with an
             alarmed head.
@@ -479,7 +544,6 @@ def judge(
         if head in switched
     }
     growths = {head: evidence.growth(head, step) for head, step in since.items()}
-    loss = [evidence.loss[step] for step in sorted(evidence.loss)]
     left = departed(alarms, evidence)
     first_alarm = min((event.step for event in alarms), default=None)
     judgement = Judgement(
@@ -517,7 +581,7 @@ def judge(
         lead=_lead(alarmed, left),
         rising=_rising(evidence),
         largest_logit=_last(evidence.logits),
-        loss_is_finite=not loss or math.isfinite(loss[-1]),
+        loss_is_finite=evidence.loss.lost is None,
         nonfinite=evidence.nonfinite,
     )
     # Heads that were not what was moving need not fall: half of them is enough.
@@ -588,15 +652,12 @@ def severities(
     evidence: Evidence, steps: Iterable[int]
 ) -> dict[int, Literal["warning", "critical"]]:
     """The severity of alarms by their steps: critical if logits are high or the loss is unsound."""
-    logits, losses = sorted(evidence.logits.items()), sorted(evidence.loss.items())
-    rises = _rises([loss for _, loss in losses])
+    logits, losses = sorted(evidence.logits.items()), evidence.loss.critical
 
     def is_critical(step: int) -> bool:
         logit = bisect_right(logits, (step, math.inf)) - 1
-        loss = bisect_right(losses, step, key=lambda pair: pair[0]) - 1
-        return (logit >= 0 and logits[logit][1] > CRITICAL_LOGIT) or (
-            loss >= 0 and (not math.isfinite(losses[loss][1]) or rises[loss] > COME_BACK)
-        )
+        loss = bisect_right(losses, (step, True)) - 1
+        return (logit >= 0 and logits[logit][1] > CRITICAL_LOGIT) or (loss >= 0 and losses[loss][1])
 
     return {step: "critical" if is_critical(step) else "warning" for step in set(steps)}
 
@@ -647,9 +708,9 @@ _WIDE = ("float32", "float64")
 def _missing_loss(
     evidence: Evidence, alarms: Sequence[Event], switched: Mapping[Head, Event]
 ) -> str:
-    if not evidence.loss:
+    first, last = evidence.loss.first, evidence.loss.last
+    if first is None or last is None:
         return "no loss was recorded"
-    first, last = min(evidence.loss), max(evidence.loss)
     # A resumed run may have had its alarms before its first sample.
     begins = evidence.steps[0] if evidence.steps else 0
     if first > max(begins, min((event.step for event in alarms), default=math.inf)):
@@ -659,45 +720,21 @@ def _missing_loss(
     return ""
 
 
-def _medians(losses: Sequence[float]) -> list[float]:
-    """The median of the last `LOSS_SAMPLES` losses at each of them, not finite ones left out."""
-    windows = (losses[max(0, at - LOSS_SAMPLES) : at] for at in range(1, len(losses) + 1))
-    finite = ([value for value in window if math.isfinite(value)] for window in windows)
-    return [statistics.median(window) if window else math.inf for window in finite]
-
-
-def _rises(losses: Sequence[float]) -> list[float]:
-    """How far all of the last `LOSS_SAMPLES` lie above the best median so far, at each loss."""
-    found, best = [], math.inf
-    for at, median in enumerate(_medians(losses), 1):
-        best = min(best, median) if at >= LOSS_SAMPLES else best
-        last = losses[max(0, at - LOSS_SAMPLES) : at]
-        found.append(min(last) - best if at > 2 * LOSS_SAMPLES else 0.0)
-    return found
-
-
 def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
     """The step at which the loss diverged for good."""
     of_loss = (event.step for event in events if event.kind == "alarm" and event.judges == "loss")
     left = min(of_loss, default=None)
-    steps = sorted(evidence.loss)
-    if not steps:
-        return left
-    if not math.isfinite(evidence.loss[steps[-1]]):
-        ends = [at for at, step in enumerate(steps, 1) if math.isfinite(evidence.loss[step])]
-        lost = steps[ends[-1] if ends else 0]
+    lost = evidence.loss.lost
+    if lost is not None:
         return lost if left is None else min(left, lost)
-    if left is None:
-        return None
-    medians = _medians([evidence.loss[step] for step in steps])
-    return None if medians[-1] <= min(medians) + COME_BACK else left
+    has_come_back = evidence.loss.last is not None and evidence.loss.is_back
+    return None if has_come_back else left
 
 
 def _rising(evidence: Evidence) -> str:
     """Says what rises: the loss, or the largest logit."""
-    above = (_rises([evidence.loss[step] for step in sorted(evidence.loss)]) or [0.0])[-1]
-    if above > COME_BACK:
-        return f"the loss is {above:.2g} above its best"
+    if evidence.loss.rise:
+        return f"the loss is {evidence.loss.rise:.2g} above its best"
     logit, before = _logits(evidence)
     if logit is None or (logit < HIGH_LOGIT and not _logits_rise(evidence)):
         return ""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from guardbit.catalog import INDICATORS
 from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.detectors.rule import judges_heads, levels_of, reads_of
+from guardbit.monitor.detectors.rule import judges_heads, reads_of
 from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm
@@ -141,7 +141,6 @@ class Settings:
             **{name: getattr(self, name) for name in numbers},
             "indicators": list(self.measured),
             "rules": [str(rule) for rule in self.rules],
-            "levels": levels_of(self.rules),
             "heads_judged_by": {r.name: reads_of(r) for r in self.rules if judges_heads(r)},
             **{name: self.policy and getattr(self.policy, name) for name in _OF_POLICY},
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,11 +91,6 @@ class Rule(Protocol):
     def examine(self, snapshot: Snapshot, state: State, /) -> list[Finding]:
         """Updates `state`, a dict of plain JSON values, and returns what is wrong at this step."""
         ...
-
-
-def levels_of(rules: Iterable[Rule]) -> dict[str, dict[str, float]]:
-    """Returns rule -> its `levels`, of the rules that have some."""
-    return {rule.name: dict(found) for rule in rules if (found := getattr(rule, "levels", None))}
 
 
 def reads_of(rule: Rule) -> list[list[str]]:

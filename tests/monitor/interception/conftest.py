@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import guardbit
 from guardbit.kernels import engines
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import frame_stack
@@ -17,16 +16,3 @@ def nothing_is_left():
     assert F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     assert not runtime.running
     assert not frame_stack
-
-
-@pytest.fixture
-def instrument():
-    made = []
-
-    def make(model, **options):
-        made.append(guardbit.instrument(model, **options))
-        return made[-1]
-
-    yield make
-    for instrumentation in made:
-        instrumentation.remove()

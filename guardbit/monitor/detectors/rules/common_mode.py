@@ -53,10 +53,6 @@ class CommonMode:
     def __post_init__(self) -> None:
         check_thresholds(self)
 
-    @property
-    def levels(self) -> dict[str, float]:
-        return {"max_logit": self.logit}
-
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the heads that are so on two samples in a row."""
         findings = []

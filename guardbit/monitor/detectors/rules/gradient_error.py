@@ -91,10 +91,6 @@ class GradientError:
                 " at least one stake, none above 1, and a mean above 0"
             )
 
-    @property
-    def levels(self) -> dict[str, float]:
-        return {"dq_coherent_error": self.tolerated}
-
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the audited heads whose errors are large beyond reasonable doubt."""
         sizes = {}

@@ -41,10 +41,6 @@ class LossDeparture:
     def __post_init__(self) -> None:
         check_thresholds(self, samples=1)
 
-    @property
-    def levels(self) -> dict[str, float]:
-        return {"loss": self.rise}
-
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns one finding without heads, at site "", where the loss has risen."""
         findings = []
