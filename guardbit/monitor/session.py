@@ -65,7 +65,7 @@ from guardbit.records import Alarm, Event, RunEnd, Sample, event_of
 T = TypeVar("T")
 
 # Of a state. Raise it when states that were taken before no longer fit.
-_FORMAT = 4
+_FORMAT = 5
 
 #: Heads of an attention module that advisories have audited at each sampled step, besides one in
 #: turn.
