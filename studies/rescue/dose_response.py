@@ -173,17 +173,22 @@ def in_order(groups: Sequence[Sequence[float]]) -> float:
 
 
 def chance(groups: Sequence[Sequence[float]]) -> float:
-    """How often values dealt out to the groups at random have as many pairs `in_order`, exactly.
-
-    The counts of pairs over all ways to deal them out are the coefficients of a product of Gaussian
-    binomials (Jonckheere 1954).
-    """
-    counts, total = np.array([1], dtype=object), 0
-    for group in groups:
-        counts = np.convolve(counts, _gaussian_binomial(total + len(group), len(group)))
-        total += len(group)
+    """How often values dealt out to the groups at random have as many pairs `in_order`, exactly."""
+    counts = counts_in_order([len(group) for group in groups])
     least = int(np.ceil(in_order(groups)))
     return float(sum(counts[least:]) / sum(counts))
+
+
+def counts_in_order(sizes: Sequence[int]) -> np.ndarray:
+    """In how many ways to deal values out to groups so many pairs are in order, by that number.
+
+    They are the coefficients of a product of Gaussian binomials (Jonckheere 1954).
+    """
+    counts, total = np.array([1], dtype=object), 0
+    for size in sizes:
+        counts = np.convolve(counts, _gaussian_binomial(total + size, size))
+        total += size
+    return counts
 
 
 def _gaussian_binomial(n: int, k: int) -> np.ndarray:

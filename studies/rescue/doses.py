@@ -1,13 +1,15 @@
-"""Copies of a run from before its first alarm that differ in delta's error alone.
+"""Copies of a run from before its first alarm, in rounds that differ in what is done to them.
 
     python -m studies.rescue.doses --seeds 8 12 --again 16 --rounds 3 --minutes 24
+    python -m studies.rescue.doses --seeds 4 10 --again 40 --rounds 5 --ways losses
 
 The starts run side by side on cuDNN without a switch. The one that is alarmed first goes on; the
 others end as soon as it is known that they are not it. From its last checkpoint before that alarm
-copies go on for 1,800 steps, in rounds: one that nothing is done to, and those that are handed a
-multiple of delta's error (`errors.py`). The first round has the next number after the starts'.
-`dose_response.py` compares them. When the time is up, what runs is stopped; what it has recorded
-stays.
+copies go on for 1,800 steps (`--ways losses`: 1,500), in rounds: one that nothing is done to, and
+one of each other way. `doses` hand on multiples of delta's error (`errors.py`), and
+`dose_response.py` compares them; `losses` compare what corrections of the layers that the first
+alarm names are worth, and `paired.py` does. The first round has the next number after the starts'.
+When the time is up, what runs is stopped; what it has recorded stays.
 """
 
 from __future__ import annotations
@@ -34,10 +36,20 @@ from studies.rescue.packed import step_of
 from studies.rescue.train import parse, run_name
 
 #: How a round's copies differ, as arguments of `train.py`.
-WAYS = (("--arm", "stock"), *(("--arm", "late", "--delta-error", f) for f in FACTORS))
+WAYS = {
+    "doses": (("--arm", "stock"), *(("--arm", "late", "--delta-error", f) for f in FACTORS)),
+    "losses": (
+        ("--arm", "stock"),
+        ("--arm", "late_layers", "--stabilizer", "exact_delta"),
+        ("--arm", "late_layers", "--delta-error", "1"),
+        ("--arm", "qk_clip", "--bound", "1000"),
+        ("--arm", "late_layers", "--stabilizer", "row_max"),
+    ),
+}
 
 #: How far copies go.
 STEPS = 1800
+STEPS_OF = {"doses": STEPS, "losses": 1500}
 
 
 def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, int]:
@@ -56,7 +68,8 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
     kept = options.folder / "frozen"
     if kept.exists():
         raise SystemExit(f"{kept} is of a call that was cut off: remove it first")
-    jobs = Jobs(options.folder / "logs", command, options.minutes)
+    steps = STEPS_OF[options.ways]
+    jobs = Jobs(options.folder / "logs", command, options.minutes, options.gpus)
     try:
         common = ["--backend", "cudnn", "--snapshot-megabytes", "0", "--updates-every",
                   str(options.updates_every), "--corpus", str(options.corpus)]  # fmt: skip
@@ -69,9 +82,10 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
         print(f"seed {seed}: alarmed at {alarm}, copied from {step}", flush=True)
         kept.mkdir()
         frozen(run, kept, step)
-        common += ["--folder", str(kept), "--seed", str(seed), "--steps", str(step + STEPS)]
+        common += ["--folder", str(kept), "--seed", str(seed), "--steps", str(step + steps)]
         common += ["--branch", "--branch-step", str(step), "--of-again", str(options.again)]
-        _copy(options, jobs, common, run, step + STEPS)
+        common += ["--alarmed-by", str(alarm)]
+        _copy(options, jobs, common, run, step + steps)
     finally:
         jobs.stop_all()
         for copy in kept.glob("*-from*"):
@@ -85,7 +99,8 @@ def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[
     runs = {}
     for seed in options.seeds:
         arguments = [*common, "--folder", str(options.folder), "--arm", "stock", "--again",
-                     str(options.again), "--seed", str(seed), "--steps", str(STEP + STEPS),
+                     str(options.again), "--seed", str(seed),
+                     "--steps", str(STEP + STEPS_OF[options.ways]),
                      "--checkpoint-every", str(CHECKPOINT_EVERY)]  # fmt: skip
         runs[seed] = options.folder / run_name(parse(arguments), "stock")
         jobs.start(f"seed{seed}", "train", arguments)
@@ -112,7 +127,7 @@ def _copy(options: argparse.Namespace, jobs: Jobs, common: list[str], run: Path,
     queue = [
         [*common, "--again", str(options.again + number), *way]
         for number in range(1, options.rounds + 1)
-        for way in WAYS
+        for way in WAYS[options.ways]
     ]
     while queue or jobs.running:
         while queue and len(jobs.running) < options.slots:
@@ -130,9 +145,11 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--again", type=int, required=True, help="number of the starts")
-    parser.add_argument("--rounds", type=int, default=3, help="of six copies")
+    parser.add_argument("--rounds", type=int, default=3, help="of copies")
+    parser.add_argument("--ways", choices=WAYS, default="doses")
     parser.add_argument("--updates-every", type=int, default=200, help="steps")
     parser.add_argument("--slots", type=int, default=6, help="runs side by side, 12 GB each")
+    parser.add_argument("--gpus", type=int, nargs="+", default=(), help="to spread runs over")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -38,19 +39,27 @@ class Jobs:
         folder: Where their output goes, a file each.
         command: What makes a command of a module and arguments.
         minutes: From now on.
+        gpus: Numbers of the GPUs to spread processes over; none leaves the choice to PyTorch.
     """
 
-    def __init__(self, folder: Path, command: Command, minutes: float) -> None:
+    def __init__(
+        self, folder: Path, command: Command, minutes: float, gpus: Sequence[int] = ()
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.command = folder, command
         self.end = time.monotonic() + 60 * minutes
         self.running: dict[str, subprocess.Popen] = {}
+        self.gpus, self._gpu_of = gpus, dict[str, int]()
 
     def start(self, name: str, module: str, arguments: Sequence[str]) -> None:
         """Starts a process."""
         with (self.folder / f"{name}.log").open("a") as log:
-            command = self.command(module, arguments)
-            self.running[name] = subprocess.Popen(command, stdout=log, stderr=log)
+            command, environment = self.command(module, arguments), None
+            if self.gpus:
+                busy = [self._gpu_of[running] for running in self.running]
+                self._gpu_of[name] = min(self.gpus, key=busy.count)
+                environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(self._gpu_of[name])}
+            self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         print(f"{name}: started", flush=True)
 
     def look(self) -> None:

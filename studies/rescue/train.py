@@ -6,8 +6,8 @@
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
 alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" and "model";
 `from_start` switches all heads after the first step, `late` after the first step of a branch,
-`late_layers` and `late_heads` then only those in which the original was alarmed before (with
-`--delta-error` a multiple of delta's error is handed on, see `errors.py`);
+`late_layers` and `late_heads` then only those in which the original was alarmed before, or by
+`--alarmed-by` (with `--delta-error` a multiple of delta's error is handed on, see `errors.py`);
 `qk_clip` bounds logits from a branch on. Within a seed all arms see the same batches
 and start from the same weights.
 
@@ -191,6 +191,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="begin as the untouched run of this seed (of that backend)",
     )  # fmt: skip
     parser.add_argument("--branch-step", type=int, help="from this checkpoint, alarm or none")
+    parser.add_argument(
+        "--alarmed-by", type=int, metavar="STEP",
+        help="late_layers, late_heads: what the original's alarms named by then; else by the"
+        " branch's step",
+    )  # fmt: skip
     parser.add_argument("--of-again", type=int, help="number of the run to branch from")
     parser.add_argument("--bound", type=float, default=USUAL_BOUND, help="of logits, for qk_clip")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="of the rate, from now on")
@@ -267,7 +272,8 @@ def switch_late(monitor: AttentionMonitor, options: argparse.Namespace, folder: 
     """The switch of an arm of `LATE`, after the first step of the branch in a folder."""
     heads: dict[str, list[int] | None] = {"*": None}
     if options.arm != "late":
-        found = alarmed_heads(folder, options.branch_step)
+        by = options.branch_step if options.alarmed_by is None else options.alarmed_by
+        found = alarmed_heads(folder, by)
         heads = {
             site: some if options.arm == "late_heads" else None for site, some in found.items()
         }

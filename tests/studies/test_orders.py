@@ -59,7 +59,7 @@ def perform(study, prepared, seeds, **changes):
     given = {
         "seeds": seeds, "again": 16, "slots": 4, "minutes": 2.0, "folder": folder / "runs",
         "corpus": folder / "corpus", "most": 3, "steps": 7600, "push_steps": 400, "rounds": 2,
-        "updates_every": 200,
+        "updates_every": 200, "ways": "doses", "gpus": (),
     }  # fmt: skip
     return study(
         argparse.Namespace(**{**given, **changes}),
