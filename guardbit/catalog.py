@@ -184,8 +184,8 @@ CATALOG: tuple[Indicator, ...] = (
         probe="burst",
         label="rounding's share",
         meaning=(
-            "rounding's share of what the head's W_Q norm does, measured at every step for a while"
-            " after a rule has named the head"
+            "part of the changes of the head's W_Q norm that rounding makes; only for a while after"
+            " a rule has named the head"
         ),
         is_signed=True,
         is_occasional=True,

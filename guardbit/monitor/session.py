@@ -214,7 +214,9 @@ class MonitorSession(Guarded):
         self._schedule = Schedule(settings.every_n_train_steps, _warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._report_failure)
-        self._journal = Journal(settings.dirpath, settings.described(), self._stages)
+        self._journal = Journal(
+            settings.dirpath, settings.described(), self._stages, _advice(settings)
+        )
         self._snapshots = Snapshots(
             self.instrumentation,
             settings.dirpath,
@@ -1027,6 +1029,13 @@ def _failed_elsewhere() -> None:
 def _warn(line: str) -> None:
     if ranks.rank() == 0:
         log.warning("%s", line)
+
+
+def _advice(settings: Settings) -> str:
+    """What an alarm's line tells the user to do."""
+    if settings.policy is None:
+        return "to correct it attach a policy"
+    return "dry_run: nothing is switched" if settings.dry_run else ""
 
 
 def _precision_of(q: Tensor) -> str:

@@ -59,7 +59,7 @@ class _Product(NamedTuple):
     rows: HeadRows
     weight: nn.Parameter
     heads: list[int]
-    index: Tensor  # the same, INT64 `(h,)`
+    places: Tensor  # the same, INT64 `(h,)`
     sigmas: Tensor  # FP64 `(h,)`
     along: Tensor  # FP64 `(h, d, C)`, u v^T / sigma
     gradients: Tensor  # FP64 `(h, d, C)`, that of the calls
@@ -68,7 +68,7 @@ class _Product(NamedTuple):
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """The heads' rows of the parameter, or of what has its shape, FP64 `(h, d, C)`."""
-        return self.rows.weights(tensor).index_select(0, self.index).double()
+        return self.rows.weights(tensor).index_select(0, self.places).double()
 
 
 class Burst:
