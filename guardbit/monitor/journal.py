@@ -154,7 +154,7 @@ class Journal:
 
     def _line(self, event: Event) -> str:
         """The event in one line; an alarm's is short, as the report has all of it."""
-        why = event.why
+        why = str(event.why)
         # An alarm's sentence mostly names its heads.
         heads = "" if why.startswith("head ") else f" heads {list(event.heads)}"
         where = f" {event.site}{heads}" if event.site else ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from guardbit.catalog import HEAD_INDICATORS
+from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -22,6 +22,7 @@ PROBES = plan_for(HEAD_INDICATORS).calls
 NOT_IN_CALLS = {
     *("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"),  # of the weights
     *("delta_bias_cumulative", "w_q_push_cumulative"),  # of several steps
+    *of_probe("burst"),  # of every step
 }
 IN_CALLS = set(HEAD_INDICATORS) - NOT_IN_CALLS
 
@@ -304,7 +305,7 @@ WORKER = textwrap.dedent(
     """
     import os, sys
     import torch
-    from guardbit.catalog import HEAD_INDICATORS
+    from guardbit.catalog import HEAD_INDICATORS, of_probe
     from guardbit.monitor.measure.metric import AttentionMetric
     from guardbit.monitor.measure.plan import plan_for
     from guardbit.monitor.measure.probes import CallView
@@ -329,7 +330,7 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     shares = [calls[:1], calls[1:]]
     for rank, share in enumerate(shares):
         # What runs a backward again stays in its process.
-        torch.save([replace(call, again=None) for call in share], tmp_path / f"calls{rank}.pt")
+        torch.save([replace(call, again=None, uncorrected=None) for call in share], tmp_path / f"calls{rank}.pt")
     (tmp_path / "worker.py").write_text(WORKER)
     launch(tmp_path / "worker.py", 2, tmp_path)
     alone = AttentionMetric(PROBES, 1, 4)
