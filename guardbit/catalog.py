@@ -163,23 +163,6 @@ CATALOG: tuple[Indicator, ...] = (
         is_signed=True,
     ),
     Indicator(
-        name="w_q_push",
-        probe="gradient_audit",
-        label="push of rounding on W_Q",
-        meaning="what dQ - dQ_fp32 adds to the head's largest singular value of W_Q in a step of"
-        " gradient descent, over the sum over rows of the sizes of this and of what dQ_fp32 adds:"
-        " from -1 to 1",
-        is_signed=True,
-    ),
-    Indicator(
-        name="w_q_push_cumulative",
-        probe="gradient_audit",
-        label="cumulative push of rounding",
-        meaning="running sum of `w_q_push` over the sampled steps in which the head was audited",
-        is_signed=True,
-        sum_of="w_q_push",
-    ),
-    Indicator(
         name="rounding_share",
         probe="burst",
         label="rounding's share",

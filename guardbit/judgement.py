@@ -784,7 +784,7 @@ def _alarming_again(
 _READS: dict[str, tuple[str, ...]] = {
     "CommonMode": (),
     "HeadGrowth": ("w_q_spectral_norm", "max_logit"),
-    "GradientError": ("dq_coherent_error", "w_q_push"),
+    "GradientError": ("dq_coherent_error",),
     "ModelLogits": (),
     "LossDeparture": (),
 }

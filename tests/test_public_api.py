@@ -130,8 +130,6 @@ def test_the_indicators_and_stabilizers_are_these():
         "delta_bias_cumulative",
         "dq_relative_error",
         "dq_coherent_error",
-        "w_q_push",
-        "w_q_push_cumulative",
         "rounding_share",
         "rounding_share_low",
         "rounding_share_high",

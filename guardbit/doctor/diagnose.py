@@ -62,7 +62,7 @@ class Measures:
     """Sums over rows of an error of dQ; two of different samples can be added.
 
     u is the direction of the head in which its W_Q is largest. A row's push is what its error adds
-    to that singular value in gradient descent, -(error . u)(q . u); see `w_q_push`.
+    to that singular value in gradient descent, -(error . u)(q . u).
     """
 
     error_squares: float  # of the norms of the error

@@ -29,7 +29,7 @@ _CANNOT = {
     "unwatched": "nothing of the calls is watched",
     "unstabilizable": "no stabilizer works",
     "weights_unavailable": (
-        "the spectral norms, dq_coherent_error and w_q_push, which need W_Q, are unavailable"
+        "the spectral norms and dq_coherent_error, which need W_Q, are unavailable"
     ),
     "keys_unavailable": "the spectral norms of W_K and of W_Q^T W_K are unavailable",
     "errors_unavailable": "rounding errors are unavailable",
