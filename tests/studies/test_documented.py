@@ -52,6 +52,7 @@ REFUSED = {
     "dose_response": "no run has such copies of all ways",
     "entropies": "no run recorded entropies",
     "low_rate": "no run at a rate of",
+    "remedy": "no run was on row_max",
 }
 
 
