@@ -15,7 +15,7 @@ from studies.rescue import packed
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "studies" / "rescue" / "README.md"]
 #: Those that train, or write runs and tables anew.
-OTHERS = {"train", "families", "doses", "kinds", "analyse", "paired"}
+OTHERS = {"train", "families", "doses", "kinds", "analyse"}
 
 
 def documented():
