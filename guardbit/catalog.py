@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
-Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "repeats", "finite", "run"]
+Probe = Literal[
+    "weights", "rows", "keys", "delta", "gradient_audit", "burst", "repeats", "finite", "run"
+]
 
 #: What `nonfinite` adds up, in the order in which a training step makes these tensors.
 NONFINITE = {"q": 1, "k": 2, "v": 4, "O": 8, "dO": 16, "dQ": 32, "dK": 64, "dV": 128}
@@ -176,6 +178,33 @@ CATALOG: tuple[Indicator, ...] = (
         meaning="running sum of `w_q_push` over the sampled steps in which the head was audited",
         is_signed=True,
         sum_of="w_q_push",
+    ),
+    Indicator(
+        name="rounding_share",
+        probe="burst",
+        label="rounding's share",
+        meaning=(
+            "part of the changes of the head's W_Q norm that rounding makes; only for a while after"
+            " a rule has named the head"
+        ),
+        is_signed=True,
+        is_occasional=True,
+    ),
+    Indicator(
+        name="rounding_share_low",
+        probe="burst",
+        label="rounding's share, lower end",
+        meaning="the lower end of its 95 % interval",
+        is_signed=True,
+        is_occasional=True,
+    ),
+    Indicator(
+        name="rounding_share_high",
+        probe="burst",
+        label="rounding's share, upper end",
+        meaning="the upper end of its 95 % interval",
+        is_signed=True,
+        is_occasional=True,
     ),
     Indicator(
         name="repeat_difference",

@@ -92,6 +92,8 @@ class AttentionCall:
     # Runs the same backward once more, on the same tensors, and returns dq, dk and dv; None where
     # that cannot be.
     again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
+    # Runs the backward as if no head were switched, and returns dq; None where that cannot be.
+    uncorrected: Callable[[], Tensor] | None = None
 
     @property
     def known_heads(self) -> tuple[int, ...]:

@@ -415,11 +415,14 @@ def _computed_backward(call: Call, d_out: Tensor, left: Left, ran: Ran) -> tuple
     found, carried, names = heads.backward(call, d_out, left, ran)
     computed = _gradients(call, found)
 
-    def again() -> tuple[Tensor, Tensor, Tensor]:
+    def again(ran: Ran = ran) -> tuple[Tensor, Tensor, Tensor]:
         with runtime.site(int(call.site)).uncounted():
             return heads.backward(call, d_out, left, ran)[0][:3]
 
-    _report(call, d_out, left, ran, carried, names, computed, again)
+    def uncorrected() -> Tensor:
+        return again(ran._replace(names=("none",) * call.heads))[0]
+
+    _report(call, d_out, left, ran, carried, names, computed, again, uncorrected)
     return computed
 
 
@@ -433,6 +436,7 @@ def _report(
     names: tuple[str, ...],
     gradients: tuple[Tensor, ...],
     again: Callable[[], tuple[Tensor, Tensor, Tensor]],
+    uncorrected: Callable[[], Tensor],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
     number = int(call.site)
@@ -458,6 +462,7 @@ def _report(
             dropout=heads.dropout_of(call, heads.plan_of(names, call.native), left.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
             again=again,
+            uncorrected=uncorrected,
         )
     )
 
