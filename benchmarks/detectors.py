@@ -32,7 +32,7 @@ from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.records import Alarm, Sample, event_of
 from guardbit.store.samples import samples_of
-from studies.rescue.packed import begun_at, load
+from studies.rescue.packed import ALARMED_FIRST, begun_at, load
 
 RESULTS = Path(__file__).parents[1] / "studies" / "rescue" / "results"
 #: The five failures of the study that its evidence counts; thresholds were looked at with these.
@@ -86,11 +86,12 @@ class Recorded(NamedTuple):
 
 
 def recorded() -> list[Recorded]:
-    """The runs without a switch, or compensated from the start."""
+    """The runs without a switch, or with delta corrected from the start."""
     kept = ["loss", "w_q_spectral_norm", "max_logit", "attention_entropy", "dq_coherent_error"]
     runs = []
     for run in load(RESULTS):
-        if run.name.startswith(("stock", "from_start")) and begun_at(run.name) is None:
+        is_start = run.name.startswith(("stock", "from_start")) and begun_at(run.name) is None
+        if is_start and "row_max" not in run.name and run.name not in ALARMED_FIRST:
             frame = run.frame[run.frame["indicator"].isin(kept)]
             runs.append(Recorded(run.name, list(samples_of(frame))))
     return runs

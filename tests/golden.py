@@ -161,7 +161,8 @@ def main() -> int:
             file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             continue
         expected = json.loads(file.read_text())
-        for key in expected.keys() | found.keys():
+        # Runs that were committed later have no entry.
+        for key in expected.keys() if name == "replays" else expected.keys() | found.keys():
             if expected.get(key) != found.get(key):
                 num_differences += 1
                 here, there = (str(x.get(key))[:300] for x in (found, expected))
