@@ -51,9 +51,6 @@ def watched(results: Path, is_other: bool) -> Iterator[Watched]:
             yield Watched(Recorded(run.name, list(samples_of(frame))), run.frame, is_other)
 
 
-# Scores: the larger, the more suspicious, by step.
-
-
 def largest(indicator: str) -> Callable[[pd.DataFrame], pd.Series]:
     """The largest value of any head, or the run's own."""
 
