@@ -130,7 +130,7 @@ def swapped(path, at, steps=range(10)):
 
 def errors(path):
     events = read_events(path)
-    events = events[events.kind == "monitor_error"]
+    events = events[events.state == "monitor_error"]
     return list(zip(events.step, events.why, strict=True))
 
 
