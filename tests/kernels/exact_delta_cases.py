@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
+from tests.kernels.switched import switchable_attention
 from tests.oracle import attend, dense, split
 
 

@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, op, reference
 from guardbit.kernels.attention_call import Call
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order

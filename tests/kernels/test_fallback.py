@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from guardbit import flash_attention
 from guardbit.kernels import dispatch
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
+from tests.kernels.switched import switchable_attention
 
 SOME = ("none", "compensated", "none", "row_max")
 ALL = ("compensated",) * 4
