@@ -42,7 +42,7 @@ class Differentiated(Engine):
     def __init__(self, name: str, attend: Callable[[Inputs], tuple[Tensor, Tensor | None]]) -> None:
         self.name = name
         self._attend = attend
-        # The last forward, whose graph its backward goes back through.
+        # The last forward, whose graph the backward uses.
         self._last: tuple[Inputs, Inputs, Tensor] | None = None
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
@@ -190,13 +190,13 @@ def run(engine: Engine, call: Call) -> Results:
 @torch.no_grad()
 def backward(engine: Engine, call: Call, out: Tensor, lse: Tensor | None) -> Results:
     """Runs a backward; returns lse, where there is one, and the gradients."""
-    # As autograd hands it on: in the memory order of out.
+    # In the memory order of out, as autograd passes it.
     d_out = torch.empty_like(out).copy_(call.d_out)
     batch, heads, rows, _ = call.sizes
     if lse is None:
         given = call.q.new_zeros(call.q.shape[:-1], dtype=torch.float32)
     else:
-        # Some kernels pad it, and cuDNN's has one dimension more than its backward is to get.
+        # Some kernels pad it, and cuDNN's has one dimension more than its backward takes.
         given = lse.reshape(batch, heads, -1)[..., :rows]
     found = engine.backward(call.inputs, d_out, out, given)
     results = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
