@@ -34,10 +34,10 @@ _QUIET = -2
 
 
 class _Owner(NamedTuple):
-    """Whose modules are running."""
+    """Where the running modules were called from."""
 
     thread: int  # the thread
-    frame: FrameType | None  # the Python frame that has called the outermost of them
+    frame: FrameType | None  # the Python frame that called the outermost module
 
 
 _NOBODY = _Owner(0, None)
@@ -110,7 +110,7 @@ class Runtime:
         self.running.pop()
 
     def begin(self, caller: FrameType) -> None:
-        """Records whose modules run from now on, before the outermost that runs eagerly."""
+        """Records the caller of the outermost module, before it runs eagerly."""
         self._owner = _Owner(threading.get_ident(), caller)
 
     def end(self) -> None:
