@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from guardbit.doctor.attention import Chunk, HeadInputs, spread
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.mask import dense_mask, key_spans, visible_range
 
 #: What attention returns, and its gradients, in the order in which faults are looked for.
@@ -92,13 +92,13 @@ class Exact(NamedTuple):
         return self.values[tensor].abs() + self.bounds[tensor] < self.largest
 
 
-def units_of(call: Call, most: int | None) -> list[Unit]:
+def units_of(call: ExaminedCall, most: int | None) -> list[Unit]:
     """Returns which units to compare: all, or `most` of them, spread over sequences and heads."""
     units = [Unit(b, h) for b in range(call.q.size(0)) for h in range(call.k.size(1))]
     return [units[place] for place in spread(len(units), most or len(units)).tolist()]
 
 
-def head_of_unit(call: Call, unit: Unit) -> HeadInputs:
+def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
     """Takes one unit out of a call: its query heads, which share keys and values."""
     spec, shape, own = call.spec, call.sizes, unit.heads(call.group)
     visible = visible_range(spec, shape, call.q.device)
@@ -117,7 +117,7 @@ def head_of_unit(call: Call, unit: Unit) -> HeadInputs:
 
 
 @torch.no_grad()
-def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
+def exactly(call: ExaminedCall, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     """Computes a unit of a call in FP64."""
     spec, head = call.spec, head_of_unit(call, unit)
     rows, keys = call.sizes[2:]
@@ -230,7 +230,7 @@ class Gap(NamedTuple):
 
 
 def gaps(
-    call: Call,
+    call: ExaminedCall,
     results: Mapping[str, Tensor],
     exacts: Iterable[Exact],
     *,
@@ -259,7 +259,7 @@ def gaps(
             yield Gap(exact, name, error, ratio)
 
 
-def delta_error(call: Call, exact: Exact, results: Mapping[str, Tensor]) -> Tensor:
+def delta_error(call: ExaminedCall, exact: Exact, results: Mapping[str, Tensor]) -> Tensor:
     """Returns by how much rowsum(dO O) of an engine's own output is too large."""
     d_out = call.d_out[exact.unit.batch, exact.unit.heads(call.group)].double()
     return (d_out * (exact.part(results, "out") - exact.values["out"])).sum(-1)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from guardbit.doctor import faults
 from guardbit.doctor.engines import Results, run, run_carried
 from guardbit.doctor.exact import OF_KEYS, TENSORS, Exact, Gap, gaps
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.engines.proof import proof_of
 
@@ -117,7 +117,7 @@ class Examination:
         self._delta_fit: faults.DeltaFit | None = None
         self._carrier: tuple[str, bool] | None = None
 
-    def look(self, kind: str, call: Call, exacts: Sequence[Exact], units: str) -> None:
+    def look(self, kind: str, call: ExaminedCall, exacts: Sequence[Exact], units: str) -> None:
         """Runs the engine twice on a kind of inputs and notes what is wrong."""
         try:
             results, second = run(self.engine, call), run(self.engine, call)
@@ -170,7 +170,7 @@ class Examination:
             elif faults.is_truncated(gap, dtype):
                 self._truncated.setdefault(gap.tensor, set()).update(_heads(gap.exact, gap.tensor))
 
-    def _look_at_mask(self, call: Call, found: Sequence[Gap]) -> None:
+    def _look_at_mask(self, call: ExaminedCall, found: Sequence[Gap]) -> None:
         worst = max(found, key=lambda gap: gap.largest).exact.unit
         for where in ("forward", "backward"):
             reading = faults.read_mask(self.engine, call, worst, where == "backward")
@@ -178,7 +178,9 @@ class Examination:
                 self._reading = where, reading
                 return
 
-    def _look_at_carrier(self, call: Call, results: Results, exacts: Sequence[Exact]) -> None:
+    def _look_at_carrier(
+        self, call: ExaminedCall, results: Results, exacts: Sequence[Exact]
+    ) -> None:
         """Runs the backward with exact delta, if the engine can get one."""
         engine = self.engine
         has_dq = any(bool(exact.values["dq"].any()) for exact in exacts)  # not of single keys
@@ -322,7 +324,7 @@ class Examination:
         )  # fmt: skip
 
 
-def tiles_of(engine: Engine, call: Call) -> tuple[int, int]:
+def tiles_of(engine: Engine, call: ExaminedCall) -> tuple[int, int]:
     """Returns in how many tiles of queries, and of keys, an engine sums, rounding after each."""
     if call.q.is_cuda or engine.backend != SDPBackend.FLASH_ATTENTION:
         return 1, 1

@@ -12,7 +12,7 @@ import torch
 from guardbit.doctor.attention import EXACT, Chunk, spread
 from guardbit.doctor.engines import Results, backward
 from guardbit.doctor.exact import Exact, Gap, Unit, delta_error, head_of_unit
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
 
 # Truncation makes numbers smaller by u / m, with the significand m from 1 to 2, uniform in its
@@ -60,7 +60,7 @@ def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
     return abs(share) > _SURE * deviations and -3 * u < share < -_TRUNCATED * u
 
 
-def scale_used(call: Call, exact: Exact, results: Results) -> float | None:
+def scale_used(call: ExaminedCall, exact: Exact, results: Results) -> float | None:
     """Returns the factor of the scale that explains an output, or None if none does."""
     rows = spread(call.q.size(2), _ROWS, call.q.device)
     head = head_of_unit(call, exact.unit).take(rows)
@@ -88,7 +88,7 @@ class Reading(NamedTuple):
 
 
 @torch.no_grad()
-def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Reading | None:
+def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool) -> Reading | None:
     """Reads off which keys the queries of a unit see, by equal scores and values 1 at one place."""
     _, _, rows, keys = call.sizes
     width, own = call.q.size(-1), unit.heads(call.group)
@@ -105,7 +105,7 @@ def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Read
             marked = torch.zeros_like(call.q if of_backward else call.v)
             marked[unit.batch, head, start + block, block] = 1
             v, d_out = (zero_v, marked) if of_backward else (marked, call.d_out)
-            probe = Call(zero_q, zero_k, v, d_out, call.spec)
+            probe = ExaminedCall(zero_q, zero_k, v, d_out, call.spec)
             out, lse = engine.forward(probe.inputs, training=True)
             if of_backward:
                 dv = backward(engine, probe, out, lse)["dv"][unit.batch, unit.kv_head]
@@ -134,7 +134,7 @@ class DeltaFit(NamedTuple):
     explained: float  # the part of the squared error of dQ that an error of delta explains
 
 
-def fit_delta(call: Call, gaps: Sequence[Gap], results: Results) -> DeltaFit:
+def fit_delta(call: ExaminedCall, gaps: Sequence[Gap], results: Results) -> DeltaFit:
     """Finds from the errors of dQ which delta a backward used."""
     info = torch.finfo(call.q.dtype)
     used, rounded, units, explained, total = [], [], [], 0.0, 0.0

@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return ",".join(map(str, self))
 
 
-class Call(NamedTuple):
+class ExaminedCall(NamedTuple):
     """An attention call with the gradient of its output."""
 
     q: Tensor  # (B, H, N, D)
@@ -282,7 +282,9 @@ KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
 }
 
 
-def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
+def make(
+    kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str
+) -> ExaminedCall:
     draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
     q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
-    return Call(q, k, v, d_out, spec)
+    return ExaminedCall(q, k, v, d_out, spec)

@@ -22,7 +22,7 @@ from guardbit.doctor.engines import (
 )
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examine import Examination, Finding, Row
-from guardbit.doctor.inputs import DTYPES, KINDS, Call, Shape, dense_spec, make, packed_spec
+from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.spec import AttentionSpec
 
@@ -152,7 +152,7 @@ class Examiner:
         if place not in places:
             places.append(place)
 
-    def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> Call:
+    def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> ExaminedCall:
         return make(kind, shape, spec, DTYPES[dtype_name], self.device)
 
     def _examine(
@@ -202,7 +202,7 @@ class Examiner:
             self.result.delta[place] = examination.delta
         self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
-    def _exacts(self, call: Call, kinds_left: int) -> tuple[list[Exact], str]:
+    def _exacts(self, call: ExaminedCall, kinds_left: int) -> tuple[list[Exact], str]:
         """Returns units of a call in FP64, as many as time allows, and how many of how many."""
         now = time.monotonic()
         end = now + 0.5 * (self._end - now) / kinds_left
