@@ -186,7 +186,7 @@ def test_softcapped_attention_in_fp64_is_that_of_autograd():
 
 @pytest.fixture
 def flex_trains_here(monkeypatch):
-    """PyTorch refuses to on CPUs, though its plain-torch road has a backward."""
+    """PyTorch refuses to on CPUs, though its plain-torch code has a backward."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 

@@ -234,13 +234,13 @@ def check_sink(
 
 
 def rounding_of_ds(weights: Tensor, d_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rounding dS to a kernel's format takes from it, or adds."""
+    """The difference that rounding to a kernel's format makes to dS."""
     ds = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
     return round_nearest(ds, dtype).double() - ds
 
 
 def equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
-    """Whether tensors agree bit for bit, two and two; NaN is NaN."""
+    """Whether pairs of tensors agree bit for bit; NaN equals NaN."""
     return all(
         torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
         for a, b in zip(first, second, strict=True)

@@ -635,7 +635,7 @@ def test_the_compiler_keeps_attention_out_of_cuda_graphs():
 
 
 def on_gpu(test):
-    """Marks a test, and lets pass what is PyTorch's own.
+    """Marks a test of the GPU, and ignores PyTorch's own warnings.
 
     That is its compiler's first import, the debug mode for waiting, and a capture's stream, which
     differs from the warm-up's.

@@ -1,4 +1,4 @@
-"""Where the kernels of switched heads fail, PyTorch's takes the call, and everybody is told."""
+"""Where the kernels of switched heads fail, PyTorch's takes the call, and it is reported."""
 
 import logging
 
