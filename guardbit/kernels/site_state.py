@@ -81,8 +81,7 @@ class SiteState:
     native_dropout_p: float = 0.0
     is_masked: bool = False  # whether the last call had an explicit mask
     at_rest: bool = False  # whether nobody observes calls for now
-    # Why switched heads last ran PyTorch's kernel, or None if they did not. While it is set,
-    # `in_force` has no switched head.
+    # Why switched heads last ran PyTorch's kernel; None unless they did, since a switch or success.
     failure: str | None = None
     # One name a head, as the last call in training ran them; empty before the first since a switch.
     ran: tuple[str, ...] = ()
@@ -137,11 +136,6 @@ class SiteState:
     def asked(self) -> tuple[str, ...]:
         """One name a head: the switch if it fits the last call, else what that call asked for."""
         return self._fitting(self.stabilizers)
-
-    @property
-    def in_force(self) -> tuple[str, ...]:
-        """One name a head: what is asked for, or the last call's own where the kernels failed."""
-        return self.asked if self.failure is None else self.requested
 
     def _fitting(self, switched: tuple[str, ...] | None) -> tuple[str, ...]:
         if switched is not None and len(switched) == len(self.requested) * self.share[1]:

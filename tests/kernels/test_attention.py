@@ -19,7 +19,7 @@ from guardbit.kernels.attention_call import Call
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.switched import switchable_attention
+from tests.kernels.switched import in_force, switchable_attention
 from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -272,7 +272,7 @@ def test_launches_and_observer_tell_what_ran(site):
     calls = []
     state.observer = calls.append
     gradients(switched(site), (q, k, v), d_out)
-    assert state.in_force == ("none",) * 4
+    assert in_force(state) == ("none",) * 4
     switch(site, MIX)
     out, dq, dk, dv = gradients(switched(site), (q, k, v), d_out)
     assert state.launches == {
@@ -305,7 +305,7 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     switch(site, ["compensated"] * 3)
     found = gradients(switched(site), (q, k, v), d_out)
     assert all(torch.equal(a, b) for a, b in zip(found, native, strict=True))
-    assert runtime.site(int(site)).in_force == ("none",) * 4
+    assert in_force(runtime.site(int(site))) == ("none",) * 4
 
 
 def test_numbers_of_sites_do_not_repeat():

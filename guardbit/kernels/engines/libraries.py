@@ -44,8 +44,6 @@ class LibraryEngine(Engine):
     label: str
     #: The module that `guardbit doctor` imports for it; "" where no name is known.
     home: str = ""
-    #: Whether a call with dropout returns where its random numbers came from.
-    drops: bool = False
 
     def __init__(self, deterministic: bool = False, scheduling: tuple[int, ...] = ()) -> None:
         self.deterministic = deterministic
@@ -250,7 +248,6 @@ class FlashAttn2(_FlashAttn):
     home = "flash_attn.flash_attn_interface"
     names = "_wrapped_flash_attn_{}forward", "_wrapped_flash_attn_{}backward"
     needs = frozenset({"window_size_left", "softcap", "softmax_scale", "causal"})
-    drops = True
 
 
 class FlashAttn3(_FlashAttn):
