@@ -3,7 +3,7 @@
     python -m tests.golden --record     writes tests/data/golden
     python -m tests.golden              compares with it, and ends with 1 at a difference
 
-Numbers only, as sentences may be written anew, and public names only. Hashes of gradients depend on
+Numbers only, because sentences may change, and public names only. Hashes of gradients depend on
 the processor, so they are compared on the kind that wrote them.
 """
 

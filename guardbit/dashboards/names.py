@@ -1,4 +1,4 @@
-"""The folder that a run is called by."""
+"""The folder that a run is named after."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from guardbit.store import RUN_FOLDER
 
 
 def place_of_run(path: Path) -> Path:
-    """The folder that a run is called by: the log directory in which the run's own folder is."""
+    """Returns the folder that a run is named after: the log directory that holds its `guardbit`."""
     path = Path(os.path.realpath(path))  # unlike `Path.resolve`, it takes a loop of links
     return path.parent if path.name == RUN_FOLDER and path.parent.name else path

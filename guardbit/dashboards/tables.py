@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 
 from guardbit.catalog import HEAD_INDICATORS
-
-SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
+from guardbit.store.files import COLUMNS
 
 Head = tuple[int, int]
 
@@ -24,12 +23,12 @@ _CHECKED = "guardbit.checked"
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns a copy of the samples with "" for a missing site, which shares the columns."""
+    """Returns the samples with "" for a missing site, as a shallow copy."""
     if frame.empty:
-        return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+        return pd.DataFrame(columns=COLUMNS)
     if frame.attrs.get(_CHECKED):
         return frame
-    check_columns(frame, SAMPLE_COLUMNS, "samples")
+    check_columns(frame, COLUMNS, "samples")
     if np.asarray(frame["site"].isna()).any():
         frame = frame.assign(site=frame["site"].astype(object).fillna(""))
     frame = frame.copy(deep=False)
@@ -48,7 +47,7 @@ def check_columns(table: pd.DataFrame, required: Sequence[str], what: str) -> No
 
 
 def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
-    """The chosen rows, as the table that type checkers do not see it is."""
+    """Returns the chosen rows; type checkers do not see that they are a table."""
     return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
 
 

@@ -47,7 +47,7 @@ UNREADABLE = (
 #: Seconds without a write after which a half-written file counts as abandoned.
 _ABANDONED = 600.0
 
-#: Levels below a folder at which runs are looked for, how many are, and how many an error names.
+#: How deep runs are searched below a folder, how many are listed, and how many an error names.
 _DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
 
 _SEGMENT_NAME = re.compile(
@@ -89,7 +89,7 @@ class Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """Lists what a folder holds of a run; other files are passed over."""
+    """Lists the files of a run in a folder; skips others."""
     listing = Listing({}, {"samples": {}, "events": {}})
     for name in sorted(os.listdir(folder)):
         if match := _SEGMENT_NAME.fullmatch(name):
@@ -118,7 +118,7 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """The runs below a folder, each as the folder that people call it by; by name."""
+    """Returns the runs below a folder, by name, each as the folder that it is named after."""
     found: list[Path] = []
     for place, inner, _ in os.walk(folder):
         inner.sort()

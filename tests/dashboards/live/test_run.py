@@ -17,7 +17,7 @@ from guardbit.store import RunFollower, RunWriter
 
 
 def state_of(watcher):
-    """The picture after a look."""
+    """The page's state after a look."""
     watcher.look()
     return watcher.state(-1, None)
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from guardbit.catalog import HEAD_INDICATORS, of_probe
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.metric import AttentionMetric
@@ -15,6 +14,7 @@ from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
 from guardbit.numerics import decode_residual
 from tests.callbacks.several_ranks import launch
+from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
 
 EPS = 1e-3
