@@ -12,7 +12,6 @@ import pytest
 
 from guardbit.dashboards.marks import judgement_of
 from guardbit.judgement import STATES, Evidence, judge, severities
-from guardbit.judgement import STATES
 from guardbit.monitor.settings import Settings
 from guardbit.records import Event, Sample
 
