@@ -93,7 +93,7 @@ class Runtime:
         """Number of the state for an eager call, without observer if the call is not observed."""
         number = int(self.current)
         state = self.site(number)
-        if state.is_heard:
+        if state.is_observed:
             return self.current
         quiet = _QUIET - number
         self._sites[quiet] = replace(state, observer=None)

@@ -94,7 +94,7 @@ class SiteState:
     # Whether all calls of one forward are known to have queries and keys of the same weights.
     # Otherwise only the first is observed, so that numbers of different weights are not mixed.
     calls_are_alike: bool = False
-    is_heard: bool = True  # whether the call that was noted last may be observed
+    is_observed: bool = True  # whether the call that was noted last may be observed
     _failed_for_good: bool = False
     _failure_told: bool = False
     _setting: _Setting | None = None
@@ -118,14 +118,14 @@ class SiteState:
         setting = self._setting
         return (
             setting is not None
-            and (setting.at_rest or not self.is_heard)
+            and (setting.at_rest or not self.is_observed)
             and not {*self.requested, *self.own(setting.stabilizers or ())} - {"none"}
         )
 
     @property
-    def is_unheard(self) -> bool:
+    def is_unobserved(self) -> bool:
         """Whether nobody observes the forward that began."""
-        return not self.is_heard or (self._setting is not None and self._setting.at_rest)
+        return not self.is_observed or (self._setting is not None and self._setting.at_rest)
 
     @property
     def running(self) -> tuple[str, ...]:
