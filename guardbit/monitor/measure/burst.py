@@ -24,6 +24,7 @@ or ranks share gradients, it is not, and nothing is measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ from guardbit.records import Sample
 MOST_HEADS, LEAST_STEPS, MOST_STEPS = 8, 100, 400
 #: Steps that are added up, as the momentum spreads an error over about as many.
 WINDOW = 10
+#: Steps in a row without one of an optimizer on W_Q, after which nothing more is expected.
+PATIENCE = 50
 #: Least cosine between the gradient that a call's dQ gives and the parameter's. BF16 leaves .99.
 SAME_GRADIENT = 0.95
 
@@ -88,6 +91,7 @@ class Burst:
         self._products: dict[str, _Product] = {}
         # Module and head -> what each step gave: r, c, and the cosine of the gradients.
         self._series: dict[tuple[str, int], list[Tensor]] = {}
+        self._in_vain: Counter[str] = Counter()  # steps in a row that gave nothing
         self._unhook: Callable[[], None] | None = None
 
     @property
@@ -114,7 +118,8 @@ class Burst:
         if self._unhook is None:
 
             def hear(optimizer: Optimizer, *_: Any) -> None:
-                guarded(lambda: self.step(optimizer))
+                if not torch.compiler.is_compiling():
+                    guarded(lambda: self.step(optimizer))
 
             self._unhook = register_optimizer_step_post_hook(hear).remove
 
@@ -129,6 +134,9 @@ class Burst:
     def forget_step(self) -> None:
         """Drops what the calls of a step have shown, if it has changed no parameters."""
         self._products.clear()
+        self._in_vain.update(list(self.heads))
+        for site in [site for site in self.heads if self._in_vain[site] >= PATIENCE]:
+            self._give_up(site, "no step of a PyTorch optimizer on its W_Q was seen")
 
     def consume(self, call: AttentionCall) -> None:
         """Takes one attention call, inside its backward."""
@@ -190,6 +198,7 @@ class Burst:
     def _take(
         self, name: str, product: _Product, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
+        self._in_vain[name] = 0
         squares, gradient = state.get("exp_avg_sq"), product.weight.grad
         if squares is None or "betas" not in group:
             return self._give_up(name, "its optimizer is not Adam or AdamW")

@@ -208,9 +208,26 @@ def test_a_burst_changes_no_bit(tmp_path):
     assert all(map(torch.equal, *weights))
 
 
+class OfAnother:
+    """An optimizer that is none of PyTorch's."""
+
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = list(parameters), lr
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.parameters:
+            p -= self.lr * p.grad
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+
 @pytest.mark.parametrize("layer, make, why", [
     (Turned, torch.optim.AdamW, "positions turn the queries"),
     (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
+    (Attention, OfAnother, "no step of a PyTorch optimizer on its W_Q was seen"),
 ])  # fmt: skip
 def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
     torch.manual_seed(0)
