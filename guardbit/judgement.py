@@ -87,7 +87,7 @@ class Cause(NamedTuple):
         if self.share is None or self.interval is None:
             return self.why
         low, high = self.interval
-        return f"rounding makes {self.share:.2f} of what W_Q's norm does ({low:.2f} to {high:.2f})"
+        return f"its share of what W_Q's norm does is {self.share:.2f} ({low:.2f} to {high:.2f})"
 
 
 _VERDICTS: dict[str, Verdict] = {
