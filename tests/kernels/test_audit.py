@@ -8,17 +8,11 @@ import torch
 from guardbit.kernels import reference
 from guardbit.kernels.device import audit
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels import tensors
+from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import DEVICE, dense
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BOTH = pytest.mark.parametrize("module", [reference, audit], ids=["torch", "triton"])
-
-
-def inputs(shape, dtype=torch.bfloat16):
-    """d_out, q, k, v."""
-    q, k, v, d_out = tensors.inputs(shape, dtype)
-    return d_out, q, k, v
 
 
 def exact(d_out, q, k, v, causal, scale, heads, mask=None):

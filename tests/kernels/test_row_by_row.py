@@ -1,6 +1,7 @@
 """The plain recomputation against a witness that goes row by row, at random shapes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,18 +10,9 @@ from hypothesis import strategies as st
 
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels import tensors
 
-
-def random_inputs(shape, dtype, seed=0):
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=generator).to(dtype)
-
-    q, d_out = normal(batch, heads, rows, width), normal(batch, heads, rows, width)
-    k, v = normal(batch, kv_heads, keys, width), normal(batch, kv_heads, keys, width)
-    return q, k, v, d_out
+inputs = partial(tensors.inputs, to="cpu")
 
 
 # Row by row, over the keys that a row may see: a witness that knows no masks, unlike tests.oracle.
@@ -52,7 +44,7 @@ def dense_row(q, k, v, scale):
     data=st.data(),
 )
 def test_shadow_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, chunk, data):
-    q, k, v, _ = random_inputs((2, kv_heads * groups, kv_heads, rows, keys, 16), dtype, rows + keys)
+    q, k, v, _ = inputs((2, kv_heads * groups, kv_heads, rows, keys, 16), dtype, rows + keys)
     chosen = data.draw(st.none() | st.lists(st.integers(0, rows - 1), min_size=1, max_size=4))
     result = reference.shadow(
         q,
@@ -121,7 +113,7 @@ def test_the_largest_size_is_that_of_allowed_scores(scores, largest, chunk):
 )
 def test_exact_query_gradient_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, chunk):
     heads = kv_heads * groups
-    q, k, v, d_out = random_inputs((2, heads, kv_heads, rows, keys, 16), dtype, rows + keys)
+    q, k, v, d_out = inputs((2, heads, kv_heads, rows, keys, 16), dtype, rows + keys)
     chosen = [heads - 1, 0]
     computed = reference.exact_query_gradient(
         d_out, q, k, v, spec=AttentionSpec(0.5, causal), head_ids=chosen, chunk=chunk
@@ -164,7 +156,7 @@ def test_delta_bias_is_the_signed_sum(batch, heads, rows, width, seed):
 
 
 def test_exact_query_gradient_is_far_nearer_than_the_low_precision_backward():
-    q, k, v, d_out = random_inputs((1, 2, 2, 64, 64, 32), torch.bfloat16)
+    q, k, v, d_out = inputs((1, 2, 2, 64, 64, 32), torch.bfloat16)
     common = {"causal": True, "scale": 32**-0.5}
     names = {"stabilizers": ["none", "none"]}
     result = reference.forward(q, k, v, **common, **names)
