@@ -1,7 +1,5 @@
 """A run in a notebook."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each made-up fault is found and named; nothing is found in engines that are sound."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run that a learning rate far too high has ruined: rounding is not blamed for it."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A made-up fault in each operation in turn is found and named, and none in sound kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The first NaN is put down to its tensor and head; backwards that do not repeat are told."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

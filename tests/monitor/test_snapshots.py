@@ -1,7 +1,5 @@
 """Snapshots of alarmed heads: what is kept, how much, and that training does not notice."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

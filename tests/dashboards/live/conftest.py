@@ -1,7 +1,5 @@
 """A live page of a run that the tests write while it is looked at."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `live` is not installed")

@@ -1,7 +1,5 @@
 """Runs that tests write while they are looked at, and the server of their page."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The live page in a real browser: Debian's chromium, driven by Playwright, without a network."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

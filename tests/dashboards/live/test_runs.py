@@ -1,7 +1,5 @@
 """The list of runs below a folder, and who is told of alarms."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os
