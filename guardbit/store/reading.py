@@ -16,14 +16,7 @@ import pyarrow as pa
 
 from guardbit.records import RunEnd
 from guardbit.store.bounds import MAX_CSV, good_rows, warn_of_rows
-from guardbit.store.files import (
-    COLUMNS,
-    EVENT_COLUMNS,
-    KEY,
-    SCHEMA,
-    check_columns,
-    existing,
-)
+from guardbit.store.files import COLUMNS, EVENT_COLUMNS, KEY, SCHEMA, check_columns, existing
 from guardbit.store.following import BATCHES, Part, RunFollower, load_events, sample_batches
 
 #: How often a reader tries again when the merge of a live writer has removed a file.

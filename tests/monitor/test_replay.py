@@ -7,12 +7,7 @@ import pandas as pd
 import pytest
 
 from guardbit.catalog import INDICATORS
-from guardbit.monitor.detectors import (
-    Detectors,
-    HeadGrowth,
-    LossDeparture,
-    ModelLogits,
-)
+from guardbit.monitor.detectors import Detectors, HeadGrowth, LossDeparture, ModelLogits
 from guardbit.monitor.replay import replay
 from guardbit.records import Sample
 from guardbit.store.samples import samples_of

@@ -15,14 +15,7 @@ from guardbit.monitor.detectors import Finding
 from guardbit.monitor.measure import metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import (
-    SITES,
-    Always,
-    Loop,
-    LossAtStep,
-    events_of,
-    sampled,
-)
+from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
 from tests.toys import Model
 
 
