@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 RunPath = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN",
-        help="Folder of a run, or a CSV of its samples.",
-        show_default=False,
+        metavar="RUN", help="Folder of a run, or a CSV of its samples.", show_default=False
     ),
 ]
 
@@ -67,14 +65,7 @@ def replay(
             }
             for alarm in result.alarms
         ]
-        typer.echo(
-            json.dumps(
-                {
-                    "alarms": alarms,
-                    **judgement.as_json(),
-                }
-            )
-        )
+        typer.echo(json.dumps({"alarms": alarms, **judgement.as_json()}))
         return
 
     from rich.console import Console

@@ -35,14 +35,7 @@ RUN_FOLDER = "guardbit"
 NO_PAST = -1
 
 #: Errors that reading a broken file raises.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-    pa.ArrowException,
-)
+UNREADABLE = (OSError, ValueError, OverflowError, RecursionError, MemoryError, pa.ArrowException)
 
 #: Seconds without a write after which a half-written file counts as abandoned.
 _ABANDONED = 600.0

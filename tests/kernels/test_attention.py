@@ -510,14 +510,7 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
         checks += ["test_schema"] + ["test_faketensor"] * traced
     torch.library.opcheck(
         torch.ops.guardbit.attention_backward,
-        (
-            d_out,
-            *(x.detach() for x in leaves),
-            *absent,
-            site,
-            *saved,
-            *numbers,
-        ),
+        (d_out, *(x.detach() for x in leaves), *absent, site, *saved, *numbers),
         test_utils=checks,
     )
 

@@ -35,10 +35,7 @@ def counts_of(scores, eps=1e-3):
     """The two counts of `Shadow` by their definitions, from FP32 scores."""
     row_max = scores.amax(-1, keepdim=True)
     rounded, rounded_max = scores.bfloat16().float(), row_max.bfloat16().float()
-    return [
-        (row_max - scores <= eps).sum(-1),
-        (rounded_max - rounded <= eps).sum(-1),
-    ]
+    return [(row_max - scores <= eps).sum(-1), (rounded_max - rounded <= eps).sum(-1)]
 
 
 def check(result, q, k, v, spec, rows=slice(None)):
@@ -613,10 +610,7 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
             rounded = scores.float().bfloat16().float()
             tied = row_max[..., None].float() - scores.float() <= 1e-3
             tied_bf16 = rounded.amax(-1, keepdim=True) - rounded <= 1e-3
-            for field, expected in (
-                (result.maxima, tied),
-                (result.maxima_bf16, tied_bf16),
-            ):
+            for field, expected in ((result.maxima, tied), (result.maxima_bf16, tied_bf16)):
                 assert not field[~alive].any()
                 # Exact ties, which repeated keys make, and all but a few near ones.
                 wrong = (field != expected.sum(-1))[alive]

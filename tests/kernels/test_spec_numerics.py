@@ -24,10 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-MODULES = {
-    "torch": (reference, reference, reference),
-    "triton": (delta, shadow, audit),
-}
+MODULES = {"torch": (reference, reference, reference), "triton": (delta, shadow, audit)}
 BOTH = pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 
 # FP32 products' sums, exponents and sums of terms: some units of 2^-24 of sum P |dO| |V|.

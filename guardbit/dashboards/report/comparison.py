@@ -25,11 +25,7 @@ OVERLAYS = (
     (VALIDATION_LOSS, "Validation loss", "validation loss"),  # the paper's figure 7
     ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
     ("max_logit", "Largest max logit", "largest logit"),
-    (
-        "multiple_maxima_bf16",
-        "Largest share of rows with several maxima, BF16",
-        "share of rows",
-    ),
+    ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
 )
 _WORST_LAST = (
     "healthy", "saved", "unclear", "warning", "switched", "alarmed", "learning-rate", "lost",
