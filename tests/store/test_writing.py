@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -36,72 +32,6 @@ def steps_and_values(path: Path) -> list[tuple[int, float]]:
 
 def file_names(path: Path, kind: str) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(kind))
-
-
-def test_importing_the_store_imports_no_torch():
-    code = (
-        "import sys, guardbit.store; "
-        "print([m for m in ('torch', 'lightning', 'matplotlib') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.stdout.strip(), result.stderr, result.returncode) == ("[]", "", 0)
-
-
-# A process that forks a writer for each folder named on its standard input, so that twenty writers
-# cost one start of Python. The writer says its process id, then after each call how many samples
-# and events are promised to be on disk.
-_WRITERS = """
-import os, sys
-from guardbit.records import Event, Sample
-from guardbit.store import RunWriter
-
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        writer = RunWriter(line.strip(), flush_every=3)
-        os.write(1, b"pid %d\\n" % os.getpid())
-        step = 0
-        while True:
-            writer.add([Sample(step, "", -1, "loss", (step / 2,))])
-            step += 1
-            if step % 5 == 0:
-                writer.event(Event(step, "alarm", "a", (1,), str(step)))
-            os.write(1, b"promised %d %d\\n" % (step // 3 * 3, step // 5))
-    os.waitpid(pid, 0)
-    os.write(1, b"dead\\n")
-"""
-
-
-def test_a_writer_killed_at_random_moments_loses_only_unflushed_samples(tmp_path):
-    draw = random.Random(20)
-    with subprocess.Popen(
-        [sys.executable, "-c", _WRITERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as writers:
-        assert writers.stdin and writers.stdout
-        for trial in range(20):
-            folder = tmp_path / str(trial)
-            print(folder, file=writers.stdin, flush=True)
-            pid = int(writers.stdout.readline().removeprefix("pid "))
-            lines = iter(writers.stdout.readline, "dead\n")
-            reports = [next(lines) for _ in range(draw.randrange(100))]
-            # A step takes about 5 ms, so this falls anywhere in it.
-            time.sleep(draw.uniform(0.0, 0.01))
-            os.kill(pid, signal.SIGKILL)
-            reports = ["promised 0 0", *reports, *lines]
-            promised_samples, promised_events = map(int, reports[-1].split()[1:])
-
-            found = steps_and_values(folder)
-            # One flush or event may have reached the disk without having been reported.
-            assert len(found) in (promised_samples, promised_samples + 3)
-            assert found == [(step, step / 2) for step in range(len(found))]
-            events = read_events(folder)
-            assert len(events) in (promised_events, promised_events + 1)
-            assert events["why"].tolist() == [str(5 * k + 5) for k in range(len(events))]
-
-            with RunWriter(folder, start_step=4) as resumed:
-                resumed.add([loss(5, math.inf)])
-            assert steps_and_values(folder) == [*found[:5], (5, math.inf)]
-        writers.stdin.close()
 
 
 class Killed(BaseException):
