@@ -337,7 +337,8 @@ class RunPage:
 
 def thinned(series: pd.Series, most: int = 400) -> pd.Series:
     """At most so many of a curve's values, evenly spread, the last one among them."""
-    return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
+    stride = -(-len(series) // most) or 1
+    return series.iloc[(len(series) - 1) % stride :: stride]
 
 
 def plain_numbers(values: Floats) -> list[float | None]:
