@@ -126,7 +126,7 @@ def _name(path: Path) -> str:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """Names of runs, each with as many of its folders as it takes to make them differ."""
-    from guardbit.dashboards.names import place_of_run
+    from guardbit.store import place_of_run
 
     places = [place_of_run(path) for path in paths]
     for path, place in zip(paths, places, strict=True):

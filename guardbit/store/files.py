@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -110,6 +110,12 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
     return path if is_run(path) or not is_run(inner) else inner
 
 
+def place_of_run(path: Path) -> Path:
+    """The folder that a run is called by: the log directory in which the run's own folder is."""
+    path = Path(os.path.realpath(path))  # unlike `Path.resolve`, it takes a loop of links
+    return path.parent if path.name == RUN_FOLDER and path.parent.name else path
+
+
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
     """The runs below a folder, each as the folder that people call it by; by name."""
     found: list[Path] = []
@@ -184,12 +190,12 @@ def publish(path: Path, content: Content) -> None:
             os.close(descriptor)
 
 
-def check_columns(names: Iterable[str], path: Path) -> None:
-    """Checks that a table has the columns of a run."""
+def check_columns(names: Iterable[str], required: Sequence[str], what: object) -> None:
+    """Raises ValueError if a table lacks a column."""
     names = list(names)
-    missing = [name for name in COLUMNS if name not in names]
+    missing = [name for name in required if name not in names]
     if missing:
         raise ValueError(
-            f"{path} lacks the columns {', '.join(missing)}: a run has {', '.join(COLUMNS)}, "
-            f"this has {', '.join(map(str, names)) or 'none'}"
+            f"{what} lacks the columns {', '.join(missing)}: it needs {', '.join(required)}, and "
+            f"has {', '.join(map(str, names)) or 'none'}"
         )

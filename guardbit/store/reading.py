@@ -200,7 +200,7 @@ def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
         )
     except ValueError as error:
         raise ValueError(f"cannot read a run from {path}: {str(error).strip()}") from error
-    check_columns(table.columns, path)
+    check_columns(table.columns, COLUMNS, path)
     table = table.loc[:, COLUMNS]
     for name in ("step", "layer", "head"):
         numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))

@@ -9,20 +9,15 @@ import numpy as np
 import pandas as pd
 
 from guardbit.records import Sample
+from guardbit.store.files import COLUMNS, check_columns
 
 #: More heads than any attention has; beyond it a number is no head.
 MAX_HEADS = 65_536
 
-COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
-
 
 def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
     """Yields the rows of a tidy frame as samples, one for each step, site and indicator."""
-    if missing := [column for column in COLUMNS if column not in frame.columns]:
-        raise ValueError(
-            f"the telemetry lacks the columns {missing}; needed are {list(COLUMNS)}, "
-            f"given are {list(frame.columns)}"
-        )
+    check_columns(frame.columns, COLUMNS, "the telemetry")
     if frame.empty:
         return
     for name in ("step", "layer"):

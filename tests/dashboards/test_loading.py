@@ -8,9 +8,8 @@ from PIL import Image
 
 import guardbit
 from guardbit.dashboards.figures.style import pixels
-from guardbit.dashboards.names import place_of_run
 from guardbit.records import Sample
-from guardbit.store import RunWriter
+from guardbit.store import RunWriter, place_of_run
 
 RESULTS = Path(__file__).parents[2] / "studies" / "rescue" / "results"
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.dashboards import effect, marks, ranking, tables
+from tests.dashboards.made import SAMPLES
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
@@ -28,7 +29,7 @@ def table_of(values):
             (step, f"h.{layer}", layer, head, "delta_bias", value)
             for (step, layer, head), value in values.items()
         ],
-        columns=list(tables.SAMPLE_COLUMNS),
+        columns=SAMPLES,
     )
 
 

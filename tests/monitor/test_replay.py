@@ -255,7 +255,7 @@ ROW = (10, "a", 0, 1, "max_logit", 1.0)
     [
         ([(math.nan, *ROW[1:]), ROW], COLUMNS, "rows without a step"),
         ([(*ROW[:2], math.nan, *ROW[3:]), ROW], COLUMNS, "rows without a layer"),
-        ([], ["step", "site", "head", "indicator"], r"lacks the columns \['layer', 'value'\]"),
+        ([], ["step", "site", "head", "indicator"], "lacks the columns layer, value: "),
         ([(*ROW[:3], -1, *ROW[4:])], COLUMNS, "head -1 of site 'a' at step 10"),
     ],
 )

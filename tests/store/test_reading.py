@@ -298,7 +298,7 @@ def test_segments_with_other_columns(tmp_path, change, steps):
         writer.add([loss(2)])
     pq.write_table(change(pq.ParquetFile(first).read()), first)
     if steps == [2]:
-        with pytest.warns(UserWarning, match=r"lacks the columns head: a run has step, site"):
+        with pytest.warns(UserWarning, match=r"lacks the columns head: it needs step, site"):
             frame = read_run(tmp_path)
     else:
         frame = read_run(tmp_path)
@@ -355,7 +355,7 @@ def test_a_csv_reads_as_a_run(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"step,value\n1,2\n", "lacks the columns site, layer, head, indicator: a run"),
+        ("a.csv", b"step,value\n1,2\n", "lacks the columns site, layer, head, indicator: it"),
         ("a.csv", b"", "cannot read a run from .*a.csv: No columns"),
         ("a.csv", b"\xff\xfe\x00\x01", "cannot read a run from .*a.csv: "),
         ("a.csv.gz", b"step,site\n", "cannot read a run from .*a.csv.gz: Not a gzipped file"),

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from guardbit.dashboards import marks
-from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.page import Json, RunPage
 from guardbit.records import Event
-from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
+from guardbit.store import RunFollower, folder_of_run, is_run, place_of_run, read_events, runs_below
 
 log = logging.getLogger("guardbit")
 
