@@ -172,7 +172,8 @@ class LiveRun:
             "samples": self._page.has_samples,
             "seconds_silent": self._seconds_silent(),
             "read": read / max(found, 1) if self._is_reading else 1.0,
-            "end": self._follower.end,
+            # As the picture's headline has it: what the follower knows, the next picture shows.
+            "end": None if self._page.ended == "not closed" else self._page.ended,
             "problem": self.problem,
         }
 

@@ -16,13 +16,6 @@ def recorder():
 
 @pytest.fixture
 def serve():
-    """A context manager: the live page of a folder."""
-    with looking_often():
-        yield lambda folder: running(LiveServer(LiveRuns(folder)))
-
-
-@pytest.fixture
-def serve_list():
-    """The same for the list of the runs below a folder."""
+    """A context manager: the live page of a folder, or the list of the runs below it."""
     with looking_often():
         yield lambda folder: running(LiveServer(LiveRuns(folder)))
