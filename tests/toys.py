@@ -19,10 +19,10 @@ from guardbit.monitor.sites import Instrumentation
 
 @contextmanager
 def instrumented(
-    model: nn.Module, observer: Callable[[AttentionCall], object] | None = None
+    model: nn.Module, observer: Callable[[AttentionCall], object] | None = None, **how: list[str]
 ) -> Iterator[Instrumentation]:
     """Instruments a model, whose calls an observer may get, and takes that out in the end."""
-    inst = guardbit.instrument(model)
+    inst = guardbit.instrument(model, **how)
     try:
         if observer is not None:
             inst.observe(observer)
