@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from guardbit.kernels.device import backward, carrier, delta, forward, shadow
-from guardbit.kernels.op import switchable_attention
+from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 
@@ -175,10 +175,11 @@ def of_switched(name: str, tensors: list[Tensor]) -> Kernel:
     count = heads if count is None else count
     state.switch((stabilizer,) * count + ("none",) * (heads - count))
     site = torch.tensor(number)
+    spec = AttentionSpec(q.size(-1) ** -0.5, "top-left")
 
     def run_forward() -> tuple[Tensor, ...]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return (switchable_attention(q, k, v, site, is_causal=True, scale=None),)
+            return (attention_at_site(q, k, v, site, spec)[0],)
 
     (out,) = run_forward()
     torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)

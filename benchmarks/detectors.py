@@ -2,7 +2,6 @@
 
     PYTHONPATH=. python benchmarks/detectors.py --csv benchmarks/results/detectors.csv
     PYTHONPATH=. python benchmarks/detectors.py --table benchmarks/results/detectors.csv
-    PYTHONPATH=. python benchmarks/detectors.py --heads
 
 Every run that was never switched is replayed as it was recorded and changed: logits capped, a
 sample every 1,000 steps, joined late. A replay sees the audits that it would have had: those of
@@ -32,7 +31,7 @@ from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.records import Alarm, Sample, event_of
 from guardbit.store.samples import samples_of
-from studies.rescue.packed import begun_at, load
+from studies.rescue.packed import ALARMED_FIRST, begun_at, load
 
 RESULTS = Path(__file__).parents[1] / "studies" / "rescue" / "results"
 #: The five failures of the study that its evidence counts; thresholds were looked at with these.
@@ -44,8 +43,6 @@ DEPARTS = {
     for row in csv.DictReader((RESULTS / "runs.csv").read_text().splitlines())
     if row["failed_at"] and row["run"].startswith("stock") and row["learning_rate"] != "0.003"
 }
-#: A logit that is large when the loss departs.
-LARGE = 1000
 #: Where a run that was never corrected is not called sound, whatever its rate: the largest logit
 #: of those that were corrected from the start is 663, and of the others at 6e-4 1,080. (Of
 #: seed 1 logits passed this in two starts, and in none of two on exact delta.)
@@ -86,11 +83,12 @@ class Recorded(NamedTuple):
 
 
 def recorded() -> list[Recorded]:
-    """The runs without a switch, or compensated from the start."""
+    """The runs without a switch, or with delta corrected from the start."""
     kept = ["loss", "w_q_spectral_norm", "max_logit", "attention_entropy", "dq_coherent_error"]
     runs = []
     for run in load(RESULTS):
-        if run.name.startswith(("stock", "from_start")) and begun_at(run.name) is None:
+        is_start = run.name.startswith(("stock", "from_start")) and begun_at(run.name) is None
+        if is_start and "row_max" not in run.name and run.name not in ALARMED_FIRST:
             frame = run.frame[run.frame["indicator"].isin(kept)]
             runs.append(Recorded(run.name, list(samples_of(frame))))
     return runs
@@ -251,31 +249,6 @@ def verdicts(runs: list[Recorded]) -> Iterator[str]:
         yield f"{run.name}: {judge(evidence, events).state}"
 
 
-def heads(runs: list[Recorded]) -> Iterator[str]:
-    """Yields a line for each failure: how early which of its heads was alarmed."""
-    for run in runs:
-        if run.name not in DEPARTS:
-            continue
-        departs = DEPARTS[run.name]
-        logits: dict[tuple[str, int], float] = {}
-        for sample in run.samples:
-            if sample.indicator == "max_logit" and sample.step <= departs:
-                logits |= {(sample.site, head): v for head, v in enumerate(sample.values)}
-        leads: dict[tuple[str, int], int] = {}
-        alarms = alarms_of(run.samples)
-        for alarm in alarms:
-            for head in alarm.heads:
-                leads.setdefault((alarm.site, head), departs - alarm.step)
-        first, worst = (alarms[0].site, alarms[0].heads[0]), max(logits, key=logits.__getitem__)
-        large = max((leads[each] for each in leads if logits[each] > LARGE), default=None)
-        yield (
-            f"{run.name}: first {first[0]} head {first[1]}, lead {leads[first]}, logit"
-            f" {logits[first]:.3g} at the departure; of heads with logits above {LARGE} then: lead"
-            f" {large}; largest logit {worst[0]} head {worst[1]}, {logits[worst]:.3g}: lead"
-            f" {leads.get(worst)}"
-        )
-
-
 # Tables
 
 
@@ -320,10 +293,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="run all studies and write them to this file")
     parser.add_argument("--table", type=Path, help="print the tables of this file")
     parser.add_argument("--verdicts", action="store_true", help="print each run's verdict")
-    parser.add_argument("--heads", action="store_true", help="print which heads were alarmed when")
     parser.add_argument("--count", type=int, default=4, help="simulated runs of a setting")
     arguments = parser.parse_args()
-    if arguments.csv or arguments.verdicts or arguments.heads:
+    if arguments.csv or arguments.verdicts:
         runs = recorded()
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
@@ -336,8 +308,6 @@ def main() -> None:
                     file.flush()
     if arguments.verdicts:
         print("\n".join(verdicts(runs)))
-    if arguments.heads:
-        print("\n".join(heads(runs)))
     if arguments.table:
         with arguments.table.open(newline="") as file:
             print("\n".join(table(list(csv.DictReader(file)))))

@@ -53,17 +53,20 @@ class Arm(NamedTuple):
         every_n_train_steps: Cadence of the monitor; 0 for none.
         switched_layers: Number of layers whose heads are all switched.
         stabilizer: What they are switched to, also that of the monitor's policy; "" for no policy.
+        measured_heads: Heads of the first layer in which rounding's share is measured at each step.
     """
 
     every_n_train_steps: int
     switched_layers: int
     stabilizer: str
+    measured_heads: int = 0
 
 
 #: The others are compared with the first.
 ARMS = [
     Arm(0, 0, ""), Arm(50, 0, ""), Arm(10, 0, ""), Arm(50, 1, "exact_delta"),
     Arm(50, 12, "exact_delta"), Arm(50, 1, "compensated"), Arm(50, 12, "compensated"),
+    Arm(50, 0, "", 1), Arm(50, 1, "exact_delta", 1),
 ]  # fmt: skip
 
 
@@ -191,6 +194,9 @@ def attached(training: Training, arm: Arm) -> Iterator[tuple[MonitorSession | No
             session.instrumentation.switch(
                 names[switched * len(names) // arm.switched_layers], arm.stabilizer
             )
+        if arm.measured_heads:
+            session._burst.want(names[0], range(arm.measured_heads))
+            session._burst.listen(lambda take: take())
         # The second sample audits gradients, which needs the directions found by the first. After
         # the jump the first step is sampled, those that follow are not.
         start = arm.every_n_train_steps * 5 // 2
@@ -370,14 +376,16 @@ def machine(device: str) -> dict[str, str]:
 def table(rows: list[dict[str, str]]) -> str:
     """A Markdown table of the ratios."""
     lines = [
-        "| monitor | switched layers | step, ms | block mean | p50 | p95 | peak memory |",
-        "|---|---|---|---|---|---|---|",
+        "| monitor | switched layers | measured heads | step, ms | block mean | p50 | p95"
+        " | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for entry in rows:
         cadence = entry["every_n_train_steps"]
         cells = [
             "none" if cadence == "0" else f"every {cadence} steps",
             f"{entry['switched_layers']} {entry['stabilizer']}".strip(),
+            entry.get("measured_heads", "0"),
             entry["mean"],
             f"{entry['mean_ratio']} ({entry['mean_ratio_min']} to {entry['mean_ratio_max']})",
             entry["p50_ratio"],

@@ -21,14 +21,14 @@ import triton
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device import backward, forward
-from guardbit.kernels.tiles import Pass, Tile
+from guardbit.kernels.tiles import Kernel, Tile
 
 #: B, H, N by head dimension: GPT-2 small, longer contexts, and wider heads.
 SHAPES = {64: [(32, 12, 1024), (8, 16, 4096)], 128: [(32, 16, 1024), (4, 16, 8192)]}
 OTHER_SHAPE = [(8, 16, 2048)]
 
 #: Rows, keys, warps, stages and, to let more programs share a multiprocessor, registers.
-CANDIDATES: dict[Pass, list[Tile]] = {
+CANDIDATES: dict[Kernel, list[Tile]] = {
     "forward": [
         Tile(rows, keys, warps, stages, registers)
         for rows, keys, warps, registers in [
@@ -57,7 +57,7 @@ CANDIDATES: dict[Pass, list[Tile]] = {
 }  # fmt: skip
 
 #: What runs with a pass's entries; an entry must serve them all.
-STABILIZERS: dict[Pass, list[str]] = {
+STABILIZERS: dict[Kernel, list[str]] = {
     "forward": ["none", "compensated", "row_max"],
     "query_gradients": ["none", "compensated"],
     "key_gradients": ["none"],
@@ -74,13 +74,13 @@ def inputs(batch: int, heads: int, rows: int, width: int) -> list[torch.Tensor]:
     ]
 
 
-def entries(kernel: Pass) -> dict[int, Tile]:
+def entries(kernel: Kernel) -> dict[int, Tile]:
     """What the launchers look up on this device, by padded head dimension."""
     table = tiles.TILES.setdefault(torch.cuda.get_device_capability(), dict(tiles.FALLBACK))
     return table[kernel]
 
 
-def call(kernel: Pass, tensors: list[torch.Tensor], name: str):
+def call(kernel: Kernel, tensors: list[torch.Tensor], name: str):
     """The forward, or the backward after it, as a function without arguments."""
     q, k, v, d_out = tensors
     options = {
@@ -92,7 +92,7 @@ def call(kernel: Pass, tensors: list[torch.Tensor], name: str):
     return lambda: backward.backward(d_out, q, k, v, *result, **options)
 
 
-def compile_one(job: tuple[Pass, int, Tile, str]) -> str:
+def compile_one(job: tuple[Kernel, int, Tile, str]) -> str:
     """Compiles a candidate into Triton's cache on disk; returns what went wrong, or nothing."""
     kernel, width, tile, name = job
     entries(kernel)[width] = tile
@@ -105,7 +105,9 @@ def compile_one(job: tuple[Pass, int, Tile, str]) -> str:
     return ""
 
 
-def time_all(kernel: Pass, tensors: list[torch.Tensor], name: str, candidates: list[Tile]) -> None:
+def time_all(
+    kernel: Kernel, tensors: list[torch.Tensor], name: str, candidates: list[Tile]
+) -> None:
     """Prints the fastest candidates for one shape."""
     table, width = entries(kernel), tensors[0].shape[-1]
     before, rows = table[width], []

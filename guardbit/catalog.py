@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
-Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "repeats", "finite", "run"]
+Probe = Literal[
+    "weights", "rows", "keys", "delta", "gradient_audit", "burst", "repeats", "finite", "run"
+]
 
 #: What `nonfinite` adds up, in the order in which a training step makes these tensors.
 NONFINITE = {"q": 1, "k": 2, "v": 4, "O": 8, "dO": 16, "dQ": 32, "dK": 64, "dV": 128}
@@ -161,21 +163,31 @@ CATALOG: tuple[Indicator, ...] = (
         is_signed=True,
     ),
     Indicator(
-        name="w_q_push",
-        probe="gradient_audit",
-        label="push of rounding on W_Q",
-        meaning="what dQ - dQ_fp32 adds to the head's largest singular value of W_Q in a step of"
-        " gradient descent, over the sum over rows of the sizes of this and of what dQ_fp32 adds:"
-        " from -1 to 1",
+        name="rounding_share",
+        probe="burst",
+        label="rounding's share",
+        meaning=(
+            "part of the changes of the head's W_Q norm that rounding makes; only for a while after"
+            " a rule has named the head"
+        ),
         is_signed=True,
+        is_occasional=True,
     ),
     Indicator(
-        name="w_q_push_cumulative",
-        probe="gradient_audit",
-        label="cumulative push of rounding",
-        meaning="running sum of `w_q_push` over the sampled steps in which the head was audited",
+        name="rounding_share_low",
+        probe="burst",
+        label="rounding's share, lower end",
+        meaning="the lower end of its 95 % interval",
         is_signed=True,
-        sum_of="w_q_push",
+        is_occasional=True,
+    ),
+    Indicator(
+        name="rounding_share_high",
+        probe="burst",
+        label="rounding's share, upper end",
+        meaning="the upper end of its 95 % interval",
+        is_signed=True,
+        is_occasional=True,
     ),
     Indicator(
         name="repeat_difference",

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from guardbit.catalog import NONFINITE
+from guardbit.catalog import NONFINITE, of_probe
 from guardbit.records import Event, Sample, Verdict
 
 State = Literal[
@@ -61,8 +61,8 @@ CRITICAL_LOGIT = 10_000.0
 
 #: How many samples of a module are kept of each of `GROWING`.
 _KEPT = 512
-#: Rounding's share of a head's growth, and the ends of its interval.
-SHARES = ("rounding_share", "rounding_share_low", "rounding_share_high")
+#: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
+SHARES = of_probe("burst")
 
 
 class Cause(NamedTuple):
@@ -72,7 +72,7 @@ class Cause(NamedTuple):
         what: "rounding" or "not rounding", where the interval lies above or below one half;
             "not settled" where it holds it; "not measured".
         why: Why it is not measured, or cannot be rounding; else "".
-        share: Rounding's share of the growth of W_Q, None where it was not measured.
+        share: Rounding's share of what the norm of W_Q does, None where it was not measured.
         interval: The 95 % interval of the share.
     """
 
@@ -87,7 +87,7 @@ class Cause(NamedTuple):
         if self.share is None or self.interval is None:
             return self.why
         low, high = self.interval
-        return f"rounding makes {self.share:.2f} of the growth of W_Q ({low:.2f} to {high:.2f})"
+        return f"rounding makes {self.share:.2f} of what W_Q's norm does ({low:.2f} to {high:.2f})"
 
 
 _VERDICTS: dict[str, Verdict] = {
@@ -548,7 +548,7 @@ def judge(
     first_alarm = min((event.step for event in alarms), default=None)
     judgement = Judgement(
         state="healthy",
-        cause=_cause(evidence, alarmed, metadata),
+        cause=cause_of(evidence, alarmed, metadata),
         severity="none",
         ended=ended,
         first_step=first_step,
@@ -673,25 +673,27 @@ def _leaves_at_once(alarms: Sequence[Event]) -> bool:
     return model is not None and model <= heads + AT_ONCE
 
 
-def _cause(
-    evidence: Evidence, alarmed: Mapping[Head, Event], metadata: Mapping[str, Any] | None
+def cause_of(
+    evidence: Evidence, alarmed: Iterable[Head], metadata: Mapping[str, Any] | None
 ) -> Cause:
-    """The cause by the head that alarmed first and whose push was measured."""
+    """The cause by the first of the alarmed heads whose share was measured."""
     for head in alarmed:
         measured = evidence.shares.get(head, {})
-        if len(measured) == len(SHARES):
+        if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
             share, low, high = (measured[name] for name in SHARES)
             what = "rounding" if low > 0.5 else "not rounding" if high < 0.5 else "not settled"
             return Cause(what, "", share, (low, high))
-    return unmeasured_cause(metadata)
+    return _unmeasured_cause(metadata)
 
 
-def unmeasured_cause(metadata: Mapping[str, Any] | None) -> Cause:
+def _unmeasured_cause(metadata: Mapping[str, Any] | None) -> Cause:
     """The cause where no push was measured: not rounding, where next to nothing is rounded."""
     nothing = nothing_to_correct(metadata)
     if nothing:
         return Cause("not rounding", nothing)
-    return Cause("not measured", "what rounding adds to W_Q was not measured")
+    why = (metadata or {}).get("rounding_unmeasured")
+    reason = f": {why}" if why else ""
+    return Cause("not measured", f"what rounding adds to W_Q was not measured{reason}")
 
 
 def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
@@ -782,7 +784,7 @@ def _alarming_again(
 _READS: dict[str, tuple[str, ...]] = {
     "CommonMode": (),
     "HeadGrowth": ("w_q_spectral_norm", "max_logit"),
-    "GradientError": ("dq_coherent_error", "w_q_push"),
+    "GradientError": ("dq_coherent_error",),
     "ModelLogits": (),
     "LossDeparture": (),
 }

@@ -142,7 +142,7 @@ def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_r
         "Healthy: no alarm up to step 900",
         "Verdict by today's rules: stable",
         "Nothing is to be done.",
-        "Not judged by gradient_error: the telemetry lacks dq_coherent_error, w_q_push",
+        "Not judged by gradient_error: the telemetry lacks dq_coherent_error",
     ]
 
 

@@ -152,7 +152,7 @@ def resume(folder: Path) -> None:
 
 
 def command(name: str, *arguments: object) -> str:
-    """What a command says on its standard error, after a look that it ended well."""
+    """What a command prints to standard error; it must end well."""
     result = CliRunner().invoke(app, [name, *map(str, arguments)])
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert "Traceback" not in result.output

@@ -1,4 +1,4 @@
-"""What `guardbit demo` tells of a run; the run itself is tried by hand."""
+"""What `guardbit demo` prints of a run; the run itself is tried by hand."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The doors between training and GuardBit: all entries have one, and what each lets pass."""
+"""The guard between training and GuardBit: every entry has it, and what it lets pass."""
 
 import inspect
 import sys

@@ -488,7 +488,7 @@ def test_the_default_rules_are_told_with_a_run():
     told = Settings().described()["heads_judged_by"]
     assert told == {
         "head_growth": [["w_q_spectral_norm", "max_logit"]],
-        "gradient_error": [["dq_coherent_error", "w_q_push"]],
+        "gradient_error": [["dq_coherent_error"]],
     }
 
 

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from guardbit import guard
-from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
+from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line
 from guardbit.guard import refusing
 from guardbit.monitor.session import MonitorSession
@@ -29,7 +29,7 @@ from guardbit.store.files import publish
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
 
-# Whose trainings have begun and not ended.
+# The callbacks whose training has begun and not ended.
 _training: WeakSet[HuggingFaceMonitor] = WeakSet()
 
 
@@ -81,7 +81,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
-        end(self, "crashed")  # a session is still open where the run before did not end
+        end(self, "crashed")  # a session is still open if the last run did not end
         trainers: list[Trainer] = []
         self._reporters, others = [], []
         with suppress(Exception):  # of other code's frames
@@ -161,7 +161,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     def on_save(
         self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Puts the state beside the checkpoint just written."""
+        """Writes the state into the folder of the new checkpoint."""
         if state.is_world_process_zero:
             path = _state_path(args, state)
             session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
@@ -182,9 +182,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 print(last_line("finished", session, self._logged.place), flush=True)
 
     def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
-        """Ends the session of a training of this model that is over: Ctrl-C tells no callback.
+        """Ends the session of an earlier training of this model: Ctrl-C calls no callback.
 
-        A training that goes on, as where one trains within the other, keeps its session: its
+        A training that still goes on, because it runs this one inside it, keeps its session: its
         Trainer is among those whose methods are running.
         """
         of, trainer = self._run or (None, None)
@@ -208,7 +208,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Hands the scalars of a step that was judged to the Trainer's reporters."""
+        """Passes the scalars of a judged step to the Trainer's reporters."""
         if session.sampled_step is None or not self._logged.is_new(session):
             return
         then = copy.copy(state)
@@ -235,11 +235,11 @@ def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _save(path: Path, state: dict[str, Any], strict: bool) -> None:
-    # Write it completely or not at all: no run can continue from half a state.
+    # Completely or not at all: no run can continue from half a state.
     try:
         publish(path, json.dumps(state).encode())
     except OSError as error:
-        # There may be room for the next checkpoint.
+        # The disk may have room for the next checkpoint.
         if strict:
             raise
         log.warning("a run that goes on from this checkpoint begins anew: %s: %s", path, error)

@@ -26,15 +26,15 @@ _BUCKETS = 64
 
 
 def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str:
-    """Says that the run is watched, and where to look."""
+    """Says that the run is watched, and which command shows it."""
     return (
-        f"GuardBit samples attention every {every_n_train_steps} steps; to look on:"
+        f"GuardBit samples attention every {every_n_train_steps} steps; the live page:"
         f" guardbit live {shlex.quote(str(dirpath))}"
     )
 
 
 def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[str]) -> str:
-    """Says what was found, and where the report comes from."""
+    """Says what was found, and which command writes the report."""
     judgement = session.judgement
     if session.sampled_step is None or judgement is None:
         found = "no step was sampled"
@@ -54,7 +54,7 @@ def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[s
 
 
 class LoggedRun:
-    """The past of a run, as far as loggers need it; it starts afresh when a run is resumed.
+    """The past of a run, as far as loggers need it; it is empty when a run is resumed.
 
     Attributes:
         place: Folder of the telemetry.
@@ -70,12 +70,12 @@ class LoggedRun:
         self._logged: set[tuple[str, str, tuple[int, ...]]] = set()
 
     def is_new(self, session: MonitorSession) -> bool:
-        """Whether the session has judged a step since this was asked last."""
+        """Whether the session has judged a step since the last call."""
         before, self._step = self._step, session.sampled_step
         return self._step != before
 
     def metrics(self, session: MonitorSession) -> dict[str, float]:
-        """Takes in the step that a session has judged; returns its scalars by key."""
+        """Adds the step that a session has judged; returns its scalars by key."""
         self.num_samples += 1
         scalars = {**session.scalars, **self.take(session.samples)}
         metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
@@ -94,7 +94,7 @@ class LoggedRun:
         return metrics
 
     def take(self, samples: Iterable[Sample]) -> dict[str, float]:
-        """Takes a sampled step; returns the latest values of the indicators of the whole run."""
+        """Adds a sampled step; returns the latest values of the indicators of the whole run."""
         latest: dict[str, float] = {}
         for sample in samples:
             if sample.indicator in RUN_INDICATORS:
@@ -109,7 +109,7 @@ class LoggedRun:
         return latest
 
     def worst(self) -> tuple[int, int, float] | None:
-        """Returns layer and head of what is farthest above its baseline, and how far it is."""
+        """Returns layer, head and excess of the head farthest above its baseline."""
         excess, _, _ = self._history.excess()
         if np.isnan(excess).all():
             return None
@@ -138,7 +138,7 @@ class LoggedRun:
         return pixels(draw_model_map(excess, self._history.last_step, framed, dotted))
 
     def news(self, alarms: Sequence[Alarm]) -> list[Alarm]:
-        """Returns the alarms whose rule, site and heads were not named before."""
+        """Returns the alarms whose rule, site and heads are new."""
         new: list[Alarm] = []
         for alarm in alarms:
             key = (alarm.rule, alarm.site, alarm.heads)

@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from guardbit import guard
-from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
+from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
@@ -102,7 +102,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self.dry_run = False
         self.session: MonitorSession | None = None
         self._restored: dict[str, Any] = {}
-        #: The module that this state is of; None if it is a checkpoint's.
+        #: The module that `_restored` belongs to; None if it comes from a checkpoint.
         self._state_of: weakref.ref[pl.LightningModule] | None = None
         self._watched: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
@@ -135,7 +135,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
         if self.session is None:
-            return  # the next checkpoint then holds what this one held
+            return  # the next checkpoint then holds the same state as the last one
         self._watched = weakref.ref(pl_module)
         state, self._restored = self._restored, {}
         if not state:
@@ -143,14 +143,14 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         if self._state_of is not None and self._state_of() is not pl_module:
             log.info("this fit is of another module than the one before: the monitor begins anew")
             return
-        # The callback may have watched another run before; that state is from later steps.
+        # A state of later steps is that of another run, which the callback watched before.
         last_step = state.get("last_step")
         if last_step is None or last_step < trainer.global_step:
             self.session.load_state_dict(state)
 
     @guarded
     def on_train_batch_start(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
-        """Passes on which optimizer step the batch belongs to."""
+        """Tells the session which optimizer step the batch belongs to."""
         self._step = trainer.global_step
         self._grad_norms.clear()
         session.begin_batch(self._step)
@@ -178,7 +178,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         outputs: Tensor | Mapping[str, Any] | None,
         *_: Any,
     ) -> None:
-        """Hands the loss over and, when the optimizer has stepped, ends the session's step."""
+        """Passes the loss on and, when the optimizer has stepped, ends the session's step."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Lightning has divided the loss by the number of micro-batches.
@@ -197,7 +197,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     @guarded
     def on_train_end(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
-        """Logs the last sampled step, where its numbers were still to come from a GPU."""
+        """Logs the last sampled step, if its numbers had not yet come from the GPU."""
         session.catch_up()
         self._log_news(session, trainer, None)
 
@@ -210,7 +210,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Writes what is left; the exception goes its way."""
+        """Writes what is left; the exception is raised as ever."""
         # Ctrl-C and a scheduler's SIGTERM are no errors of the run.
         self._close("crashed" if isinstance(exception, Exception) else "interrupted")
 
@@ -218,7 +218,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
         if self._restored or self.session is None:
-            return self._restored  # not taken over yet
+            return self._restored  # no session has loaded it yet
         return self.session.state_dict()
 
     @guard.method(nothing)
@@ -227,7 +227,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._restored, self._state_of = state_dict, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process watches a run of its own; a session is of this one's model."""
+        """Leaves the session out: it belongs to this process's model."""
         return {**vars(self), "session": None, "_state_of": None, "_watched": None}
 
     def _close(self, how: RunEnd = "finished") -> None:
@@ -293,14 +293,14 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
 
 def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
-    """The callbacks of a Trainer that are of a kind."""
+    """Returns the callbacks of a Trainer that are instances of a class."""
     # Lightning sets the attribute from another class, where type checkers do not see it.
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     return [callback for callback in callbacks if isinstance(callback, kind)]
 
 
 def _entries(gradient: Tensor) -> Tensor:
-    """A gradient, of one that is sparse its entries: norms of such come with PyTorch 2.15 only."""
+    """Returns a gradient, or the entries of a sparse one, which has no norm before PyTorch 2.15."""
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
@@ -309,7 +309,7 @@ def _run_directory(trainer: pl.Trainer) -> Path:
     logger = trainer.loggers[0] if trainer.loggers else None
     if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
         return Path(trainer.log_dir or trainer.default_root_dir)
-    # All runs of other loggers share their `save_dir`; Lightning's checkpoints part them like this.
+    # All runs of other loggers share their `save_dir`; Lightning separates checkpoints like this.
     version = logger.version
     version = version if isinstance(version, str) else f"version_{version}"
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from guardbit import guard
-from guardbit.callbacks.doors import GuardedCallback, nothing
+from guardbit.callbacks.base import GuardedCallback, nothing
 from guardbit.callbacks.monitoring import AttentionMonitor, callbacks_of
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy

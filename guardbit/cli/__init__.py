@@ -1,7 +1,7 @@
 """The command line: `guardbit demo | doctor | diagnose | report | live | replay`.
 
-Each command has a file. What it needs is imported inside it, so that help is quick and no command
-imports torch that does not compute with it.
+Each command has a file; `common` is what several share. A command imports inside its function, so
+that help is quick and only commands that compute import torch.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from guardbit.cli.reading import refusing
+from guardbit.cli.common import user_errors
 
-#: The two recorded runs, which come with the package, and what they are.
+#: The two recorded runs of the package, and what they are.
 RUNS = {
     "lost": "GPT-2 small, left alone",
     "saved": "a copy from step 4,000 on, its heads switched at its own first alarm",
 }
-#: What they are to each other, and why other commands give other dates.
+#: How the two are related, and why other commands name other steps.
 WHICH_IS_WHICH = (
     "saved is a copy of lost from step 4,000 on. Its heads were switched at its own first alarm, at"
     " step 6,750 in head 2.11; up to there its loss was like the other's, but not bit by bit.\n"
@@ -47,7 +47,7 @@ def demo(
 ) -> None:
     """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
     if recorded:
-        with refusing(OSError, ValueError):
+        with user_errors(OSError, ValueError):
             if healthy:
                 raise ValueError("--recorded shows runs that were made: leave --healthy out")
             _show_recorded(run_dir or Path("runs/recorded"))

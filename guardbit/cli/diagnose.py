@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.cli.reading import refusing
+from guardbit.cli.common import user_errors
 from guardbit.records import printable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def diagnose(
     from guardbit.doctor.snapshots import heads_of_run, last_verdict
     from guardbit.store import folder_of_run
 
-    with refusing(OSError, ValueError):
+    with user_errors(OSError, ValueError):
         folder = folder_of_run(path)
         heads = heads_of_run(folder, head or ())
         verdict = last_verdict(folder)
@@ -65,7 +65,7 @@ def diagnose(
 
 
 def _check_writable(place: Path) -> None:
-    """Makes a folder, and a file in it for a moment: a minute's work is not to end in an error."""
+    """Raises unless a file can be written to a folder, before a minute's work is wasted."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
@@ -79,13 +79,13 @@ def _check_writable(place: Path) -> None:
 
 def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
     """Writes the answer beside the figures, for the report; other heads' answers stay."""
-    from guardbit.dashboards.loading import ANSWER, read_kept
+    from guardbit.dashboards.loading import DIAGNOSIS, read_diagnosed
     from guardbit.store.files import publish
 
     new = {(one["site"], one["head"]) for one in told}
-    old = [one for one in read_kept(folder).heads if (one["site"], one["head"]) not in new]
-    with refusing(OSError):
-        publish(folder / ANSWER, json.dumps({"heads": told + old}).encode())
+    old = [one for one in read_diagnosed(folder).heads if (one["site"], one["head"]) not in new]
+    with user_errors(OSError):
+        publish(folder / DIAGNOSIS, json.dumps({"heads": told + old}).encode())
 
 
 def _draw(kept: list[KeptHead], found: Diagnosis, place: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from guardbit.cli.reading import refusing
+from guardbit.cli.common import user_errors
 from guardbit.records import printable
 
 
@@ -44,7 +44,7 @@ def doctor(
     from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner
 
     machine = this_machine()
-    with refusing(ValueError):
+    with user_errors(ValueError):
         shapes = [parse_shape(part) for part in shape or COMMON[machine.device]]
         for name in mask or ():
             parse_window(name)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from guardbit.cli.reading import refusing
+from guardbit.cli.common import user_errors
 from guardbit.records import printable
 
 
@@ -33,7 +33,7 @@ def live(
     """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
     from guardbit.store import read_metadata
 
-    with refusing(OSError, ValueError):
+    with user_errors(OSError, ValueError):
         if path.is_file():
             raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.cli.reading import refusing
+from guardbit.cli.common import user_errors
 from guardbit.records import printable
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def replay(
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
 
-    with refusing(OSError, ValueError):
+    with user_errors(OSError, ValueError):
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
         run = load(path)
         result = replay_frame(run.samples, rules, normalised_sites(run.metadata))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from guardbit.cli.reading import load_judged, refusing
+from guardbit.cli.common import load_with_events, user_errors
 from guardbit.records import printable
 
 
@@ -45,7 +45,7 @@ def report(
         ),
     ] = ReportFormat.html,
     open_it: Annotated[
-        bool, typer.Option("--open", help="Open the report, as a browser would.")
+        bool, typer.Option("--open", help="Open the report in the browser.")
     ] = False,
     as_json: Annotated[
         bool,
@@ -58,7 +58,7 @@ def report(
 ) -> None:
     """Write the report of a run, or of several side by side."""
     if as_json:
-        with refusing(OSError, ValueError):
+        with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
             outcomes = _outcomes_in_json(paths)
@@ -66,10 +66,10 @@ def report(
         return
     from guardbit.dashboards.report import write_reports
 
-    with refusing(OSError, ValueError):
+    with user_errors(OSError, ValueError):
         place = _report_path(paths, output, format)
         named = zip(_names(paths), paths, strict=True)
-        runs = [dataclasses.replace(load_judged(path), name=name) for name, path in named]
+        runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
         with _saying_where(place):
             written = write_reports(runs, place, format=format.value)
     typer.echo(printable(str(written)))
@@ -105,9 +105,10 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
 
 
 def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The outcome of each run; copies of one run are compared with each other."""
     from guardbit.dashboards.forks import outcomes_of
 
-    outcomes = outcomes_of({str(path): load_judged(path) for path in paths})
+    outcomes = outcomes_of({str(path): load_with_events(path) for path in paths})
     return [{"run": path, **outcome.as_json()} for path, outcome in outcomes.items()]
 
 
@@ -116,7 +117,7 @@ def _name(path: Path) -> str:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of runs, each with as many of its folders as it takes to make them differ."""
+    """Returns a name for each run, with as many parent folders as make the names differ."""
     from guardbit.store import place_of_run
 
     places = [place_of_run(path) for path in paths]

@@ -15,8 +15,8 @@ from guardbit.dashboards.tables import by_head, of_run
 SAMPLES_AVERAGED = 5
 
 
-def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
-    """Compares a diverging head and the run before and after the switch."""
+def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
+    """Compares the worst switched head, and the run, before and after the switch."""
     switched = first_events(frame, events, "switch")
     ends = {
         head: event.step if mark_of(event) == "undo" else math.inf

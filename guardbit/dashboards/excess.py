@@ -2,7 +2,7 @@
 
 What all heads share is no sign of divergence: healthy norms grow tenfold while a run warms up, and
 every batch has its own scale. So a head's value is divided by that of the median head at the same
-step, of those that neither alarmed nor were switched: a switch takes the bias from many at once.
+step, of those that neither alarmed nor were switched, because a switch changes many at once.
 The head's baseline is the lower quartile of this ratio up to the first alarm or switch. The excess
 is the factor by which the latest ratio is above the baseline and its noise: 1 is usual, 10 is ten
 times the upper end of the usual range.
@@ -28,7 +28,7 @@ EXCESS_INDICATORS: Mapping[str, float] = {
     indicator.name: indicator.floor for indicator in CATALOG if indicator.floor is not None
 }
 
-#: With fewer heads measured at a step their median is no measure.
+#: Fewest heads at a step whose median is used.
 _FEWEST_PEERS = 4
 #: Before this many samples a head has no baseline.
 _FEWEST_SAMPLES = 5
@@ -72,19 +72,19 @@ def times_baseline(
 def _shared(logs: Values, moved: npt.NDArray[np.bool_] | None, until: int | None) -> Values:
     """What all heads share at each sample: the median of those that have not moved."""
     peers = np.ones(logs.shape[1], bool) if moved is None else ~moved
-    # Where all heads are switched at once, as always from the start, they are each other's peers.
+    # Where all heads are switched at once, as with `always`, they are each other's peers.
     has_peers = peers.sum() >= _FEWEST_PEERS or not peers.any()
     peers = peers if peers.any() else ~peers
     median, count = lower_quantile((logs[:, peers] if has_peers else logs).T, 0.5)
     shared = np.where(count >= _FEWEST_PEERS, median, np.nan)
     known = shared[:until][np.isfinite(shared[:until])]
     if until is not None and not has_peers and len(known):
-        shared[until:] = known[-1]  # nothing is left to compare with
+        shared[until:] = known[-1]  # no head is left to compare with
     return shared
 
 
 def _usual(logs: Values) -> tuple[Values, npt.NDArray[np.intp]]:
-    """The upper end of each head's usual range, NaN for fewer than so many samples; the count."""
+    """The upper end of each head's usual range, NaN below `_FEWEST_SAMPLES`, and their number."""
     logs = _without_gaps(logs)
     baseline, count = lower_quantile(logs, _BASELINE_QUANTILE)
     steps, _ = lower_quantile(np.abs(np.diff(logs, axis=0)), 0.5)

@@ -1,8 +1,8 @@
-"""Runs that begin as one: where they part, and which of them loses its loss to the other.
+"""Copies of one run: where they fork, and whose loss diverges from another's.
 
 Two copies of a run, such as one that was switched at an alarm and one that was left alone, have the
-same losses up to the step at which they part. From there on each is the other's measure, which sees
-a departure that the loss alone does not show.
+same losses up to the fork. From there on each is compared with the others, which shows a divergence
+that a loss alone does not show.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from guardbit.judgement import Judgement, State
 
 #: Losses in common that make two runs copies of one.
 FEWEST_SHARED = 20
-#: A loss has left another when its mean over so many steps lies so many nats above, as in the
-#: rescue study (`docs/evidence.md`): runs on the same batches lay 0.045 above one another at most.
+#: A loss has diverged from another when its mean over WINDOW steps lies MARGIN nats above, as in
+#: the rescue study (`docs/evidence.md`): there, runs on the same batches lay at most 0.045 apart.
 WINDOW, MARGIN = 500, 0.1
-#: What a loss counts as that is not finite.
+#: Stands for a loss that is not finite.
 _LARGE = 1e3
 
 
 def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
-    """The last step up to which all losses are the same; None where none is, or all are."""
+    """The last step up to which all losses are equal; None if they share too few or all of them."""
     if len(losses) < 2:
         return None
     table = pd.concat(losses, axis=1, join="inner").dropna()
@@ -38,7 +38,7 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
 
 
 def departure(loss: pd.Series, other: pd.Series) -> int | None:
-    """The first step at which a loss has left the other one's, None where it has not."""
+    """The first step at which a loss has diverged from another, None if it has not."""
     finite = loss.where(np.isfinite(loss.to_numpy()), _LARGE)
     above = cast(pd.Series, finite - other).dropna()
     if len(above) < 2:
@@ -59,7 +59,7 @@ def outcomes_of(runs: Mapping[str, LoadedRun]) -> dict[str, Judgement]:
 def against_each_other(
     outcomes: Mapping[str, Judgement], losses: Mapping[str, pd.Series]
 ) -> dict[str, Judgement]:
-    """The outcomes of copies of one run, with the departures that only the copies show."""
+    """The outcomes of copies of one run, with the divergences that only the copies show."""
     if fork_of(losses) is None:
         return dict(outcomes)
     left = {
@@ -68,7 +68,7 @@ def against_each_other(
         for other in outcomes
         if name != other
     }
-    # Who leaves another one is no measure for it.
+    # A copy that diverges itself is nothing to compare others with.
     sound = {
         name
         for name, outcome in outcomes.items()

@@ -1,8 +1,8 @@
 """What a run has recorded so far, in memory that does not grow with its length.
 
-Steps are gathered in buckets. When they no longer fit, neighbouring buckets become one, so that
-all of the run stays in view; a bucket keeps the smallest and the largest value, so that no peak is
-lost. Taking the same value in twice changes nothing.
+Steps are gathered in buckets. When they no longer fit, neighbouring buckets are merged, so that all
+of the run stays in view. A bucket keeps the smallest and the largest value, so that no peak is
+lost. Adding the same value twice changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
 
-#: Samples that a head's baseline is taken from, at most: quantiles need no more.
+#: Most samples that a head's baseline is computed from: quantiles need no more.
 _SAMPLES_OF_BASELINE = 100
 #: More heads than a layer has.
 _MOST_HEADS = 1 << 32
@@ -88,13 +88,13 @@ class History:
         known = np.flatnonzero((self.steps >= 0) & (self.steps <= step))
         if known.size:
             return int(known[-1])
-        # The first one counts from the run's first step on, even if it holds later ones too.
+        # From the run's first step on it is the first bucket, even if that holds later steps too.
         return 0 if self._origin is not None and step >= self._origin else -1
 
     def add(
         self, indicator: str, steps: Integers, layers: Integers, heads: Integers, values: Floats
     ) -> None:
-        """Takes in values of one indicator, arrays of one length; an unknown one is passed over."""
+        """Adds values of one indicator, as arrays of one length; skips an unknown indicator."""
         if not len(steps) or indicator not in INDICATORS:
             return
         buckets = self._place(steps)
@@ -112,7 +112,7 @@ class History:
             merge.at(table.reshape(-1), cells, values.astype(dtype))
 
     def of_head(self, indicator: str, layer: int, head: int) -> tuple[Floats, Floats]:
-        """The smallest and the largest values of a head in the buckets that have a step."""
+        """Returns the smallest and largest values of a head in the buckets that have a step."""
         column, known = self.column_of(layer, head), self.known
         if not 0 <= column < self.high[indicator].shape[1]:
             nothing = np.full(len(known), np.nan)
@@ -120,7 +120,10 @@ class History:
         return self.low[indicator][known, column], self.high[indicator][known, column]
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
-        """Each head's excess up to a bucket, (layers, heads); of which indicator; their names."""
+        """Returns the excess up to a bucket, the index of its indicator, and all indicators.
+
+        The first two are (layers, heads).
+        """
         names = [name for name in EXCESS_INDICATORS if name in self.high]
         worst = np.full(len(self._columns), np.nan)
         which = np.zeros(worst.shape, dtype=np.int64)

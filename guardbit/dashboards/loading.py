@@ -1,4 +1,4 @@
-"""A run that was read: as reports take it, and as a notebook shows it."""
+"""`guardbit.load`: a run as an object, for reports, commands and notebooks."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from guardbit.store import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Where `guardbit diagnose` keeps its answer in the folder of a run.
-ANSWER = Path("diagnosis", "diagnosis.json")
+#: The file in a run's folder in which `guardbit diagnose` keeps its answer.
+DIAGNOSIS = Path("diagnosis", "diagnosis.json")
 
 
-class Kept(NamedTuple):
-    """What a run's folder holds about its diverging heads."""
+class Diagnosed(NamedTuple):
+    """What a run's folder holds to explain why heads diverge."""
 
-    snapshots: int = 0  # steps of which inputs of heads were kept
+    snapshots: int = 0  # number of steps with a snapshot of heads
     heads: Sequence[Mapping[str, Any]] = ()  # what was found of each head that was diagnosed
 
 
-_NOTHING = Kept()
+_NOTHING = Diagnosed()
 
 
-def read_kept(folder: Path) -> Kept:
-    """Reads what a run's folder holds of its heads; an answer that cannot be read is none."""
+def read_diagnosed(folder: Path) -> Diagnosed:
+    """Reads a `Diagnosed` from a run's folder; an answer that cannot be read counts as none."""
     try:
-        heads = json.loads((folder / ANSWER).read_text(encoding="utf-8"))["heads"]
+        heads = json.loads((folder / DIAGNOSIS).read_text(encoding="utf-8"))["heads"]
         complete = [one for one in heads if {"site", "head", "answer", "left", "steps"} <= {*one}]
     except (OSError, ValueError, TypeError, KeyError):
         complete = []
-    return Kept(len(list(folder.glob("snapshot-*.pt"))), complete)
+    return Diagnosed(len(list(folder.glob("snapshot-*.pt"))), complete)
 
 
 def load(path: str | os.PathLike[str]) -> LoadedRun:
-    """Reads a run, to be looked at in a notebook.
+    """Reads a run, for a look at it in a notebook.
 
         run = guardbit.load("lightning_logs/version_0")
         run                     # the judgement in a sentence
@@ -79,7 +79,7 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
         read_events(path),
         read_metadata(path),
         read_end(path) or ("not closed" if is_run(folder_of_run(path)) else None),
-        read_kept(folder_of_run(path)),
+        read_diagnosed(folder_of_run(path)),
     )
 
 
@@ -93,7 +93,7 @@ class LoadedRun:
         events: As `guardbit.read_events` returns them.
         metadata: As `guardbit.read_metadata` returns it.
         ended: How it ended; None where that is not known, as of a CSV.
-        kept: What is known of why heads diverge.
+        diagnosed: What is known of why heads diverge.
     """
 
     name: str
@@ -101,7 +101,7 @@ class LoadedRun:
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     ended: Ended | None = None
-    kept: Kept = _NOTHING
+    diagnosed: Diagnosed = _NOTHING
 
     @property
     def plot(self) -> Plots:
@@ -114,7 +114,7 @@ class LoadedRun:
         return marks.judgement_of(self.samples, self.events, self.metadata, self.ended)
 
     def summary(self, count: int = 10) -> pd.DataFrame:
-        """The heads to watch, worst first, at most so many, with their latest values."""
+        """The `count` heads to watch, worst first, with their latest values."""
         return ranking.heads_to_watch(self.samples, self.events, count)
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Plots:
         self._run = run
 
     def heads(self) -> Figure | None:
-        """Loss, and below it norm and logits of the worst heads; None without any of both."""
+        """Loss, and below it norm and logits of the worst heads; None without norms and logits."""
         from guardbit.dashboards import figures
 
         return figures.story(self._run.samples, self._run.events, self._run.judgement)

@@ -25,7 +25,8 @@ from guardbit.records import Event
 from guardbit.store.files import check_columns
 from guardbit.store.samples import samples_of
 
-EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
+#: Columns that a table of events must have.
+NEEDED_COLUMNS = ("step", "kind", "site", "heads", "why")
 
 #: What a figure marks; "undo" is a switch back to the run's own attention.
 Mark = Literal["alarm", "switch", "undo"]
@@ -33,13 +34,13 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table by step; only what `EVENT_COLUMNS` names must be there.
+    """Returns the events of a table by step; only what `NEEDED_COLUMNS` names must be there.
 
-    Verdicts are left out: a run is judged anew (`judgement_of`).
+    Verdicts are left out, because a run is judged again (`judgement_of`).
     """
     if events is None or events.empty:
         return []
-    check_columns(events.columns, EVENT_COLUMNS, "the table of events")
+    check_columns(events.columns, NEEDED_COLUMNS, "the table of events")
     table = events.reindex(columns=[field.name for field in fields(Event)])
     found = [
         Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})
@@ -69,6 +70,7 @@ def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
 
 
 def between(events: pd.DataFrame | None, first: int, last: int) -> pd.DataFrame | None:
+    """The events from one step to another, both included."""
     if events is None or events.empty:
         return events
     return rows_of(events, (events["step"] >= first) & (events["step"] <= last))
@@ -83,8 +85,8 @@ def mark_of(event: Event) -> Mark | None:
     return None
 
 
-def what_of(event: Event) -> str:
-    """The event's mark; where it has none, its kind."""
+def mark_or_kind(event: Event) -> str:
+    """The event's mark or, if it has none, its kind."""
     return mark_of(event) or event.kind
 
 
@@ -133,7 +135,7 @@ def first_events(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -
 
 
 def first_step(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> int | None:
-    """The step of the first mark on a head: later, heads that were drawn along hide that one."""
+    """The step of the first mark on any head, None if there is none."""
     return min((event.step for event in first_events(frame, events, mark).values()), default=None)
 
 

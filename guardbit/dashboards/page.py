@@ -27,18 +27,18 @@ Json = dict[str, Any]
 
 #: Heads named in the list of the worst, and drawn in a curve.
 _WORST, _DRAWN = 12, len(HIGHLIGHTS)
-#: Events that the page gets, the newest, beside all that it marks. A run that has failed has
+#: How many of the newest events the page gets, besides all that it marks. A failed run has
 #: thousands of alarms.
 _MOST_EVENTS = 200
-#: Heads that the typical range of an indicator is taken from, evenly spread.
+#: How many heads, evenly spread, the typical range of an indicator is computed from.
 _TYPICAL_HEADS = 1024
 #: Indicators of heads that are drawn of several runs at once, beside the loss.
 OVERLAID = ("w_q_spectral_norm", "max_logit", "multiple_maxima_bf16")
 #: Model maps of a report's player, evenly spread, beside those of the first alarm and switch.
 MAPS = 40
-#: Characters of these maps together, and of the histories of single heads, worst heads first.
+#: Most characters of all maps together, and of all histories of single heads, worst heads first.
 MOST_OF_MAPS, MOST_OF_HEADS = 600_000, 1_500_000
-#: What the page calls each indicator, and which have no place on a log scale.
+#: What the page calls each indicator, and which are signed, so that no log scale fits them.
 CATALOG_OF_PAGES: Json = {
     one.name: {
         "label": f"{one.label} ({one.unit})" if one.unit else one.label,
@@ -49,7 +49,7 @@ CATALOG_OF_PAGES: Json = {
 
 
 def asset(name: str) -> str:
-    """A file of a page: theme, drawing, or the chart library (uPlot, MIT)."""
+    """Reads a file of a page: theme, drawing, or the chart library (uPlot, MIT)."""
     place = resources.files("guardbit.dashboards").joinpath("web", name)
     return place.read_text(encoding="utf-8")
 
@@ -61,7 +61,7 @@ class RunPage:
         events: The events, ordered by step.
         metadata: What describes the run.
         ended: How the run ended; None where that is not known.
-        version: Number of pictures taken so far; each has its own.
+        version: How often the state was updated; each state has its own.
     """
 
     def __init__(self, title: str, buckets: int) -> None:
@@ -70,11 +70,11 @@ class RunPage:
         self.ended: Ended | None = None
         self.version = 0
         self._title, self._buckets = title, buckets
-        self._picture: Json = {}
+        self._state: Json = {}
         self.forget_samples()
 
     def forget_samples(self) -> None:
-        """Begins anew with the samples, as where a run was resumed from an earlier step."""
+        """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
         self._history, self._evidence = History(self._buckets), Evidence()
         self._layers: dict[str, int] = {}  # of each site
 
@@ -83,7 +83,7 @@ class RunPage:
         return self._history.last_step >= 0
 
     def take(self, rows: pd.DataFrame) -> None:
-        """Takes in samples, with the columns of `guardbit.read_run`."""
+        """Adds samples, with the columns of `guardbit.read_run`."""
         of_heads = (rows["site"] != "").to_numpy()
         measured = rows.loc[of_heads]
         self._evidence.add(samples_of(rows))
@@ -95,8 +95,8 @@ class RunPage:
             chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
             self._history.add(str(name), *(column[chosen] for column in columns))
 
-    def take_picture(self) -> None:
-        """Composes what the page shows first, so that an answer costs next to nothing."""
+    def update_state(self) -> None:
+        """Computes what the page shows first, so that an answer costs next to nothing."""
         history = self._history
         history.moved = {}
         for event in self.events:
@@ -104,7 +104,7 @@ class RunPage:
                 for head in self._heads_of(event):
                     history.moved.setdefault(head, event.step)
         self.version += 1
-        self._picture = {
+        self._state = {
             "version": self.version,
             "title": self._title,
             "layers": history.num_layers,
@@ -130,10 +130,10 @@ class RunPage:
             **self._outcome(),
         }
 
-    def picture(self, step: int | None = None) -> Json:
-        """Returns the latest picture, with map and worst heads at a step; None for the newest."""
+    def state(self, step: int | None = None) -> Json:
+        """Returns the latest state, with map and worst heads at a step; None for the newest."""
         at_step = {} if step is None else self._map(self._history.bucket_of(step))
-        return {**self._picture, **at_step}
+        return {**self._state, **at_step}
 
     def head(self, layer: int, head: int) -> Json:
         """Returns every indicator of one head."""
@@ -180,7 +180,7 @@ class RunPage:
         }
 
     def largest(self) -> Json:
-        """Returns the loss by the middle of each bucket, and the largest sizes over all heads."""
+        """Returns the loss, the middle of each bucket, and the largest sizes over all heads."""
         history = self._history
         lines: Json = {}
         if "loss" in history.high:
@@ -194,8 +194,8 @@ class RunPage:
         return {"steps": _steps(history), "lines": lines}
 
     def answers(self) -> Json:
-        """Returns all answers at once, for a page that opens without a server."""
-        state = self.picture()
+        """Returns everything that the page can ask for, for a page without a server."""
+        state = self.state()
         maps = self._maps()
         alarm = self._first_step("alarm")
         known = [one["map"]["step"] for one in maps]
@@ -209,7 +209,7 @@ class RunPage:
         }
 
     def _maps(self) -> list[Json]:
-        steps = self._picture["steps"]
+        steps = self._state["steps"]
         if not steps:
             return []
         size = len(json.dumps(self._map(self._history.used - 1)))
@@ -217,7 +217,7 @@ class RunPage:
         chosen = {steps[round(at)] for at in np.linspace(0, len(steps) - 1, count)}
         for first in (self._first_step("alarm"), self._first_step("switch")):
             if first is not None:
-                # Of a step within a bucket the whole bucket is taken, which knows what happened.
+                # The map of the whole bucket that holds the step, so that it shows what happened.
                 chosen.add(steps[min(int(np.searchsorted(steps, first)), len(steps) - 1)])
         maps = [self._map(self._history.bucket_of(step)) for step in sorted(chosen)]
         return [one for one in maps if one["map"]["step"] >= 0]
@@ -239,7 +239,7 @@ class RunPage:
         return heads
 
     def _heads_of(self, event: Event) -> list[Head]:
-        """The heads that an event concerns; none before its module has a sample."""
+        """Returns the heads that an event concerns; none before its module has a sample."""
         layer = self._layers.get(event.site)
         if layer is None:
             return []
@@ -255,7 +255,7 @@ class RunPage:
         return next((event.step for event in marked if self._heads_of(event)), None)
 
     def _outcome(self) -> Json:
-        """What has become of the run so far; where it ends, what became of it."""
+        """The judgement of the run, so far or at its end."""
         found = judge(self._evidence, self.events, self.metadata, self.ended)
         waiting = "" if self.has_samples else "Waiting for the first sample"
         return {
@@ -318,7 +318,7 @@ class RunPage:
     def _notable(self) -> list[Head]:
         """The alarmed heads, then those that were far above their baseline at the first alarm."""
         first = next((one.step for one in self.events if one.kind == "alarm" and one.site), None)
-        far = self._picture["worst"]
+        far = self._state["worst"]
         if first is not None:
             far = self._map(max(self._history.bucket_of(first), 0))["worst"]
         worst = [(head["layer"], head["head"]) for head in far]
@@ -336,7 +336,7 @@ class RunPage:
 
 
 def thinned(series: pd.Series, most: int = 400) -> pd.Series:
-    """At most so many of a curve's values, evenly spread, the last one among them."""
+    """Returns at most `most` of a curve's values, evenly spread, the last one among them."""
     stride = -(-len(series) // most) or 1
     return series.iloc[(len(series) - 1) % stride :: stride]
 
@@ -371,4 +371,4 @@ def _marks(events: Sequence[Event]) -> list[Json]:
 
 
 def _event(event: Event) -> Json:
-    return {**asdict(event), "kind": marks.what_of(event)}
+    return {**asdict(event), "kind": marks.mark_or_kind(event)}

@@ -1,4 +1,4 @@
-"""Which heads stand out: the worst, the notable, and those to watch."""
+"""Which heads stand out, by alarms and by how far they are above their baseline."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def excess(
 def moved_heads(
     frame: pd.DataFrame, events: pd.DataFrame | None, step: int | None = None
 ) -> dict[Head, int]:
-    """Heads that have alarmed or were switched up to a step -> the first time."""
+    """Head that has alarmed or was switched up to a step -> the step of the first time."""
     alarmed, switched = (first_events(frame, events, mark) for mark in ("alarm", "switch"))
     found = {head: event.step for head, event in switched.items()}
     for head, event in alarmed.items():
@@ -70,7 +70,7 @@ def moved_heads(
 def notable_heads(
     table: pd.DataFrame, story: Sequence[Head], *, smallest: bool = False
 ) -> list[Head]:
-    """The heads of a table by head that stand out: those of the story, then its extreme."""
+    """The heads that a figure names: those of the story, then the extreme of its table."""
     later = table.iloc[len(table) // 2 :].abs().replace(np.inf, np.nan)
     extremes = later.min() if smallest else later.max()
     extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")

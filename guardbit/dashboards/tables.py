@@ -22,7 +22,7 @@ _CHECKED = "guardbit.checked"
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns a copy of the samples with "" for a missing site, which shares the columns."""
+    """Returns the samples with "" for a missing site, as a shallow copy."""
     if frame.empty:
         return pd.DataFrame(columns=COLUMNS)
     if frame.attrs.get(_CHECKED):
@@ -36,7 +36,7 @@ def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
-    """The chosen rows, as the table that type checkers do not see it is."""
+    """Returns the chosen rows; type checkers do not see that they are a table."""
     return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
 
 

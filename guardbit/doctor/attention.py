@@ -1,6 +1,6 @@
-"""Attention and its dQ in FP64, with any rounding put in or taken out.
+"""Attention and its dQ in FP64, with any rounding added or removed.
 
-What `guardbit doctor` compares engines with, and what `guardbit diagnose` takes heads apart by.
+`guardbit doctor` compares engines with it, and `guardbit diagnose` takes heads apart with it.
 Shapes: S sequences of one head, or query heads that share a key head; R query rows; M keys.
 """
 
@@ -22,7 +22,7 @@ from guardbit.numerics import round_nearest
 
 # Bytes of one FP64 matrix of scores; about a dozen of them are held at a time.
 _CHUNK_BYTES = 2**24
-# Scores of a head that are looked at: a million take a core 1.3 s.
+# Most scores of a head that are looked at: a million take a core 1.3 s.
 _ENTRIES = 2**23
 
 #: What can be rounded, in the order of the computation. P is that of the forward's product with V,
@@ -115,7 +115,7 @@ class HeadInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are known, by name."""
+        """The tensors that are known, by name."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -123,7 +123,7 @@ class HeadInputs:
         return replace(self, **{name: value.cpu() for name, value in self.tensors.items()})
 
     def take(self, place: slice | Tensor) -> HeadInputs:
-        """Returns some rows of the head; of what belongs to keys, all."""
+        """Returns some rows of the head, with all keys."""
         by_row = ("q", "d_out", "mask", "out", "dq")
         changed = {name: x[:, place] for name, x in self.tensors.items() if name in by_row}
         changed |= {name: getattr(self, name)[place] for name in ("rows", "first", "end")}
@@ -141,7 +141,7 @@ class HeadInputs:
         )
 
     def thinned(self) -> HeadInputs:
-        """Returns so many of the rows, evenly spread, that the time to diagnose stays bounded."""
+        """Returns as many rows, evenly spread, as bound the time of a diagnosis."""
         sequences, rows = self.q.shape[:2]
         most = max(1, _ENTRIES // (sequences * max(1, self.k.size(1))))
         return self if rows <= most else self.take(spread(rows, most))
@@ -219,7 +219,7 @@ class Pass(NamedTuple):
 
 @dataclass
 class Chunk:
-    """Some rows of a head; what FP64 makes of them is computed once."""
+    """Some rows of a head; each quantity is computed in FP64 once."""
 
     head: HeadInputs
 
@@ -297,7 +297,7 @@ class Chunk:
         return self.head.scale * (variance * keys).sqrt()
 
     def run(self, arithmetic: Arithmetic, out: Tensor | None = None) -> Pass:
-        """Runs forward and backward; the backward of another O if one is given."""
+        """Runs forward and backward; the backward takes another O if one is given."""
         dtype = self.head.q.dtype
         _, _, p = self._probabilities(arithmetic)
         if out is None:
@@ -350,7 +350,7 @@ def spread(count: int, most: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def chunks(head: HeadInputs, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Chunk]:
-    """Cuts the rows of a head, so that memory stays bounded."""
+    """Cuts the rows of a head into chunks, so that memory stays bounded."""
     sequences, rows = head.q.shape[:2]
     size = max(1, chunk_bytes // (8 * max(1, sequences * head.k.size(1))))
     for start in range(0, rows, size):
@@ -358,6 +358,6 @@ def chunks(head: HeadInputs, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Chunk]
 
 
 def over_rows(head: HeadInputs, compute: Callable[[Chunk], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Computes something of all rows, chunk by chunk; puts it together along the second axis."""
+    """Computes something of all rows, chunk by chunk, and joins it along the second axis."""
     parts = [compute(chunk) for chunk in chunks(head)]
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}

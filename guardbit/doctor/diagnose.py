@@ -31,22 +31,22 @@ Cause = Literal["fault", "rounding", "not rounding", "unclear"]
 #: What reaches dQ through delta alone, where delta is rowsum(dO O).
 THROUGH_DELTA: tuple[Operation, ...] = ("P", "PV", "O")
 
-# Parts of the gradient from which on an error is no noise. In the eight sound runs that this was
-# set with no audit of a head found more than 0.019 of dQ along W_Q's top direction; in the eight
-# since then one found 0.15, and all others 0.052 at most.
+# The part of the gradient above which an error is no noise. In the eight sound runs that set it, no
+# audit of a head found more than 0.019 of dQ along W_Q's top direction; in the eight since then one
+# found 0.15, and all others at most 0.052.
 _LARGE = 0.1
-# Part of the natural size of dQ below which an error is of no size. BF16 makes 1e-3 to 1e-2 of it
+# The part of dQ's natural size below which an error is negligible. BF16 makes 1e-3 to 1e-2 of it
 # in sound heads and 5e-4 or more in alarmed ones of the study; 1e-7 in most heads that a learning
 # rate far too high had ruined. So small an error is a large part of dQ only where the exact one has
 # vanished, because one key has all the attention, say.
 _VANISHED = 1e-5
-# The same part of an exact dQ below which the head has come to its end, whatever the cause.
+# The same for an exact dQ, below which the head is saturated, whatever the cause.
 _SATURATED = 1e-4
-# Standard deviations that a push must have to be no chance: 6e-5 of normal deviates have more.
+# Standard deviations above which a push is no chance: 6e-5 of normal deviates have more.
 _SURE = 4.0
-# Scores this near to a row's maximum are maxima too, for `multiple_maxima` and for `row_max`.
+# Scores this near to a row's maximum count as maxima, for `multiple_maxima` and for `row_max`.
 _TIED = 1e-3
-# beta less 1 of `row_max`, as a switch has it.
+# beta - 1 of `row_max`, as after a switch.
 _FACTOR = 1.0
 
 
@@ -55,7 +55,7 @@ class Measures:
     """Sums over rows of an error of dQ; two of different samples can be added.
 
     u is the direction of the head in which its W_Q is largest. A row's push is what its error adds
-    to that singular value in gradient descent, -(error . u)(q . u); see `w_q_push`.
+    to that singular value in gradient descent, -(error . u)(q . u).
     """
 
     error_squares: float  # of the norms of the error
@@ -172,7 +172,7 @@ def _run(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
 
 
 def _compensated(chunk: Chunk) -> Tensor:
-    """The sum of P is of the rounded one; what rounding took from O is kept, for delta."""
+    """DQ of `compensated`: the rounded P is summed, and delta gets what rounding took from O."""
     numerators, total, _ = chunk.softmax
     rounded = FLASH.rounded("P", numerators, chunk.head.q.dtype)
     total = total + rounded.sum(-1, keepdim=True) - numerators.sum(-1, keepdim=True)
@@ -183,7 +183,7 @@ def _compensated(chunk: Chunk) -> Tensor:
 
 
 def _row_max(chunk: Chunk) -> Tensor:
-    """Rows with more than one maximum are normalised by more than it."""
+    """DQ of `row_max`: in rows with several maxima, more than the maximum is subtracted."""
     dtype = chunk.head.q.dtype
     numerators, total, top = chunk.softmax
     most = SHIFT_MAX_FP16 if dtype == torch.float16 else SHIFT_MAX
@@ -196,14 +196,14 @@ def _row_max(chunk: Chunk) -> Tensor:
 
 
 def _backward(chunk: Chunk, p: Tensor, out: Tensor) -> Tensor:
-    """FlashAttention-2's backward with a P and an O of one's own."""
+    """FlashAttention-2's dQ with a given P and O."""
     delta = (chunk.wide("d_out") * out).sum(-1, keepdim=True)
     d_scores = FLASH.rounded("dS", p * (chunk.d_probabilities - delta), chunk.head.q.dtype)
     return chunk.query_gradient(FLASH, d_scores)
 
 
 class Roots(NamedTuple):
-    """Where the push of one sampled step comes from."""
+    """Which rows, keys and columns the push of one sampled step comes from."""
 
     row_push: Tensor  # FP64 `(S, R)`, signed; the parts add up to the whole
     delta_error: Tensor  # FP64 `(S, R)`, by how much delta is too large
@@ -211,8 +211,8 @@ class Roots(NamedTuple):
     tied: float  # the part of the rows with more than one maximum
     key_push: Tensor  # FP64 `(S, M)`, signed; these add up to the whole too
     key: int  # position of the key with the largest part
-    attention: float  # what the rows that see this key give it of their attention, in the mean
-    common: float  # what the keys have in common, see `key_common_mode`
+    attention: float  # mean attention that the rows that see this key give it
+    common: float  # see `common_mode`
     column_push: Tensor  # FP64 `(E,)`, of delta's push, of all columns of V
 
 
@@ -283,6 +283,7 @@ class RowError(NamedTuple):
 
 
 def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int) -> RowError:
+    """Computes the `RowError` of a row."""
     chunk = Chunk(head.take(slice(row, row + 1)))
     out = chunk.forward(arithmetic) if chunk.own_out is None else chunk.own_out
     error = (out - chunk.exact.out)[sequence, 0]
@@ -311,12 +312,12 @@ def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found of one head."""
+    """The diagnosis of one head."""
 
     cause: Cause  # see `Cause`
-    faults: tuple[Fault, ...]  # what the kernel does otherwise than FlashAttention-2
-    # The operation that moves dQ: the first fault's, else that of the rounding without which least
-    # of the summed error is left.
+    faults: tuple[Fault, ...]  # where the kernel is worse than FlashAttention-2
+    # The operation that moves dQ: the first fault's, else the one without whose rounding least is
+    # left of the summed error.
     operation: Operation
     root: Operation  # where that is delta, what makes delta wrong
     error: Measures  # the error of dQ: the kernel's own, if it is known
@@ -325,8 +326,8 @@ class Diagnosis:
     remedies: Mapping[str, Measures]  # what is left with each remedy, by name
     roots: Roots  # rows, keys and columns of the last sample
     row: RowError  # the row of that sample with the largest push, taken apart
-    samples: int  # how many were looked at
-    rows: int  # how many rows were looked at, of all samples
+    samples: int  # their number
+    rows: int  # number of rows in all samples
 
     @property
     def is_saturated(self) -> bool:
@@ -335,13 +336,13 @@ class Diagnosis:
 
     @property
     def moved_back(self) -> float:
-        """Which part of the summed error is gone without the operation's rounding."""
+        """The part of the summed error that is gone without the operation's rounding."""
         return 1 - self.without[self.operation].summed / (self.together.summed or 1.0)
 
 
 @torch.no_grad()
 def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
-    """Diagnoses a head; what adds up is looked for over all samples together."""
+    """Diagnoses a head from all samples together, so that what adds up shows."""
     if not samples:
         raise ValueError("there is no sample of the head to diagnose")
     samples = [sample.thinned() for sample in samples]
@@ -388,7 +389,7 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
 
 
 def _least(names: Iterable[Any], left: Mapping[str, Measures]) -> Operation:
-    """The name with the least summed error, the first in the alphabet of two."""
+    """Returns the name with the least summed error, of equal ones the first in the alphabet."""
     return min((left[name].summed, name) for name in names)[1]
 
 
@@ -403,7 +404,7 @@ def _cause(error: Measures) -> Cause:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """0 / 0 is 0: no error of nothing."""
+    """Divides; 0 / 0 is 0."""
     if whole == 0:
         return 0.0 if part == 0 else math.copysign(math.inf, part)
     return part / whole

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.doctor.exact import Exact
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, flash_attention
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
 from guardbit.kernels.mask import mask_tile
@@ -42,7 +42,7 @@ class Differentiated(Engine):
     def __init__(self, name: str, attend: Callable[[Inputs], tuple[Tensor, Tensor | None]]) -> None:
         self.name = name
         self._attend = attend
-        # The last forward, whose graph its backward goes back through.
+        # The last forward, whose graph the backward uses.
         self._last: tuple[Inputs, Inputs, Tensor] | None = None
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
@@ -104,7 +104,7 @@ def flex(is_compiled: bool) -> Engine:
     return Differentiated("flex_attention", attend)
 
 
-def why_not_flex(call: Call) -> str | None:
+def why_not_flex(call: ExaminedCall) -> str | None:
     if not call.q.is_cuda:
         return "PyTorch has no backward of it for CPUs"
     if call.spec.mask is not None and call.spec.mask.dtype != torch.bool:
@@ -114,7 +114,7 @@ def why_not_flex(call: Call) -> str | None:
     return None
 
 
-def sdpa_candidates(call: Call, own: bool) -> Candidates:
+def sdpa_candidates(call: ExaminedCall, own: bool) -> Candidates:
     """Returns the engines of `F.scaled_dot_product_attention` that PyTorch says serve a call."""
     engines: list[Engine] = []
     refused: dict[str, str] = {}
@@ -131,7 +131,7 @@ def sdpa_candidates(call: Call, own: bool) -> Candidates:
     return engines, refused
 
 
-def sdpa_engine(backend: SDPBackend, call: Call) -> Engine:
+def sdpa_engine(backend: SDPBackend, call: ExaminedCall) -> Engine:
     """Returns the engine of one of PyTorch's backends, or raises with PyTorch's own reason."""
     with warnings.catch_warnings(record=True) as said, sdpa_kernel(backend):
         warnings.simplefilter("always")
@@ -141,7 +141,7 @@ def sdpa_engine(backend: SDPBackend, call: Call) -> Engine:
             raise ValueError(_reason([str(w.message) for w in said])) from None
 
 
-def chosen(call: Call) -> Engine:
+def chosen(call: ExaminedCall) -> Engine:
     return choose(call.q, call.k, call.v, call.spec, training=True)
 
 
@@ -153,7 +153,7 @@ def _reason(said: Sequence[str]) -> str:
     return "PyTorch says that it does not serve such a call"
 
 
-def library_candidates(call: Call) -> Candidates:
+def library_candidates(call: ExaminedCall) -> Candidates:
     """Returns the engines of libraries, which are imported if they are installed."""
     engines: list[Engine] = []
     refused: dict[str, str] = {}
@@ -166,7 +166,7 @@ def library_candidates(call: Call) -> Candidates:
     return engines, refused
 
 
-def why_not(name: str, call: Call) -> str | None:
+def why_not(name: str, call: ExaminedCall) -> str | None:
     if not call.q.is_cuda:
         return "it runs on GPUs only"
     module = LIBRARIES[name].home
@@ -180,7 +180,7 @@ def why_not(name: str, call: Call) -> str | None:
 
 
 @torch.no_grad()
-def run(engine: Engine, call: Call) -> Results:
+def run(engine: Engine, call: ExaminedCall) -> Results:
     """Runs forward and backward; returns no lse if the engine has none."""
     with torch.autocast(call.q.device.type, enabled=False):
         out, lse = engine.forward(call.inputs, training=True)
@@ -188,15 +188,15 @@ def run(engine: Engine, call: Call) -> Results:
 
 
 @torch.no_grad()
-def backward(engine: Engine, call: Call, out: Tensor, lse: Tensor | None) -> Results:
+def backward(engine: Engine, call: ExaminedCall, out: Tensor, lse: Tensor | None) -> Results:
     """Runs a backward; returns lse, where there is one, and the gradients."""
-    # As autograd hands it on: in the memory order of out.
+    # In the memory order of out, as autograd passes it.
     d_out = torch.empty_like(out).copy_(call.d_out)
     batch, heads, rows, _ = call.sizes
     if lse is None:
         given = call.q.new_zeros(call.q.shape[:-1], dtype=torch.float32)
     else:
-        # Some kernels pad it, and cuDNN's has one dimension more than its backward is to get.
+        # Some kernels pad it, and cuDNN's has one dimension more than its backward takes.
         given = lse.reshape(batch, heads, -1)[..., :rows]
     found = engine.backward(call.inputs, d_out, out, given)
     results = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
@@ -204,7 +204,9 @@ def backward(engine: Engine, call: Call, out: Tensor, lse: Tensor | None) -> Res
 
 
 @torch.no_grad()
-def run_carried(engine: Engine, call: Call, results: Results, exacts: Sequence[Exact]) -> Results:
+def run_carried(
+    engine: Engine, call: ExaminedCall, results: Results, exacts: Sequence[Exact]
+) -> Results:
     """Runs the backward once more with an O' that carries the exact delta of the units."""
     out = results["out"]
     d_out = torch.empty_like(out).copy_(call.d_out)

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from guardbit.doctor.attention import Chunk, HeadInputs, spread
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.mask import dense_mask, key_spans, visible_range
 
-#: Names of what attention returns and its gradients, in the order in which faults are looked for.
+#: What attention returns, and its gradients, in the order in which faults are looked for.
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 #: Those with one head for each key head; the others have query heads.
 OF_KEYS = ("dk", "dv")
@@ -43,10 +43,10 @@ FLOAT32 = 2.0**-24
 EXPONENTIAL = 1e-4
 # GPUs' own tanh is 2^-10.99 of itself off (PTX ISA, tanh.approx.f32); the slope has twice that.
 _TANH, _SLOPE = 2.0**-10.9, 2.0**-9.8
-# A running sum is rescaled once a tile: steps of FP32 apart from one for every so many keys, as
-# each thread of a tile sums a share of them.
+# Roundings of a running sum in FP32: _STEPS, as it is rescaled once a tile, and one for every
+# _KEYS_A_STEP keys, as each thread of a tile sums a share of them.
 _STEPS, _KEYS_A_STEP = 64, 4
-# Bounds are of first order in u; the rest is below this many u.
+# Bounds are of first order in u; higher orders add less than this many u of them.
 _HIGHER_ORDERS = 8
 
 
@@ -64,7 +64,7 @@ class Unit(NamedTuple):
 class Exact(NamedTuple):
     """One unit of a call in FP64. G query heads share the key head."""
 
-    unit: Unit  # Which
+    unit: Unit  # which one
     values: dict[str, Tensor]  # by `TENSORS`: out and dq (G, N, D), lse (G, N), dk and dv (M, D)
     # How far a sound kernel may be from `values`; of dq without what delta adds, see `dq_bound`.
     bounds: dict[str, Tensor]
@@ -92,13 +92,13 @@ class Exact(NamedTuple):
         return self.values[tensor].abs() + self.bounds[tensor] < self.largest
 
 
-def units_of(call: Call, most: int | None) -> list[Unit]:
+def units_of(call: ExaminedCall, most: int | None) -> list[Unit]:
     """Returns which units to compare: all, or `most` of them, spread over sequences and heads."""
     units = [Unit(b, h) for b in range(call.q.size(0)) for h in range(call.k.size(1))]
     return [units[place] for place in spread(len(units), most or len(units)).tolist()]
 
 
-def head_of_unit(call: Call, unit: Unit) -> HeadInputs:
+def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
     """Takes one unit out of a call: its query heads, which share keys and values."""
     spec, shape, own = call.spec, call.sizes, unit.heads(call.group)
     visible = visible_range(spec, shape, call.q.device)
@@ -117,7 +117,7 @@ def head_of_unit(call: Call, unit: Unit) -> HeadInputs:
 
 
 @torch.no_grad()
-def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
+def exactly(call: ExaminedCall, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     """Computes a unit of a call in FP64."""
     spec, head = call.spec, head_of_unit(call, unit)
     rows, keys = call.sizes[2:]
@@ -131,7 +131,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     row_sums = (_STEPS + rows * call.group / _KEYS_A_STEP) * FLOAT32
     q_norm, k_norm, v_norm, d_norm = (x.norm(dim=-1) for x in (q, k, v, d_out))
 
-    # Of dK and dV one for each query head, which may be rounded before they are added.
+    # dK and dV of each query head, which may be rounded before they are added.
     of_keys = k.expand(call.group, -1, -1)
     like = {"out": q, "lse": q_norm, "dq": q, "dk": of_keys, "dv": of_keys}
     values, bounds, sizes = (
@@ -192,7 +192,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     bounds["dv"] += u * values["dv"].abs() + eta * (1 + d_out.abs().sum(1, keepdim=True))
     # Two orders of additions: FP32's steps on the sizes of all terms, which are off by as much as
     # the bounds say, and two roundings of each query head's share where these are rounded. The
-    # rounding of the sum itself is not in it: it goes by what each of two runs has.
+    # rounding of the sum itself is added where two runs are compared.
     orders = {name: 2 * sums * (sizes[name] + bounds[name]) + eta for name in ("out", "dq")}
     for name in OF_KEYS:
         bounds[name] += row_sums * sizes[name]
@@ -230,14 +230,14 @@ class Gap(NamedTuple):
 
 
 def gaps(
-    call: Call,
+    call: ExaminedCall,
     results: Mapping[str, Tensor],
     exacts: Iterable[Exact],
     *,
     delta_is_exact: bool = False,
     tiles: tuple[int, int] = (1, 1),
 ) -> Iterator[Gap]:
-    """Compares units of what an engine returned; after `tiles` of queries, keys it rounds sums."""
+    """Compares units of an engine's results; `tiles` is what `tiles_of` returns for the engine."""
     u = torch.finfo(call.q.dtype).eps / 2
     # A partial sum is no larger than the sum of the sizes of all terms.
     rounded = {"dq": (tiles[1] - 1) * u, "dk": (tiles[0] - 1) * u, "dv": (tiles[0] - 1) * u}
@@ -252,14 +252,14 @@ def gaps(
                 bound = exact.dq_bound(used)
             if rounded.get(name):
                 bound = bound + rounded[name] * exact.sizes[name]
-            if name == "lse":  # whatever it is where a row sees no key
+            if name == "lse":  # any value is right where a row sees no key
                 error = error.masked_fill(exact.values[name].isinf(), 0.0)
             ratio = (error.abs() / bound).nan_to_num(torch.inf, posinf=torch.inf)
             ratio = ratio.masked_fill((error == 0) | ~exact.judged(name), 0.0)
             yield Gap(exact, name, error, ratio)
 
 
-def delta_error(call: Call, exact: Exact, results: Mapping[str, Tensor]) -> Tensor:
+def delta_error(call: ExaminedCall, exact: Exact, results: Mapping[str, Tensor]) -> Tensor:
     """Returns by how much rowsum(dO O) of an engine's own output is too large."""
     d_out = call.d_out[exact.unit.batch, exact.unit.heads(call.group)].double()
     return (d_out * (exact.part(results, "out") - exact.values["out"])).sum(-1)

@@ -1,4 +1,4 @@
-"""Examines one engine at one call: runs all kinds of inputs, notes what differs, names it."""
+"""Examines one engine at one call: runs all kinds of inputs and names what is wrong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend
 from guardbit.doctor import faults
 from guardbit.doctor.engines import Results, run, run_carried
 from guardbit.doctor.exact import OF_KEYS, TENSORS, Exact, Gap, gaps
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.engines.proof import proof_of
 
-#: Kinds of inputs for which something more is asked than whether results are within bounds.
+#: Kinds of inputs on which more is examined than whether results are within bounds.
 DRAWN, COUNTED, TIED = "as drawn", ("keys counted", "rows counted"), "tied maxima"
 
 # A part of dQ's error, in squares, that is enough to say that delta is wrong.
@@ -39,9 +39,9 @@ _SENTENCES = {
     "order": "{are} added in another order each time, within rounding.",
 }
 
-#: What can be found. "nonfinite" to "off" break training; "order" and "delta" are how an engine
-#: works; a "carrier" that is not honoured keeps `exact_delta` from it.
-Fault = Literal[
+#: What a finding can be. "nonfinite" to "off" break training; "order" and "delta" are how an engine
+#: works; an engine with a "carrier" finding gets no `exact_delta`.
+FaultName = Literal[
     "fails", "nonfinite", "race", "mask", "scale", "factor", "truncation", "delta", "off",
     "carrier", "order",
 ]  # fmt: skip
@@ -49,7 +49,7 @@ Fault = Literal[
 
 @dataclass(frozen=True)
 class _OfEngine:
-    """What is said of one engine at one call."""
+    """A result about one engine at one call."""
 
     engine: str  # its name
     shape: str  # B,H,H_kv,N,D of the call
@@ -65,12 +65,12 @@ class _OfEngine:
 class Finding(_OfEngine):
     """One thing that was found of an engine."""
 
-    fault: Fault  # what is wrong
+    fault: FaultName  # what is wrong
     inputs: tuple[str, ...]  # the kinds of inputs on which it shows
-    tensors: tuple[str, ...]  # what is wrong by it, of `guardbit.doctor.exact.TENSORS`
-    # Query heads, or key heads for dk and dv, in which it shows; empty where in none by itself.
+    tensors: tuple[str, ...]  # the wrong tensors, of `guardbit.doctor.exact.TENSORS`
+    # Query heads, or key heads for dk and dv, in which it shows; empty if it is of no single heads.
     heads: tuple[int, ...]
-    why: str  # A sentence
+    why: str  # a sentence
     advice: str  # what to do, a sentence; "" where nothing need be done
     is_broken: bool  # whether what the engine returns is wrong
 
@@ -96,7 +96,7 @@ class Row(_OfEngine):
     repeats: bool  # whether a second run gave the same bits
 
 
-# Tensors in which something is wrong, with the heads.
+# Tensor in which something is wrong -> the heads.
 _Heads = dict[str, set[int]]
 
 
@@ -117,13 +117,13 @@ class Examination:
         self._delta_fit: faults.DeltaFit | None = None
         self._carrier: tuple[str, bool] | None = None
 
-    def look(self, kind: str, call: Call, exacts: Sequence[Exact], units: str) -> None:
+    def look(self, kind: str, call: ExaminedCall, exacts: Sequence[Exact], units: str) -> None:
         """Runs the engine twice on a kind of inputs and notes what is wrong."""
         try:
             results, second = run(self.engine, call), run(self.engine, call)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a kernel raises is what the user would meet
+        except Exception as error:  # whatever a kernel raises, the user would meet it
             self._failures[kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             return
         found = list(gaps(call, results, exacts, tiles=tiles_of(self.engine, call)))
@@ -170,7 +170,7 @@ class Examination:
             elif faults.is_truncated(gap, dtype):
                 self._truncated.setdefault(gap.tensor, set()).update(_heads(gap.exact, gap.tensor))
 
-    def _look_at_mask(self, call: Call, found: Sequence[Gap]) -> None:
+    def _look_at_mask(self, call: ExaminedCall, found: Sequence[Gap]) -> None:
         worst = max(found, key=lambda gap: gap.largest).exact.unit
         for where in ("forward", "backward"):
             reading = faults.read_mask(self.engine, call, worst, where == "backward")
@@ -178,8 +178,10 @@ class Examination:
                 self._reading = where, reading
                 return
 
-    def _look_at_carrier(self, call: Call, results: Results, exacts: Sequence[Exact]) -> None:
-        """Runs the backward with exact delta, if the engine is one for it."""
+    def _look_at_carrier(
+        self, call: ExaminedCall, results: Results, exacts: Sequence[Exact]
+    ) -> None:
+        """Runs the backward with exact delta, if the engine can get one."""
         engine = self.engine
         has_dq = any(bool(exact.values["dq"].any()) for exact in exacts)  # not of single keys
         if not engine.reads_out or "lse" not in results or not has_dq:
@@ -247,7 +249,7 @@ class Examination:
         return "rounded output" if self._is_of_output else "exact"
 
     def findings(self) -> list[Finding]:
-        """Names what was noted; a cause that explains more stands for what it explains."""
+        """Returns the findings; a cause replaces what it explains."""
         found: list[Finding] = []
         for why in dict.fromkeys(self._failures.values()):
             kinds = tuple(kind for kind, reason in self._failures.items() if reason == why)
@@ -266,7 +268,7 @@ class Examination:
         return found
 
     def _cause_of_off(self, is_known: bool) -> Finding | None:
-        """What results outside their bounds, and a bias within them, come from."""
+        """Returns the cause of results outside their bounds, or of a bias within them, or None."""
         off = self._gathered("off")
         kinds, tensors = off or ((), {})
         if self._reading:
@@ -297,7 +299,7 @@ class Examination:
         return self._finding("off", kinds, tensors, why)
 
     def _gathered(self, what: str) -> tuple[tuple[str, ...], _Heads] | None:
-        """The kinds of inputs that showed something, and the tensors with their heads."""
+        """Returns the kinds of inputs that showed `what`, and the tensors with their heads."""
         kinds = tuple(kind for kind, noted in self._noted.items() if noted[what])
         all_heads = [self._noted[kind][what] for kind in kinds]
         tensors = {
@@ -308,7 +310,12 @@ class Examination:
         return (kinds, tensors) if kinds else None
 
     def _finding(
-        self, fault: Fault, kinds: tuple[str, ...], tensors: _Heads, why: str, broken: bool = True
+        self,
+        fault: FaultName,
+        kinds: tuple[str, ...],
+        tensors: _Heads,
+        why: str,
+        broken: bool = True,
     ) -> Finding:
         heads = sorted(set().union(*tensors.values()))
         return Finding(
@@ -317,8 +324,8 @@ class Examination:
         )  # fmt: skip
 
 
-def tiles_of(engine: Engine, call: Call) -> tuple[int, int]:
-    """Returns after how many tiles of queries, and of keys, an engine rounds its sums."""
+def tiles_of(engine: Engine, call: ExaminedCall) -> tuple[int, int]:
+    """Returns in how many tiles of queries, and of keys, an engine sums, rounding after each."""
     if call.q.is_cuda or engine.backend != SDPBackend.FLASH_ATTENTION:
         return 1, 1
     rows, keys = call.q.size(2), call.k.size(2)
@@ -341,7 +348,7 @@ def _nonfinite(results: Results, exacts: Sequence[Exact], tensor: str) -> set[in
         if ((found.isnan() if tensor == "lse" else ~found.isfinite()) & should_be).any():
             return heads
         compared |= _heads(exact, tensor)
-    # All of it lies in what was not compared, or is too large for the format.
+    # The others lie in what was not compared, or are too large for the format.
     return heads - compared
 
 
@@ -357,12 +364,12 @@ def _race(
             continue
         one, other = exact.part(first, tensor), exact.part(second, tensor)
         is_same = (one.isnan() & other.isnan()) | (one == other)
-        # Each run's own sum is rounded at last.
+        # Each run rounds its own sum at the end.
         rounding = eps / 2 * (one.abs() + other.abs())
         allowed = exact.orders.get(tensor, exact.bounds[tensor]) + rounding
         if tensor != "lse":
-            # Bounds say nothing of a row that is wrong: what another order changes in it is small
-            # beside its own largest value.
+            # Bounds say nothing about a wrong row: what another order changes in it is small
+            # compared with its largest value.
             is_off = (gap.ratio > 1).any(-1, keepdim=True)
             size = one.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
             allowed = allowed + is_off * eps * size
@@ -388,7 +395,7 @@ def _heads(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
     return {exact.unit.kv_head * group + member for member in members}
 
 
-def _say(fault: Fault, tensors: _Heads) -> str:
+def _say(fault: FaultName, tensors: _Heads) -> str:
     names = [_WORDS[name] for name in tensors]
     named = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     are = f"{named} {'is' if len(names) == 1 else 'are'}"
@@ -396,7 +403,7 @@ def _say(fault: Fault, tensors: _Heads) -> str:
 
 
 def _where(tensors: _Heads) -> str:
-    """In which heads, in words."""
+    """Returns in words in which heads, or ""."""
     heads = sorted(set().union(*tensors.values()))
     if not heads:
         return ""

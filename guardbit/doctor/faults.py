@@ -12,20 +12,20 @@ import torch
 from guardbit.doctor.attention import EXACT, Chunk, spread
 from guardbit.doctor.engines import Results, backward
 from guardbit.doctor.exact import Exact, Gap, Unit, delta_error, head_of_unit
-from guardbit.doctor.inputs import Call
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
 
-# Truncation makes numbers smaller by u / m on average, m of 1 to 2 the significand, alike in
-# logarithm: by 0.72 u. Rounding to nearest by none. A share beyond half of that is truncation.
+# Truncation makes numbers smaller by u / m, with the significand m from 1 to 2, uniform in its
+# logarithm: by 0.72 u on average. Rounding to nearest does not. More than half of it is truncation.
 _TRUNCATED = 0.36
-# How many standard errors such a share must lie from 0. 2e-9 of normal deviates lie further.
+# How many standard errors such a share must lie from 0: 2e-9 of normal deviates lie further.
 _SURE = 6.0
 # Rows from which on their spread says something: of 64 normal deviates 1e-7 exceed six of its
 # standard errors.
 _ENOUGH_ROWS = 64
-# Queries of a unit whose scale is looked for.
+# Queries of a unit that a scale is fitted to.
 _ROWS = 64
-# Calls that a mask is read with at most.
+# Most calls to read a mask with.
 _READS = 256
 
 
@@ -60,7 +60,7 @@ def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
     return abs(share) > _SURE * deviations and -3 * u < share < -_TRUNCATED * u
 
 
-def scale_used(call: Call, exact: Exact, results: Results) -> float | None:
+def scale_used(call: ExaminedCall, exact: Exact, results: Results) -> float | None:
     """Returns the factor of the scale that explains an output, or None if none does."""
     rows = spread(call.q.size(2), _ROWS, call.q.device)
     head = head_of_unit(call, exact.unit).take(rows)
@@ -80,15 +80,15 @@ def scale_used(call: Call, exact: Exact, results: Results) -> float | None:
 
 
 class Reading(NamedTuple):
-    """What an engine's mask is, read off one head."""
+    """How an engine's mask differs from the call's, in one unit."""
 
-    extra: int  # pairs of a query and a key that it does not see and should not; how many
-    missing: int  # pairs that should be seen and are not
-    example: str  # A sentence with one of them
+    extra: int  # how many pairs of a query and a key are seen that should not be
+    missing: int  # how many pairs are not seen that should be
+    example: str  # a clause about one of them
 
 
 @torch.no_grad()
-def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Reading | None:
+def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool) -> Reading | None:
     """Reads off which keys the queries of a unit see, by equal scores and values 1 at one place."""
     _, _, rows, keys = call.sizes
     width, own = call.q.size(-1), unit.heads(call.group)
@@ -105,7 +105,7 @@ def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Read
             marked = torch.zeros_like(call.q if of_backward else call.v)
             marked[unit.batch, head, start + block, block] = 1
             v, d_out = (zero_v, marked) if of_backward else (marked, call.d_out)
-            probe = Call(zero_q, zero_k, v, d_out, call.spec)
+            probe = ExaminedCall(zero_q, zero_k, v, d_out, call.spec)
             out, lse = engine.forward(probe.inputs, training=True)
             if of_backward:
                 dv = backward(engine, probe, out, lse)["dv"][unit.batch, unit.kv_head]
@@ -123,19 +123,19 @@ def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Read
 
 
 class DeltaFit(NamedTuple):
-    """What the error of dQ says of the delta that a backward used."""
+    """What the error of dQ says about the delta that a backward used."""
 
-    # Which part of the error that the rounded output has delta used has: 1 where it is rowsum(dO
-    # O), 0 where it is exact.
+    # The error of the delta used as a part of that of rowsum(dO O): 1 where delta is that sum, 0
+    # where it is exact.
     of_output: float
-    # Root mean square of the rest of delta's error, over what delta is in the format's units in the
-    # last place: about 0.29 where delta itself is rounded to it.
+    # Root mean square of the rest of delta's error, in units in the last place of the format: about
+    # 0.29 where delta itself is rounded to it.
     left: float
-    explained: float  # which part of the error of dQ is an error of delta, in squares
+    explained: float  # the part of the squared error of dQ that an error of delta explains
 
 
-def fit_delta(call: Call, gaps: Sequence[Gap], results: Results) -> DeltaFit:
-    """Finds from the error of dQ, of each unit, which delta was used."""
+def fit_delta(call: ExaminedCall, gaps: Sequence[Gap], results: Results) -> DeltaFit:
+    """Finds from the errors of dQ which delta a backward used."""
     info = torch.finfo(call.q.dtype)
     used, rounded, units, explained, total = [], [], [], 0.0, 0.0
     for gap in gaps:

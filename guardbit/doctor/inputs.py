@@ -1,7 +1,7 @@
-"""Calls to examine: shapes, masks, and inputs as drawn and those on which kernels have failed.
+"""Calls to examine: shapes, masks, and inputs, random ones and those on which kernels have failed.
 
-Heads lie beside one another in memory, as models make them. The same kind, shape and mask give the
-same numbers.
+Heads lie beside one another in memory, as in models. The same kind, shape and mask give the same
+numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MASKS = ("full", "causal", "documents", "window:N", "padding", "additive")
 # cuDNN's backward had NaN in dQ from there on (pytorch #196678).
 _FAR = 120.0
 
-# Powers of two for gradients that are huge and tiny; those of dK, sums over rows, stay in FP16.
+# Powers of two of huge and tiny gradients; dK, which sums over rows, still fits FP16.
 _HUGE = {torch.bfloat16: 60, torch.float16: 5}
 _TINY = {torch.bfloat16: -60, torch.float16: -10}
 
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return ",".join(map(str, self))
 
 
-class Call(NamedTuple):
+class ExaminedCall(NamedTuple):
     """An attention call with the gradient of its output."""
 
     q: Tensor  # (B, H, N, D)
@@ -108,7 +108,7 @@ def parse_window(mask: str) -> int | None:
 
 
 def _window(shape: Shape, mask: str) -> int | None:
-    """What `parse_window` returns, but no more than there are keys: kernels take 32 bits."""
+    """What `parse_window` returns, at most the number of keys, because kernels take 32 bits."""
     window = parse_window(mask)
     return None if window is None else min(window, shape.length)
 
@@ -212,7 +212,7 @@ def _peaked(draw: _Drawing) -> _Tensors:
 
 
 def _tied(draw: _Drawing) -> _Tensors:
-    """Keys twice, so that maxima tie; keys, values and gradients that have much in common."""
+    """Each key twice, so that maxima tie; keys, values and gradients have much in common."""
     k = 2 + 0.5 * draw.normal(draw.kv_heads)
     k[:, :, 1::2] = k[:, :, : k.size(2) - 1 : 2]
     q = draw.normal(draw.heads)
@@ -235,7 +235,7 @@ def _scaled(powers: Mapping[torch.dtype, int], draw: _Drawing) -> _Tensors:
 
 
 def _keys_counted(draw: _Drawing) -> _Tensors:
-    """Equal scores and keys and values that are 1 at one place: out and dQ count visible keys."""
+    """Equal scores; keys and values are 1 at one place, so that out and dQ count visible keys."""
     places = draw.one_hot(draw.kv_heads)
     features = draw.normal(draw.heads)[:, :, :1].sign()
     d_out = _seen(draw) * features
@@ -243,7 +243,7 @@ def _keys_counted(draw: _Drawing) -> _Tensors:
 
 
 def _rows_counted(draw: _Drawing) -> _Tensors:
-    """Equal scores and queries and gradients that are 1 at one place: dK and dV count rows."""
+    """Equal scores; queries and gradients are 1 at one place, so that dK and dV count rows."""
     places = draw.one_hot(draw.heads)
     k = torch.ones_like(draw.normal(draw.kv_heads))
     signs = (draw.drawn(torch.rand, draw.kv_heads) < 0.5).float() * 2 - 1
@@ -268,7 +268,7 @@ def _seen(draw: _Drawing) -> Tensor:
     return counts.clamp(min=1).log2().round().exp2()[..., None].float()
 
 
-#: By the names that findings have.
+#: Kind of inputs, as findings name it -> what draws them.
 KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
     "as drawn": _Drawing.plain,
     "keys counted": _keys_counted,
@@ -282,7 +282,9 @@ KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
 }
 
 
-def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
+def make(
+    kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str
+) -> ExaminedCall:
     draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
     q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
-    return Call(q, k, v, d_out, spec)
+    return ExaminedCall(q, k, v, d_out, spec)

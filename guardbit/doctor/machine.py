@@ -38,7 +38,7 @@ class KnownFault:
     capability: tuple[str, ...] = ()
 
     def concerns(self, versions: Mapping[str, str], capability: str | None) -> bool:
-        """Whether a machine has these versions; without a GPU none of these engines runs."""
+        """Whether a machine has these versions; none of these engines runs without a GPU."""
         if capability is None or (self.capability and capability not in self.capability):
             return False
         return all(
@@ -71,14 +71,14 @@ def is_within(version: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """What doctor says of the machine."""
+    """The machine as `guardbit doctor` describes it."""
 
-    python: str  # Version
+    python: str  # its version
     system: str  # operating system and processor
     device: str  # "cuda" or "cpu"
     gpu: str | None  # its name, None without one
     capability: str | None  # its compute capability, such as "9.0"
-    cuda: str | None  # the CUDA that PyTorch was made with
+    cuda: str | None  # version of the CUDA that PyTorch was built with
     versions: dict[str, str]  # of installed packages, by pip's names, and cudnn
     known: list[KnownFault] = field(default_factory=list)  # known faults of these versions
 

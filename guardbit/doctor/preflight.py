@@ -1,4 +1,4 @@
-"""Examines all engines that could serve a call, within a time and a part of the memory."""
+"""Examines all engines that could serve a call, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from guardbit.doctor.engines import (
 )
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examine import Examination, Finding, Row
-from guardbit.doctor.inputs import DTYPES, KINDS, Call, Shape, dense_spec, make, packed_spec
+from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.spec import AttentionSpec
 
@@ -32,13 +32,13 @@ COMMON = {
     "cuda": ("2,4,4,704,64", "4,12,12,1024,64", "1,32,8,2048,128", "2,8,2,333,96"),
     "cpu": ("2,4,4,128,64", "2,4,2,77,32"),
 }
-#: Those that kernels have been wrong with come early: time may be short.
+#: Masks on which kernels have failed come first, because time may be short.
 COMMON_MASKS = ("causal", "additive", "padding", "documents", "window:64")
 
-#: Units that are compared with FP64 where all would take too long, spread over heads.
+#: Units that are compared with FP64 if all would take too long, spread over heads.
 _UNITS = 8
 
-# How to be rid of an engine.
+# How to avoid an engine.
 _ADVICE = {
     "CUDNN_ATTENTION": "Turn it off: torch.backends.cuda.enable_cudnn_sdp(False).",
     "FLASH_ATTENTION": "Turn it off: torch.backends.cuda.enable_flash_sdp(False).",
@@ -47,7 +47,7 @@ _ADVICE = {
 }
 _OTHER = "Use another release of it, or F.scaled_dot_product_attention."
 
-# Bytes a score that an engine without tiles needs for a backward, and the tensors of a call.
+# Bytes a score that an engine without tiles needs for a backward, and tensors that a call needs.
 _DENSE_BYTES, _TENSORS = 20, 24
 # Part of the free memory that is used.
 _PART = 0.5
@@ -59,7 +59,7 @@ class Preflight:
 
     findings: list[Finding] = field(default_factory=list)  # what was found, broken engines first
     rows: list[Row] = field(default_factory=list)  # the table
-    # Why engines do not serve calls and why calls were not examined, and which.
+    # Why engines do not serve calls, or calls were not examined -> which.
     refused: dict[str, list[str]] = field(default_factory=dict)
     # Where backwards take delta from, by "engine shape mask dtype".
     delta: dict[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Examiner:
         return self.result
 
     def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
-        """Examines the engines for a shape and a mask, those of packed sequences too."""
+        """Examines the engines for a shape and a mask, also those of packed sequences."""
         if dtype_name not in DTYPES:
             raise ValueError(f"dtypes are {' and '.join(DTYPES)}, but it is {dtype_name!r}")
         place = f"{shape} {mask} {dtype_name}"
@@ -132,7 +132,7 @@ class Examiner:
     def asked(
         self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, mask: str, kernel: str
     ) -> None:
-        """Examines the engines for a call that a model makes, with its own mask, told in words."""
+        """Examines the engines for a model's own call; `mask` describes its mask in words."""
         dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):
@@ -152,7 +152,7 @@ class Examiner:
         if place not in places:
             places.append(place)
 
-    def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> Call:
+    def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> ExaminedCall:
         return make(kind, shape, spec, DTYPES[dtype_name], self.device)
 
     def _examine(
@@ -164,7 +164,7 @@ class Examiner:
         mask: str,
         dtype: str,
     ) -> None:
-        """Examines engines at tensors of some sizes, which stand for a shape."""
+        """Examines engines with tensors of some sizes, and reports them as a shape."""
         engines, refused = candidates
         for name, why in refused.items():
             self.refuse(f"{name} does not serve calls: {why}", f"{shape} {mask}")
@@ -202,13 +202,13 @@ class Examiner:
             self.result.delta[place] = examination.delta
         self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
-    def _exacts(self, call: Call, kinds_left: int) -> tuple[list[Exact], str]:
-        """Units of a call in FP64, as many as there is time for, and how many of how many."""
+    def _exacts(self, call: ExaminedCall, kinds_left: int) -> tuple[list[Exact], str]:
+        """Returns units of a call in FP64, as many as time allows, and how many of how many."""
         now = time.monotonic()
         end = now + 0.5 * (self._end - now) / kinds_left
         exacts: list[Exact] = []
         for unit in units_of(call, self._units):
-            # The first is always there; half of the time of each kind of inputs is the engines'.
+            # At least one; half of the time of each kind of inputs is for the engines.
             if exacts and time.monotonic() > end:
                 break
             chunk_bytes = min(2**28, int(0.1 * free_memory(self.device)))

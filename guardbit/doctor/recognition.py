@@ -1,7 +1,7 @@
-"""How the kernel in use rounds, read off the output and the dQ that it returned.
+"""How the kernel in use rounds, inferred from the output and the dQ that it returned.
 
-The output and dQ are computed with each operation rounded otherwise, and what comes nearest to what
-the kernel returned is how it rounds: with the right roundings most numbers agree to the bit.
+Output and dQ are computed with each operation rounded in other ways. The kernel rounds in the way
+that comes nearest to what it returned: with the right roundings most numbers agree to the bit.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ Kind = Literal["rounded", "truncated", "dropped", "rows"]
 _ROWS = 512
 # An arithmetic takes the place of another where it is nearer than this part of the distance.
 _NEARER = 0.5
-# A distance is of the rows that agree best: a race touches some rows, an arithmetic all.
+# The part of the rows, those that agree best, that a distance is of: a race changes some rows, an
+# arithmetic all.
 _AGREEING = 0.75
 # Distances below this part of half a unit in the last place are those of FP32 and of the order of
 # additions: one number in hundreds is then rounded to the other side.
 _SAME = 0.02
-# How many standard deviations of its roundings a row of dQ may lie from the arithmetic.
+# How many standard deviations of its roundings a row of dQ may lie off.
 _FAR = 4.0
 
-# By what the kernel returned, the operations that it shows.
+# What the kernel returned -> the operations whose roundings show in it.
 _SHOWN: dict[str, tuple[Operation, ...]] = {
     "out": ("S", "P", "PV", "O"),
     "dq": ("S", "delta", "dP", "dS", "dQ"),
@@ -50,24 +51,24 @@ _SHOWN: dict[str, tuple[Operation, ...]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What a kernel does otherwise than FlashAttention-2, to the harm of dQ."""
+    """A difference from FlashAttention-2 that harms dQ."""
 
-    operation: Operation  # where; of wrong rows "dQ"
+    operation: Operation  # where it is; "dQ" for wrong rows
     kind: Kind  # rounded where FP32 is kept, truncated, dropped, or wrong in some rows only
-    why: str  # A sentence
+    why: str  # a sentence
 
 
 def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
-    """Finds the arithmetic that explains best what a kernel returned, and its faults.
+    """Finds the arithmetic that best explains what a kernel returned, and its faults.
 
-    It is FlashAttention-2's if nothing is known of what the kernel returned.
+    If what the kernel returned is not known, it is that of FlashAttention-2.
     """
     some = head.take(spread(len(head.rows), _ROWS))
     forward = backward = FLASH
     if head.out is not None:
         forward = _nearest(some, FLASH, "out")
     if head.dq is not None:
-        # S is recomputed in the backward, from the sum that the forward kept.
+        # The backward recomputes S and uses the sum that the forward saved.
         start = FLASH.with_rounding("S", forward.roundings.get("S"))
         backward = _nearest(some, start, "dq")
     roundings: dict[Operation, Rounding] = {}
@@ -83,7 +84,7 @@ def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
 
 
 def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
-    """Returns which rows of the kernel's dQ are further from an arithmetic than roundings reach."""
+    """Returns which rows of a kernel's dQ are further off than an arithmetic's roundings reach."""
     info = torch.finfo(head.q.dtype)
     u = info.eps / 2
 
@@ -106,7 +107,7 @@ def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
 
 
 def _nearest(head: HeadInputs, start: Arithmetic, name: str) -> Arithmetic:
-    """Goes from an arithmetic to others, one operation at a time, as long as each is far nearer."""
+    """Changes an arithmetic one operation at a time, as long as that brings it far nearer."""
     parts, best = list(chunks(head)), start
     target = torch.cat([chunk.wide(name) for chunk in parts], 1)
     unit = torch.finfo(head.q.dtype).eps / 2
@@ -133,7 +134,7 @@ def _nearest(head: HeadInputs, start: Arithmetic, name: str) -> Arithmetic:
 
 
 def _others(way: Arithmetic, name: str) -> list[Arithmetic]:
-    """Those that differ in one operation that shows in what the kernel returned."""
+    """Returns the arithmetics that differ in one operation whose rounding shows."""
     hows: tuple[Rounding | None, ...] = (None, "nearest", "truncated")
     others = [
         way.with_rounding(operation, how)
@@ -148,7 +149,7 @@ def _others(way: Arithmetic, name: str) -> list[Arithmetic]:
 
 
 def _faults(arithmetic: Arithmetic) -> list[Fault]:
-    """Where an arithmetic is worse than FlashAttention-2's."""
+    """Returns where an arithmetic is worse than FlashAttention-2's."""
     faults: list[Fault] = []
     for name, how in arithmetic.roundings.items():
         if how == "truncated":

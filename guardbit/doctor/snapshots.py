@@ -35,7 +35,7 @@ class KeptHead(NamedTuple):
 
 def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
     """Writes the snapshots of one step, or nothing at all."""
-    # Of each head what it is, and its inputs beside that.
+    # One dict a head: which head it is, and its inputs.
     heads = [{**one._asdict(), **vars(one.inputs)} for one in snapshots]
     for head in heads:
         del head["step"], head["inputs"]

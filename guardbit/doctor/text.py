@@ -65,7 +65,7 @@ def by_engine(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]
 
 
 def verdict(preflight: Preflight, *place: str) -> str:
-    """Says in words what was found of an engine at a call, its engine, shape, mask and dtype."""
+    """Returns in words what was found at a place: engine, shape, mask and dtype."""
     mine = [finding for finding in preflight.findings if finding.place == place]
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
@@ -75,7 +75,7 @@ def verdict(preflight: Preflight, *place: str) -> str:
 
 
 def explain(preflight: Preflight) -> Iterator[str]:
-    """Yields what was found, what was not examined, and what that comes to, a sentence each."""
+    """Yields a sentence for each finding, for what was not examined, and for the conclusion."""
     told: dict[tuple[str, str], list[str]] = {}
     for finding in preflight.findings:
         about = finding.engine, f"{finding.why} {finding.advice}".strip()
@@ -93,7 +93,7 @@ def explain(preflight: Preflight) -> Iterator[str]:
 
 
 def _some(places: Sequence[str]) -> str:
-    """The first three of them."""
+    """Returns the first three places, and how many more there are."""
     more = f" and {len(places) - 3} more" if len(places) > 3 else ""
     return "; ".join(places[:3]) + more
 
@@ -207,7 +207,7 @@ def tables(found: Diagnosis) -> Iterator[str]:
 
 
 def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
-    """Yields what each rounding taken out, and each remedy, leaves, and of the summed error."""
+    """Yields for each rounding removed, and each remedy, what is left, and its part of the sum."""
     whole, stock = (each.summed or 1.0 for each in (found.together, found.remedies["none"]))
     for name, each in found.without.items():
         label = "exact delta" if name == "delta" else f"{name} not rounded"
@@ -218,7 +218,7 @@ def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
 
 
 def parts_left(found: Diagnosis) -> dict[str, float]:
-    """What is left of the summed error of dQ without each rounding and with each remedy."""
+    """Returns what is left of the summed error of dQ without each rounding, with each remedy."""
     return {name: left for name, _, left in _left(found)}
 
 
@@ -231,7 +231,7 @@ def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
 
 
 def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
-    """Yields all that is said of a head: the answer first, then the tables."""
+    """Yields the page of a head: the answer first, then the tables."""
     yield heading(kept, found)
     yield from sentences(found)
     if kept[-1].stabilizer != "none":

@@ -14,7 +14,7 @@ from guardbit.kernels.spec import AttentionSpec
 
 
 class Call(NamedTuple):
-    """One call, made once, where it enters GuardBit."""
+    """One call as the op gets it, made once, where it enters GuardBit."""
 
     q: Tensor  # queries
     k: Tensor  # keys
@@ -32,9 +32,9 @@ class Call(NamedTuple):
     traced: bool = False  # whether a compiler traces the call
     # For each head, its index in `STABILIZERS`, as the call itself asks for it.
     stabilizers: Sequence[int] = ()
-    beta: float = 2.0  # see `guardbit.flash_attention`.
+    beta: float = 2.0  # see `guardbit.flash_attention`
     eps: float = 1e-3  # the same
-    backend: int = 0  # index in `dispatch.BACKENDS`.
+    backend: int = 0  # index in `dispatch.BACKENDS`
     # Whether a compiled graph reserves memory for the residual of `compensated`.
     keeps_residual: bool = True
 
@@ -44,18 +44,19 @@ class Call(NamedTuple):
         return self.q.size(1)
 
 
-class Left(NamedTuple):
-    """What the op returns: its result, and what the forward leaves for the backward."""
+class Saved(NamedTuple):
+    """What the op returns: the output, and what the forward saves for the backward."""
 
     out: Tensor  # the output
-    lse: Tensor  # Logsumexp; zeros where the engine returns none
+    lse: Tensor  # logsumexp; zeros where the engine returns none
     # INT8, what rounding took from O in compensated heads; empty if there are none.
     residual: Tensor
-    # INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves all heads, 1 if
-    # ours ran in Triton or 2 if PyTorch's function computed the call, and the stabilizer of each
-    # head.
-    kernels: Tensor
-    # INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
+    # `heads.Ran` as INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves
+    # all heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
+    # stabilizer of each head.
+    ran_codes: Tensor
+    # INT64 `(3,)`: seed and offset as in `Drawn.philox`, and the key of our kernels; empty without
+    # dropout.
     random: Tensor
     generator_state: Tensor  # see `Drawn`
 
@@ -81,17 +82,18 @@ class AttentionCall:
     dq: Tensor | None  # gradient of q by the kernel in use; None where it is not known
     dk: Tensor | None  # gradient of k by the kernel in use; None where it is not known
     dv: Tensor | None  # gradient of v by the kernel in use; None where it is not known
-    spec: AttentionSpec  # Mask, scale and dropout of the call
+    spec: AttentionSpec  # mask, scale and dropout of the call
     stabilizers: tuple[str, ...]  # one name a head
     # With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel dropped in
     # the other heads is unknown.
     dropout: Dropout | None = None
-    # What ran the backward: an engine's name, "guardbit" for our own kernel, "" where it is not
-    # known.
+    # What ran the backward: an engine's name, "guardbit" for our own kernel, "" where unknown.
     kernel: str = ""
-    # Runs the same backward once more, on the same tensors, and returns dq, dk and dv; None where
-    # that cannot be.
+    # Runs the same backward again on the same tensors and returns dq, dk and dv; None where that is
+    # not possible.
     again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
+    # Runs the backward as if no head were switched, and returns dq; None where that cannot be.
+    uncorrected: Callable[[], Tensor] | None = None
 
     @property
     def known_heads(self) -> tuple[int, ...]:

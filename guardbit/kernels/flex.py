@@ -59,17 +59,17 @@ _UNRECORDED = (
 )
 
 _library = torch.library.Library("guardbit", "FRAGMENT")
-_SHARED = (
+_BACKWARD_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor out, Tensor d_out, Tensor lse, Tensor site, Tensor names,"
     " Tensor[] tensors, SymInt[] numbers, int program, float scale"
 )
 for _schema in (
     "flex_begin(Tensor blocks, Tensor q, Tensor site, str obstacle, bool training)"
     " -> (Tensor blocks, Tensor names)",
-    f"flex_lse_gradient({_SHARED}) -> Tensor",
-    f"flex_observe(Tensor(a!) dq, Tensor d_lse, Tensor? given, {_SHARED}) -> ()",
+    f"flex_lse_gradient({_BACKWARD_ARGUMENTS}) -> Tensor",
+    f"flex_observe(Tensor(a!) dq, Tensor d_lse, Tensor? given, {_BACKWARD_ARGUMENTS}) -> ()",
 ):
-    # A replayed CUDA graph would not look the site up again: the compiler is to leave the ops out.
+    # A replayed CUDA graph would not look the site up again, so the compiler must leave them out.
     _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -101,7 +101,7 @@ _first = int.from_bytes(os.urandom(6))
 def register(
     score: Any, mask: Any, score_closed: Sequence[Closed], mask_closed: Sequence[Closed]
 ) -> int | None:
-    """Keeps two functions."""
+    """Keeps the two functions of a call and returns their number; None if they are no graphs."""
     if not (isinstance(score, GraphModule) and isinstance(mask, GraphModule)):
         return None
     are_tensors = tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed))
@@ -215,7 +215,7 @@ def _without_offset(node: Any) -> Any:
 # --- the ops -------------------------------------------------------------------------------------
 
 
-class _Shared(NamedTuple):
+class _BackwardArguments(NamedTuple):
     """The arguments of both ops of the backward, in the order of their schemas."""
 
     q: Tensor
@@ -252,7 +252,7 @@ class _Shared(NamedTuple):
 def _begin(
     blocks: Tensor, q: Tensor, site: Tensor, obstacle: str, training: bool
 ) -> tuple[Tensor, Tensor]:
-    """Begins a call."""
+    """Looks the site up before the forward; returns `blocks` and each head's stabilizer."""
     state = runtime.site(int(site))
     state.requested = ("none",) * q.size(1)
     state.native_dropout_p, state.is_masked = 0.0, False
@@ -286,13 +286,13 @@ def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], st
 
 
 def _no_lse_gradient(*arguments: Any) -> Tensor:
-    return torch.zeros_like(_Shared(*arguments).lse)
+    return torch.zeros_like(_BackwardArguments(*arguments).lse)
 
 
 @guard.function(runtime.tell_fault, otherwise=_no_lse_gradient)
 def _lse_gradient(*arguments: Any) -> Tensor:
     """Returns the gradient of LSE that gives the switched heads their exact delta."""
-    call = _Shared(*arguments)
+    call = _BackwardArguments(*arguments)
     found = torch.zeros_like(call.lse)
     head_ids = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
     if not head_ids:
@@ -316,7 +316,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
 @guard.function(runtime.tell_fault)
 def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
     """Reports a call to the observer of its attention module."""
-    call = _Shared(*arguments)
+    call = _BackwardArguments(*arguments)
     state = runtime.site(int(call.site))
     state.launches["backward", KERNEL] += 1
     if state.observer is None:
@@ -336,7 +336,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
     state.observer(seen)
 
 
-def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
+def _seen(call: _BackwardArguments, dq: Tensor, d_lse: Tensor) -> AttentionCall:
     """Returns the record that observers get of a call."""
     names, carried = call.stabilizers, call.out
     head_ids = tuple(h for h, name in enumerate(names) if name == "exact_delta")
@@ -367,7 +367,7 @@ def _fake_begin(blocks: Tensor, q: Tensor, site: Tensor, *_: Any) -> tuple[Tenso
 
 
 def _fake_lse_gradient(*arguments: Any) -> Tensor:
-    return torch.empty_like(_Shared(*arguments).lse)
+    return torch.empty_like(_BackwardArguments(*arguments).lse)
 
 
 def _fake_observe(*arguments: Any) -> None:
@@ -387,7 +387,7 @@ for _name, _run, _fake in (
 
 
 class _Began(NamedTuple):
-    """What the forward of a call hands its backward."""
+    """What the forward of a call passes to its backward."""
 
     site: Tensor  # number of the site, 0-d CPU tensor
     names: Tensor  # what `_begin` returned
@@ -471,23 +471,23 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         if began is None or began.program is None or d_out is None:
             return backward_kernel(q, k, v, out, lse, d_out, d_lse, *rest)
         closed = (*score_closed, *mask_closed)
-        shared = _Shared(
+        arguments = _BackwardArguments(
             q, k, v, out, d_out, lse, began.site, began.names,
             [x for x in closed if isinstance(x, Tensor)],
             [x for x in closed if not isinstance(x, Tensor)],
             began.program, scale,
         )  # fmt: skip
-        correction = torch.ops.guardbit.flex_lse_gradient(*shared)
+        correction = torch.ops.guardbit.flex_lse_gradient(*arguments)
         whole = correction if d_lse is None else d_lse + correction
         gradients = backward_kernel(q, k, v, out, lse, d_out, whole, *rest)
-        torch.ops.guardbit.flex_observe(gradients[0], correction, d_lse, *shared)
+        torch.ops.guardbit.flex_observe(gradients[0], correction, d_lse, *arguments)
         return gradients
 
     around = {"flex_attention": run_forward, "flex_attention_backward": run_backward}
     inner_forward = _copy(original.forward, {**vars(home), **around})
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        options = dict(arguments[7])  # kept by the call, and looked into by its backward
+        options = dict(arguments[7])  # the call keeps them, and its backward reads them
         options[_CALL] = any(ctx.needs_input_grad)
         return inner_forward(ctx, *arguments[:7], options, *arguments[8:])
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
-from guardbit.kernels.attention_call import Call, Left
+from guardbit.kernels.attention_call import Call, Saved
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.engines.proof import proof_of
@@ -36,8 +36,9 @@ def _exact(*tensors: Tensor, **how: Any) -> Tensor:
     return dispatch.carry_exact_delta(*tensors, **how).out
 
 
-#: Stabilizer -> what writes the O' with its delta: see `reference.carry_exact_delta` for the
-#: arguments; returns O'. A row that sees no key, or whose delta is not finite, keeps its O.
+#: Stabilizer -> the function that writes the O' with its delta and returns it; it takes the
+#: arguments of `reference.carry_exact_delta`. A row that sees no key, or whose delta is not finite,
+#: keeps its O.
 DELTAS: dict[str, Callable[..., Tensor]] = {"exact_delta": _exact}
 
 #: The stabilizers that need our forward. With the others the engine's forward runs.
@@ -45,12 +46,12 @@ OWN_FORWARD = frozenset({"compensated", "row_max"})
 
 
 class Plan(NamedTuple):
-    """What the heads of a call run."""
+    """The heads of a call, grouped by what they run."""
 
     names: tuple[str, ...]  # one stabilizer a head
     own: tuple[int, ...]  # the heads whose forward our kernel computes
     own_names: tuple[str, ...]  # the stabilizer of each of these, as our kernels know it
-    # Those of `DELTAS` that run, each with the heads whose backward gets it.
+    # Each stabilizer of `DELTAS` that runs, with the heads whose backward gets its delta.
     deltas: tuple[tuple[str, tuple[int, ...]], ...]
     compensated: tuple[int, ...]  # the heads whose forward keeps the rounding residual of O
 
@@ -102,16 +103,16 @@ def resolve(
         return names, False, "; ".join(why)
     beyond_ours = _beyond_ours(call)
     if call.spec.dropout_p > 0:
-        shared = False
+        shares_backward = False
         obstacle = (
             f"{engine.title} drops entries of P (dropout {call.spec.dropout_p}) and"
             " does not tell which, so delta cannot be computed again"
         )
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
-        shared = not proof.failure
+        shares_backward = not proof.failure
         is_plain = call.library is None and not beyond_ours
-        if shared and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
+        if shares_backward and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
             return asked, True, unshifted
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     ours, takes = "take it" if keeps_residual else "have no room", ""
@@ -122,10 +123,11 @@ def resolve(
     settled: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys(asked):
         kind = "a delta" if name in DELTAS else name
-        runs, why = _SUBSTITUTES.get((kind, shared, ours), (name, ""))
+        runs, why = _SUBSTITUTES.get((kind, shares_backward, ours), (name, ""))
         settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
     reasons = (unshifted, *(why for _, why in settled.values()))
-    return tuple(settled[name][0] for name in asked), shared, "; ".join(filter(None, reasons))
+    names = tuple(settled[name][0] for name in asked)
+    return names, shares_backward, "; ".join(filter(None, reasons))
 
 
 #: What is asked for, whether the engine's backward takes another delta, and what our kernels say of
@@ -160,7 +162,7 @@ _SUBSTITUTES = {
 
 
 def _beyond_ours(call: Call) -> tuple[str, ...]:
-    """What a call asks for that our own kernels do not take."""
+    """Names what a call asks for that our own kernels do not support."""
     has_other_width = call.q.size(3) != call.v.size(3)
     return (
         *(["mask"] if call.spec.mask is not None else []),
@@ -178,7 +180,7 @@ class Ran(NamedTuple):
     """What ran a forward, and what its backward therefore does."""
 
     engine: Engine | None  # the engine whose backward runs; None if ours runs in all heads
-    shared: bool  # whether the engine's backward serves all heads
+    shares_backward: bool  # whether the engine's backward serves all heads
     on_triton: bool  # whether our kernels ran in Triton
     names: tuple[str, ...]  # the stabilizer that each head ran
     by_pytorch: bool = False  # whether PyTorch's function computed the call in GuardBit's place
@@ -196,7 +198,7 @@ def forward(
     if engine is None and call.native:
         engine = engines.choose(q, k, v, spec, training, call.wants_mask)
     keeps_residual = call.keeps_residual or not call.traced
-    names, shared, why = resolve(call, state.running, engine, keeps_residual)
+    names, shares_backward, why = resolve(call, state.running, engine, keeps_residual)
     plan = plan_of(names, call.native)
     keys = shift_keys(k, plan.names)
     k = keys.k
@@ -265,7 +267,7 @@ def forward(
         lse = lse + shift_of_lse(q, keys, spec.scale)
     if training:
         state.note(names, why)
-    return out, lse, residual, Ran(engine, shared, on_triton, names)
+    return out, lse, residual, Ran(engine, shares_backward, on_triton, names)
 
 
 def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -273,7 +275,7 @@ def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ..
 
 
 def drawn_of(call: Call, random: Tensor, generator_state: Tensor) -> Drawn | None:
-    """Where the random numbers of a call come from; None without dropout."""
+    """Returns where a call's random numbers come from; None without dropout."""
     return Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
 
 
@@ -303,7 +305,7 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
 
 def backward(
-    call: Call, d_out: Tensor, left: Left, ran: Ran
+    call: Call, d_out: Tensor, saved: Saved, ran: Ran
 ) -> tuple[Gradients, Tensor, tuple[str, ...]]:
     """Runs a call backward; returns gradients, the O that delta was taken from, and what ran."""
     state, engine = runtime.site(int(call.site)), ran.engine
@@ -311,30 +313,30 @@ def backward(
     keys = shift_keys(call.k, plan.names)
     call = call._replace(k=keys.k)
     if keys.shifts and not call.native:
-        left = left._replace(lse=left.lse - shift_of_lse(call.q, keys, call.spec.scale))
-    drawn = drawn_of(call, left.random, left.generator_state)
+        saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, keys, call.spec.scale))
+    drawn = drawn_of(call, saved.random, saved.generator_state)
     try:
-        carried = _carried(call, state, d_out, left, ran.shared, plan)
+        carried = _carried(call, state, d_out, saved, ran.shares_backward, plan)
     except Exception as error:
         if not call.native:
             raise
         # The gradients are then PyTorch's own.
         state.fall_back(error)
-        in_carrier = {*DELTAS, "compensated"} if ran.shared else DELTAS
-        carried, plan = left.out, plan_of(_without(in_carrier, plan.names), True)
+        in_carrier = {*DELTAS, "compensated"} if ran.shares_backward else DELTAS
+        carried, plan = saved.out, plan_of(_without(in_carrier, plan.names), True)
 
     def by_engine(d_out: Tensor) -> Gradients:
         assert engine is not None
         inputs = Inputs(*call[:4], drawn, call.wants_mask)
-        found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), left.lse)
+        found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), saved.lse)
         state.launches["backward", engine.name] += 1
         return found
 
-    if engine is not None and (ran.shared or not plan.own):
+    if engine is not None and (ran.shares_backward or not plan.own):
         return by_engine(d_out), carried, plan.names
     own = None
     try:
-        own = _by_ours(call, d_out, left._replace(out=carried), ran.on_triton, plan)
+        own = _by_ours(call, d_out, saved._replace(out=carried), ran.on_triton, plan)
     except Exception as error:
         if engine is None or drawn is not None:  # PyTorch's kernel cannot know what ours dropped
             raise
@@ -353,29 +355,29 @@ def backward(
 
 
 def _carried(
-    call: Call, state: SiteState, d_out: Tensor, left: Left, shared: bool, plan: Plan
+    call: Call, state: SiteState, d_out: Tensor, saved: Saved, shares_backward: bool, plan: Plan
 ) -> Tensor:
     """Returns O, or an O' whose rows carry the delta of the stabilized heads."""
-    carried = left.out
+    carried = saved.out
     for name, head_ids in plan.deltas:
-        into = None if carried is left.out else carried
-        tensors = d_out, call.q, call.k, call.v, left.out, left.lse
+        into = None if carried is saved.out else carried
+        tensors = d_out, call.q, call.k, call.v, saved.out, saved.lse
         carried = DELTAS[name](*tensors, spec=call.spec, head_ids=head_ids, into=into)
         state.launches["backward", name] += 1
-    if plan.compensated and shared:
-        into = None if carried is left.out else carried
+    if plan.compensated and shares_backward:
+        into = None if carried is saved.out else carried
         carried = dispatch.carry_compensated_delta(
-            d_out, left.out, left.residual, head_ids=plan.compensated, into=into
+            d_out, saved.out, saved.residual, head_ids=plan.compensated, into=into
         )
         state.launches["backward", "compensated"] += 1
-    if carried is not left.out:
+    if carried is not saved.out:
         state.succeed()
     return carried
 
 
-def _by_ours(call: Call, d_out: Tensor, left: Left, on_triton: bool, plan: Plan) -> Gradients:
-    q, k, v, out, lse = call.q, call.k, call.v, left.out, left.lse
-    residual = left.residual if plan.compensated else None
+def _by_ours(call: Call, d_out: Tensor, saved: Saved, on_triton: bool, plan: Plan) -> Gradients:
+    q, k, v, out, lse = call.q, call.k, call.v, saved.out, saved.lse
+    residual = saved.residual if plan.compensated else None
     if len(plan.own) < call.heads:
         # Each query head gets a copy of its key head.
         group = q.size(1) // k.size(1)
@@ -395,7 +397,7 @@ def _by_ours(call: Call, d_out: Tensor, left: Left, on_triton: bool, plan: Plan)
         causal=call.spec.causal,
         scale=call.spec.scale,
         stabilizers=plan.own_names,
-        dropout=dropout_of(call, plan, left.random),
+        dropout=dropout_of(call, plan, saved.random),
     )
     return Gradients(found.dq, found.dk, found.dv)
 

@@ -21,7 +21,6 @@ the places of their documents.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -34,14 +33,14 @@ from torch.nn.attention import SDPBackend
 from guardbit import guard
 from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned, promise_aligned_outputs
-from guardbit.kernels.attention_call import AttentionCall, Call, Left
+from guardbit.kernels.attention_call import AttentionCall, Call, Saved
 from guardbit.kernels.autocast import autocast_tensors, is_autocast
 from guardbit.kernels.engines import (
     LIBRARIES,
+    AutogradEngine,
     Gradients,
     Inputs,
     LibraryEngine,
-    Whole,
     library_engine,
 )
 from guardbit.kernels.engines.base import drawing_once, generator_of
@@ -62,14 +61,15 @@ _NUMBERS = (
 _OF_FORWARD = (
     "int[] stabilizers, float beta, float eps, int backend, bool training, bool keeps_residual"
 )
-_LEFT = (
-    "Tensor out, Tensor lse, Tensor residual, Tensor kernels, Tensor random, Tensor generator_state"
+_SAVED = (
+    "Tensor out, Tensor lse, Tensor residual, Tensor ran_codes, Tensor random,"
+    " Tensor generator_state"
 )
-_NUM_TENSORS, _NUM_LEFT = _TENSORS.count(",") + 1, _LEFT.count(",") + 1
+_NUM_TENSORS, _NUM_SAVED = _TENSORS.count(",") + 1, _SAVED.count(",") + 1
 _NUM_NUMBERS = _NUMBERS.count(",") + 1
 
 _CAUSAL: tuple[Causal, ...] = (False, True, "top-left")
-_NAMES = tuple(LIBRARIES)
+_LIBRARY_NAMES = tuple(LIBRARIES)
 
 # A replayed CUDA graph would not look the attention module up again: the tag keeps the op out of
 # CUDA graphs.
@@ -80,32 +80,15 @@ for _name, _tags in (
     ("attention", (_LOOKED_UP,)),
     ("attention_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
 ):
-    _library.define(f"{_name}({_TENSORS}, {_NUMBERS}, {_OF_FORWARD}) -> ({_LEFT})", tags=_tags)
+    _library.define(f"{_name}({_TENSORS}, {_NUMBERS}, {_OF_FORWARD}) -> ({_SAVED})", tags=_tags)
 _library.define(
-    f"attention_backward(Tensor d_out, {_TENSORS}, {_LEFT}, {_NUMBERS})"
+    f"attention_backward(Tensor d_out, {_TENSORS}, {_SAVED}, {_NUMBERS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_mask, Tensor d_sinks)",
     tags=(_LOOKED_UP,),
 )
 
 
-# --- how calls come here -------------------------------------------------------------------------
-
-
-def switchable_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    site: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Computes `F.scaled_dot_product_attention`, with heads that can be switched."""
-    scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
-    spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
-    return attention_at_site(q, k, v, site, spec)[0]
+# --- entry ---------------------------------------------------------------------------------------
 
 
 def attention_at_site(
@@ -155,7 +138,7 @@ def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether an op's implementation may be called directly: no mode or subclass intercepts it."""
+    """Whether the op's implementation may be called directly: no mode or subclass intercepts it."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -167,11 +150,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Runs a call, through the op where somebody may look at it; returns out and lse."""
+    """Runs a call, through the op if a compiler, a mode or a subclass sees it; out and lse."""
     if not call.traced and is_direct(call.q, call.k, call.v) and not is_jit_traced():
         out, lse, *_ = _differentiable(call)
     else:
-        out, lse, *_ = _op_of(call)(*_flat(call))
+        out, lse, *_ = _op_of(call)(*_flattened(call))
     return out, lse
 
 
@@ -197,7 +180,7 @@ def _numbers(call: Call) -> tuple[Any, ...]:
         *spec.window,
         spec.softcap,
         spec.dropout_p,
-        -1 if engine is None else _NAMES.index(engine.label),
+        -1 if engine is None else _LIBRARY_NAMES.index(engine.label),
         engine is not None and engine.deterministic,
         () if engine is None else engine.scheduling,
         call.native,
@@ -206,13 +189,13 @@ def _numbers(call: Call) -> tuple[Any, ...]:
     )
 
 
-def _flat(call: Call) -> tuple[Any, ...]:
+def _flattened(call: Call) -> tuple[Any, ...]:
     own = call.stabilizers, call.beta, call.eps, call.backend, call.training, call.keeps_residual
     return (*_tensors(call), *_numbers(call), *own)
 
 
-def _call(tensors: Any, numbers: Any, own: Any = ((), 2.0, 1e-3, 0, True, True)) -> Call:
-    """Undoes `_flat`; `own` is what only the forward gets."""
+def _unflattened(tensors: Any, numbers: Any, own: Any = ((), 2.0, 1e-3, 0, True, True)) -> Call:
+    """Undoes `_flattened`; `own` is what only the forward gets."""
     q, k, v, mask, sinks, cu_queries, cu_keys, site = tensors
     max_queries, max_keys, causal, scale, left, right, softcap, dropout_p, library = numbers[:9]
     deterministic, scheduling, native, wants_mask, traced = numbers[9:]
@@ -220,7 +203,7 @@ def _call(tensors: Any, numbers: Any, own: Any = ((), 2.0, 1e-3, 0, True, True))
     if cu_queries is not None:
         documents = Documents(cu_queries, cu_keys, max_queries, max_keys)
     if library >= 0:
-        engine = library_engine(_NAMES[library], deterministic, tuple(scheduling))
+        engine = library_engine(_LIBRARY_NAMES[library], deterministic, tuple(scheduling))
     asked = scale, _CAUSAL[causal], dropout_p, (left, right), softcap
     if mask is None and sinks is None and documents is None:
         spec = _plain_spec(*asked)
@@ -240,35 +223,35 @@ def _plain_spec(
     return AttentionSpec(scale, causal, None, dropout_p, window, softcap=softcap)
 
 
-def _call_of(arguments: tuple[Any, ...]) -> Call:
+def _call_of_forward(arguments: tuple[Any, ...]) -> Call:
     tensors, rest = arguments[:_NUM_TENSORS], arguments[_NUM_TENSORS:]
-    return _call(tensors, rest[:_NUM_NUMBERS], rest[_NUM_NUMBERS:])
+    return _unflattened(tensors, rest[:_NUM_NUMBERS], rest[_NUM_NUMBERS:])
 
 
-def _backward_of(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Left]:
+def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
     end = 1 + _NUM_TENSORS
-    left = Left(*arguments[end : end + _NUM_LEFT])
-    return _call(arguments[1:end], arguments[end + _NUM_LEFT :]), arguments[0], left
+    saved = Saved(*arguments[end : end + _NUM_SAVED])
+    return _unflattened(arguments[1:end], arguments[end + _NUM_SAVED :]), arguments[0], saved
 
 
-# --- what a forward leaves -----------------------------------------------------------------------
+# --- what a forward saves for its backward -------------------------------------------------------
 
-# How many numbers stand in `Left.kernels` before the heads.
+# How many numbers precede those of the heads in `Saved.ran_codes`.
 _NUM_FACTS = 3
 # The third of them where PyTorch's function computed the call.
 _BY_PYTORCH_CODE = 2
 
-# Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
-# Not in inference mode, whose tensors a later training step could not save for its backward.
+# Small tensors are made once: at 5 us each they would take half of a call's time on the host. They
+# are made outside inference mode, because no training step can save an inference tensor.
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
-def _kernels(ran: Ran) -> Tensor:
-    """Encodes what ran, see `Left.kernels`."""
+def _encoded(ran: Ran) -> Tensor:
+    """Encodes a `Ran` as `Saved.ran_codes`."""
     backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
     how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
-    facts = backend.value, ran.shared, how
+    facts = backend.value, ran.shares_backward, how
     codes = [STABILIZERS.index(name) for name in ran.names]
     return torch.tensor([*map(int, facts), *codes], dtype=torch.int64)
 
@@ -281,21 +264,22 @@ def _nothing(dtype: torch.dtype, device: torch.device | str, place: int = 0) -> 
 
 
 @lru_cache(maxsize=1024)
-def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
+def _stabilizer_names(codes: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(STABILIZERS[code] for code in codes)
 
 
-def ran_of(call: Call, left: Left) -> Ran:
-    """Decodes what ran."""
-    backend, shared, how, *codes = left.kernels.tolist()
+def ran_of(call: Call, saved: Saved) -> Ran:
+    """Decodes the `Ran` of a forward."""
+    backend, shares_backward, how, *codes = saved.ran_codes.tolist()
     engine = call.library
     if engine is None and backend != SDPBackend.ERROR.value:
         engine = engines.engine_of(SDPBackend(backend), call.q)
-    return Ran(engine, bool(shared), how == 1, _names(tuple(codes)), how == _BY_PYTORCH_CODE)
+    names, by_pytorch = _stabilizer_names(tuple(codes)), how == _BY_PYTORCH_CODE
+    return Ran(engine, bool(shares_backward), how == 1, names, by_pytorch)
 
 
 def _empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """Allocates `Left.random` and `Left.generator_state`; both are empty without dropout."""
+    """Allocates `Saved.random` and `Saved.generator_state`; both are empty without dropout."""
     words, state_bytes = (3, engines.state_bytes(q.device)) if dropout_p > 0 else (0, 0)
     return (
         q.new_empty(words, dtype=torch.int64),
@@ -312,11 +296,11 @@ def _empty_out(call: Call) -> Tensor:
     return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
 
 
-def _left(
+def _packed(
     call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, ran: Ran, *drawn: Tensor
-) -> Left:
+) -> Saved:
     """Packs what a forward returns, in the layouts that compiled graphs are promised."""
-    kernels = _kernels(ran)
+    ran_codes = _encoded(ran)
     if residual is not None:
         residual = laid_out_as(residual, call.q)
     elif call.traced and call.keeps_residual:
@@ -325,15 +309,15 @@ def _left(
         residual = _nothing(torch.int8, call.q.device)
     if call.traced:
         # The compiler may use the memory of what an op returns again.
-        kernels = kernels.clone()
+        ran_codes = ran_codes.clone()
         residual = residual if residual.numel() else residual.clone()
         out = laid_out_as(out, _empty_out(call))
         out, lse, residual = map(aligned, (out, lse, residual))
-    return Left(out, lse, residual, kernels, *drawn)
+    return Saved(out, lse, residual, ran_codes, *drawn)
 
 
 def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
-    """Packs what a backward returns, likewise; empty tensors where nothing was asked for."""
+    """Packs what a backward returns, likewise; tensors that were not asked for are empty."""
     traced, mask, sinks = call.traced, call.spec.mask, call.spec.sinks
     gradients = found[:3]
     if traced or not call.native:
@@ -353,10 +337,10 @@ def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
 # --- forward and backward ------------------------------------------------------------------------
 
 
-def _forward(call: Call) -> Left:
+def _forward(call: Call) -> Saved:
     q, dropout_p = call.q, call.spec.dropout_p
     state = runtime.site(int(call.site))
-    state.requested = _names(tuple(call.stabilizers))
+    state.requested = _stabilizer_names(tuple(call.stabilizers))
     state.native_dropout_p = dropout_p if call.native else 0.0
     state.is_masked = call.spec.mask is not None
     state.begin_forward()
@@ -367,7 +351,7 @@ def _forward(call: Call) -> Left:
     else:
         drawn = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
     out, lse, residual, ran = heads.forward(call, state, *drawn)
-    return _left(call, out, lse.contiguous(), residual, ran, *drawn)
+    return _packed(call, out, lse.contiguous(), residual, ran, *drawn)
 
 
 def _has_original(call: Call) -> bool:
@@ -375,10 +359,10 @@ def _has_original(call: Call) -> bool:
 
 
 # Whatever kernel PyTorch chooses; the math kernel takes every call.
-_BY_PYTORCH = Whole(SDPBackend.MATH, is_forced=False)
+_BY_PYTORCH = AutogradEngine(SDPBackend.MATH, is_forced=False)
 
 
-def _forward_by_pytorch(call: Call) -> Left:
+def _forward_by_pytorch(call: Call) -> Saved:
     """Computes a call by PyTorch's function."""
     if not _has_original(call):
         return _forward(call)
@@ -389,18 +373,18 @@ def _forward_by_pytorch(call: Call) -> Left:
     if call.training:  # PyTorch's choice of a kernel depends on it
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.set_grad_enabled(call.training):
-        out = _BY_PYTORCH.computed(q, k, v, spec).detach()
+        out = _BY_PYTORCH.compute(q, k, v, spec).detach()
     try:
         engine = engines.choose(q, k, v, spec, call.training, call.wants_mask)
     except Exception:
         engine = _BY_PYTORCH
     ran = Ran(engine, False, False, ("none",) * call.heads, by_pytorch=True)
     lse = out.new_zeros(q.shape[:-1], dtype=torch.float32)
-    return _left(call, out, lse, None, ran, *drawn)
+    return _packed(call, out, lse, None, ran, *drawn)
 
 
 @guard.function(runtime.tell_fault, otherwise=_forward_by_pytorch)
-def run_forward(call: Call) -> Left:
+def run_forward(call: Call) -> Saved:
     """Runs the forward."""
     try:
         return drawing_once(partial(_forward, call), call.q.device, call.spec.dropout_p > 0)
@@ -411,15 +395,18 @@ def run_forward(call: Call) -> Left:
         raise
 
 
-def _computed_backward(call: Call, d_out: Tensor, left: Left, ran: Ran) -> tuple[Tensor, ...]:
-    found, carried, names = heads.backward(call, d_out, left, ran)
+def _computed_backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> tuple[Tensor, ...]:
+    found, carried, names = heads.backward(call, d_out, saved, ran)
     computed = _gradients(call, found)
 
-    def again() -> tuple[Tensor, Tensor, Tensor]:
+    def again(ran: Ran = ran) -> tuple[Tensor, Tensor, Tensor]:
         with runtime.site(int(call.site)).uncounted():
-            return heads.backward(call, d_out, left, ran)[0][:3]
+            return heads.backward(call, d_out, saved, ran)[0][:3]
 
-    _report(call, d_out, left, ran, carried, names, computed, again)
+    def uncorrected() -> Tensor:
+        return again(ran._replace(names=("none",) * call.heads))[0]
+
+    _report(call, d_out, saved, ran, carried, names, computed, again, uncorrected)
     return computed
 
 
@@ -427,12 +414,13 @@ def _computed_backward(call: Call, d_out: Tensor, left: Left, ran: Ran) -> tuple
 def _report(
     call: Call,
     d_out: Tensor,
-    left: Left,
+    saved: Saved,
     ran: Ran,
     carried: Tensor,
     names: tuple[str, ...],
     gradients: tuple[Tensor, ...],
     again: Callable[[], tuple[Tensor, Tensor, Tensor]],
+    uncorrected: Callable[[], Tensor],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
     number = int(call.site)
@@ -440,7 +428,7 @@ def _report(
     if state.observer is None:
         return
     dq, dk, dv = gradients[:3]
-    keeps_residual = "compensated" in ran.names and not ran.shared
+    keeps_residual = "compensated" in ran.names and not ran.shares_backward
     state.observer(
         AttentionCall(
             site=number,
@@ -448,37 +436,38 @@ def _report(
             k=call.k,
             v=call.v,
             out=carried,
-            residual=left.residual if keeps_residual else None,
+            residual=saved.residual if keeps_residual else None,
             d_out=d_out,
             dq=dq,
             dk=dk,
             dv=dv,
             spec=call.spec,
             stabilizers=names,
-            dropout=heads.dropout_of(call, heads.plan_of(names, call.native), left.random),
+            dropout=heads.dropout_of(call, heads.plan_of(names, call.native), saved.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
             again=again,
+            uncorrected=uncorrected,
         )
     )
 
 
-def _backward_by_pytorch(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     """Computes the gradients of a call by PyTorch's function."""
-    ran, drawn = ran_of(call, left), drawn_of(call, left.random, left.generator_state)
+    ran, drawn = ran_of(call, saved), drawn_of(call, saved.random, saved.generator_state)
     # Only GuardBit knows what its own forward dropped.
     if not ran.by_pytorch and (not _has_original(call) or drawn is not None):
-        return _computed_backward(call, d_out, left, ran)
+        return _computed_backward(call, d_out, saved, ran)
     inputs = Inputs(*call[:4], drawn, call.wants_mask)
-    return _gradients(call, _BY_PYTORCH.backward(inputs, d_out, left.out, left.lse))
+    return _gradients(call, _BY_PYTORCH.backward(inputs, d_out, saved.out, saved.lse))
 
 
 @guard.function(runtime.tell_fault, otherwise=_backward_by_pytorch)
-def run_backward(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+def run_backward(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     """Computes dq, dk, dv, and the gradients of mask and sinks, empty where not asked for."""
-    ran = ran_of(call, left)
+    ran = ran_of(call, saved)
     if ran.by_pytorch:
-        return _backward_by_pytorch(call, d_out, left)
-    return _computed_backward(call, d_out, left, ran)
+        return _backward_by_pytorch(call, d_out, saved)
+    return _computed_backward(call, d_out, saved, ran)
 
 
 # --- fake kernels --------------------------------------------------------------------------------
@@ -487,7 +476,7 @@ def run_backward(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
 @guard.again(runtime.tell_fault)
 def _attention_fake(*arguments: Any) -> tuple[Tensor, ...]:
     promise_aligned_outputs(_without_dropout, _with_dropout, _backward)
-    call = _call_of(arguments)
+    call = _call_of_forward(arguments)
     q = call.q
     kept = call.traced and call.keeps_residual
     return (
@@ -514,7 +503,7 @@ def _forbid_merging() -> None:
 
 @guard.again(runtime.tell_fault)
 def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    call, _, _ = _backward_of(arguments)
+    call, _, _ = _call_of_backward(arguments)
     mask, sinks = call.spec.mask if call.wants_mask else None, call.spec.sinks
     return (
         *(torch.empty_like(x) for x in call[:3]),
@@ -528,18 +517,18 @@ def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 class _Attention(torch.autograd.Function):
     # Registered by hand: `torch.library.register_autograd` converts every argument of the schema at
     # every call, which doubles the host's time for a forward (425 against 226 us). `apply` looks at
-    # each argument: what has no gradient is within the call.
+    # each argument, so all that has no gradient is inside `call`.
     @staticmethod
     def forward(ctx, q, k, v, mask, sinks, call):
-        left = _below_autograd(call)
+        saved = _below_autograd(call)
         tensors = _tensors(call)
         # A plain tensor: saved tensors may be offloaded to disk.
-        ctx.save_for_backward(*tensors[:-1], call.site.detach(), *left)
+        ctx.save_for_backward(*tensors[:-1], call.site.detach(), *saved)
         ctx.numbers = _numbers(call)
-        ctx.mark_non_differentiable(*left[1:])
+        ctx.mark_non_differentiable(*saved[1:])
         ctx.set_materialize_grads(False)
         ctx.read = None
-        return tuple(left)
+        return tuple(saved)
 
     @staticmethod
     @guard.again(runtime.tell_fault)
@@ -552,31 +541,31 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiated(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.read is None:  # once: a checkpoint does not give it a second time
+    if ctx.read is None:  # once: a checkpoint does not return them a second time
         ctx.read = ctx.saved_tensors
-    saved, numbers = ctx.read, ctx.numbers
-    call, left = _call(saved[:_NUM_TENSORS], numbers), Left(*saved[_NUM_TENSORS:])
+    read, numbers = ctx.read, ctx.numbers
+    call, saved = _unflattened(read[:_NUM_TENSORS], numbers), Saved(*read[_NUM_TENSORS:])
     if torch.is_grad_enabled():
-        gradients = _backward_of_create_graph(d_out, call, left)
-    elif is_direct(d_out, *saved[:3]):
-        gradients = run_backward(call, d_out, left)
+        gradients = _backward_of_create_graph(d_out, call, saved)
+    elif is_direct(d_out, *read[:3]):
+        gradients = run_backward(call, d_out, saved)
     else:
-        gradients = _backward(d_out, *saved, *numbers)
+        gradients = _backward(d_out, *read, *numbers)
     d_mask = gradients[3] if call.wants_mask else None
     return (*gradients[:3], d_mask, gradients[4] if ctx.needs_input_grad[4] else None, None)
 
 
 def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Gives up what was read, when nothing is computed from it any more."""
+    """Frees the saved tensors once the gradients are computed."""
     ctx.read = None
     return gradients
 
 
-def _below_autograd(call: Call) -> Left:
+def _below_autograd(call: Call) -> Saved:
     with torch._C._AutoDispatchBelowAutograd():
         if is_direct(call.q, call.k, call.v):
             return run_forward(call)
-        return Left(*_op_of(call)(*_flat(call)))
+        return Saved(*_op_of(call)(*_flattened(call)))
 
 
 def has_tangent(*tensors: Tensor) -> bool:
@@ -615,17 +604,17 @@ def _differentiable(call: Call) -> tuple[Tensor, ...]:
     return drawing_once(run, q.device, spec.dropout_p > 0 and is_direct(q, k, v))
 
 
-def _backward_of_create_graph(d_out: Tensor, call: Call, left: Left) -> tuple[Any, ...]:
+def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[Any, ...]:
     """Returns gradients of calls without stabilizer, as differentiable as PyTorch's."""
-    ran = ran_of(call, left)
+    ran = ran_of(call, saved)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
-    if not is_switched and isinstance(engine, Whole) and engine.backend == SDPBackend.MATH:
-        drawn = drawn_of(call, left.random, left.generator_state)
+    if not is_switched and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
+        drawn = drawn_of(call, saved.random, saved.generator_state)
         inputs = Inputs(*call[:4], drawn, call.wants_mask)
         found = engine.differentiable_backward(inputs, d_out)
         return (*found[:4], None)
     with torch.no_grad():
-        gradients = _backward(d_out, *_tensors(call), *left, *_numbers(call))
+        gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))
     if is_switched:
         why = "GuardBit: heads with a stabilizer have no second derivative; those without have one"
     else:
@@ -649,11 +638,15 @@ for _name, _fake in (
     ("attention", _attention_fake),
     ("attention_with_dropout", _attention_with_dropout_fake),
 ):
-    _library.impl(_name, lambda *x: tuple(run_forward(_call_of(x))), "CompositeExplicitAutograd")
-    _library.impl(_name, lambda *x: tuple(_differentiable(_call_of(x))), "Autograd")
+    _library.impl(
+        _name, lambda *x: tuple(run_forward(_call_of_forward(x))), "CompositeExplicitAutograd"
+    )
+    _library.impl(_name, lambda *x: tuple(_differentiable(_call_of_forward(x))), "Autograd")
     torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
 _library.impl(
-    "attention_backward", lambda *x: run_backward(*_backward_of(x)), "CompositeExplicitAutograd"
+    "attention_backward",
+    lambda *x: run_backward(*_call_of_backward(x)),
+    "CompositeExplicitAutograd",
 )
 torch.library.register_fake("guardbit::attention_backward", _attention_backward_fake, lib=_library)
 

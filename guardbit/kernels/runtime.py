@@ -29,15 +29,15 @@ from guardbit.kernels.site_state import Clock, SiteState, is_recomputing, log
 #: Number of calls outside any instrumented model.
 NO_SITE = -1
 
-# This less the number of a module is that of its state without observer.
+# `_QUIET - number` is the number of a module's state without its observer.
 _QUIET = -2
 
 
 class _Owner(NamedTuple):
-    """Whose modules are running."""
+    """Where the running modules were called from."""
 
     thread: int  # the thread
-    frame: FrameType | None  # the Python frame that has called the outermost of them
+    frame: FrameType | None  # the Python frame that called the outermost module
 
 
 _NOBODY = _Owner(0, None)
@@ -57,8 +57,8 @@ class Runtime:
 
     def __init__(self) -> None:
         self._sites: dict[int, SiteState] = {NO_SITE: SiteState()}
-        # Copies of an instrumented model carry its numbers, into other processes too when they are
-        # pickled: there they must not be taken for modules of that process.
+        # Copies of an instrumented model carry its numbers, by pickling into other processes too,
+        # where they must not pass for modules of that process.
         self._next_number = int.from_bytes(os.urandom(6))
         self.running: list[Tensor] = []
         self._owner = _NOBODY
@@ -68,7 +68,7 @@ class Runtime:
         self.on_fault: Callable[[Exception], None] = _log_fault
 
     def __reduce__(self) -> str:
-        # Copies of what refers to it refer to the one of the process that they are in.
+        # Pickled by name: an unpickled reference is to the runtime of its own process.
         return "runtime"
 
     # --- the attention modules -------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Runtime:
         return number
 
     def remove_site(self, number: int) -> None:
-        """Forgets a module; calls that still carry its number behave as outside any module."""
+        """Forgets a module; calls that still carry its number count as outside any module."""
         self._sites.pop(number, None)
         self._sites.pop(_QUIET - number, None)
 
@@ -90,10 +90,10 @@ class Runtime:
         return self._sites.get(number) or self._sites[NO_SITE]
 
     def here(self) -> Tensor:
-        """Number of the state for an eager call: one without observer if it is not observed."""
+        """Number of the state for an eager call, without observer if the call is not observed."""
         number = int(self.current)
         state = self.site(number)
-        if state.is_heard:
+        if state.is_observed:
             return self.current
         quiet = _QUIET - number
         self._sites[quiet] = replace(state, observer=None)
@@ -110,7 +110,7 @@ class Runtime:
         self.running.pop()
 
     def begin(self, caller: FrameType) -> None:
-        """Records whose modules run from now on, before the outermost that runs eagerly."""
+        """Records the caller of the outermost module, before it runs eagerly."""
         self._owner = _Owner(threading.get_ident(), caller)
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class Runtime:
         self._owner = _NOBODY  # a frame keeps the inputs and the output of its module
 
     def leave_all(self) -> None:
-        """Forgets the modules that are running: calls are outside any until one begins."""
+        """Forgets the modules that are running: until one begins, calls are outside any."""
         self.running.clear()
 
     def apart(self, site: Tensor, caller: FrameType, function: Callable[[], Any]) -> None:
@@ -166,16 +166,16 @@ class Runtime:
     # --- what all calls share --------------------------------------------------------------------
 
     def listen(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Adds one of `call_listeners`."""
+        """Adds a function to `call_listeners`."""
         self.call_listeners.append(listener)
 
     def unlisten(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Removes one of `call_listeners`; one that is not there is no error."""
+        """Removes a function from `call_listeners`, if it is there."""
         with suppress(ValueError):
             self.call_listeners.remove(listener)
 
     def keep_residuals(self, asker: Hashable, is_wanted: bool | None) -> None:
-        """Says whether compiled calls may be asked for "compensated"."""
+        """Says for `asker` whether compiled calls may be asked for "compensated"; None retracts."""
         if is_wanted is None:
             self._wishes.pop(asker, None)
         else:
@@ -198,7 +198,7 @@ def number_of(site: Tensor) -> int:
 
 
 def is_jit_traced() -> bool:
-    """Whether `torch.jit.trace` records what the caller does: that is to be the model alone."""
+    """Whether `torch.jit.trace` is recording: the trace must hold the model's operations alone."""
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -20,7 +20,7 @@ log = logging.getLogger("guardbit")
 
 
 class _Setting(NamedTuple):
-    """The settings that an ordinary forward ran with: `stabilizers` and `at_rest` of the site."""
+    """`stabilizers` and `at_rest` of the site when its last ordinary forward began."""
 
     stabilizers: tuple[str, ...] | None
     at_rest: bool
@@ -62,17 +62,17 @@ class SiteState:
 
     name: str = ""  # what messages call the site
     # One name a head, or None for what the call itself asked for. Takes effect at the next ordinary
-    # forward, see `begin_forward`. Where ranks share the heads, those of all of them; all other
-    # names here are of the heads of this rank.
+    # forward, see `begin_forward`. Where ranks share the heads, these are the heads of all ranks;
+    # all other names here are of this rank's heads.
     stabilizers: tuple[str, ...] | None = None
-    # Which of so many equal parts of the heads are here, the first being 0.
+    # Where ranks share the heads: the index of this rank's part, and the number of equal parts.
     share: tuple[int, int] = (0, 1)
     # Called once in every backward of the site, or None. It must not raise.
     observer: Callable[[AttentionCall], None] | None = None
-    # How often each kernel ran, by (direction, kernel): the proof of a switch. Kernels are the
-    # names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else. "triton" counts besides
-    # how often ours ran in Triton; else they ran in plain torch. Calls that were left to PyTorch's
-    # function, see `is_idle`, are not counted.
+    # How often each kernel ran, by (direction, kernel): the proof of a switch. Our kernels have the
+    # names of `STABILIZERS`, others their engine's name. "triton" also counts how often ours ran in
+    # Triton; otherwise they ran in plain torch. Calls that were left to PyTorch's function, see
+    # `is_idle`, are not counted.
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     # One name a head, as the last call asked for; empty before the first.
     requested: tuple[str, ...] = ()
@@ -80,23 +80,21 @@ class SiteState:
     # dropout, or where our kernels compute all heads.
     native_dropout_p: float = 0.0
     is_masked: bool = False  # whether the last call had an explicit mask
-    at_rest: bool = False  # whether calls need not be seen for now
-    # Why switched heads last ran PyTorch's kernel, or None if they did not. As long as it says so,
-    # `in_force` has no switched head.
+    at_rest: bool = False  # whether nobody observes calls for now
+    # Why switched heads last ran PyTorch's kernel; None unless they did, since a switch or success.
     failure: str | None = None
-    # One name a head, as the last call in training ran them since heads were switched; empty before
-    # it.
+    # One name a head, as the last call in training ran them; empty before the first since a switch.
     ran: tuple[str, ...] = ()
-    substituted: str = ""  # why that is not what was asked for, or ""
-    # The last step in which a call gave such a reason, and the reason.
+    substituted: str = ""  # why `ran` is not what was asked for, or ""
+    # The last step with such a reason, and the reason.
     last_substituted: tuple[int, str] = (-1, "")
     _told: set[str] = field(default_factory=set)
     clock: Clock = field(default_factory=Clock)  # counts the steps of the site's model
     ran_at: int = -1  # the last step in which the op ran here in training; -1 before the first
     # Whether all calls of one forward are known to have queries and keys of the same weights.
-    # Otherwise only the first is observed: numbers of several are not mixed.
+    # Otherwise only the first is observed, so that numbers of different weights are not mixed.
     calls_are_alike: bool = False
-    is_heard: bool = True  # whether the call that was noted last may be observed
+    is_observed: bool = True  # whether the call that was noted last may be observed
     _failed_for_good: bool = False
     _failure_told: bool = False
     _setting: _Setting | None = None
@@ -120,29 +118,24 @@ class SiteState:
         setting = self._setting
         return (
             setting is not None
-            and (setting.at_rest or not self.is_heard)
+            and (setting.at_rest or not self.is_observed)
             and not {*self.requested, *self.own(setting.stabilizers or ())} - {"none"}
         )
 
     @property
-    def is_unheard(self) -> bool:
+    def is_unobserved(self) -> bool:
         """Whether nobody observes the forward that began."""
-        return not self.is_heard or (self._setting is not None and self._setting.at_rest)
+        return not self.is_observed or (self._setting is not None and self._setting.at_rest)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """One name a head, of the forward that began."""
+        """One name a head, as the forward that began is to run them."""
         return self._fitting(self._setting.stabilizers if self._setting else None)
 
     @property
     def asked(self) -> tuple[str, ...]:
         """One name a head: the switch if it fits the last call, else what that call asked for."""
         return self._fitting(self.stabilizers)
-
-    @property
-    def in_force(self) -> tuple[str, ...]:
-        """One name a head: what is asked for, or the last call's own where the kernels failed."""
-        return self.asked if self.failure is None else self.requested
 
     def _fitting(self, switched: tuple[str, ...] | None) -> tuple[str, ...]:
         if switched is not None and len(switched) == len(self.requested) * self.share[1]:
@@ -157,7 +150,7 @@ class SiteState:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Keeps what runs within out of `launches`: it is no call of the model."""
+        """Leaves what runs in it out of `launches`, because it is no call of the model."""
         before = self.launches.copy()
         try:
             yield
@@ -174,7 +167,7 @@ class SiteState:
             log.warning("attention module '%s': %s", self.name, why)
 
     def leave_alone(self, error: Exception) -> None:
-        """Records that PyTorch's function takes over a call, also when its forward is repeated."""
+        """Records that PyTorch's function takes a call, also when its forward is recomputed."""
         if {*self.running} - {"none"}:
             self.fall_back(error)
         self._setting = _Setting(None, at_rest=True)
@@ -184,13 +177,13 @@ class SiteState:
         self.failure = None
 
     def fall_back(self, error: Exception) -> None:
-        """Records that PyTorch's kernel takes over a call, and logs it once for each switch."""
-        passes = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        """Records that PyTorch's kernel takes a call, and logs it once for each switch."""
+        is_transient = isinstance(error, torch.OutOfMemoryError | MemoryError)
         what = (str(error).strip() or "no message").splitlines()[0]
         self.failure = f"{type(error).__name__}: {what}"
-        self._failed_for_good = not passes
+        self._failed_for_good = not is_transient
         if not is_recomputing():
-            # Not at rest: what is run again must save the same tensors as this call.
+            # Not at rest: a recomputation must save the same tensors as this call.
             self._setting = _Setting(None, at_rest=False)
         if not self._failure_told:
             self._failure_told = True
@@ -199,7 +192,7 @@ class SiteState:
                 " PyTorch's kernel runs in their place, %s",
                 self.name,
                 self.failure,
-                "in this call" if passes else "until they are switched anew",
+                "in this call" if is_transient else "until they are switched anew",
             )
 
 

@@ -106,7 +106,7 @@ class AttentionSpec:
     def extras(self) -> tuple[str, ...]:
         """Names the fields in use for which `F.scaled_dot_product_attention` has no argument."""
         if not (self.is_ranged or self.softcap or self.sinks is not None or self.has_functions):
-            return ()  # of most calls, which ask for it several times
+            return ()  # quickly: most calls have none, and ask for them several times
         fields = {
             "window": self.window != (-1, -1),
             "documents": self.documents is not None,
@@ -118,7 +118,7 @@ class AttentionSpec:
         return tuple(name for name, is_there in fields.items() if is_there)
 
     def check_shape(self, shape: tuple[int, int, int, int]) -> None:
-        """Raises for what does not fit a call's tensors. Values on another device are not read."""
+        """Raises if a field does not fit a call's tensors. Values on other devices are not read."""
         batch, heads, rows, keys = shape
         if self.sinks is not None and len(self.sinks) != heads:
             raise ValueError(
@@ -167,6 +167,6 @@ def _check_documents(documents: Documents) -> None:
 
 
 def check_causal(causal: Causal) -> None:
-    """Raises for what is no `Causal`."""
+    """Raises unless the value is a `Causal`."""
     if causal not in (False, True, "top-left"):
         raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')

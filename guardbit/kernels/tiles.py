@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Pass = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit", "delta"]
+Kernel = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit", "delta"]
 
 
 class Tile(NamedTuple):
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
         )
 
 
-FALLBACK: dict[Pass, dict[int, Tile]] = {
+FALLBACK: dict[Kernel, dict[int, Tile]] = {
     "forward": {
         16: Tile(64, 64, 8, 2),
         32: Tile(64, 64, 4, 2),
@@ -97,7 +97,7 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
 }
 
 #: By compute capability, then pass, then padded head dimension.
-TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
+TILES: dict[tuple[int, int], dict[Kernel, dict[int, Tile]]] = {
     (8, 0): {
         "forward": {
             16: Tile(64, 64, 4, 3),
@@ -189,6 +189,6 @@ TILES[10, 0] = {
 }
 
 
-def tile(capability: tuple[int, int] | None, width: int, kernel: Pass) -> Tile:
+def tile(capability: tuple[int, int] | None, width: int, kernel: Kernel) -> Tile:
     """Looks up how a kernel works on a device."""
     return TILES.get(capability or (0, 0), FALLBACK)[kernel][width]

@@ -379,7 +379,7 @@ class Clipping:
 
 def _sharing(site: Site, sites: Mapping[str, Site]) -> str | None:
     """Returns the name of another module that has some of the weights that a clip scales."""
-    scaled = set(map(id, site.scaled_parameters()))
+    scaled = {id(p) for _, parameters in site.plain_rows() for p in parameters}
     for name, other in sites.items():
         if other is not site and not scaled.isdisjoint(map(id, other.module.parameters())):
             return name

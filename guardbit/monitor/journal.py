@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ _CANNOT = {
     "unwatched": "nothing of the calls is watched",
     "unstabilizable": "no stabilizer works",
     "weights_unavailable": (
-        "the spectral norms, dq_coherent_error and w_q_push, which need W_Q, are unavailable"
+        "the spectral norms and dq_coherent_error, which need W_Q, are unavailable"
     ),
     "keys_unavailable": "the spectral norms of W_K and of W_Q^T W_K are unavailable",
     "errors_unavailable": "rounding errors are unavailable",
@@ -38,6 +39,9 @@ _CANNOT = {
 
 #: How the event begins that says that nothing is watched any more.
 OFF = "the monitor is off, training goes on"
+
+#: Most characters of an alarm's line.
+LINE = 160
 
 #: Failures in a row after which the store gives up: what is pending fills the memory.
 PATIENCE = 100
@@ -51,8 +55,10 @@ class Journal:
         dirpath: str | os.PathLike[str] | None,
         settings: Mapping[str, Any],
         stages: Stages,
+        advice: str = "",
     ) -> None:
         self._dirpath = dirpath
+        self.advice = advice  # what an alarm's line ends with
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
@@ -144,17 +150,24 @@ class Journal:
         if event.kind in ("alarm", "switch"):
             self.events.append(replace(event, why=""))
         if ranks.rank() == 0:
-            where = f" {event.site} heads {list(event.heads)}" if event.site else ""
-            verdict = f" {event.verdict}" if event.kind == "verdict" else ""
-            switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
-            what = f"{event.kind}{where}{verdict}{switch}"
-            why = event.why
-            # A verdict quotes its first alarm, which stands in the log already.
-            for quoted in self._said.values() if event.kind == "verdict" else ():
-                why = why.replace(f": {quoted}", "")
-            if event.kind == "alarm":
-                self._said.setdefault((event.rule, event.site), event.why)
-            log.warning("step %d: %s: %s", event.step, printable(what), printable(why))
+            log.warning("%s", self._line(event))
+
+    def _line(self, event: Event) -> str:
+        """The event in one line; an alarm's is short, as the report has all of it."""
+        why = str(event.why)
+        # An alarm's sentence mostly names its heads.
+        heads = "" if why.startswith("head ") else f" heads {list(event.heads)}"
+        where = f" {event.site}{heads}" if event.site else ""
+        begin = f"GuardBit: step {event.step:,}: {event.kind}{where}"
+        if event.kind == "alarm":
+            self._said.setdefault((event.rule, event.site), why)
+            return shortened(printable(f"{begin}: "), printable(why), self.advice)
+        verdict = f" {event.verdict}" if event.kind == "verdict" else ""
+        switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
+        # A verdict quotes its first alarm, which stands in the log already.
+        for quoted in self._said.values() if event.kind == "verdict" else ():
+            why = why.replace(f": {quoted}", "")
+        return printable(f"{begin}{verdict}{switch}: {why}")
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples, to be read at once; samples of a failed try are written with the next."""
@@ -318,3 +331,16 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def shortened(begin: str, why: str, end: str) -> str:
+    """An alarm's line: of its sentence the first clauses that leave room for what to do."""
+    end = f"; {end}" if end else ""
+    clauses = re.split(r"(?<=[^;,])(?=[;,] )", why)
+    kept = clauses[0]
+    for clause in clauses[1:]:
+        if len(begin + kept + clause + end) > LINE:
+            break
+        kept += clause
+    room = LINE - len(begin) - len(end)
+    return begin + (kept if len(kept) <= room else f"{kept[: room - 3]}...") + end

@@ -28,12 +28,13 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import (
+    SHARES,
     Evidence,
     Judgement,
+    cause_of,
     judge,
     nothing_to_correct,
     severities,
-    unmeasured_cause,
 )
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
@@ -43,6 +44,7 @@ from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import (
+    Burst,
     Measurement,
     NoAttentionSeenError,
     Sent,
@@ -65,7 +67,7 @@ from guardbit.records import Alarm, Event, RunEnd, Sample, event_of
 T = TypeVar("T")
 
 # Of a state. Raise it when states that were taken before no longer fit.
-_FORMAT = 5
+_FORMAT = 6
 
 #: Heads of an attention module that advisories have audited at each sampled step, besides one in
 #: turn.
@@ -206,12 +208,15 @@ class MonitorSession(Guarded):
             settings.num_audited_heads,
             settings.audit_repeats,
         )
+        self._burst = Burst(lambda: self.instrumentation.candidates)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
         self._schedule = Schedule(settings.every_n_train_steps, _warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._report_failure)
-        self._journal = Journal(settings.dirpath, settings.described(), self._stages)
+        self._journal = Journal(
+            settings.dirpath, settings.described(), self._stages, _advice(settings)
+        )
         self._snapshots = Snapshots(
             self.instrumentation,
             settings.dirpath,
@@ -292,6 +297,8 @@ class MonitorSession(Guarded):
             self._measurement.begin()
             self.instrumentation.observe(self._receive_call)
             self._notices.begin_sampled_step()
+        elif is_new and self._burst.is_on:
+            self.instrumentation.observe(self._receive_call, self._burst.heads)
 
     @property
     @guard.method(lambda _: False)
@@ -417,6 +424,8 @@ class MonitorSession(Guarded):
             self.attempt("switch", lambda: self._notices.report_runs(step))
             self.attempt("proofs", self._notices.report_proofs)
         self._step_ended()
+        if self._burst.is_on:
+            self.attempt("burst", lambda: self._end_burst_step(was_sampled))
         if not self._is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
@@ -446,6 +455,11 @@ class MonitorSession(Guarded):
         if unjudged is None:
             return []
         return self.attempt(_WATCHING, lambda: self._judge_and_act(*unjudged)) or []
+
+    def _end_burst_step(self, was_sampled: bool) -> None:
+        self._burst.forget_step()
+        if not was_sampled:
+            self.instrumentation.observe(None)
 
     def _may_wait(self) -> bool:
         """Whether the sampled step that has ended may be judged after the next one."""
@@ -491,6 +505,8 @@ class MonitorSession(Guarded):
         why_none = self._missed.take(self.instrumentation.sites, self.instrumentation.latest_step)
         if why_none is not None:
             self._notices.none_called(step, why_none)
+        if self._burst.is_on:
+            columns |= self.attempt("burst", self._burst.columns) or {}
         self._exchange.metadata = self._facts()
         self._exchange.log_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
@@ -520,6 +536,7 @@ class MonitorSession(Guarded):
         samples = self.samples = self._samples_of_all_ranks(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
+        self.attempt("burst", lambda: self._note_burst(samples))
         self.attempt("judgement", lambda: self._evidence.add(samples))
         self.attempt(
             "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
@@ -576,6 +593,24 @@ class MonitorSession(Guarded):
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
 
+        self.attempt("burst", lambda: self._begin_bursts(found))
+
+    def _begin_bursts(self, found: list[Alarm]) -> None:
+        """Measures the heads of alarms and advisories at every step for a while."""
+        if nothing_to_correct(self._journal.metadata):
+            return
+        for alarm in found:
+            if alarm.site and set(SHARES) <= set(self._measurement.wanted):
+                self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
+        if self._burst.is_on:
+            self._burst.listen(partial(self.attempt, "burst"))
+
+    def _note_burst(self, samples: list[Sample]) -> None:
+        self._burst.note(samples)
+        why = self._burst.why_not
+        if why != self._journal.metadata.get("rounding_unmeasured", ""):
+            self._journal.note({"rounding_unmeasured": why})
+
     def _clip(self, samples: list[Sample]) -> None:
         """Clips the heads above the policy's bound, if it has come to that."""
         policy = self.policy
@@ -585,7 +620,14 @@ class MonitorSession(Guarded):
 
     def _judge(self, ended: int) -> None:
         """Records the verdict on the run if it is another than before."""
-        event = self._findings.judge(unmeasured_cause(self._journal.metadata), ended)
+        layers = self._evidence.layers
+        heads = [
+            (layers[site], head)
+            for site, heads in self._findings.alarmed.items() if site in layers
+            for head in sorted(heads)
+        ]  # fmt: skip
+        cause = cause_of(self._evidence, heads, self._journal.metadata)
+        event = self._findings.judge(cause, ended)
         if event is not None:
             self.record(event)
 
@@ -598,6 +640,7 @@ class MonitorSession(Guarded):
         self._schedule.abandon()
         self.attempt("capture", lambda: self.instrumentation.observe(None))
         self.attempt("capture", self._measurement.discard)
+        self.attempt("burst", self._burst.forget_step)
         self.attempt("coverage", self._notices.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
@@ -629,6 +672,7 @@ class MonitorSession(Guarded):
                 each.callback(self._stages.always, "close", last)
 
     def _drop_calls(self) -> None:
+        self._burst.stop()
         self.instrumentation.observe(None)
         self._measurement.discard()
         self._notices.abandon_sampled_step()
@@ -760,6 +804,10 @@ class MonitorSession(Guarded):
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
                 if self._examinations.wants_calls:
                     self.attempt("preflight", lambda: self._examinations.take(call))
+                if self._burst.is_on:
+                    self.attempt("burst", lambda: self._burst.consume(call))
+                if not self._schedule.is_sampled:
+                    return
                 self._precisions.add(_precision_of(call.q))
                 self._measurement.consume(call)
                 self.attempt("snapshots", lambda: self._snapshots.consume(call))
@@ -832,6 +880,7 @@ class MonitorSession(Guarded):
             "is_of_parts": bool(self._switching.asked_elsewhere),
             "running": {name: list(names) for name, names in self._switching.running().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
+            "burst": self._burst.state_dict(),
             **self._findings.state_dict(),
         }
 
@@ -886,6 +935,10 @@ class MonitorSession(Guarded):
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         self._findings.load_state_dict(state)
+        for site, heads in state["burst"].items():
+            self._burst.want(site, heads)
+        if self._burst.is_on:
+            self._burst.listen(partial(self.attempt, "burst"))
         self._unjudged = None
 
     def _is_due(self, step: int) -> bool:
@@ -899,7 +952,8 @@ class MonitorSession(Guarded):
         """Leaves calls alone unless the step is sampled; returns whether they are wanted."""
         unfit = self._stages.off & {_WATCHING, "capture", "metrics"}
         wanted = self._measurement.needs_calls and not unfit and not self._has_given_up
-        self.instrumentation.rest(not (is_sampled and wanted))
+        bursts = () if unfit | (self._stages.off & {"burst"}) else self._burst.heads
+        self.instrumentation.rest(not (is_sampled and wanted), bursts)
         return is_sampled and wanted
 
     # --- faults ----------------------------------------------------------------------------------
@@ -975,6 +1029,13 @@ def _failed_elsewhere() -> None:
 def _warn(line: str) -> None:
     if ranks.rank() == 0:
         log.warning("%s", line)
+
+
+def _advice(settings: Settings) -> str:
+    """What an alarm's line tells the user to do."""
+    if settings.policy is None:
+        return "to correct it attach a policy"
+    return "dry_run: nothing is switched" if settings.dry_run else ""
 
 
 def _precision_of(q: Tensor) -> str:

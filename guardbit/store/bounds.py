@@ -20,12 +20,12 @@ from guardbit.store.files import EVENT_COLUMNS
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
 MAX_STEP = 2**53
-#: Layers of a model and heads of a layer, eight times those of the largest models published (126
-#: layers of 128 heads). Layers and heads count from 0.
+#: Most layers of a model and heads of a layer, eight times those of the largest models published
+#: (126 layers of 128 heads). Layers and heads count from 0.
 MAX_LAYERS = MAX_HEADS = 1024
-#: Bytes of a file of JSON, of one event in it, and of a CSV, unpacked.
+#: Most bytes of a file of JSON, of one event in it, and of an unpacked CSV.
 MAX_JSON, MAX_EVENT, MAX_CSV = 256 << 20, 1 << 20, 8 << 30
-#: Levels of a run's metadata; GuardBit's own has four.
+#: Most levels of a run's metadata; GuardBit's own has four.
 MAX_DEPTH = 32
 
 #: Why rows are left out.
@@ -34,7 +34,7 @@ OUT_OF_BOUNDS = (
     f"{MAX_HEADS - 1}"
 )
 
-#: Its functions are made when it is imported, where type checkers do not see them.
+#: `pyarrow.compute`, whose functions are made at import, where type checkers do not see them.
 compute: Any = pyarrow.compute
 Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
 
@@ -95,7 +95,7 @@ def checked_event(event: Any) -> dict[str, Any]:
 
 
 class Session(NamedTuple):
-    """What a session's file holds; one that goes on, or was killed, has no end."""
+    """What a session's file holds; a session that goes on, or was killed, has no end."""
 
     start_step: int | None
     metadata: dict[str, Any]

@@ -40,7 +40,7 @@ UNREADABLE = (OSError, ValueError, OverflowError, RecursionError, MemoryError, p
 #: Seconds without a write after which a half-written file counts as abandoned.
 _ABANDONED = 600.0
 
-#: Levels below a folder at which runs are looked for, how many are, and how many an error names.
+#: How deep runs are searched below a folder, how many are listed, and how many an error names.
 _DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
 
 _SEGMENT_NAME = re.compile(
@@ -82,7 +82,7 @@ class Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """Lists what a folder holds of a run; other files are passed over."""
+    """Lists the files of a run in a folder; skips others."""
     listing = Listing({}, {"samples": {}, "events": {}})
     for name in sorted(os.listdir(folder)):
         if match := _SEGMENT_NAME.fullmatch(name):
@@ -111,13 +111,13 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
 
 
 def place_of_run(path: Path) -> Path:
-    """The folder that a run is called by: the log directory in which the run's own folder is."""
+    """Returns the folder that a run is named after: the log directory that holds its `guardbit`."""
     path = Path(os.path.realpath(path))  # unlike `Path.resolve`, it takes a loop of links
     return path.parent if path.name == RUN_FOLDER and path.parent.name else path
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """The runs below a folder, each as the folder that people call it by; by name."""
+    """Returns the runs below a folder, by name, each as the folder that it is named after."""
     found: list[Path] = []
     for place, inner, _ in os.walk(folder):
         inner.sort()

@@ -61,11 +61,11 @@ class RunFollower:
         self.folder = Path(folder)
         #: Time of the newest file of the run, in seconds since 1970; None while there is none.
         self.last_written: float | None = None
-        #: What describes the run as a whole: that of all sessions, later ones first.
+        #: The metadata of all sessions; where two give the same key, the later one's.
         self.metadata: dict[str, Any] = {}
         #: How the run ended, as `guardbit.store.read_end` returns it.
         self.end: RunEnd | None = None
-        #: Bytes of the segments that the last look found, and how many of these bytes are read.
+        #: Bytes of the segments of samples that were new, and how many of these are read.
         self.bytes_found, self.bytes_read = 0, 0
         self.broken: set[Path] = set()
         self._listing = Listing({}, {"samples": {}, "events": {}})
@@ -73,7 +73,7 @@ class RunFollower:
         self._next_flush: dict[SessionKey, int] = {}
 
     def look(self) -> bool:
-        """Looks at what the folder holds now; returns whether its samples are to be read anew."""
+        """Lists what the folder holds now; returns whether all samples must be read again."""
         self.folder = folder_of_run(self.folder)
         try:
             self._listing = list_folder(self.folder)
@@ -129,7 +129,7 @@ class RunFollower:
             if segment.last >= self._next_flush.get(key, 0) and segment.path not in self.broken
         )
         self.bytes_found, self.bytes_read = sum(_stat(segment.path)[0] for segment in new), 0
-        # What a live writer has merged meanwhile, the next look finds.
+        # The next look finds what a live writer has merged meanwhile.
         with contextlib.suppress(FileNotFoundError):
             yield from self.read("samples", load, self._next_flush)
 
@@ -148,7 +148,7 @@ class RunFollower:
                 except FileNotFoundError:
                     raise
                 except UNREADABLE as error:
-                    # Those that it covers may be there still.
+                    # The segments that it covers may still be there.
                     self.broken.add(segment.path)
                     warnings.warn(
                         f"left out the segment {segment.path}, which cannot be read: {error}",
@@ -233,7 +233,7 @@ def _load_session(path: Path) -> Session:
 
 
 def _age(segment: Segment) -> tuple[str, int]:
-    """Sorts the segments of all sessions as they were written: names count up."""
+    """Sorts the segments of all sessions as they were written, because names count up."""
     return segment.path.name.split("-")[1], segment.last
 
 

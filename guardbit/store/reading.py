@@ -19,7 +19,7 @@ from guardbit.store.bounds import MAX_CSV, good_rows, warn_of_rows
 from guardbit.store.files import COLUMNS, EVENT_COLUMNS, KEY, SCHEMA, check_columns, existing
 from guardbit.store.following import BATCHES, Part, RunFollower, load_events, sample_batches
 
-#: How often a reader tries again when the merge of a live writer has removed a file.
+#: How often a reader tries when the merge of a live writer removes a file.
 _READ_ATTEMPTS = 10
 
 
@@ -75,9 +75,9 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
         path: Folder of a run; or a CSV file, which holds no events.
 
     Returns:
-        One row an event, with the columns step (int64), kind (str), site (str), heads (tuple of
-        int), why (str), rule (str) and stabilizer (str), sorted by step and, within one, in the
-        order they were written.
+        One row an event, with the columns step (int64), kind, site, heads (tuple of int), why,
+        rule, stabilizer, verdict and judges (str; see `guardbit.records.Event`), sorted by step
+        and, within one, in the order they were written.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
@@ -117,7 +117,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
-    """Reads how a run ended."""
+    """Reads how a run ended; None if it goes on, was killed, or is a CSV file."""
     return _looked_at(path).end
 
 
@@ -128,7 +128,7 @@ def _looked_at(path: str | os.PathLike[str]) -> RunFollower:
 
 
 def _read_all(folder: Path, kind: str, load: Callable[[Path, float], Iterable[Part]]) -> list[Part]:
-    """Reads all segments of a kind; again, when a live writer has merged some meanwhile."""
+    """Reads all segments of a kind; tries again if a live writer merged some meanwhile."""
     loaded: dict[tuple[Path, float], list[Part]] = {}
     follower = RunFollower(folder)
 

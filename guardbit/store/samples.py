@@ -1,4 +1,4 @@
-"""Rows of a table as samples."""
+"""Turns rows of a table into samples."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pandas as pd
 from guardbit.records import Sample
 from guardbit.store.files import COLUMNS, check_columns
 
-#: More heads than any attention has; beyond it a number is no head.
-MAX_HEADS = 65_536
+#: More heads than any attention has; a larger number is a mistake.
+_MOST_HEADS = 65_536
 
 
 def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
@@ -28,19 +28,19 @@ def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
         of = of.astype(object)
     frame = frame.assign(site=of.where(of.notna(), ""))
     site, sites = pd.factorize(frame["site"], sort=True)
-    # A row that names no indicator is of none: by default pandas numbers it -1, which is the last.
+    # A row without an indicator belongs to none; by default pandas numbers it -1, the last one.
     indicator, indicators = pd.factorize(frame["indicator"], sort=True, use_na_sentinel=False)
     columns = [frame[name].to_numpy() for name in ("step", "layer", "head", "value")]
     order = np.lexsort((indicator, columns[1], site, columns[0]))
     site, indicator = site[order], indicator[order]
     step, layer, head, value = (column[order] for column in columns)
     is_module = np.array([name != "" for name in sites])[site]
-    wrong = np.flatnonzero(is_module & ~((head >= 0) & (head < MAX_HEADS)))
+    wrong = np.flatnonzero(is_module & ~((head >= 0) & (head < _MOST_HEADS)))
     if len(wrong):
         first = wrong[0]
         raise ValueError(
             f"head {head[first]} of site {sites[site[first]]!r} at step {step[first]} in the "
-            f"telemetry; the heads of a site count from 0 to {MAX_HEADS - 1} at most"
+            f"telemetry; the heads of a site count from 0 to {_MOST_HEADS - 1} at most"
         )
     keys = np.stack([step, layer, site, indicator]).astype(np.int64)
     starts = np.flatnonzero(np.diff(keys, axis=1, prepend=keys[:, :1] - 1).any(0))

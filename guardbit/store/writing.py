@@ -91,7 +91,7 @@ class _SegmentSeries:
             self.merge(_FAN_OUT)
 
     def merge(self, count: int | None = None) -> None:
-        """Merges so many of the newest segments into one, by default all."""
+        """Merges the `count` newest segments into one, by default all."""
         covered = self._segments[-count:] if count else list(self._segments)
         if len(covered) < 2:
             return
@@ -236,7 +236,7 @@ class RunWriter:
 
 
 def _sound(value: Any) -> Any:
-    """Returns a value with all its texts free of lone surrogates."""
+    """Returns a value with the lone surrogates in its texts escaped."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):

@@ -31,8 +31,10 @@ def is_uncorrected(run: Run) -> bool:
 
 
 def is_corrected(run: Run) -> bool:
-    """Whether all heads of a run were corrected from its first step on, at the study's rate."""
-    return run.facts["arm"] == "from_start" and run.facts["learning_rate"] == 1.5e-3
+    """Whether delta was corrected in all heads from the start, at the study's rate."""
+    facts = run.facts
+    is_corrected = facts["arm"] == "from_start" and facts["stabilizer"] != "row_max"
+    return is_corrected and facts["learning_rate"] == 1.5e-3
 
 
 def table(runs: list[Run]) -> pd.DataFrame:

@@ -37,8 +37,10 @@ _NATIVE = ("growth_run", "growth_flash", "growth_guardbit")
 ORIGINALS = {
     "seed1": "stock-cudnn-lr1.5e-03-seed1-again12",
     "seed4": "stock-cudnn-lr1.5e-03-seed4-again9",
+    "seed4-3200": "stock-cudnn-lr1.5e-03-seed4-again40",
     "seed8": "stock-cudnn-lr1.5e-03-seed8-again11",
     "seed9": "stock-cudnn-lr1.5e-03-seed9-again5",
+    "seed9-2400": "stock-cudnn-lr1.5e-03-seed9-again50",
     "seed10": "stock-cudnn-lr1.5e-03-seed10-again5",
     "seed12": "stock-cudnn-lr1.5e-03-seed12-again11",
     "seed12-6400": "stock-cudnn-lr1.5e-03-seed12-again11",

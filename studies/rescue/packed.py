@@ -20,6 +20,10 @@ from guardbit.store.samples import samples_of
 from studies.rescue.heads import pack_heads
 from studies.rescue.updates import pack_updates
 
+#: Starts that are kept because they were alarmed before the one beside them, which is not kept.
+#: They do not count where it is told how many runs are alarmed.
+ALARMED_FIRST = ("stock-cudnn-lr1.5e-03-seed4-again40", "stock-cudnn-lr1.5e-03-seed9-again50")
+
 #: Steps between the losses that are kept, and between all else.
 LOSS_STEPS, HEAD_STEPS = 20, 200
 

@@ -53,10 +53,10 @@ def collect(folder: Path) -> pd.DataFrame:
     """
     rows = []
     for about in sorted(folder.glob("*-from*/about.json")):
-        run = _read(about.parent)
+        run = read(about.parent)
         begin = begun_at(run.name)
         assert begin is not None, run.name
-        origin = _read(folder / Path(run.facts["branched_from"]).parent.name)
+        origin = read(folder / Path(run.facts["branched_from"]).parent.name)
         head = next(iter(alarms(origin)))
         own = run.frame[run.frame["step"] > begin]
         loss, logit = series(own, "loss"), series(own, "max_logit")
@@ -80,7 +80,8 @@ def collect(folder: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _read(folder: Path) -> Run:
+def read(folder: Path) -> Run:
+    """A run as `train.py` wrote it."""
     facts = json.loads((folder / "about.json").read_text())
     return Run(folder.name, facts, read_run(folder), read_events(folder))
 

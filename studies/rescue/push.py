@@ -19,8 +19,8 @@ rest of the change is of second order: steps in all directions lengthen a matrix
 run's own, with cuDNN's errors in it; a run that is corrected from here on would come to another.)
 
 `share` needs no optimizer: with p = -u^T dW_err v and r, the same of the run's gradient without its
-error, it is p / (|p| + |r|), from -1 to 1. (`growth` and `share` are sums over steps. Files made
-before there was a share lack it.)
+error, it is p / (|p| + |r|), from -1 to 1. (`growth` and `share` are sums over steps. The
+committed files lack `share`, which nothing reads.)
 
     python -m studies.rescue.growth studies/rescue/results/push-*.csv.gz
 

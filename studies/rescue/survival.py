@@ -3,9 +3,9 @@
     python -m studies.rescue.survival studies/rescue/results
 
 The runs are those without a correction at rates below 2e-3 whose outcome can be judged: they
-failed, or have a sound run on the same batches to be compared with. First alarms are those of
-today's rules, from a replay. Kaplan-Meier estimates; intervals from a bootstrap over seeds and
-rates, because runs of one seed share batches.
+failed, or have a sound run on the same batches to be compared with. Starts that were kept because
+they were alarmed are left out. First alarms are those of today's rules, from a replay. Kaplan-Meier
+estimates; intervals from a bootstrap over seeds and rates, because runs of one seed share batches.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pandas as pd
 
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_metadata, read_run
+from studies.rescue.packed import ALARMED_FIRST
 
 #: The clock strikes at this step.
 CLOCK = 5000
@@ -93,6 +94,7 @@ def main(words: Sequence[str] | None = None) -> None:
     results = parser.parse_args(words).results
     runs = pd.read_csv(results / "runs.csv")
     is_uncorrected = runs["arm"].isin(("stock", "restart")) & (runs["learning_rate"] < 2e-3)
+    is_uncorrected &= ~runs["run"].isin(ALARMED_FIRST)
     runs = runs[is_uncorrected & (runs["matched"].notna() | runs["failed_at"].notna())]
     alarms: dict[str, float] = {}
     high: dict[str, float] = {}

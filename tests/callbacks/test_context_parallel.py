@@ -1,4 +1,4 @@
-"""Two gloo processes that share the tokens of a batch: the norms are watched, and the run is left.
+"""Two gloo processes that share the tokens of a batch: norms are watched, the run keeps its bits.
 
 PyTorch's ring is its own, around the kernel of the CPU, which it does not know by itself.
 """

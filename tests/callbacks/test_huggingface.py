@@ -123,7 +123,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     lines = [line for line in capsys.readouterr().out.splitlines() if "GuardBit" in line]
     place = f"'{folder}/guardbit'"
     assert lines == [
-        f"GuardBit samples attention every 4 steps; to look on: guardbit live {place}",
+        f"GuardBit samples attention every 4 steps; the live page: guardbit live {place}",
         "GuardBit: run finished. Healthy: no alarm up to step 8; the report: "
         f"guardbit report {place}",
     ]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @dataclass(frozen=True)
 class Fires:
-    """Alarms on one head at each sample, as often as it is let."""
+    """Alarms on the next head at each sample."""
 
     role = Role()
     name: str = "fires"

@@ -37,8 +37,8 @@ def shown(page, frame, events, pieces):
     for first, after in zip(bounds, [*bounds[1:], math.inf], strict=True):
         page.take(frame[frame["step"].between(first, after, inclusive="left")])
     page.events = events
-    page.take_picture()
-    return page.picture()
+    page.update_state()
+    return page.state()
 
 
 @pytest.mark.parametrize("run", RUNS)

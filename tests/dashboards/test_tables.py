@@ -87,7 +87,7 @@ def test_empty_tables_give_empty_answers(empty):
     assert ranking.notable_heads(tables.by_head(empty, "max_logit"), []) == []
     assert marks.current_stabilizers(empty, empty) == {}
     assert ranking.heads_to_watch(empty, None).empty
-    assert effect.before_and_after(empty, empty).empty
+    assert effect.effect_of_switch(empty, empty).empty
     assert marks.events_of(None) == []
 
 
@@ -160,7 +160,7 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
 
 
 def test_before_and_after_are_of_the_alarmed_head(run):
-    table = effect.before_and_after(run.frame, run.events).set_index("indicator")
+    table = effect.effect_of_switch(run.frame, run.events).set_index("indicator")
     at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
     end = {3: undone, 7: -1}
     for name, array in run.values.items():
@@ -185,10 +185,10 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
     switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
     alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
-    (row,) = effect.before_and_after(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
+    (row,) = effect.effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
     assert tuple(row) == ("max_logit", 0, 1, 1000.0, 100.0)
     # Without an alarm all count; the one that was largest is compared with itself.
-    (row,) = effect.before_and_after(frame, pd.DataFrame(switches)).itertuples(False)
+    (row,) = effect.effect_of_switch(frame, pd.DataFrame(switches)).itertuples(False)
     assert tuple(row) == ("max_logit", 1, 0, 2000.0, 3000.0)
 
 
@@ -197,12 +197,12 @@ def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(
         event(step, "switch", "h.2.attn", (7,), stabilizer=stabilizer)
         for step, stabilizer in ((3100, "compensated"), (3600, "none"))
     )
-    table = effect.before_and_after(run.frame, events).set_index("indicator")
+    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:].mean()
     assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
     # Switched once more it counts to the end.
     more = pd.DataFrame([event(4000, "switch", "h.2.attn", (7,), stabilizer="row_max")])
-    table = effect.before_and_after(run.frame, pd.concat([events, more])).set_index("indicator")
+    table = effect.effect_of_switch(run.frame, pd.concat([events, more])).set_index("indicator")
     assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
@@ -211,7 +211,7 @@ def test_of_several_switches_the_earliest_counts_for_the_run(run):
         event(step, "switch", "h.2.attn", (head,), stabilizer="compensated")
         for step, head in ((3600, 3), (3100, 7))
     )
-    table = effect.before_and_after(run.frame, events).set_index("indicator")
+    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
 
@@ -219,7 +219,7 @@ def test_of_several_switches_the_earliest_counts_for_the_run(run):
 def test_the_sample_of_the_switch_counts_before_it(run):
     last, earlier = run.steps[-1], run.steps[-4]
     switch = pd.DataFrame([event(earlier, "switch", "h.2.attn", (7,), stabilizer="compensated")])
-    table = effect.before_and_after(run.frame, switch).set_index("indicator")
+    table = effect.effect_of_switch(run.frame, switch).set_index("indicator")
     after = run.values["max_logit"][2, 7, run.steps > earlier]
     assert len(after) == 3 and last > earlier
     assert (
@@ -230,7 +230,7 @@ def test_the_sample_of_the_switch_counts_before_it(run):
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
     switch = pd.DataFrame([event(4990, "switch", "h.2.attn", (7,), stabilizer="compensated")])
-    table = effect.before_and_after(run.frame, switch)
+    table = effect.effect_of_switch(run.frame, switch)
     assert table["before"].notna().all()
     assert table["after"].isna().all()
 
@@ -241,7 +241,7 @@ def test_the_sign_of_the_worst_head_is_kept(run):
     picked = expected[np.abs(expected).argmax(axis=0), np.arange(expected.shape[1])]
     np.testing.assert_array_equal(by_layer[2], picked)
     switch = pd.DataFrame([event(3100, "switch", "h.2.attn", (3,), stabilizer="compensated")])
-    table = effect.before_and_after(run.frame, switch).set_index("indicator")
+    table = effect.effect_of_switch(run.frame, switch).set_index("indicator")
     assert table.loc["delta_bias_cumulative", "after"] < -3
 
 
@@ -277,7 +277,7 @@ def test_a_switch_that_was_not_made_is_none(run):
     assert list(marks.first_events(run.frame, events, "switch")) == [(1, 0), (1, 1)]
     switched = {(1, 0): "compensated", (1, 1): "compensated"}
     assert marks.current_stabilizers(run.frame, events) == switched
-    assert [marks.what_of(event) for event in marks.events_of(events)] == ["switch", "refusal"]
+    assert [marks.mark_or_kind(event) for event in marks.events_of(events)] == ["switch", "refusal"]
 
 
 def test_checked_samples_leave_the_callers_table_alone(run):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from guardbit.doctor.engines import flex
 from guardbit.doctor.exact import exactly, units_of
 from guardbit.doctor.inputs import Shape, dense_spec, make
-from guardbit.kernels.engines import Whole, choose
+from guardbit.kernels.engines import AutogradEngine, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
 from tests.doctor.faulty_engines import (
     SHAPE,
@@ -145,7 +145,7 @@ def sound_engines(shape, mask, dtype):
     """PyTorch's, as it chooses them, its math kernel, and attention that is written out."""
     call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cpu"), dtype, "cpu")
     yield choose(call.q, call.k, call.v, call.spec, training=True)
-    yield Whole(torch.nn.attention.SDPBackend.MATH)
+    yield AutogradEngine(torch.nn.attention.SDPBackend.MATH)
     if dtype == torch.bfloat16:
         yield Written("written")
         yield Written("delta from P", reads_out=False)
@@ -184,7 +184,7 @@ def test_softcapped_attention_in_fp64_is_that_of_autograd():
 
 @pytest.fixture
 def flex_trains_here(monkeypatch):
-    """PyTorch refuses to on CPUs, though its plain-torch road has a backward."""
+    """PyTorch refuses to on CPUs, though its plain-torch code has a backward."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 

@@ -1,4 +1,4 @@
-"""A run that a learning rate far too high has ruined: rounding is not blamed for it."""
+"""A run that too high a learning rate has ruined: the diagnosis does not blame rounding."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""The doctor examines the functions of libraries on packed sequences; they are stood in for."""
+"""The doctor examines stand-ins for the functions of libraries on packed sequences."""
 
 from dataclasses import replace
 

@@ -109,11 +109,11 @@ _TOOL = 4
 _holds: dict[CodeType, bool] = {}
 
 
-def _watch(heard: Any, point: Point | None) -> None:
+def _watch(observed: Any, point: Point | None) -> None:
     if sys.version_info >= (3, 12):
-        _watch_by_monitoring(heard, point)
+        _watch_by_monitoring(observed, point)
     else:
-        _watch_by_tracing(heard, point)
+        _watch_by_tracing(observed, point)
 
 
 def _stop() -> None:
@@ -127,12 +127,12 @@ def _stop() -> None:
         sys.settrace(None)
 
 
-def _watch_by_tracing(heard: Any, point: Point | None) -> None:
+def _watch_by_tracing(observed: Any, point: Point | None) -> None:
     _holds.clear()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
-            heard(frame.f_code.co_filename, frame.f_lineno)
+            observed(frame.f_code.co_filename, frame.f_lineno)
         return local
 
     def each_call(frame: FrameType, event: str, _: Any) -> Any:
@@ -153,7 +153,7 @@ def _is_wanted(code: CodeType, point: Point | None) -> bool:
     return any(line == point.line for _, _, line in code.co_lines())
 
 
-def _watch_by_monitoring(heard: Any, point: Point | None) -> None:
+def _watch_by_monitoring(observed: Any, point: Point | None) -> None:
     monitoring = sys.monitoring  # pyright: ignore[reportAttributeAccessIssue]
     monitoring.use_tool_id(_TOOL, "guardbit faults")
 
@@ -161,7 +161,7 @@ def _watch_by_monitoring(heard: Any, point: Point | None) -> None:
         file = code.co_filename
         if not is_ours(file) or (point is not None and (file, line) != point[:2]):
             return monitoring.DISABLE
-        return heard(file, line)
+        return observed(file, line)
 
     monitoring.register_callback(_TOOL, monitoring.events.LINE, each_line)
     monitoring.set_events(_TOOL, monitoring.events.LINE)

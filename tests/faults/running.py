@@ -47,7 +47,7 @@ AGAIN = "at the second try: "
 
 
 class Plan(NamedTuple):
-    """What is injected where."""
+    """What is injected, and where."""
 
     seed: int
     scenario: str
@@ -167,7 +167,7 @@ def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = F
 
 
 def judge(plan: Plan, reference: Reference, found: Outcome) -> tuple[str, str]:
-    """Returns the result of an injection in a word or two, and what there is to say of it."""
+    """Returns the result of an injection in a word or two, and its details."""
     if not found.has_fired:
         return "not reached", ""
     if found.left:
@@ -277,7 +277,7 @@ counts_known: dict[str, dict[tuple[str, int], int]] = {}
 
 
 def reference_of(scenario: str) -> Reference:
-    """Returns what a scenario does when nothing fails; finds it out unless it is known."""
+    """Returns what a scenario does when nothing fails; runs it the first time."""
     if scenario in references_known:
         return references_known[scenario]
     unwatched, watched = _sound(scenario, False), _sound(scenario, True)
@@ -288,7 +288,7 @@ def reference_of(scenario: str) -> Reference:
 
 
 def counts_of(scenario: str) -> dict[tuple[str, int], int]:
-    """Returns how often which line of GuardBit runs; finds it out unless it is known."""
+    """Returns how often each line of GuardBit runs; counts the first time."""
     if scenario not in counts_known:
         counts_known[scenario] = _sound(scenario, True, counts=True).counts
     return counts_known[scenario]
@@ -311,7 +311,7 @@ def plan_of(seed: int, scenarios: list[str]) -> Plan:
 
 
 def inject(plan: Plan) -> tuple[str, str]:
-    """Carries a plan out; returns its result and what there is to say of it.
+    """Carries a plan out; returns its result and its details.
 
     A process that died is started once more, because compilers and forks have crashes of their own;
     that is said. One that dies again counts as crashed.

@@ -59,7 +59,7 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Run:
-    """A run: what it is to do, and what it leaves.
+    """A run: its settings, and what it leaves.
 
     Attributes:
         folder: Where its telemetry goes.

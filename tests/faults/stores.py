@@ -175,7 +175,7 @@ def read(command: str, folder: Path) -> str:
 
 
 def try_one(seed: int, command: str) -> tuple[str, str]:
-    """Corrupts a run and lets one command read it; returns the result and what there is to say."""
+    """Corrupts a run and lets one command read it; returns the result and its details."""
     chance = random.Random(seed)
     root = Path(tempfile.mkdtemp(prefix="guardbit-stores-"))
     folder = root / "run"

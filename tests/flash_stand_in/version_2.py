@@ -1,4 +1,4 @@
-"""What `flash_attn` 2 has of functions, private ones too."""
+"""The functions of `flash_attn` 2, private ones included."""
 
 import sys
 

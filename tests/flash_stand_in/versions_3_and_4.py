@@ -1,4 +1,4 @@
-"""What `flash_attn_interface` and `flash_attn.cute` have of functions, private ones too."""
+"""The functions of `flash_attn_interface` and `flash_attn.cute`, private ones included."""
 
 import sys
 

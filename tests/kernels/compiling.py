@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that this machine lacks, and records what came out.
+"""Compiles the kernels for GPUs that this machine lacks, and records the results.
 
 All of them take ten minutes, and the result depends on nothing but the kernels, their options and
 the compilers. So `compiled.csv` holds it, found by a hash of those. After a change of kernels or
@@ -117,7 +117,7 @@ def source_of(kernel, constants, dtype, pointers):
 
 
 def variants(architecture):
-    """Yields a `Variant` an entry, all stabilizers and bounds in it, and those with more in it."""
+    """Yields a `Variant` of each entry with all stabilizers and bounds, and those with more."""
     from guardbit.kernels import tiles
     from guardbit.kernels.device import audit, backward, delta, forward, launch, shadow
 
@@ -326,7 +326,7 @@ def filled(architecture):
 
 
 def write_record():
-    """Compiles what the record lacks, and leaves out what is no more."""
+    """Compiles what the record lacks, and drops variants that no longer exist."""
     # A process an architecture: what `examine` tells Triton stays, and belongs to the compiler.
     context = get_context("spawn")
     with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
+from tests.kernels.switched import switchable_attention
 from tests.oracle import attend, dense, split
 
 
@@ -234,13 +234,13 @@ def check_sink(
 
 
 def rounding_of_ds(weights: Tensor, d_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rounding dS to a kernel's format takes from it, or adds."""
+    """The difference that rounding to a kernel's format makes to dS."""
     ds = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
     return round_nearest(ds, dtype).double() - ds
 
 
 def equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
-    """Whether tensors agree bit for bit, two and two; NaN is NaN."""
+    """Whether pairs of tensors agree bit for bit; NaN equals NaN."""
     return all(
         torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
         for a, b in zip(first, second, strict=True)

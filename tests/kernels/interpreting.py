@@ -19,7 +19,7 @@ any_to_tensor = TritonSemantic.to_tensor
 
 
 def call(self, *args, **kwargs):
-    """Calls a device function, as Triton does, whose way takes two thirds of the tests' time.
+    """Calls a device function; Triton's own way takes two thirds of the tests' time.
 
     Triton goes through all of `triton.language` at every such call and puts the interpreter's
     functions there. They are there already: of `tl` since the launch, and of what Triton's own
@@ -65,7 +65,7 @@ def tensor(self, handle, type):
 
 
 def numpy_dtype(dtype):
-    """Looks a dtype up, without a table made anew for it."""
+    """Looks a dtype up, without building a table each time."""
     name = dtype.name
     if name not in NUMPY_DTYPES:
         NUMPY_DTYPES[name] = find_numpy_dtype(dtype)

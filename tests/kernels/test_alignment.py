@@ -30,7 +30,7 @@ def promised(code):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A compiler that has not been told yet, and compiles anew."""
+    """A compiler without the promise and without a cache."""
     from torch._inductor import lowering
 
     ops = (op._without_dropout, op._backward)

@@ -17,11 +17,11 @@ from torch.autograd import forward_ad
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, op, reference
 from guardbit.kernels.attention_call import Call
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels import tensors
+from tests.kernels.switched import in_force, switchable_attention
 from tests.kernels.tensors import gradients
 from tests.oracle import dense
 
@@ -262,7 +262,7 @@ def test_launches_and_observer_tell_what_ran(site):
     calls = []
     state.observer = calls.append
     gradients(switched(site), (q, k, v), d_out)
-    assert state.in_force == ("none",) * 4
+    assert in_force(state) == ("none",) * 4
     switch(site, MIX)
     out, dq, dk, dv = gradients(switched(site), (q, k, v), d_out)
     assert state.launches == {
@@ -295,7 +295,7 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     switch(site, ["compensated"] * 3)
     found = gradients(switched(site), (q, k, v), d_out)
     assert all(torch.equal(a, b) for a, b in zip(found, native, strict=True))
-    assert runtime.site(int(site)).in_force == ("none",) * 4
+    assert in_force(runtime.site(int(site))) == ("none",) * 4
 
 
 def test_numbers_of_sites_do_not_repeat():

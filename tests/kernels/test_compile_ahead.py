@@ -41,7 +41,7 @@ SPILLS = {
 
 
 def rows(architecture, *options):
-    """What is known of an architecture's variants: the lines of `compiling.py`."""
+    """An architecture's variants: the lines that `compiling.py` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
         [sys.executable, Path(__file__).with_name("compiling.py"), str(architecture), *options],

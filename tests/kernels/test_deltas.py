@@ -1,4 +1,4 @@
-"""A delta of another kind than those there are: what its heads run, and what the others keep."""
+"""A new kind of delta: what its heads run, and what the others keep."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from guardbit.kernels.spec import AttentionSpec
 
 @pytest.fixture
 def triton_calls(monkeypatch):
-    """As if the CPU were a GPU that Triton serves; the names of the Triton functions called."""
+    """Makes dispatch take the CPU for a GPU; collects the names of the Triton functions called."""
     calls = []
 
     def recording(module, name):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import reference
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 from tests.kernels import tensors
+from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order

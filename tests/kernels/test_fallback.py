@@ -1,4 +1,4 @@
-"""Where the kernels of switched heads fail, PyTorch's takes the call, and everybody is told."""
+"""Where the kernels of switched heads fail, PyTorch's takes the call, and it is reported."""
 
 import logging
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from guardbit import flash_attention
 from guardbit.kernels import dispatch
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
+from tests.kernels.switched import in_force, switchable_attention
 from tests.kernels.tensors import gradients, inputs
 
 SOME = ("none", "compensated", "none", "row_max")
@@ -78,7 +78,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, cap
     assert "(RuntimeError: no such instruction)" in record.getMessage()
     assert record.getMessage().endswith("until they are switched anew")
     assert state.failure == "RuntimeError: no such instruction"
-    assert state.in_force == ("none",) * 4
+    assert in_force(state) == ("none",) * 4
     assert state.asked == names
     assert [call.stabilizers for call in calls] == [names, *[("none",) * 4] * 3]
     assert state.ran == ("none",) * 4
@@ -88,7 +88,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, cap
     state.switch(names)
     assert state.failure is None
     assert same(switched(site), healthy)
-    assert state.in_force == names
+    assert in_force(state) == names
 
 
 def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
@@ -99,11 +99,11 @@ def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
         for _ in range(2):
             broken["forward"] = torch.OutOfMemoryError("out of memory")
             assert same(switched(site), plain())
-            assert state.in_force == ("none",) * 4
+            assert in_force(state) == ("none",) * 4
             broken.clear()
             assert same(switched(site), healthy)
             assert state.failure is None
-            assert state.in_force == ALL
+            assert in_force(state) == ALL
     (record,) = caplog.records
     assert record.getMessage().endswith("in this call")
 

@@ -1,4 +1,4 @@
-"""Centred keys: the same attention, with less for a wrong delta to do harm with."""
+"""Centred keys: the same attention, in which a wrong delta does less harm."""
 
 import pytest
 import torch

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels import engines, op
 from guardbit.kernels.engines import base
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels import tensors
+from tests.kernels.switched import switchable_attention
 
 SITE = torch.tensor(NO_SITE)
 

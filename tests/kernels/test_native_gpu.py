@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
+from tests.kernels.switched import switchable_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""What a head runs where the call asks for what a stabilizer cannot serve."""
+"""What a head runs where its stabilizer does not support the call."""
 
 import pytest
 import torch

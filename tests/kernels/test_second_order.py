@@ -7,9 +7,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import flash_attention
 from guardbit.kernels import engines, op
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from tests.kernels import tensors
+from tests.kernels.switched import switchable_attention
 
 HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 4, 2, 9, 16, 16
 STABILIZERS = ("exact_delta", "compensated", "centered_keys", "row_max")

@@ -1,4 +1,4 @@
-"""Samples that come from the device later: judged after the next step, and else as ever."""
+"""Samples that arrive late from the device are judged after the next step, with equal results."""
 
 import pandas as pd
 import pytest

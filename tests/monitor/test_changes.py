@@ -195,7 +195,7 @@ def test_flattened_parameters_are_told(tiny, tokens, loop, caplog):
 
 
 class LayerDrop(nn.Module):
-    """Calls the layers it is told to."""
+    """Calls the layers that a test names."""
 
     def __init__(self, gpt):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What GuardBit did not see of a model's attention is said after the first step that called it."""
+"""After the first step with attention, GuardBit says which attention it does not see."""
 
 import copy
 import logging
@@ -119,7 +119,7 @@ class Projecting(Attention):
 
 
 class Layer(Projecting):
-    """A name that says nothing of attention."""
+    """A name without the word attention."""
 
 
 class MyAttentionBlock(nn.Sequential):

@@ -1,4 +1,4 @@
-"""Faults below every entry from training: the run keeps its bits, hears of it once, and ends."""
+"""Errors below every call from training: the run keeps its bits, reports it once, and ends."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a rule has found is recorded with what it judges."""
+"""A recorded finding says what its rule judges."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a watched model's inputs and outputs outlive: nothing longer than without a monitor."""
+"""A watched model's inputs and outputs are freed as early as without a monitor."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""The first NaN is put down to its tensor and head; backwards that do not repeat are told."""
+"""The first NaN is reported with its tensor and head, and backwards that do not repeat."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What ranks say of one another."""
+"""What ranks learn about one another."""
 
 import pytest
 import torch

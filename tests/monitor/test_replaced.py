@@ -1,4 +1,4 @@
-"""A watched run keeps its bits where another function stands in PyTorch's place."""
+"""A watched run keeps its bits where another function replaces PyTorch's."""
 
 import json
 import subprocess

@@ -277,7 +277,7 @@ def test_of_an_empty_run_nothing_is_known():
 def test_what_no_rule_could_judge_is_not_called_stable(indicators, verdict, named):
     frame = pd.DataFrame(
         {"step": step, "site": site, "layer": 0 if site else -1, "head": 0 if site else -1,
-         "indicator": name, "value": 0.0 if name.startswith(("d", "w_q_push")) else 1.0}
+         "indicator": name, "value": 0.0 if name.startswith("d") else 1.0}
         for step in range(0, 1000, 50) for name in indicators
         for site in ([None] if name in ("loss", "grad_norm") else ["h.0", "h.1"])
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The whole road on a GPU: neutral until it fires, no synchronisation, switched under compile."""
+"""A whole session on a GPU: neutral until an alarm, no synchronisation, switched under compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop that begins or ends its steps wrongly is warned once, and one that does it well is not."""
+"""A loop that begins or ends its steps wrongly gets one warning, a correct one none."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What takes a stabilizer's place in calls that cannot run it is told where a person looks."""
+"""What runs instead of a stabilizer that a call cannot run is reported to the user."""
 
 import contextlib
 import logging

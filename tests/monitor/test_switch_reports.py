@@ -1,4 +1,4 @@
-"""What switched heads really run is what is told, step by step."""
+"""Reports say what switched heads really run, step by step."""
 
 import logging
 
@@ -28,7 +28,7 @@ class Attention(toys.Attention):
 
 
 class Run:
-    """A watched model, switched where it is told to be; counts what its kernels did."""
+    """A watched model whose heads a test switches; counts which kernels ran."""
 
     def __init__(self, path, **settings):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A session widens what is switched, tells the way back, and takes advisories for no alarms."""
+"""A session widens a switch and names a checkpoint to go back to; advisories are no alarms."""
 
 import json
 from dataclasses import dataclass

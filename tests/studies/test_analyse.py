@@ -405,9 +405,10 @@ def test_what_the_rules_say_of_a_committed_run(run):
     is_alarm = (events["kind"] == "alarm") & (events["rule"] != "gradient_error")
     live = events.loc[is_alarm, "step"]
     again = replay(frame)
+    is_corrected = run.name.startswith("from_start") and "row_max" not in run.name
     if "lr3.0e-03" in run.name:
         assert again.judgement().verdict == "learning-rate"
-    elif run.name.startswith("from_start") or ("lr6.0e-04" in run.name and run.name not in EXPLODE):
+    elif is_corrected or ("lr6.0e-04" in run.name and run.name not in EXPLODE):
         for sound in (again, replay(bounded(frame)), replay(bounded(frame, 1000))):
             assert (sound.alarms, sound.judgement().verdict) == ([], "stable")
     else:
@@ -440,7 +441,9 @@ def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
         (tmp_path / run.name).symlink_to(run)
     analyse.main(["table", str(tmp_path)])
     tables = {path.name: pd.read_csv(path) for path in tmp_path.glob("*.csv")}
-    assert tables.keys() == {path.name for path in RESULTS.glob("*.csv")}
+    # Those of `paired.py` and `shares.py` are of copies that are not committed.
+    others = {"paired.csv", "paired-heads.csv"}
+    assert tables.keys() == {path.name for path in RESULTS.glob("*.csv")} - others
     for name, table in tables.items():
         # One in the last digit that is written, for another processor's sums: of three, of five.
         bound = 1e-2 if name == "unswitched.csv" else 1e-4

@@ -6,9 +6,6 @@ import pytest
 
 from studies.rescue.branches import draw, table, what_was_done
 from studies.rescue.packed import Run
-from studies.rescue.sampled_push import changes, drawn
-from studies.rescue.sampled_push import draw as draw_pushes
-from studies.rescue.sampled_push import table as table_of_pushes
 
 
 def frame_of(loss, logit, steps):
@@ -131,56 +128,3 @@ def test_a_seed_without_a_matched_run_is_left_out(runs):
                       facts={**copy.facts, "branched_from": "/x/stock-seed6/step=1000.ckpt"}),
     ]  # fmt: skip
     assert table([*runs, *others]).equals(table(runs))
-
-
-def test_the_push_is_held_against_the_growth_of_the_norm():
-    drawn = np.random.default_rng(0).normal(size=(12, 2))
-    pushes, growths = drawn[:, 0], drawn.sum(1)
-    rows = []
-    for head, (push, growth) in enumerate(zip(pushes, growths, strict=True)):
-        for step, share in ((2000, 0.0), (4000, 0.5), (7400, 1.0), (9000, 9.0)):
-            rows += [
-                (step, "h.0", 0, head, "w_q_push", 0.0),
-                (step, "h.0", 0, head, "w_q_push_cumulative", 1.0 + push * share),
-                (step, "h.0", 0, head, "w_q_spectral_norm", 3.0 * np.exp(growth * share)),
-            ]
-    columns = ["step", "site", "layer", "head", "indicator", "value"]
-    run = run_of("stock-seed5", "stock", None, None, pd.DataFrame(rows, columns=columns))
-    np.testing.assert_allclose(changes(run)["push"], pushes, atol=1e-12)
-    np.testing.assert_allclose(changes(run)["growth"], growths, atol=1e-12)
-    (line,) = table_of_pushes([run]).to_dict("records")
-    assert line["correlation"] == pytest.approx(np.corrcoef(pushes, growths)[0, 1])
-    assert line["low"] < line["correlation"] < line["high"] <= 1
-    ranks = [np.argsort(np.argsort(values)) for values in (pushes, growths)]
-    assert line["of_ranks"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
-    assert line["of_sizes"] == pytest.approx(np.corrcoef(np.abs(pushes), growths)[0, 1])
-    assert (line["grew_most"], line["heads"]) == (f"0.{growths.argmax()}", 12)
-    branch = run_of("late-from9", "late", "none", "/x/stock/step=9.ckpt", run.frame)
-    assert table_of_pushes([branch]).empty
-
-
-def test_of_each_seed_the_run_with_the_largest_logits_is_drawn_and_the_corrected():
-    def run(name, arm, backend, seed, logit, audited=(0, 1)):
-        rows = []
-        for step in (2000, 4000, 7400):
-            rows += [(step, "h.0", 0, head, "w_q_push", 0.1) for head in audited]
-            for head in (0, 1):
-                rows += [
-                    (step, "h.0", 0, head, "w_q_push_cumulative", 0.1 * head),
-                    (step, "h.0", 0, head, "w_q_spectral_norm", 3.0 + head * step),
-                    (step, "h.0", 0, head, "max_logit", logit),
-                ]
-        columns = ["step", "site", "layer", "head", "indicator", "value"]
-        made = run_of(name, arm, "exact_delta", None, pd.DataFrame(rows, columns=columns))
-        return made._replace(facts={**made.facts, "backend": backend, "seed": seed})
-
-    runs = [
-        run("a", "stock", "cudnn", 7, 10.0), run("b", "stock", "cudnn", 7, 30.0),
-        run("c", "stock", "cudnn", 3, 20.0), run("d", "stock", "guardbit", 3, 99.0),
-        run("e", "from_start", "cudnn", 3, 5.0), run("f", "stock", "cudnn", 8, 20.0, ()),
-    ]  # fmt: skip
-    assert [one.name for one in drawn(runs)] == ["c", "b", "e"]
-    titles = [axis.get_title() for axis in draw_pushes(runs).axes]
-    assert [title for title in titles if "head " in title] == [
-        "seed 3, head 0.1", "seed 7, head 0.1", "seed 3 on exact_delta, head 0.1"
-    ]  # fmt: skip

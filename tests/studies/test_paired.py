@@ -10,7 +10,7 @@ from scipy.stats import ttest_ind
 
 from guardbit import read_run
 from guardbit.monitor.detectors import Finding
-from studies.rescue import doses, jobs, paired, train
+from studies.rescue import doses, jobs, paired, shares, train
 
 
 def table(**losses):
@@ -91,6 +91,8 @@ def test_copies_are_made_and_told(common, monkeypatch, capsys):
         made.rename(origin.parent / made.name)
     monkeypatch.setattr(paired, "_STEPS", 6)
     monkeypatch.setattr(paired, "WINDOW", 2)
+    monkeypatch.setattr(shares, "AFTER", 6)
+    assert len(shares.collect(origin.parent)) == 3 * 2  # heads of the only layer
     table = origin.parent / "paired.csv"
     paired.main([str(origin.parent), "--csv", str(table)])
     found = pd.read_csv(table)

@@ -105,7 +105,7 @@ def draw_model_map(
     stabilized: Sequence[Head],
     name: str = "",
 ) -> Figure:
-    """The model map of what is known already."""
+    """Draws the model map from each head's excess."""
     height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
     title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
     figure, (axes,) = canvas(title, panel_height=height)

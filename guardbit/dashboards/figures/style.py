@@ -132,7 +132,7 @@ def finish(
     events: pd.DataFrame | None,
     steps: tuple[int, int] | None = None,
 ) -> None:
-    """The range of steps, by default the run's, and the marks of its events."""
+    """Sets the range of steps, by default the run's, and marks its events."""
     first, last = tables.steps(frame) if steps is None else steps
     all_axes[-1].set_xlim(first, max(last, first + 1))
     all_axes[-1].set_xlabel("optimizer step")
@@ -149,7 +149,7 @@ def finish(
 
 
 def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
-    """A legend in the line below the title."""
+    """Adds a legend in the line below the title."""
     axes.legend(
         handles=list(key),
         loc="lower left",
@@ -167,7 +167,7 @@ def panel_inches(axes: Axes) -> float:
 
 
 def above(axes: Axes, inches: float) -> float:
-    """A height above the panel, in parts of it."""
+    """Returns a height above the panel, as a multiple of the panel's."""
     return 1 + inches / panel_inches(axes)
 
 
@@ -233,7 +233,7 @@ MEDIAN_WINDOW = 25
 
 
 def finite(table: Table) -> Table:
-    """Infinite values have no place on an axis: as NaN they leave a gap in the line."""
+    """Replaces infinite values by NaN, so that they leave a gap in the line."""
     return table.replace([np.inf, -np.inf], np.nan)
 
 
@@ -264,7 +264,7 @@ def scale(axes: Axes, values: np.ndarray) -> str:
 def end_at_departure(
     axes: Axes, table: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> None:
-    """Ends an axis at what was reached until the loss diverged; what comes after runs out of it."""
+    """Limits an axis to the values before the loss diverged; later ones leave the panel."""
     departed = marks.departed_of(frame, events)
     until = table.loc[: departed if departed is not None else None].to_numpy(dtype=float)
     until = until[np.isfinite(until)]
@@ -280,7 +280,7 @@ def end_at_departure(
 
 
 def log_ticks(axis: Any, ratio: float) -> None:
-    """Ticks at round numbers, as many as the range bears."""
+    """Sets ticks at round numbers, as many as fit the range."""
     subs = (1.0,) if ratio > 1e3 else (1.0, 3.0) if ratio > 50 else (1.0, 2.0, 5.0)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(plain))

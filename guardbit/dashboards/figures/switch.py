@@ -116,7 +116,7 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
 
 
 def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> None:
-    """What stood before the step and after it, dotted, and the numbers above the panel."""
+    """Draws the values before and after the step, dotted, and writes them above the panel."""
     # The sample of the switch's own step was measured before the switch took effect.
     sides = {"before": series.loc[:step], "after": series.loc[step + 1 :]}
     numbers: dict[str, str] = {}

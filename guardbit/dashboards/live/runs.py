@@ -1,4 +1,4 @@
-"""Runs that are looked on at: what is known of each, how it is doing, and its new alarms."""
+"""The runs that `guardbit live` follows: the state of each page, and new alarms."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from guardbit.store import RunFollower, folder_of_run, is_run, place_of_run, rea
 
 log = logging.getLogger("guardbit")
 
-#: Seconds between two looks, between two searches for new runs, and between two pictures while a
-#: long run is read.
-LOOK_EVERY, SEARCH_EVERY, PICTURE_EVERY = 1.0, 10.0, 1.0
+#: Seconds between two looks, between two searches for new runs, and between two updates of a page
+#: while a long run is read.
+LOOK_EVERY, SEARCH_EVERY, UPDATE_EVERY = 1.0, 10.0, 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
 SILENT_AFTER = 120.0
-#: Runs drawn over one another.
+#: Most runs that one chart overlays.
 MOST_OVERLAID = 4
 
-#: Called with the name of a run and its first alarms that are new.
+#: Called with the name of a run and its new alarms, the first of each head only.
 Tell = Callable[[str, Sequence[Event]], None]
 
 
 class LiveRun:
-    """Keeps what is known of a run, from before it has written anything until after it is gone.
+    """Follows one run, which need not have written anything yet.
 
     Attributes:
         name: What the list calls it.
@@ -50,12 +50,12 @@ class LiveRun:
         self._last_step = -1
         self._follower = RunFollower(self.path)
         self._page = RunPage(place_of_run(self.path).name, buckets)
-        self._page.take_picture()
+        self._page.update_state()
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
 
     def look(self) -> list[Event]:
-        """Reads what is new; returns the first alarms that are."""
+        """Reads what is new; returns the new alarms among the first of each head."""
         before = self._changed
         try:
             self._changed = os.stat(folder_of_run(self.path)).st_mtime_ns
@@ -79,16 +79,16 @@ class LiveRun:
         finally:
             # Samples are shown whatever is wrong with the events.
             if has_changed:
-                self._take_picture()
+                self._update_state()
         self._last_step = max(self._follower.last_step(), self._last_step)
         return alarms
 
     def state(self, since: int, step: int | None) -> Json:
-        """Returns the whole picture, or only how the run is doing where nothing has changed."""
+        """Returns the page's state, or only the run's status if nothing changed since a version."""
         with self._lock:
             if since == self._page.version and step is None:
                 return {"version": since, "status": self._status()}
-            return {**self._page.picture(step), "status": self._status()}
+            return {**self._page.state(step), "status": self._status()}
 
     def head(self, layer: int, head: int) -> Json:
         """Returns every indicator of one head."""
@@ -106,7 +106,7 @@ class LiveRun:
             return {"name": self.name, **self._page.largest()}
 
     def row(self) -> Json:
-        """Returns how the run is doing, for the list; its headline where its samples were read."""
+        """Returns the run's row in the list; with a headline if its samples were read."""
         first = self._alarms[0] if self._alarms else None
         silent = self._seconds_silent() or 0.0
         row: Json = {
@@ -122,25 +122,25 @@ class LiveRun:
         }
         with self._lock:
             if self._page.has_samples:
-                picture = self._page.picture()
+                state = self._page.state()
                 is_over = self._follower.end or silent > SILENT_AFTER
-                row["headline"] = picture["headline" if is_over else "headline_running"]
-                row["outcome"] = picture["outcome"]
+                row["headline"] = state["headline" if is_over else "headline_running"]
+                row["outcome"] = state["outcome"]
         return row
 
     def _read_samples(self) -> bool:
-        """Takes in the samples that are new; returns whether there are any."""
+        """Reads new samples; returns whether there are any."""
         has_changed = False
-        pictured = time.monotonic()
+        updated = time.monotonic()
         self._is_reading = True
         try:
             for batch in self._follower.batches():
                 with self._lock:
                     self._page.take(batch.to_pandas())
                 has_changed = True
-                if time.monotonic() - pictured > PICTURE_EVERY:
-                    self._take_picture()
-                    pictured = time.monotonic()
+                if time.monotonic() - updated > UPDATE_EVERY:
+                    self._update_state()
+                    updated = time.monotonic()
                 if not self.is_open:
                     break
         finally:
@@ -148,18 +148,18 @@ class LiveRun:
         return has_changed
 
     def _take_events(self, events: list[Event]) -> list[Event]:
-        """Takes in all events; returns the first alarms that are new."""
+        """Replaces the events; returns the new alarms among the first of each head."""
         known = {_identity(alarm) for alarm in self._alarms}
         with self._lock:
             self._page.events = events
             self._alarms = [event for event, mark in marks.marked(events) if mark == "alarm"]
         return [alarm for alarm in self._alarms if _identity(alarm) not in known]
 
-    def _take_picture(self) -> None:
+    def _update_state(self) -> None:
         with self._lock:
             self._page.metadata = self._follower.metadata
             self._page.ended = self._follower.end or "not closed"
-            self._page.take_picture()
+            self._page.update_state()
 
     def _seconds_silent(self) -> float | None:
         written = self._follower.last_written
@@ -183,7 +183,7 @@ def _identity(event: Event) -> tuple[object, ...]:
 
 
 class LiveRuns:
-    """Looks on at the run of a folder, or at all runs below it, in a thread of its own.
+    """Follows the run of a folder, or all runs below it, in a thread of its own.
 
     Attributes:
         is_list: Whether the folder held several runs at the start.
@@ -205,7 +205,7 @@ class LiveRuns:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends looking on; what is known stays."""
+        """Stops following; what was read stays."""
         self._stop.set()
         for run in self._runs:
             run.is_open = False
@@ -213,24 +213,24 @@ class LiveRuns:
             self._thread.join(timeout=5)
 
     def look(self) -> None:
-        """Reads what is new of each run; called by the thread, once in a while."""
+        """Reads what is new of each run; the thread calls it every `LOOK_EVERY` seconds."""
         if self.is_list and time.monotonic() - self._searched >= SEARCH_EVERY:
             self._search()
         for run in self._runs:
             try:
                 alarms = run.look()
                 run.problem = ""
-                # What had happened before is no news.
+                # Alarms from before the start are not new.
                 if alarms and self._tell is not None and not self._is_first:
                     self._tell(run.name, alarms)
-            # One broken run hides no other, and the page outlives whatever happens to the folder.
+            # One broken run must not hide the others, and the page must survive a lost folder.
             except Exception as error:
                 run.problem = str(error) or type(error).__name__
                 self._say_once(f"cannot read {run.path}: {error!r}")
         self._is_first = False
 
     def rows(self) -> Json:
-        """Returns the list as the page asks for it, the latest first."""
+        """Returns the rows of the list, the run that wrote last first."""
         rows = [{"id": number, **run.row()} for number, run in enumerate(list(self._runs))]
         rows.sort(key=lambda row: row["seconds_silent"])
         return {"folder": str(self.folder), "runs": rows}
@@ -243,7 +243,7 @@ class LiveRuns:
         return self._runs[number]
 
     def overlay(self, numbers: Sequence[int]) -> Json:
-        """Returns the curves of some runs, to be drawn over one another."""
+        """Returns the curves of some runs, for one chart."""
         if len(numbers) > MOST_OVERLAID:
             raise ValueError(f"{MOST_OVERLAID} runs at most are drawn at once, got {len(numbers)}")
         numbers = list(dict.fromkeys(numbers))
@@ -253,7 +253,7 @@ class LiveRuns:
         while not self._stop.is_set():
             try:
                 self.look()
-            # The list outlives whatever happens to the folder.
+            # The list must survive a lost folder.
             except Exception as error:
                 self._say_once(f"cannot look for runs in {self.folder}: {error!r}")
             self._stop.wait(LOOK_EVERY)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
-from guardbit.dashboards.loading import Kept, LoadedRun
+from guardbit.dashboards.loading import Diagnosed, LoadedRun
 from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.report import words
 from guardbit.judgement import Judgement
@@ -72,7 +72,7 @@ def document_of(run: LoadedRun) -> Document:
     page.metadata, page.events = run.metadata, marks.events_of(events)
     page.ended = run.ended
     page.take(frame)
-    page.take_picture()
+    page.update_state()
     return {
         "title": run.name,
         "extent": extent(frame),
@@ -86,7 +86,7 @@ def document_of(run: LoadedRun) -> Document:
         "settings": settings(run.metadata),
         "side_by_side": None,
         "effect": _before_and_after(frame, events),
-        "diagnosed": _why_heads_diverge(run.kept),
+        "diagnosed": _why_heads_diverge(run.diagnosed),
         "not_drawn": not_drawn,
         **timeline(page.events),
     }
@@ -177,7 +177,7 @@ def _last_loss(loss: pd.Series) -> str:
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
-    table = effect.before_and_after(frame, events)
+    table = effect.effect_of_switch(frame, events)
     if table.empty:
         return None
     heads = tables.heads_of_layer(frame)
@@ -278,7 +278,7 @@ def timeline(happened: Sequence[Event]) -> Document:
     moments = [
         {
             "step": some[0].step,
-            "kind": marks.what_of(some[0]),
+            "kind": marks.mark_or_kind(some[0]),
             "what": words.what(some),
             "why": some[0].why,
         }
@@ -344,16 +344,16 @@ def _key_values(value: Mapping[str, Any]) -> Table:
     return Table([], [[words.title(name), words.setting(entry)] for name, entry in value.items()])
 
 
-def _why_heads_diverge(kept: Kept) -> Document | None:
+def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     """The answer of each diagnosed head, then what is left with each remedy."""
-    if not kept.snapshots and not kept.heads:
+    if not diagnosed.snapshots and not diagnosed.heads:
         return None
-    if not kept.heads:
-        steps = words.count(kept.snapshots, "step")
+    if not diagnosed.heads:
+        steps = words.count(diagnosed.snapshots, "step")
         said = f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
         return {"said": said, "heads": [], "note": "", "left": None}
-    shown = kept.heads[:_MOST_DIAGNOSED]
-    more = len(kept.heads) - len(shown)
+    shown = diagnosed.heads[:_MOST_DIAGNOSED]
+    more = len(diagnosed.heads) - len(shown)
     note = "What is left of the summed error of dQ without a rounding, and with a remedy."
     rows = [
         [

@@ -10,7 +10,7 @@ from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
 from guardbit.dashboards import marks
 from guardbit.records import Event
 
-#: Keys of the metadata whose titles are other words.
+#: Key of the metadata -> its title, where that is another word.
 TITLES = {"sites": "attention modules"}
 
 
@@ -26,7 +26,7 @@ LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
 def what(events: Sequence[Event]) -> str:
     """An event in a few words, or several that differ in their heads alone."""
     event = events[0]
-    kind = marks.what_of(event)
+    kind = marks.mark_or_kind(event)
     happened = {
         "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
         "switch": f"Switched to {event.stabilizer}",

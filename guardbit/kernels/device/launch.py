@@ -16,9 +16,9 @@ from guardbit.kernels.constants import device_constant
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.device.rounding import INTERPRET
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
-from guardbit.kernels.reference.passes import check_stabilizers
+from guardbit.kernels.reference.passes import check_names
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tiles import Pass, Tile
+from guardbit.kernels.tiles import Kernel, Tile
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def check_tensors(**tensors: Tensor) -> None:
 @lru_cache(maxsize=1024)
 def device_codes(stabilizers: tuple[str, ...], heads: int, device: torch.device) -> Tensor:
     """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
-    check_stabilizers(stabilizers, heads, STABILIZERS)
+    check_names(stabilizers, heads, STABILIZERS)
     codes = tuple(STABILIZERS.index(name) for name in stabilizers)
     return device_constant(codes, torch.int8, device)
 
@@ -128,7 +128,7 @@ class Prepared(NamedTuple):
     constants: dict[str, Any]  # Compile-time arguments and options
 
 
-def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Pass, unused: Tensor) -> Prepared:
+def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: Tensor) -> Prepared:
     """Checks what a call asks for; `unused` is handed to kernels for what it does not ask for."""
     batch, num_heads, seqlen_q, head_dim = q.shape
     seqlen_k, value_dim = v.shape[2:]

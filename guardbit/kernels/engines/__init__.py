@@ -1,8 +1,9 @@
-"""Engines, the ways to compute attention: and the choice for a call.
+"""Engines, the ways to compute attention, and which of them serves a call.
 
-An engine runs a forward, and runs its backward from a given O'. It calls PyTorch's or a library's
-own kernel with its own arguments, so its results equal those of the original function bit for bit.
-`proof` finds out whether the backward reads O for delta only; otherwise no O' is handed to it.
+An engine runs a forward, and a backward from a given O'. It calls PyTorch's or a library's own
+kernel with the arguments that the original function would pass, so its results equal those of that
+function bit for bit. `proof` tests whether the backward reads O for delta only; if not, the engine
+gets no O'.
 """
 
 from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs, state_bytes
@@ -15,7 +16,7 @@ from guardbit.kernels.engines.libraries import (
     library_engine,
 )
 from guardbit.kernels.engines.sdpa import (
-    Whole,
+    AutogradEngine,
     choose,
     engine_of,
     scaled_dot_product_attention,
@@ -24,12 +25,12 @@ from guardbit.kernels.engines.sdpa import (
 __all__ = [
     "LIBRARIES",
     "SCHEDULING",
+    "AutogradEngine",
     "Drawn",
     "Engine",
     "Gradients",
     "Inputs",
     "LibraryEngine",
-    "Whole",
     "choose",
     "engine_of",
     "home_of",

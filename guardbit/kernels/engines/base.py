@@ -62,12 +62,12 @@ class Engine(ABC):
 
     backend: SDPBackend  # PyTorch's name of it
     # Whether its backward computes delta from an O that it is given. Otherwise delta comes from P
-    # and dP, and no O' can be handed over.
+    # and dP, and the engine can get no O'.
     reads_out: bool = True
     deterministic: bool = False  # whether the call asks for a backward that adds in a fixed order
     scheduling: tuple[int, ...] = ()  # see `LibraryEngine`
 
-    @cached_property  # the enum makes it anew each time
+    @cached_property  # the enum builds the name at each access
     def name(self) -> str:
         """PyTorch's name, as telemetry has it."""
         return self.backend.name
@@ -120,7 +120,7 @@ def keep(drawn: Drawn | None, seed: Tensor, offset: Tensor) -> None:
 
 
 def philox_of(drawn: Drawn | None, device: torch.device) -> Tensor:
-    """Returns seed and offset on the device, INT64 `(2,)`; zeros if nothing was dropped."""
+    """Returns seed and offset on the device, INT64 `(2,)`; zeros without dropout."""
     return _nothing_drawn(device) if drawn is None else drawn.philox
 
 
@@ -145,7 +145,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def drawing_again(device: torch.device, drawn: Drawn | None) -> Iterator[None]:
-    """Makes a second run redraw the first run's numbers, and restores the generator after it."""
+    """Lets a second run draw the first run's numbers, and then restores the generator."""
     if drawn is None:
         yield
         return
@@ -159,7 +159,7 @@ def drawing_again(device: torch.device, drawn: Drawn | None) -> Iterator[None]:
 
 
 def drawing_once(function: Callable[[], T], device: torch.device, draws: bool) -> T:
-    """Calls a function; if it raises, whatever is tried instead draws the same numbers."""
+    """Calls a function; if it raises, resets the generator, so that a fallback draws the same."""
     # The state cannot be read while a CUDA graph is captured.
     if not draws or (device.type == "cuda" and is_capturing()):
         return function()

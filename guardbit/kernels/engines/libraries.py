@@ -4,7 +4,7 @@ FlashAttention comes from the packages of its authors, or as a kernel of Hugging
 `kernels.get_kernel(...)`. Each is called by the functions that its own autograd functions call.
 
 Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)` with the bounds of
-the documents. An engine gets `(B, H, N, D)`, as all engines do, and hands on views.
+the documents. An engine gets `(B, H, N, D)`, as all engines do, and passes views.
 
 The parameters of a library's functions differ between releases. So they are called by keyword, with
 the keywords that the installed release has.
@@ -44,8 +44,6 @@ class LibraryEngine(Engine):
     label: str
     #: The module that `guardbit doctor` imports for it; "" where no name is known.
     home: str = ""
-    #: Whether a call with dropout returns where its random numbers came from.
-    drops: bool = False
 
     def __init__(self, deterministic: bool = False, scheduling: tuple[int, ...] = ()) -> None:
         self.deterministic = deterministic
@@ -81,7 +79,7 @@ def from_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
     return x.transpose(1, 2) if spec.documents is None else x.transpose(0, 1).unsqueeze(0)
 
 
-def found(home: str, attribute: str) -> Callable[..., Any] | None:
+def library_function(home: str, attribute: str) -> Callable[..., Any] | None:
     """Returns a function of a library, or None if the library is not imported or lacks it."""
     return getattr(sys.modules.get(home), attribute, None)
 
@@ -102,8 +100,8 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
     }
 
 
-def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
-    """Calls a library's function with the arguments that it has parameters for."""
+def call_library(function: Callable[..., Any] | None, **arguments: Any) -> Any:
+    """Calls a library's function with those of the arguments that it takes."""
     assert function is not None
     known = parameters(function)
     given = {name: x for name, x in arguments.items() if name in known}
@@ -111,23 +109,23 @@ def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
     return function(**{**asked, **given})
 
 
-def nothing_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+def empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns empty, contiguous tensors for gradients."""
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
 
 
 class Varlen(LibraryEngine):
-    """PyTorch's flash kernels for packed sequences; they drop nothing here.
+    """PyTorch's flash kernels for packed sequences, without dropout.
 
-    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and `SCHEDULING`
-    that the call gives.
+    It passes the arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and those of
+    `SCHEDULING` that the call gives.
     """
 
     label = "varlen_attn"
     home = "torch.nn.attention.varlen"
 
     def why_missing(self, is_packed: bool) -> str | None:
-        runs_on_cudnn = found(self.home, "_should_use_cudnn")
+        runs_on_cudnn = library_function(self.home, "_should_use_cudnn")
         if runs_on_cudnn is not None and torch.cuda.is_available() and runs_on_cudnn(0):
             return "varlen_attn runs on cuDNN, whose packed kernels GuardBit does not know"
         return super().why_missing(is_packed)
@@ -164,9 +162,9 @@ def _range(spec: AttentionSpec) -> dict[str, Any]:
 
 
 class _FlashAttn(LibraryEngine):
-    """FlashAttention."""
+    """What all versions of FlashAttention share."""
 
-    # Those of forward and backward; `{}` is "varlen_" for packed sequences, else nothing.
+    # Names of forward and backward; `{}` is "varlen_" for packed sequences, else nothing.
     names: tuple[str, str]
     # Parameters that the forward must have; without them this engine does not know it.
     needs: frozenset[str]
@@ -174,8 +172,8 @@ class _FlashAttn(LibraryEngine):
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
         """Forward and backward, None where there is none."""
         home, kind = self.home or home_of(self.label), "varlen_" if is_packed else ""
-        forward, backward = self.names
-        return found(home, forward.format(kind)), found(home, backward.format(kind))
+        forward, backward = (name.format(kind) for name in self.names)
+        return library_function(home, forward), library_function(home, backward)
 
     def why_missing(self, is_packed: bool) -> str | None:
         functions = self.functions(is_packed)
@@ -192,7 +190,7 @@ class _FlashAttn(LibraryEngine):
         q, k, v, spec, drawn, _ = inputs
         q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
         function = self.functions(spec.documents is not None)[0]
-        out, lse, *rest = call(function, q=q, k=k, v=v, **self.arguments(spec))
+        out, lse, *rest = call_library(function, q=q, k=k, v=v, **self.arguments(spec))
         if drawn is not None:
             drawn.philox.copy_(rest[-1].view(torch.int64))
         return from_library_layout(out, spec), lse if spec.documents is None else lse.unsqueeze(0)
@@ -201,8 +199,8 @@ class _FlashAttn(LibraryEngine):
         q, k, v, spec, drawn, _ = inputs
         d_out, q, k, v, out = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
         lse = lse if spec.documents is None else lse.squeeze(0)
-        dq, dk, dv = nothing_like(q, k, v)
-        returned = call(
+        dq, dk, dv = empty_gradients(q, k, v)
+        returned = call_library(
             self.functions(spec.documents is not None)[1],
             dout=d_out,
             q=q,
@@ -250,7 +248,6 @@ class FlashAttn2(_FlashAttn):
     home = "flash_attn.flash_attn_interface"
     names = "_wrapped_flash_attn_{}forward", "_wrapped_flash_attn_{}backward"
     needs = frozenset({"window_size_left", "softcap", "softmax_scale", "causal"})
-    drops = True
 
 
 class FlashAttn3(_FlashAttn):
@@ -283,9 +280,9 @@ class FlashAttn4(_FlashAttn):
 
 # --- of the hub ----------------------------------------------------------------------------------
 
-# The package `kernels` loads modules from files, under names with a hash in them. So they are found
-# by the name of their file and a function in it, and so are copies inside other packages. Of each
-# version the first that is found counts.
+# The package `kernels` loads modules from files, under names with a hash in them. So a module is
+# recognised by the name of its file and a function in it, also a copy inside another package. Of
+# each version the first that is found counts.
 
 
 class HubFlashAttn2(FlashAttn2):
@@ -307,7 +304,7 @@ class HubFlashAttn4(FlashAttn4):
     label, home = "kernels/flash_attn_4", ""
 
 
-#: File, a function in it that no earlier line has, and which version it then is.
+#: File, a function in it that no earlier line has, and the engine for it.
 _OF_HUB = (
     ("interface", "_flash_attn_fwd", HubFlashAttn4.label),
     ("flash_attn_interface", "_flash_attn_varlen_forward", HubFlashAttn2.label),
@@ -320,9 +317,9 @@ _homes: dict[str, str] = {}
 
 
 def home_of(label: str) -> str:
-    """The name of the module of a version, or "" as long as none is imported."""
+    """Returns the name of a hub engine's module, "" as long as none is imported."""
     if _homes.get(label) not in sys.modules:
-        # Both names of files end so, and thousands of modules do not: they are passed over quickly.
+        # Both file names end so; this quickly skips the thousands of modules whose names do not.
         names = [name for name in list(sys.modules) if name.endswith("interface")]
         found_now = (name for name in names if _label(name, sys.modules.get(name)) == label)
         _homes[label] = next(found_now, "")
@@ -330,20 +327,20 @@ def home_of(label: str) -> str:
 
 
 def _label(name: str, module: Any) -> str | None:
-    """Which version a module is, or None."""
+    """Returns the label of the engine that a module serves, or None."""
     package, file = name.partition(".")[0], name.rpartition(".")[2]
     has: Mapping[str, Any] = {} if package in _NOT_OF_HUB else getattr(module, "__dict__", {})
     return next((label for of, part, label in _OF_HUB if of == file and part in has), None)
 
 
 def hub_kernel_is_loaded() -> bool:
-    """Whether one of them is imported."""
+    """Whether a kernel of the hub is imported."""
     return any(home_of(label) for _, _, label in _OF_HUB)
 
 
 # --- all of them ---------------------------------------------------------------------------------
 
-#: By their names.
+#: Label -> engine.
 LIBRARIES: dict[str, type[LibraryEngine]] = {
     engine.label: engine
     for engine in (

@@ -67,7 +67,7 @@ _proofs: dict[tuple[object, ...], Proof] = {}
 def proof_of(
     engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
 ) -> Proof:
-    """Returns what is known of an engine in a call's configuration; finds it out the first time."""
+    """Returns the proof of an engine in a call's configuration; tests the engine the first time."""
     mask = spec.mask
     key = (
         engine.name, q.device, q.dtype, q.size(3), v.size(3), q.size(1) == k.size(1),
@@ -86,7 +86,7 @@ def proof_of(
 
 
 def _activated() -> str | None:
-    """What takes the place of PyTorch's own flash kernels; of PyTorch before 2.13 not known."""
+    """What replaces PyTorch's own flash kernels; None where unknown, as before PyTorch 2.13."""
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
@@ -96,7 +96,7 @@ def proofs() -> list[Proof]:
 
 
 def _order(x: Tensor) -> tuple[int, ...]:
-    """The dimensions of x by falling stride: how it lies in memory, whatever its sizes."""
+    """Returns the dimensions of x by falling stride, its order in memory whatever its sizes."""
     return _falling(x.stride())
 
 

@@ -27,8 +27,8 @@ from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
 
-#: PyTorch's own, from where nobody replaces it: what is called `F.scaled_dot_product_attention` may
-#: be another function by now.
+#: PyTorch's own function, from a place where nobody replaces it: `F.scaled_dot_product_attention`
+#: may be another function by now.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention  # pyright: ignore
 
 # Until 2.11, PyTorch's own conversion for cuDNN replaces -inf by -65504, so that a row that sees no
@@ -165,11 +165,11 @@ def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
 
 
-class Whole(Engine):
-    """PyTorch's function under autograd: its math kernel, and kernels whose inputs it pads.
+class AutogradEngine(Engine):
+    """PyTorch's function under autograd: its math kernel, and flash calls whose heads it pads.
 
-    The math kernel's backward computes delta from P and dP. The backward of a padded flash call
-    cannot be called directly. So neither can get an O'.
+    Neither can get an O': the math kernel's backward computes delta from P and dP, and that of a
+    padded flash call cannot be called directly.
     """
 
     reads_out = False
@@ -187,14 +187,14 @@ class Whole(Engine):
                     " captured in a CUDA graph inside an instrumented model"
                 )
             drawn.generator_state.copy_(generator_of(q.device).get_state())
-        return self.computed(q, k, v, spec), None
+        return self.compute(q, k, v, spec), None
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=False)
 
     def differentiable_backward(self, inputs: Inputs, d_out: Tensor) -> Gradients:
-        """Gradients with their own history; of PyTorch's kernels only the math kernel's have it."""
+        """Returns gradients that can be differentiated; only those of the math kernel can."""
         q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in inputs[:3])
         return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=True)
 
@@ -208,10 +208,10 @@ class Whole(Engine):
             spec = replace(spec, mask=mask)
             leaves.append(mask)
         with torch.enable_grad(), drawing_again(q.device, drawn):
-            out = self.computed(q, k, v, spec)
+            out = self.compute(q, k, v, spec)
         return Gradients(*torch.autograd.grad(out, leaves, d_out, create_graph=create_graph))
 
-    def computed(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         choice = sdpa_kernel(self.backend) if self._is_forced else nullcontext()
         with choice, torch.autocast(q.device.type, enabled=False):
             return scaled_dot_product_attention(
@@ -257,4 +257,4 @@ def _engine(backend: SDPBackend, is_cuda: bool, head_dim: int) -> Engine:
         return CuDNN()
     if backend == SDPBackend.EFFICIENT_ATTENTION:
         return Efficient()
-    return Whole(backend)
+    return AutogradEngine(backend)

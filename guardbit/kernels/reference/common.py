@@ -33,7 +33,7 @@ class Dropout(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """The factor of kept entries, which keeps their mean."""
+        """The factor of entries that are kept, so that the mean stays."""
         return 65536 / (65536 - self.threshold)
 
     def kept(self, batch: int, rows: Tensor, keys: slice) -> Tensor:

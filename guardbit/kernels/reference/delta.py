@@ -17,15 +17,15 @@ from guardbit.numerics import decode_residual, round_nearest
 #: How many nonzero numbers a row of O' has. Each adds the format's bits, 8 in BF16, 11 in FP16.
 TERMS = 3
 
-#: A row keeps the O it has where its terms would miss delta by more than the larger of delta times
-#: the first, which no row misses that FP16 and BF16 have room for, and the largest |dO| times the
-#: second, a whole step of FP16's smallest numbers.
+#: A row keeps its O where its terms would miss delta by more than MISS |delta|, which no row does
+#: that FP16 and BF16 have room for, and by more than SMALLEST_MISS times the largest |dO|, a whole
+#: step of FP16's smallest numbers.
 MISS, SMALLEST_MISS = 2.0**-8, 2.0**-24
 
-#: A row's first columns, eight of them, carry delta alone where they leave at most the larger of
-#: delta times the second and the third of their |dO| times the last, which is half a step of FP16's
-#: smallest numbers. To find the three largest of a whole row took 0.7 of the
-#: time of delta itself, at 1,024 keys of 128 features on an H200.
+#: A row's first FIRST_COLUMNS columns carry delta alone where their terms miss it by at most the
+#: larger of ENOUGH |delta| and HALF_STEP times the third largest |dO| among them, half a step of
+#: FP16's smallest numbers. Looking for the three largest of a whole row took 0.7 of the time of
+#: delta itself, at 1,024 keys of 128 features on an H200.
 FIRST_COLUMNS, ENOUGH, HALF_STEP = 8, 2.0**-23, 2.0**-25
 
 

@@ -98,7 +98,7 @@ def forward(
         q, k, v = select_heads(q, k, v, head_ids)
     batch, num_heads, rows = q.shape[:3]
     keys, kv_heads = k.shape[2], k.shape[1]
-    check_stabilizers(stabilizers, num_heads)
+    check_names(stabilizers, num_heads)
     shifted = _head_mask(stabilizers, "row_max", q.device)
     published = _head_mask(stabilizers, "row_max_published", q.device)
 
@@ -158,10 +158,10 @@ def forward(
     return Forward(out, normalizer + row_sum.log(), residual)
 
 
-def check_stabilizers(
+def check_names(
     stabilizers: Sequence[str], heads: int, allowed: Sequence[str] = FORWARD_STABILIZERS
 ) -> None:
-    """Raises unless there is one known name for each head."""
+    """Raises unless there is one allowed name for each head."""
     if len(stabilizers) != heads:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."

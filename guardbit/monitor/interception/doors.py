@@ -99,7 +99,7 @@ def stand_in(
         try:
             return before(args, kwargs)
         except BaseException:
-            # The second try is the same call: counted as another one it would not be heard, and in
+            # The second try is the same call: counted as another one it would not be observed, and in
             # activation checkpointing it would save other tensors than the forward.
             for frame, calls in zip(running, counts, strict=True):
                 frame.calls = calls

@@ -45,10 +45,10 @@ _ONLY_KEYS = (
 
 # Sites whose last ordinary forward ran without gradients. A reentrant checkpoint runs it again with
 # gradients, and the observer hears of that run.
-_to_be_heard: set[int] = set()
+_to_be_observed: set[int] = set()
 
 
-class _Heard(NamedTuple):
+class _Observed(NamedTuple):
     """A call that was recorded."""
 
     number: int
@@ -107,12 +107,12 @@ def observe(
     if torch.compiler.is_compiling():
         _note_traced(module, heads_of(q, k), OBSERVE)
         return q, k, v
-    heard = _hear(module, q, k, v, (causal, scale, mask), OBSERVE)
-    if heard is None:
+    observed = _hear(module, q, k, v, (causal, scale, mask), OBSERVE)
+    if observed is None:
         return q, k, v
-    if heard.listens:
-        _report(heard)
-    return q, heard.keys, v
+    if observed.listens:
+        _report(observed)
+    return q, observed.keys, v
 
 
 def watch_attention(
@@ -197,7 +197,7 @@ class _Shown:
     layout: Layout
     fused: bool
     # Calls that have begun and not ended; a module may call itself.
-    running: list[tuple[_Heard, Watch | None] | None] = field(default_factory=list)
+    running: list[tuple[_Observed, Watch | None] | None] = field(default_factory=list)
 
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if torch.compiler.is_compiling():
@@ -210,7 +210,7 @@ class _Shown:
     @reporting
     def _begin(
         self, module: nn.Module, args: Args, kwargs: Kwargs
-    ) -> tuple[tuple[_Heard, Watch | None], tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    ) -> tuple[tuple[_Observed, Watch | None], tuple[tuple[Any, ...], dict[str, Any]]] | None:
         bound = self.signature.bind(*args, **kwargs)
         named = bound.arguments
         for name in (self.q, self.k, self.v):
@@ -220,14 +220,14 @@ class _Shown:
                 return None
         q, k, v = (heads_first(named[name], self.layout) for name in (self.q, self.k, self.v))
         mask = None if self.mask is None else named.get(self.mask)
-        heard = _hear(module, q, k, v, (*self.asked, mask), _WATCH)
-        if heard is None:
+        observed = _hear(module, q, k, v, (*self.asked, mask), _WATCH)
+        if observed is None:
             return None
-        named[self.k] = as_given(heard.keys, self.layout)
-        watch = Watch(heard.number) if heard.listens else None
+        named[self.k] = as_given(observed.keys, self.layout)
+        watch = Watch(observed.number) if observed.listens else None
         if watch is not None:
             named[self.q] = as_given(watch.query(q), self.layout)
-        return (heard, watch), (bound.args, bound.kwargs)
+        return (observed, watch), (bound.args, bound.kwargs)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -237,15 +237,15 @@ class _Shown:
         return None if running is None or output is None else self._end(module, output, *running)
 
     @reporting
-    def _end(self, module: nn.Module, output: Any, heard: _Heard, watch: Watch | None) -> Any:
-        why = self._why_unlike(type(module).__name__, heard, output)
+    def _end(self, module: nn.Module, output: Any, observed: _Observed, watch: Watch | None) -> Any:
+        why = self._why_unlike(type(module).__name__, observed, output)
         if why is not None:
-            refuse_call(heard.number, why)
+            refuse_call(observed.number, why)
             return None
         if watch is None:
             return None
         out = heads_first(self._out_of(output), self.layout)
-        out = watch.output(out, *heard.tensors, heard.spec, keeps_output=self.fused)
+        out = watch.output(out, *observed.tensors, observed.spec, keeps_output=self.fused)
         out = as_given(out, self.layout)
         if self.out is None:
             return out
@@ -256,7 +256,7 @@ class _Shown:
     def _out_of(self, output: Any) -> Any:
         return output if self.out is None else output[self.out]
 
-    def _why_unlike(self, name: str, heard: _Heard, output: Any) -> str | None:
+    def _why_unlike(self, name: str, observed: _Observed, output: Any) -> str | None:
         """Why a module's output is not what was said to `watch_attention`, or None."""
         is_several = type(output) in (tuple, list) or hasattr(output, "_make")
         if self.out is None and is_several:
@@ -274,7 +274,7 @@ class _Shown:
         place = "" if self.out is None else f" at out={self.out}"
         if not isinstance(out, Tensor):
             return f"{name} returns a {type(out).__name__}{place}, not attention's output"
-        q, _, v = heard.tensors
+        q, _, v = observed.tensors
         expected = as_given(q, self.layout).shape[:-1] + v.shape[-1:]
         if out.shape != expected:
             return (
@@ -316,7 +316,7 @@ def _hear(
     v: Tensor,
     asked: tuple[Causal, float | None, Tensor | None],
     entry: str,
-) -> _Heard | None:
+) -> _Observed | None:
     """Records an eager call; returns it unless there is nothing to change or to report."""
     number = _number(module)
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
@@ -332,13 +332,13 @@ def _hear(
     state.begin_forward()
     is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not is_recomputing():
-        (_to_be_heard.discard if is_training else _to_be_heard.add)(number)
+        (_to_be_observed.discard if is_training else _to_be_observed.add)(number)
     names = tuple(name if name in KEY_SHIFTS else "none" for name in state.running)
     if is_training:
         state.ran_at = state.clock.now
         state.note(names, "" if names == state.running else _ONLY_KEYS)
     keys = k if KEY_SHIFTS.keys().isdisjoint(names) else _Shifted.apply(k, names)
-    return _Heard(number, (q, k, v), keys, spec, is_training and not state.is_unheard, names)
+    return _Observed(number, (q, k, v), keys, spec, is_training and not state.is_unobserved, names)
 
 
 class _Shifted(torch.autograd.Function):
@@ -355,7 +355,7 @@ class _Shifted(torch.autograd.Function):
 
 
 @reporting
-def _report(heard: _Heard) -> None:
+def _report(observed: _Observed) -> None:
     """Reports a call to the observer in its forward: once, also under activation checkpointing."""
-    if not is_recomputing() or heard.number in _to_be_heard:
-        hand_to_observer(heard.number, *heard.tensors, heard.spec, heard.names)
+    if not is_recomputing() or observed.number in _to_be_observed:
+        hand_to_observer(observed.number, *observed.tensors, observed.spec, observed.names)

@@ -180,7 +180,7 @@ def note_call(
         known.eager = record
     refusal = refusal or record.sharded
     calls = count_call()
-    state.is_heard = calls == 1 or state.calls_are_alike
+    state.is_observed = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
         record.entry = entry
         record.calls.note(state.clock.now, heads, refusal, watched and record.sharded is None)

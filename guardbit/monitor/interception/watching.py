@@ -46,9 +46,9 @@ class Watch:
 
     def query(self, q: Tensor) -> Tensor:
         """Returns the queries `(B, H, N, D)`, with a hook on their gradient."""
-        heard = self._hooked(q, self._take_dq)
-        self._waits_for_dq = heard is not q
-        return heard
+        observed = self._hooked(q, self._take_dq)
+        self._waits_for_dq = observed is not q
+        return observed
 
     def weights(self, weights: Tensor | None) -> Tensor | None:
         """Returns the weights that the call returns; if a loss uses them, dQ is not all from dO."""
@@ -57,10 +57,10 @@ class Watch:
     def _hooked(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return _either(x, self._heard(x, hook))
+        return _either(x, self._observed(x, hook))
 
     @reporting
-    def _heard(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+    def _observed(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         x = x.view_as(x)
         x.register_hook(hook)
         return x
@@ -78,11 +78,13 @@ class Watch:
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
         self._spec = spec
-        hear = functools.partial(self._heard_output, out, q, k, v, *[out] * keeps_output)
+        hear = functools.partial(self._observed_output, out, q, k, v, *[out] * keeps_output)
         return guard.then_finish(hear, functools.partial(_either, out), report)
 
     @reporting
-    def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+    def _observed_output(
+        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
+    ) -> Tensor:
         return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
     @reporting
@@ -134,8 +136,8 @@ def hand_to_observer(
     observer(AttentionCall(site=number, spec=spec, stabilizers=stabilizers, **{**tensors, **known}))
 
 
-def _either(out: Tensor, heard: Tensor | None) -> Tensor:
-    return out if heard is None else heard
+def _either(out: Tensor, observed: Tensor | None) -> Tensor:
+    return out if observed is None else observed
 
 
 def gradient_as_it_came(ctx: Any, *d_outs: Any) -> Any:

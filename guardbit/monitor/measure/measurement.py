@@ -72,6 +72,11 @@ class Measurement:
         self._running_sums = RunningSums()
 
     @property
+    def wanted(self) -> frozenset[str]:
+        """Names of the indicators to record."""
+        return self._plan.wanted
+
+    @property
     def needs_calls(self) -> bool:
         """Whether anything wanted is measured in attention calls."""
         return bool(self._plan.calls)

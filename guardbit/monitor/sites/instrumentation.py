@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -78,7 +78,7 @@ class Instrumentation:
     ) -> None:
         self._model, self.is_selection = model, is_selection
         self._sites: dict[str, Site] = {}
-        self._at_rest = False
+        self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
         self._clock = Clock()
         self._switched: list[Site] = []
         # Undone in reverse order; what fails is tried again by the next `remove`.
@@ -234,17 +234,33 @@ class Instrumentation:
         """Number of the step that was over last, as `StepCalls` counts."""
         return self._clock.done
 
-    def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
-        """Calls `observer` in every attention backward from now on; None ends that."""
-        for site in self._sites.values():
-            site.state.observer = observer
+    def observe(
+        self,
+        observer: Callable[[AttentionCall], None] | None,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Calls `observer` in every attention backward from now on; None ends that.
 
-    def rest(self, at_rest: bool) -> None:
-        """Says whether calls need not be seen from now on, see `SiteState.at_rest`."""
-        if at_rest != self._at_rest:  # said twice a step, to hundreds of modules
-            self._at_rest = at_rest
-            for site in self._sites.values():
-                site.state.at_rest = at_rest
+        Args:
+            observer: The function, or None.
+            only: Names of the sites; None for all.
+        """
+        for name, site in self._sites.items():
+            if only is None or name in only:
+                site.state.observer = observer
+
+    def rest(self, at_rest: bool, but: Collection[str] = ()) -> None:
+        """Says whether calls need not be seen from now on, see `SiteState.at_rest`.
+
+        Args:
+            at_rest: Whether they need not.
+            but: Names of the sites whose calls are to be seen in any case.
+        """
+        wanted = at_rest, frozenset(but)
+        if wanted != self._at_rest:  # said twice a step, to hundreds of modules
+            self._at_rest = wanted
+            for name, site in self._sites.items():
+                site.state.at_rest = at_rest and name not in but
 
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless.

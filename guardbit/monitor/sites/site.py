@@ -163,22 +163,26 @@ class Site:
         """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it."""
         return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
 
-    def scaled_parameters(self) -> list[nn.Parameter]:
-        """Returns what `scale_logits` changes, and raises what it does."""
-        layout, weights = self._settled_layout()
-        names = layout.query.parameter, layout.key_rows.parameter
-        return [parameter for name in names for parameter in weights.plain(name)]
+    def plain_rows(self) -> list[tuple[HeadRows, list[nn.Parameter]]]:
+        """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained.
 
-    @torch.no_grad()
-    def scale_logits(self, scales: Tensor) -> None:
-        """Scales each head's logits in place, half in W_Q and half in W_K, biases too."""
+        Raises:
+            LayoutUnavailable: If they are no parameters of this rank alone, or the queries are
+                normalised after them.
+        """
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.is_latent:
             raise self._unavailable(
                 "its queries are normalised, so its size does not reach the scores"
             )
-        query, key = layout.query, layout.key_rows
-        found = [weights.plain(rows.parameter) for rows in (query, key)]
+        found = (layout.query, layout.key_rows)
+        return [(rows, weights.plain(rows.parameter)) for rows in found]
+
+    @torch.no_grad()
+    def scale_logits(self, scales: Tensor) -> None:
+        """Scales each head's logits in place, half in W_Q and half in W_K, biases too."""
+        found = self.plain_rows()
+        key = found[1][0]
         scales = scales.to(key.rows.device, torch.float64)
         size = len(scales) // len(key.rows)
         # Keys that the module repeats before attention have the same rows.
@@ -186,7 +190,7 @@ class Site:
         least = torch.ones_like(scales).scatter_reduce(0, shared_by, scales, "amin")
         of_keys = least[shared_by].sqrt()
         factors = scales / of_keys, of_keys[::size]
-        for rows, of_heads, parameters in zip((query, key), factors, found, strict=True):
+        for (rows, parameters), of_heads in zip(found, factors, strict=True):
             for parameter in parameters:
                 parameter.mul_(rows.spread(of_heads, parameter))
 

@@ -1,4 +1,4 @@
-"""What these tests read off a run: of its telemetry, and of what reaches its logger."""
+"""What these tests read of a run: its telemetry, and what its logger got."""
 
 from lightning.pytorch.loggers import Logger
 

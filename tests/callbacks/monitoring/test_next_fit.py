@@ -1,4 +1,4 @@
-"""A Trainer's next fit, and a resumed one: whose state goes on, and what is said of switches."""
+"""A Trainer's next fit, and a resumed one: which state continues, and what the log says."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a run or around it never ends it, and is said."""
+"""What goes wrong in a run or around it never ends it, and is reported."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""A live page of a run that the tests write while it is looked at."""
+"""A live page of a run that the tests write meanwhile."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs that tests write while they are looked at, and the server of their page."""
+"""Runs that tests write while a server shows them."""
 
 import threading
 from contextlib import contextmanager

@@ -4,14 +4,14 @@ import json
 import numpy as np
 import pytest
 
-from guardbit.catalog import INDICATORS
+from guardbit.catalog import INDICATORS, of_probe
 from guardbit.dashboards.live import LiveRun
 from guardbit.records import Event, Sample
 from guardbit.store import RunFollower, RunWriter
 
 
 def state_of(watcher):
-    """The picture after a look."""
+    """The page's state after a look."""
     watcher.look()
     return watcher.state(-1, None)
 
@@ -36,7 +36,7 @@ def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
     assert catalog["attention_entropy"]["label"] == "attention entropy (nats)"
     signed = {name for name, one in catalog.items() if one["is_signed"]}
     deltas, audits = {"delta_bias", "delta_bias_cumulative"}, {"dq_coherent_error"}
-    assert signed == deltas | audits | {"w_q_push", "w_q_push_cumulative"}
+    assert signed == deltas | audits | set(of_probe("burst"))
 
 
 def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The list of runs below a folder, and who is told of alarms."""
+"""The list of runs below a folder, and the webhook for alarms."""
 
 import http.server
 import json
@@ -106,7 +106,7 @@ def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
 
 @pytest.fixture
 def hook():
-    """A webhook that keeps what it gets, and answers with the status it is told to."""
+    """A webhook that keeps what it gets, and answers with the status that a test sets."""
     got, answers = [], []
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.kernels import engines
-from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.switched import switchable_attention
 
 SITE = torch.tensor(NO_SITE)
 PLAIN = AttentionSpec(0.25)

@@ -1,6 +1,6 @@
 """FlexAttention: the bits of PyTorch's own until a head is switched, then an exact delta.
 
-PyTorch refuses to train with FlexAttention on the CPU, though its plain-torch road has a backward;
+PyTorch refuses to train with FlexAttention on the CPU, though its plain-torch code has a backward;
 here it is let through.
 """
 

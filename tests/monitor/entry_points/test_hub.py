@@ -32,7 +32,7 @@ def by_name(name):
 
 
 class Nanochat(nn.Module):
-    """nanochat, gpt.py and flash_attention.py: the kernel's module is held, and asked each time."""
+    """nanochat, gpt.py and flash_attention.py: keeps the kernel's module, read at each call."""
 
     def __init__(self, kernel):
         super().__init__()

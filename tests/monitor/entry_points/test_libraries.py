@@ -1,4 +1,4 @@
-"""varlen_attn and the functions of flash_attn inside models: as they are until a switch, and then.
+"""varlen_attn and the functions of flash_attn inside models, before a switch and after it.
 
 The libraries are stood in for by `tests.flash_stand_in`, which rounds as they do.
 """
@@ -166,7 +166,7 @@ def test_a_compiled_model_is_switched_without_compiling_again(name, borrower, ti
 
 
 class Lengths(nn.Module):
-    """Documents that are other ones in each step."""
+    """Documents that differ from step to step."""
 
     def __init__(self):
         super().__init__()

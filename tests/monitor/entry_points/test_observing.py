@@ -79,7 +79,7 @@ CHECKPOINTS = [None, "reentrant", "not reentrant"]
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_observe_gives_back_what_it_got_and_is_heard_once(how, x, tiny):
+def test_observe_gives_back_what_it_got_and_is_observed_once(how, x, tiny):
     model, calls = build(how=how), []
     before = tiny.step(model, x)
     with instrumented(model, calls.append) as inst:

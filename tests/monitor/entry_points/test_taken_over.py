@@ -1,4 +1,4 @@
-"""Calls that a tensor's class or a mode takes for itself: the run keeps its bits, is watched."""
+"""Calls that a tensor's class or a mode intercepts: the run keeps its bits and is watched."""
 
 import subprocess
 import sys

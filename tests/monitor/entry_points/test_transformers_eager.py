@@ -1,4 +1,4 @@
-"""Hugging Face's eager attention: the observer hears of it as it was, caps and sinks included."""
+"""Hugging Face's eager attention: the observer gets the call as it was, with caps and sinks."""
 
 import pytest
 import torch

@@ -165,7 +165,7 @@ def test_what_is_measured_is_of_the_call(width, tiny, monkeypatch):
     assert values["dq_relative_error"].max() < 1e-5
 
 
-def test_the_rounded_output_is_heard_of_where_delta_comes_from_it(tiny, monkeypatch):
+def test_the_rounded_output_is_observed_where_delta_comes_from_it(tiny, monkeypatch):
     """As on a GPU, whose fused kernels serve such calls; their delta is rowsum(dO O)."""
     monkeypatch.setattr(
         "guardbit.monitor.interception.entry_points.base._keeps_output", lambda bound: True

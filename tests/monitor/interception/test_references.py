@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def nothing_is_put_aside():
-    """What the suite has put aside, so that the garbage collector is faster, is looked through."""
+    """Unfreezes what the suite froze for a faster garbage collector, so that it is searched."""
     gc.unfreeze()
     yield
     gc.freeze()
@@ -316,7 +316,7 @@ def test_what_failed_and_is_remembered_multiplies_no_references(tiny, monkeypatc
 
 
 def halved(original):
-    """As a profiler's or an adapter's wrapper, but that it leaves its mark on the weights."""
+    """Wraps like a profiler or an adapter, but changes the weights."""
 
     def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **others):
         return original(q, k, v, attn_mask, dropout_p, is_causal, scale=0.125, **others)
@@ -325,7 +325,7 @@ def halved(original):
 
 
 def unlike(q, k, v, *_, **__):
-    """Computes attention by itself, as SageAttention does."""
+    """Computes attention without PyTorch's function, as SageAttention does."""
     scores = (q @ k.mT * 0.125).masked_fill(~torch.ones(q.size(2), k.size(2)).tril().bool(), -9)
     return scores.softmax(-1) @ v
 

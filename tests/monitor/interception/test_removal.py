@@ -1,4 +1,4 @@
-"""An instrumented model is given back as it was, after accidents and copied too."""
+"""An instrumented model is given back as it was, also after errors, and so are copies."""
 
 import contextlib
 import copy

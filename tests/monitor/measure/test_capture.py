@@ -1,4 +1,4 @@
-"""Every attention call of an armed step is handed on once, with its own tensors."""
+"""Every attention call of a sampled step is measured once, with its own tensors."""
 
 import pytest
 import torch

@@ -90,8 +90,6 @@ COSTS = [
     (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["dq_relative_error"], AUDIT | QUERIES),
     (["dq_coherent_error"], AUDIT | QUERIES),
-    (["w_q_push"], AUDIT | QUERIES),
-    (["w_q_push_cumulative"], AUDIT | QUERIES),
     (["key_common_mode"], {}),
     (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4, "max_logit": 2}),
     (["loss", "grad_norm"], {}),

@@ -85,19 +85,6 @@ def test_what_is_not_finite_is_left_out(bad):
     assert third.values == (3.0, -1.0)
 
 
-def test_push_and_delta_bias_have_a_sum_each():
-    running = RunningSums()
-    found = [
-        next(running.follow(sample(0, (value,), indicator=name)))
-        for name, value in (("delta_bias", 2.0), ("w_q_push", 0.5), ("w_q_push", 0.25))
-    ]
-    assert found == [
-        sample(0, (2.0,), indicator="delta_bias_cumulative"),
-        sample(0, (0.5,), indicator="w_q_push_cumulative"),
-        sample(0, (0.75,), indicator="w_q_push_cumulative"),
-    ]
-
-
 def test_a_module_with_another_number_of_heads_begins_anew():
     running = RunningSums()
     list(running.follow(sample(0, (1.0, 2.0))))

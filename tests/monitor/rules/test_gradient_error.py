@@ -66,35 +66,6 @@ def test_false_alarms_come_no_oftener_than_it_says():
     assert 100 < count <= 1100
 
 
-def test_two_tests_together_make_no_more_false_alarms():
-    """A head at both bounds: sizes of 0 and 1 with mean 0.1, pushes of -1 and 1 with mean 0.1."""
-    generator = np.random.default_rng(4)
-    rounds, heads = 400, 250
-    sizes = (generator.random((rounds, heads)) < 0.1).astype(float)
-    pushes = np.where(generator.random((rounds, heads)) < 0.55, 1.0, -1.0)
-    samples = [
-        Sample(10 * i, "a", 0, name, tuple(values[i]))
-        for i in range(rounds)
-        for name, values in (("dq_coherent_error", sizes), ("w_q_push", pushes))
-    ]
-    detectors = Detectors((GradientError(audits_to_false_alarm=100.0),), cool_down_steps=0)
-    alarms = detectors.update(samples)
-    count = sum(len(alarm.heads) for alarm in alarms)
-    # At most 1,000 are expected; their scatter is some 40.
-    assert 100 < count <= 1100
-
-
-@pytest.mark.parametrize(("name", "value", "audit"), [("w_q_push", 1.0, 19), ("dq", 0.5, 8)])
-def test_with_a_push_beside_it_twice_the_evidence_is_needed(name, value, audit):
-    push, size = (value, 0.0) if name == "w_q_push" else (0.0, value)
-    samples = [
-        Sample(10 * i, "a", 0, indicator, (number,))
-        for i in range(audit)
-        for indicator, number in (("dq_coherent_error", size), ("w_q_push", push))
-    ]
-    assert [a.step for a in Detectors((GradientError(),)).update(samples)] == [10 * (audit - 1)]
-
-
 def test_a_threshold_that_nothing_is_to_reach_is_not_reached():
     rule = GradientError(audits_to_false_alarm=math.inf)
     assert Detectors((rule,)).update(audits([[1.0]] * 1000)) == []
@@ -126,32 +97,3 @@ def test_it_measures_the_cause_and_says_how_large():
 def test_bets_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="gradient_error has the stakes"):
         GradientError(**wrong)
-
-
-# The push, which has a sign.
-
-
-def pushes(values):
-    return [Sample(10 * i, "a", 0, "w_q_push", (float(v),)) for i, v in enumerate(values)]
-
-
-def test_a_push_that_keeps_its_sign_is_found_and_one_that_does_not_is_not():
-    rule = GradientError()
-    alarms = Detectors((rule,)).update(pushes([3.0] * 30))
-    # By hand: M = (M + 1) (1 + stake ((x + 1) / 2 / 0.55 - 1)) with x cut at 1.
-    wealth, count = [0.0] * 3, 0
-    while sum(wealth) / 3 < 1e4:
-        count += 1
-        wealth = [
-            (m + 1) * (1 + s * (1 / 0.55 - 1)) for m, s in zip(wealth, rule.stakes, strict=True)
-        ]
-    assert [alarm.step for alarm in alarms] == [10 * (count - 1)]
-    assert alarms[0].why.startswith("rounding pushes the W_Q spectral norm of head 0 up, by +1 of")
-    assert Detectors((rule,)).update(pushes([-3.0] * 500)) == []
-    assert Detectors((rule,)).update(pushes([1.0, -1.0] * 500)) == []
-    assert Detectors((rule,)).update(pushes([0.1] * 500)) == [], "what is tolerated"
-
-
-def test_a_small_push_that_lasts_is_found():
-    alarms = Detectors((GradientError(),)).update(pushes([0.4] * 200))
-    assert alarms and alarms[0].step < 1000

@@ -100,7 +100,7 @@ class Always:
 
 @dataclass(frozen=True)
 class LossAtStep:
-    """Says at every sample from one step on that the loss has departed."""
+    """Alarms on the loss at every sample from one step on."""
 
     role: ClassVar = Role("loss")
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens for heads, as Ulysses does: a number is of no head of W_Q."""
+"""Ranks that exchange tokens for heads, as Ulysses does: heads do not map to rows of W_Q."""
 
 import json
 import textwrap

@@ -63,7 +63,7 @@ def test_what_is_no_step_is_refused(step):
 
 
 class Raises:
-    """Nothing can be made of it."""
+    """Raises when it is converted or printed."""
 
     def __float__(self):
         raise RuntimeError("no number")

@@ -143,6 +143,27 @@ def test_training_is_the_same_with_every_stage_failing(monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("why, line", [
+    (
+        "head 9 outgrows the others: W_Q spectral norm by a factor of 2.54 since step 1200, to"
+        " 7.94, that of the typical head by 1.12; FP32 shadow: delta bias of head 9 +0.013 of its"
+        " size",
+        "GuardBit: step 1,600: alarm net.h.1.attn: head 9 outgrows the others: W_Q spectral norm"
+        " by a factor of 2.54 since step 1200; to correct it attach a policy",
+    ),
+    (
+        f"head 9 {'i' * 160}",
+        f"GuardBit: step 1,600: alarm net.h.1.attn: head 9 {'i' * 77}...; to correct it attach a"
+        " policy",
+    ),
+])  # fmt: skip
+def test_an_alarms_line_is_short_and_says_what_to_do(why, line, caplog):
+    loop = Loop(every_n_train_steps=1)
+    loop.session.record(Event(1600, "alarm", "net.h.1.attn", (9,), why, rule="head_growth"))
+    loop.session.close()
+    assert line in caplog.messages and len(line) <= 160
+
+
 def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     loop = Loop(every_n_train_steps=1)
     with caplog.at_level(logging.INFO, "guardbit"):
@@ -152,6 +173,7 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
     assert levels == ["WARNING", "WARNING", "WARNING"]
-    assert "step 4: verdict rounding: for a test" in caplog.messages
-    assert "step 4: alarm layers.1 heads [1]: for a test" in caplog.messages
-    assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
+    assert "GuardBit: step 4: verdict rounding: for a test" in caplog.messages
+    alarm = "GuardBit: step 4: alarm layers.1 heads [1]: for a test; to correct it attach a policy"
+    assert alarm in caplog.messages
+    assert "GuardBit: step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages

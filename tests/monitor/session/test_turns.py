@@ -1,4 +1,4 @@
-"""Networks that take turns: what the sampled steps pass by is told, and counts as not watched."""
+"""Networks that take turns: those that no sampled step meets are reported as not watched."""
 
 import copy
 import logging

@@ -223,7 +223,7 @@ def check_calls(loop, reference, micro_batches):
 
 
 def check_execution(tiny, mode: Mode, stabilizer: str) -> None:
-    """Nothing changes, two heads are switched and nothing is compiled anew, the run is resumed."""
+    """Nothing changes, two heads are switched without a recompilation, and the run is resumed."""
     reference = Loop(tiny, mode, watched=False)
     loop = Loop(tiny, mode)
     try:

@@ -28,7 +28,7 @@ UNMEASURED = {
     "F.multi_head_attention_forward": ("delta_",),
     "transformers' eager attention": ("delta_",),
     "guardbit.watch_attention": ("delta_",),  # unless it is said to be fused
-    "guardbit.observe": ("delta_", "dq_", "w_q_push"),
+    "guardbit.observe": ("delta_", "dq_"),
 }
 CACHED = [entry for entry in ENTRY_POINTS if entry.attribute.endswith("_with_kvcache")]
 

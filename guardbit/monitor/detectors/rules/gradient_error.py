@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -55,26 +54,20 @@ class GradientError:
     The audit computes dQ once more in FP32. Its `dq_coherent_error` is the error along the top
     direction, summed over the rows with its sign, as a part of the sum of the sizes of dQ along it.
     The sign is that of the direction, which is arbitrary, so the size counts, up to 1: the whole
-    gradient. Where it is measured, `w_q_push` counts as well, with its sign: a smaller error that
-    keeps pushing the norm up. The rule measures the cause, whatever the logits, and needs no peers.
-    The size does not count where attention is saturated, see `SATURATED`.
+    gradient. The rule needs no peers and goes by no logits. The size does not count where attention
+    is saturated, see `SATURATED`.
 
     `tolerated`: in the sound runs no audit finds more than 0.019, and no head's mean is above
     0.007. A head is audited in turn, one of its module at a sampled step, at every sampled step
-    once it is under suspicion. Errors of 1 fire in the fifth audit, of 0.5 in the seventh, or in
-    the eighth where the push is measured. The push is cut at 1 in size, and 1 fires in the 19th
-    audit, beside errors that do not. In the recorded runs no head's mean push over five audits or
-    more is above 0.024, also where heads diverge: rows cancel in what dQ does to W_Q, and the push
-    is held against their sizes. So what has fired was the size.
+    once it is under suspicion. Errors of 1 fire in the fifth audit, of 0.5 in the seventh.
 
     Attributes:
-        tolerated: Mean size of the coherent error, and mean push, still called healthy; 0 to 1.
-        audits_to_false_alarm: Mean number of audits of a head to a false alarm, at least. Where
-            the push is measured the rule makes two tests, and each must find twice as much.
+        tolerated: Mean size of the coherent error still called healthy; 0 to 1.
+        audits_to_false_alarm: Mean number of audits of a head to a false alarm, at least.
         stakes: See `bet`.
     """
 
-    reads: ClassVar[tuple[tuple[str, ...], ...]] = (("dq_coherent_error", "w_q_push"),)
+    reads: ClassVar[tuple[tuple[str, ...], ...]] = (("dq_coherent_error",),)
 
     role: ClassVar[Role] = Role(measures_cause=True)
 
@@ -93,54 +86,21 @@ class GradientError:
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the audited heads whose errors are large beyond reasonable doubt."""
-        sizes = {}
+        findings = []
         for site, errors in snapshot.of("dq_coherent_error").items():
             is_saturated = snapshot.last_of("attention_entropy", site, len(errors)) < SATURATED
-            sizes[site] = np.where(is_saturated, np.nan, np.minimum(np.abs(errors), 1.0))
-        # From -1..1 to 0..1, as bets need it.
-        pushes = {
-            site: (np.clip(values, -1.0, 1.0) + 1.0) / 2.0
-            for site, values in snapshot.of("w_q_push").items()
-        }
-        # Two tests that each fire at twice the evidence make no more false alarms than one.
-        needed = self.audits_to_false_alarm * (2 if sizes and pushes else 1)
-        size, push = (state.setdefault(name, {}) for name in ("size", "push"))
-        fair = (1.0 + self.tolerated) / 2.0
-        return [
-            *self._test(size, sizes, self.tolerated, needed, self._why_size),
-            *self._test(push, pushes, fair, needed, self._why_push),
-        ]
-
-    def _test(
-        self,
-        state: State,
-        outcomes: Mapping[str, Values],
-        tolerated: float,
-        needed: float,
-        why: Callable[[Values, tuple[int, ...]], str],
-    ) -> Iterator[Finding]:
-        for site, outcome in outcomes.items():
-            evidence = bet(state, site, outcome, tolerated, self.stakes)
-            fired = (evidence >= needed) & ~np.isnan(outcome)
+            sizes = np.where(is_saturated, np.nan, np.minimum(np.abs(errors), 1.0))
+            evidence = bet(state, site, sizes, self.tolerated, self.stakes)
+            fired = (evidence >= self.audits_to_false_alarm) & ~np.isnan(sizes)
             if heads := heads_where(fired):
                 settle(state, site, heads)
-                yield Finding(site, heads, partial(why, outcome))
+                findings.append(Finding(site, heads, partial(self._why, sizes)))
+        return findings
 
-    def _why_size(self, sizes: Values, heads: tuple[int, ...]) -> str:
+    def _why(self, sizes: Values, heads: tuple[int, ...]) -> str:
         top = max(heads, key=lambda head: sizes[head])
         return (
             f"rounding makes {sizes[top]:.2g} of dQ along the top direction of the W_Q of head "
-            f"{top} now, and more than {self.tolerated:g} in the mean {self._odds}"
+            f"{top} now, and more than {self.tolerated:g} in the mean (one false alarm in "
+            f"{self.audits_to_false_alarm:g} audits of a head)"
         )
-
-    def _why_push(self, pushes: Values, heads: tuple[int, ...]) -> str:
-        top = max(heads, key=lambda head: pushes[head])
-        return (
-            f"rounding pushes the W_Q spectral norm of head {top} up, by "
-            f"{2 * pushes[top] - 1:+.2g} of what dQ does to it now, and by more than "
-            f"{self.tolerated:g} in the mean {self._odds}"
-        )
-
-    @property
-    def _odds(self) -> str:
-        return f"(one false alarm in {self.audits_to_false_alarm:g} audits of a head)"

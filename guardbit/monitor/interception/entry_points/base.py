@@ -198,7 +198,7 @@ def as_given(x: Tensor, layout: Layout) -> Tensor:
 
 def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     """Runs a call of an entry point that a compiler traces: through the op, or by the original."""
-    found = heard(entry, args, kwargs)
+    found = observed(entry, args, kwargs)
     if found is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
@@ -207,7 +207,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
 
 def before(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Runs an eager call through the op, if it has to; see `guard.stand_in`."""
-    found = heard_eagerly(entry, args, kwargs)
+    found = observed_eagerly(entry, args, kwargs)
     if found is None:
         return None
     if isinstance(found, Watched):
@@ -242,7 +242,7 @@ def is_unread() -> bool:
     )
 
 
-def heard(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
+def observed(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     """Records a call that a compiler traces; returns it if the op is to run it, else None."""
     drop_stale_traced()
     if not runtime.is_inside_site():
@@ -256,7 +256,7 @@ def heard(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     return found if isinstance(found, Bound) else None
 
 
-def heard_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watched | None:
+def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not runtime.is_inside_site():
         note_outside(entry.name, args, kwargs)
@@ -285,7 +285,7 @@ def heard_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watc
         return None if why or state.is_idle else found
     bound = found.bound
     note_call(number, heads, found.why, entry.name, watched=bound is not None)
-    if bound is None or state.is_unheard or not torch.is_grad_enabled():
+    if bound is None or state.is_unobserved or not torch.is_grad_enabled():
         return None
     state.native_dropout_p = bound.spec.dropout_p
     return Watched(Watch(number), bound, found.is_fused and _keeps_output(bound))

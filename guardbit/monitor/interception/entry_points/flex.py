@@ -27,8 +27,8 @@ from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
     Refusal,
-    heard,
-    heard_eagerly,
+    observed,
+    observed_eagerly,
     is_genuine,
 )
 from guardbit.monitor.interception.entry_points.refusals import why_groups, why_head, why_now
@@ -82,14 +82,14 @@ def _why(
 
 
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    taken = _at_site(heard(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
+    taken = _at_site(observed(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
     if taken is None:
         return _plain[0](*args, **kwargs)
     return _of_site[0](*taken.args, **taken.kwargs)
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around:
-    taken = _at_site(heard_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
+    taken = _at_site(observed_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
     return Around(args, kwargs, function=_plain[0]) if taken is None else taken
 
 

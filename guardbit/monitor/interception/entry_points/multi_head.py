@@ -109,7 +109,7 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     note_call(number, heads, refusal, _NAME, watched=why is None)
     state = runtime.site(number)
     state.begin_forward()
-    if why is not None or state.is_unheard or not torch.is_grad_enabled():
+    if why is not None or state.is_unobserved or not torch.is_grad_enabled():
         return None
     dropout_p = _given("dropout_p", args, kwargs) if _given("training", args, kwargs, True) else 0.0
     return _Products(Watch(number), heads[0], dropout_p)
@@ -127,7 +127,7 @@ class _Products:
         self._num_heads = num_heads
         self._dropout_p = dropout_p
         self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self._is_called = self._is_heard = False
+        self._is_called = self._is_observed = False
         bmm, baddbmm = (types.SimpleNamespace(original=f) for f in (torch.bmm, torch.baddbmm))
         self.bmm = stand_in(bmm, self._before_bmm, None)
         self.baddbmm = stand_in(baddbmm, self._before_baddbmm, None)
@@ -145,7 +145,7 @@ class _Products:
     def _before_bmm(self, args: Args, kwargs: Kwargs) -> Around | None:
         self._is_called = True
         first, second = args
-        if self._is_heard:
+        if self._is_observed:
             return None
         if self._inputs is None:
             return Around((self._begin(first, second, None), second), kwargs)
@@ -160,7 +160,7 @@ class _Products:
             )
 
         around = Around(args, kwargs, after)
-        self._is_heard = True  # last, because this is tried again after an error
+        self._is_observed = True  # last, because this is tried again after an error
         return around
 
     def _before_baddbmm(self, args: Args, kwargs: Kwargs) -> Around:

@@ -29,7 +29,7 @@ from guardbit.monitor.interception.entry_points.base import (
     as_given,
     heads_first,
     heads_of,
-    heard_eagerly,
+    observed_eagerly,
     is_empty,
 )
 from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
@@ -126,7 +126,7 @@ def _traced(
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | None:
-    found = heard_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
+    found = observed_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
     if not isinstance(found, Watched):
         return None
     watch, bound, _ = found

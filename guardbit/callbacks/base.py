@@ -1,4 +1,4 @@
-"""The doors of the frameworks' callbacks: an error stays in its session and is reported once."""
+"""What the callbacks of all frameworks share: their guard, and how their sessions begin and end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and ungua
 
 
 class GuardedCallback(Guarded):
-    """A framework's callback; all of its methods that a framework calls are doors."""
+    """A framework's callback; every method that the framework calls is guarded."""
 
     session: MonitorSession | None = None  # the session of the run that goes on, or None
     strict: bool = False  # whether the monitor's own errors are raised
 
-    #: What only the other framework asks of its callbacks -> what to use there.
+    #: Method that only the other framework calls -> what to use there, for the error.
     _instead: ClassVar[Mapping[str, str]] = {}
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Says what to use in its place where the other framework has got this callback."""
+        """Raises; says what to use instead if the other framework calls this callback."""
         kind, instead = type(self).__name__, self._instead.get(name, "")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead}")
 
@@ -44,21 +44,21 @@ class GuardedCallback(Guarded):
 def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
     """Ends the session of a callback, if it still has one.
 
-    The callback holds it until it is closed, so that an error's door and the user find it.
+    The callback keeps it until it is closed, for the guard and the user.
     """
     session = callback.session
     if session is not None:
-        # The step that goes on will not end any more.
+        # The step that has begun will not end any more.
         undo_all([lambda: session.close(how), session.abandon_step])
         callback.session = None
 
 
 def nothing(_: object) -> None:
-    """What a framework gets from a callback."""
+    """What a callback returns to its framework."""
 
 
 def guarded(event: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a method so that a framework may call it: with a session it gets it, else nothing."""
+    """Guards a method that a framework calls; it runs only with a session, which it gets."""
 
     @functools.wraps(event)
     def with_session(self: GuardedCallback, *args: Any, **kwargs: Any) -> None:
@@ -87,6 +87,6 @@ def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession 
         return None
     try:
         return None if session._is_void else session
-    except Exception:  # nobody else has the session
+    except Exception:  # nobody else can close it
         session.close("crashed")
         raise

@@ -1,4 +1,4 @@
-"""What several commands need: errors as sentences, and runs as they are read."""
+"""What several commands share: users' errors as sentences, and reading a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from guardbit.dashboards.loading import LoadedRun
     from guardbit.monitor.replay import Replay
 
-#: What the metadata of a report say about events that were not recorded.
+#: What a report's metadata says about events that were not recorded.
 REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
 
 
 @contextlib.contextmanager
-def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """Turns the user's errors into a sentence and exit code 2, and warnings into sentences."""
+def user_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Prints the user's errors as a sentence, with exit code 2, and warnings as sentences."""
     said: set[str] = set()
 
     def say_once(message: Warning | str, *_: object, **__: object) -> None:
@@ -43,8 +43,8 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
             raise typer.Exit(2) from None
 
 
-def load_judged(path: Path) -> LoadedRun:
-    """Reads a run; of data from elsewhere the detectors find the events that it would have had."""
+def load_with_events(path: Path) -> LoadedRun:
+    """Reads a run; if it recorded no events, as a CSV, the detectors find those it would have."""
     from guardbit.dashboards.loading import load
     from guardbit.store import folder_of_run, is_run
 
@@ -58,7 +58,7 @@ def load_judged(path: Path) -> LoadedRun:
 
 
 def events_of_replay(result: Replay) -> pd.DataFrame:
-    """What a replay has found, as the events that a run would have recorded."""
+    """Returns the alarms of a replay as the events that a run would have recorded."""
     import pandas as pd
 
     events = [event_of(alarm) for alarm in result.alarms]

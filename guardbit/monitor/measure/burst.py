@@ -1,0 +1,301 @@
+"""Does rounding move a head? Measured at every step for a while after a rule has named the head.
+
+sigma is the largest singular value of a head's rows W of W_Q `(d, C)`, u and v are its singular
+vectors. The kernel's dQ less an FP32-accurate one, e `(N, d)`, makes the error E = sum_n e_n x_n^T
+in the gradient of W, where x `(N, C)` is what the projection was given. Adam divides an entry of
+the gradient by the root a of its running mean square. So in first order, in this step and through
+the momentum in later ones, the error changes log sigma by
+
+    r = -rate * sum over entries of u v^T E / (sigma a),
+
+while log sigma itself changes by c. Where rounding moves the head, r and c go together from one
+stretch of steps to the next; where the model moves it, they do not. Rounding's share is the slope
+of r on c through the origin, sum r c / sum c^2, over stretches of `WINDOW` steps. In a corrected
+head r is what the uncorrected kernel would have added, and is added to c.
+
+A call does not show x. It shows y = A x + b, its q and k, where A and b are the rows of W_Q and W_K
+and their biases. So x is what least squares make of y. That the calls are of this form is proved at
+each step: the gradient that dQ gives in the same way must be the parameter's, but for a factor,
+which clipping and loss scaling leave, and which E gets as well. Where positions turn the queries,
+or ranks share gradients, it is not, and nothing is measured.
+
+`docs/rules.md` says on which runs the measure was chosen and tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from guardbit.catalog import of_probe
+from guardbit.kernels import dispatch
+from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.constants import device_constant
+from guardbit.monitor import ranks
+from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
+from guardbit.monitor.sites import Site
+from guardbit.records import Sample
+
+#: Heads that are measured at once, and the steps after which that ends: the first number where the
+#: share is settled by then, else the second.
+MOST_HEADS, LEAST_STEPS, MOST_STEPS = 8, 100, 400
+#: Steps that are added up, as the momentum spreads an error over about as many.
+WINDOW = 10
+#: Least cosine between the gradient that a call's dQ gives and the parameter's. BF16 leaves .99.
+SAME_GRADIENT = 0.95
+
+_SHARES = of_probe("burst")
+
+
+class _Product(NamedTuple):
+    """The products of a step whose parameters are about to be changed."""
+
+    rows: HeadRows
+    weight: nn.Parameter
+    heads: list[int]
+    places: Tensor  # the same, INT64 `(h,)`
+    sigmas: Tensor  # FP64 `(h,)`
+    along: Tensor  # FP64 `(h, d, C)`, u v^T / sigma
+    gradients: Tensor  # FP64 `(h, d, C)`, that of the calls
+    errors: Tensor  # the same, of dQ's error
+    is_corrected: Tensor  # bool `(h,)`
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """The heads' rows of the parameter, or of what has its shape, FP64 `(h, d, C)`."""
+        return self.rows.weights(tensor).index_select(0, self.places).double()
+
+
+class Burst:
+    """Measures heads at every step, see the module's docstring.
+
+    Attributes:
+        heads: Attention module -> the heads that are measured now.
+        why_not: Why something was not measured, the last reason; "" if all was.
+    """
+
+    def __init__(self, sites: Callable[[], dict[str, Site]]) -> None:
+        self._sites = sites
+        self.heads: dict[str, list[int]] = {}
+        self.why_not = ""
+        self._seen: set[tuple[str, int, bool]] = set()
+        self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
+        self._products: dict[str, _Product] = {}
+        # Module and head -> what each step gave: r, c, and the cosine of the gradients.
+        self._series: dict[tuple[str, int], list[Tensor]] = {}
+        self._unhook: Callable[[], None] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any head is measured."""
+        return bool(self.heads)
+
+    def want(self, site: str, heads: Iterable[int], is_alarm: bool = True) -> None:
+        """Begins to measure heads of an attention module, as far as there is room.
+
+        A head is measured once for an advisory and once for an alarm.
+        """
+        for head in heads:
+            room = MOST_HEADS - sum(map(len, self.heads.values()))
+            is_new = (site, head, is_alarm) not in self._seen
+            if room > 0 and is_new and head not in self.heads.get(site, ()):
+                self._seen.add((site, head, is_alarm))
+                self.heads.setdefault(site, []).append(head)
+        if self.heads and ranks.world_size() > 1:
+            self._give_up(site, "ranks average their gradients, and each sees its own errors only")
+
+    def listen(self, guarded: Callable[[Callable[[], None]], object]) -> None:
+        """Hears of every optimizer's steps from now on, until `stop`; errors go to the guard."""
+        if self._unhook is None:
+
+            def hear(optimizer: Optimizer, *_: Any) -> None:
+                guarded(lambda: self.step(optimizer))
+
+            self._unhook = register_optimizer_step_post_hook(hear).remove
+
+    def stop(self) -> None:
+        """Ends all measuring."""
+        self.heads.clear()
+        self._products.clear()
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
+
+    def forget_step(self) -> None:
+        """Drops what the calls of a step have shown, if it has changed no parameters."""
+        self._products.clear()
+
+    def consume(self, call: AttentionCall) -> None:
+        """Takes one attention call, inside its backward."""
+        sites = self._sites()
+        for name, heads in list(self.heads.items()):
+            if sites[name].number == call.site:
+                try:
+                    self._consume(sites[name], call, heads)
+                except LayoutUnavailable as unavailable:
+                    self._give_up(name, str(unavailable))
+
+    def _consume(self, site: Site, call: AttentionCall, heads: list[int]) -> None:
+        if call.dq is None or call.d_out is None or not set(heads) <= set(call.known_heads):
+            raise LayoutUnavailable("the call does not show how its gradients were made")
+        index = device_constant(tuple(heads), torch.int64, call.q.device)
+        corrected = tuple(call.stabilizers[head] != "none" for head in heads)
+        dq = call.dq.index_select(1, index).float()
+        as_kernel = dq
+        if any(corrected):
+            if call.uncorrected is None:
+                raise LayoutUnavailable("its kernel cannot be run uncorrected once more")
+            as_kernel = call.uncorrected().index_select(1, index).float()
+        exact = dispatch.exact_query_gradient(
+            call.d_out, call.q, call.k, call.v,
+            spec=call.spec, head_ids=heads, dropout=call.dropout_of(heads),
+        )  # fmt: skip
+        (query, weights), (key, key_weights) = site.plain_rows()
+        products = query.weights(weights[0]), key.weights(key_weights[0])
+        whole = torch.cat([product.flatten(0, 1) for product in products]).double()
+        shown = torch.cat(
+            [_less_bias(call.q, query, weights), _less_bias(call.k, key, key_weights)], dim=-1
+        )
+        # FP32 sums over all rows; what the solve does with them is FP64.
+        sums = torch.stack([
+            torch.einsum("bhnd,bnf->hdf", side, shown).double() @ whole
+            for side in (dq, as_kernel - exact)
+        ])  # fmt: skip
+        factor, _ = torch.linalg.cholesky_ex(whole.mT @ whole)
+        gradients, errors = torch.cholesky_solve(sums.flatten(0, 2).mT, factor).mT.view_as(sums)
+        before = self._products.get(site.name)
+        if before is not None and before.heads == heads:  # of an earlier micro-batch
+            gradients, errors = gradients + before.gradients, errors + before.errors
+        sigmas, lefts, rights = _largest(products[0].index_select(0, index))
+        along = torch.einsum("hd,hc->hdc", lefts, rights) / sigmas[:, None, None]
+        self._products[site.name] = _Product(
+            query, weights[0], list(heads), index, sigmas, along, gradients, errors,
+            device_constant(corrected, torch.bool, sigmas.device),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer) -> None:
+        """Takes the step that an optimizer has made, for those of its parameters it changed."""
+        for name, product in list(self._products.items()):
+            for group in optimizer.param_groups:
+                if any(p is product.weight for p in group["params"]):
+                    del self._products[name]
+                    self._take(name, product, optimizer.state.get(product.weight, {}), group)
+
+    def _take(
+        self, name: str, product: _Product, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        squares, gradient = state.get("exp_avg_sq"), product.weight.grad
+        if squares is None or "betas" not in group:
+            return self._give_up(name, "its optimizer is not Adam or AdamW")
+        if gradient is None or squares.shape != product.weight.shape:
+            return self._give_up(name, "its gradient is gone after the optimizer's step")
+        taken = product.rows_of(gradient)
+        unbiased = squares / (1 - group["betas"][1] ** state["step"])
+        roots = product.rows_of(unbiased).sqrt() + group["eps"]
+        scale = (taken * product.gradients).sum((1, 2)) / product.gradients.square().sum((1, 2))
+        cosine = scale * product.gradients.norm(dim=(1, 2)) / taken.norm(dim=(1, 2))
+        added = (product.along * product.errors / roots).sum((1, 2)) * -group["lr"] * scale
+        sigmas, _, _ = _largest(product.rows_of(product.weight))
+        changes = (sigmas / product.sigmas).log()
+        changes = changes + torch.where(product.is_corrected, added, 0.0)
+        for place, head in enumerate(product.heads):
+            of_head = torch.stack([added[place], changes[place], cosine[place]])
+            self._series.setdefault((name, head), []).append(of_head)
+        return None
+
+    def columns(self) -> dict[tuple[str, str], Tensor]:
+        """Rounding's share so far, FP64 `(H,)` a module and indicator; NaN for other heads."""
+        found: dict[tuple[str, str], Tensor] = {}
+        self._told.clear()
+        for site, heads in self.heads.items():
+            of_site = self._sites().get(site)
+            for head in heads:
+                series = self._series.get((site, head), [])
+                if of_site is None or len(series) < LEAST_STEPS:
+                    continue
+                self._told.add((site, head))
+                for name, value in zip(_SHARES, share_of(torch.stack(series)), strict=True):
+                    nothing = value.new_full((of_site.num_heads,), torch.nan)
+                    found.setdefault((site, name), nothing)[head] = value
+        return found
+
+    def note(self, samples: Sequence[Sample]) -> None:
+        """Ends the measuring of heads whose share is settled, or that have had their time."""
+        values = {(s.site, s.indicator): s.values for s in samples if s.indicator in _SHARES}
+        for site, head in self._told:
+            if head not in self.heads.get(site, ()) or (site, _SHARES[0]) not in values:
+                continue
+            share, low, high = (values[site, name][head] for name in _SHARES)
+            is_proved = share == share
+            is_settled = not is_proved or low > 0.5 or high < 0.5
+            if not is_proved:
+                self.why_not = _NOT_ITS_GRADIENT
+            if is_settled or len(self._series[site, head]) >= MOST_STEPS:
+                self.heads[site].remove(head)
+                del self._series[site, head]
+        self._told.clear()
+        self.heads = {site: heads for site, heads in self.heads.items() if heads}
+        if not self.heads:
+            self.stop()
+
+    def _give_up(self, site: str, why: str) -> None:
+        self.why_not = why
+        self.heads.pop(site, None)
+        self._products.pop(site, None)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Returns the heads that are measured; a resumed run measures them anew."""
+        return {site: list(heads) for site, heads in self.heads.items()}
+
+
+_NOT_ITS_GRADIENT = (
+    "what q and k show does not give W_Q's gradient, as where positions turn the queries"
+)
+
+
+def _largest(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular value of each head's rows `(h, d, C)`, and its vectors, in FP64."""
+    wide = rows.double()
+    _, lefts = spectral_norms(gram_matrices(wide))
+    lefts = torch.nn.functional.normalize(lefts.double(), dim=1)
+    # Exact to the square of what FP32 left wrong in the direction.
+    rights = torch.einsum("hd,hdc->hc", lefts, wide)
+    sigmas = rights.norm(dim=1)
+    return sigmas, lefts, rights / sigmas[:, None]
+
+
+def _less_bias(x: Tensor, rows: HeadRows, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A projection's result less its bias, FP32 `(B, N, features)`."""
+    flat = x.transpose(1, 2).flatten(2).float()
+    if len(parameters) < 2:
+        return flat
+    return flat - parameters[1].detach().float().flatten()[rows.rows].flatten()
+
+
+def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounding's share of what log sigma did, and the ends of its 95 % interval.
+
+    Args:
+        series: FP64 `(T, 3)`: r, c and the cosine of the gradients at each step, see the module.
+
+    Returns:
+        Three 0-d tensors; NaN where the gradients are not the same. The interval is that of a ratio
+        of sums over windows that do not depend on one another.
+    """
+    windows = series[: len(series) // WINDOW * WINDOW].unflatten(0, (-1, WINDOW))
+    added, changes, _ = windows.sum(1).unbind(1)
+    products, squares = added * changes, changes.square()
+    share = products.sum() / squares.sum()
+    number = len(windows)
+    deviation = (products - share * squares).square().sum() * number / (number - 1)
+    # Student's t at .975, to 1 % for 9 and more degrees of freedom.
+    half = (1.96 + 2.6 / (number - 1)) * deviation.sqrt() / squares.sum()
+    is_proved = series[:, 2].mean() >= SAME_GRADIENT
+    found = torch.stack([share, share - half, share + half]).where(is_proved, torch.nan)
+    return found[0], found[1], found[2]

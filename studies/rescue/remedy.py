@@ -1,0 +1,89 @@
+"""The paper's remedy, `row_max`, from the second step on, beside other runs of the same seeds.
+
+    python -m studies.rescue.remedy studies/rescue/results
+
+A run on it stands first of its seed, then those that were corrected from the second step on, then
+the starts on cuDNN without a switch. All are read up to the last step that they have in common with
+it. First alarms are those of today's rules, in a replay of what is packed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pandas as pd
+
+from guardbit.monitor.replay import replay
+from studies.rescue.lines import RATE, matched_run
+from studies.rescue.measures import WINDOW, excess_loss, loss_departure, series
+from studies.rescue.packed import LOSS_STEPS, Run, load, options_of
+
+#: A run that ends before this step is left out.
+REACHED = 6000
+
+
+def starts(runs: list[Run]) -> dict[int, list[Run]]:
+    """Seed -> its runs on cuDNN at the study's rate, that on `row_max` first.
+
+    Copies are left out, and seeds without a run on `row_max`.
+    """
+    found: dict[int, list[Run]] = {}
+    for run in sorted(runs, key=_place):
+        facts = run.facts
+        is_start = facts["arm"] in ("stock", "from_start") and facts["branched_from"] is None
+        is_alike = (facts["backend"], facts["learning_rate"]) == ("cudnn", RATE)
+        if is_start and is_alike and _last(run) >= REACHED:
+            found.setdefault(facts["seed"], []).append(run)
+    return {seed: some for seed, some in found.items() if some[0].facts["stabilizer"] == "row_max"}
+
+
+def table(runs: list[Run]) -> pd.DataFrame:
+    """A row a run.
+
+    Returns:
+        Its seed, what was `done` and its name; the last of its `steps` that count; the largest
+        `logit` and W_Q norm of any head up to there; the first `alarm`; how far the mean loss of
+        the last 500 steps lies `above` the matched run's, in nats; and where that `departs`.
+    """
+    rows = []
+    for seed, some in starts(runs).items():
+        for run in some:
+            last = min(map(_last, (run, some[0])))
+            until = run.frame[run.frame["step"] <= last]
+            row = {
+                "seed": seed,
+                "done": run.facts["stabilizer"] or "nothing",
+                "run": run.name,
+                "steps": last,
+                "logit": series(until, "max_logit").max(),
+                "W_Q": series(until, "w_q_spectral_norm").max(),
+                "alarm": replay(until).first_alarm,
+            }
+            if (matched := matched_run(run, runs)) is not None:
+                losses = series(until, "loss"), series(matched.frame, "loss")
+                row["above"] = excess_loss(*losses).iloc[-WINDOW // LOSS_STEPS :].mean()
+                row["departs"] = loss_departure(*losses)
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _place(run: Run) -> tuple[int, bool, bool, str]:
+    stabilizer = run.facts["stabilizer"]
+    return run.facts["seed"], stabilizer != "row_max", stabilizer is None, run.name
+
+
+def _last(run: Run) -> int:
+    return int(run.frame["step"].max())
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the table."""
+    if (found := table(load(options_of(__doc__, arguments).results))).empty:
+        raise SystemExit("no run was on row_max from the start")
+    steps = dict.fromkeys(("alarm", "departs"), lambda x: "-" if pd.isna(x) else f"{x:,.0f}")
+    told = {"logit": "{:,.0f}".format, "W_Q": "{:.1f}".format, "above": "{:.4f}".format}
+    print(found.to_string(index=False, na_rep="-", formatters=told | steps))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,267 @@
+"""What rounding adds to a head's W_Q, against the projection's input and an optimizer's step."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.kernels import heads as op_heads
+from guardbit.monitor.measure.burst import LEAST_STEPS, MOST_HEADS, Burst, share_of
+from guardbit.monitor.policy import Policy
+from tests.toys import Attention, Fires, Model, instrumented
+
+SITE = "layers.0"
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Makes a kernel whose dQ is too large by so many times itself, in heads that run it."""
+
+    def make(factor):
+        backward = op_heads.backward
+
+        def wrong(call, d_out, left, ran):
+            found, carried, names = backward(call, d_out, left, ran)
+            is_wrong = torch.tensor([name == "none" for name in names], device=found.dq.device)
+            scales = 1 + factor * is_wrong[:, None, None].to(found.dq.dtype)
+            return found._replace(dq=found.dq * scales), carried, names
+
+        monkeypatch.setattr(op_heads, "backward", wrong)
+
+    return make
+
+
+class Turned(Attention):
+    """Queries and keys are turned by their places, as by rotary positions."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        angles = torch.arange(x.size(1), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3])
+        turns = torch.cat([angles.cos(), angles.sin()], -1).repeat(1, self.head_dim // 4)
+
+        def turned(y):
+            one, other = y.chunk(2, -1)
+            c, s = turns[:, : self.head_dim // 2], turns[:, self.head_dim // 2 :]
+            return torch.cat([one * c - other * s, one * s + other * c], -1)
+
+        return [turned(q), turned(k), v]
+
+
+@contextmanager
+def bursting(layer, heads, capture=lambda call: None):
+    model = Model(layer)
+    seen = {}
+
+    def take(call):
+        with torch.no_grad():
+            seen["burst"].consume(call)
+            capture(call)
+
+    with instrumented(model, take) as inst:
+        seen["burst"] = Burst(lambda: inst.candidates)
+        yield model, seen["burst"]
+        seen["burst"].stop()
+
+
+def batch(step, number=2):
+    return torch.randn(number, 24, 32, generator=torch.Generator().manual_seed(step))
+
+
+LAYERS = {
+    "fused, with biases": partial(Attention, 2),
+    "grouped keys, no biases": partial(Attention, 4, 2, is_fused=False, bias=False),
+    "heads as wide as the model": partial(Attention, 2, head_dim=32),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_error_is_that_of_the_projections_own_input(kind, faulty):
+    torch.manual_seed(0)
+    faulty(0.5)
+    layer, seen = LAYERS[kind](), []
+    projection = layer.qkv if hasattr(layer, "qkv") else layer.q_proj
+    projection.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().double()))
+    calls = []
+    with bursting(layer, [1], calls.append) as (model, burst):
+        model(batch(0)).square().mean().backward()  # the site is known
+        burst.want(SITE, [1])
+        model.zero_grad()
+        for number in (1, 2):  # micro-batches
+            (model(batch(number)).square().mean() / 2).backward()
+        product = burst._products[SITE]
+    expected = 0
+    for x, call in zip(seen[-2:], calls[-2:], strict=True):
+        # dQ is one and a half times what it should be, so a third of it is error.
+        expected = expected + torch.einsum("bnd,bnc->dc", call.dq[:, 1].double() / 3, x)
+    # FP32 products, of which dQ's own rounding is the largest part.
+    assert torch.allclose(product.errors[0], expected, rtol=1e-3, atol=1e-5 * expected.norm())
+    rows = slice(layer.head_dim, 2 * layer.head_dim)
+    assert torch.allclose(product.gradients[0].float(), projection.weight.grad[rows], rtol=1e-3,
+                          atol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.2])
+def test_a_step_of_adam_is_told_by_the_singular_vectors(clip, faulty):
+    torch.manual_seed(0)
+    faulty(1.0)
+    layer = Attention(2, bias=False)
+    with bursting(layer, [0]) as (model, burst):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.99), weight_decay=0.0)
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        burst.want(SITE, [0])
+        burst.listen(lambda take: take())
+        before = layer.qkv.weight.detach()[:16].double().clone()
+        optimizer.zero_grad()
+        model(batch(1)).square().mean().backward()
+        for p in model.parameters():
+            p.grad *= clip
+        gradient = layer.qkv.weight.grad[:16].double().clone()
+        optimizer.step()
+        (added, change, cosine) = burst._series[SITE, 0][0].tolist()
+        after = layer.qkv.weight.detach()[:16].double()
+        squares = optimizer.state[layer.qkv.weight]["exp_avg_sq"][:16].double()
+    u, sigmas, vh = torch.linalg.svd(before, full_matrices=False)
+    roots = (squares / (1 - 0.99**2)).sqrt() + 1e-8
+    # Half of the gradient is error.
+    expected = -1e-3 * (u[:, :1] @ vh[:1] * gradient / 2 / roots).sum() / sigmas[0]
+    assert added == pytest.approx(expected.item(), rel=1e-3)
+    expected = (torch.linalg.svdvals(after)[0] / sigmas[0]).log()
+    assert change == pytest.approx(expected.item(), rel=1e-6)
+    assert cosine == pytest.approx(1, abs=1e-5)
+
+
+def session_of(model, path, **more):
+    rules = (Fires(SITE, (1,), sample=1),)
+    return MonitorSession(
+        model, every_n_train_steps=10, dirpath=path, rules=rules, strict=True,
+        snapshot_megabytes=0, **more,
+    )  # fmt: skip
+
+
+def run(model, steps, session=None, make=torch.optim.AdamW, **options):
+    # Without momentum a step is that of its own gradient alone.
+    options = options or {"lr": 1e-4, "betas": (0.0, 0.999), "weight_decay": 0.0}
+    optimizer = make(model.parameters(), **options)
+    for step in range(steps):
+        if session is not None:
+            session.begin_batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch(step)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            session.loss(loss.detach())
+            session.end_step()
+
+
+@pytest.mark.parametrize("error, what", [(3.0, "rounding"), (0.1, "not rounding")])
+def test_the_verdict_is_that_of_the_errors_part(error, what, faulty, tmp_path):
+    torch.manual_seed(0)
+    faulty(error)
+    model = Model(Attention(2))
+    session = session_of(model, tmp_path)
+    run(model, LEAST_STEPS + 21, session)
+    cause = session.judgement.cause
+    session.close()
+    assert cause.what == what
+    # Of a gradient of 1 + error parts, so many are error. BF16 rounds both dQ and the projection's
+    # gradient, and Adam's step is of first order only.
+    assert cause.share == pytest.approx(error / (1 + error), abs=0.02)
+    (verdict,) = read_events(tmp_path).query("kind == 'verdict' and verdict != 'unclear'").verdict
+    assert verdict == {"rounding": "rounding", "not rounding": "not-rounding"}[what]
+    recorded = read_run(tmp_path).query("indicator == 'rounding_share' and head == 1")
+    # Once it is settled, the head is left alone.
+    assert recorded["step"].tolist() == [LEAST_STEPS]
+    assert not session._burst.is_on and session._burst._unhook is None
+
+
+def test_a_corrected_heads_share_is_that_of_what_it_would_have_had(faulty, tmp_path):
+    torch.manual_seed(0)
+    faulty(3.0)
+    model = Model(Attention(2))
+    session = session_of(model, tmp_path, policy=Policy(scope="head"))
+    run(model, LEAST_STEPS + 21, session)
+    cause = session.judgement.cause
+    assert session.instrumentation.stabilizers()[SITE] == ["none", "exact_delta"]
+    session.close()
+    assert cause.what == "rounding"
+    # The gradient has no error now, and Adam's divisor is that of the gradient without: three parts
+    # of four are still what would have been added.
+    assert cause.share == pytest.approx(0.75, abs=0.02)
+
+
+def test_a_burst_changes_no_bit(tmp_path):
+    weights = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = Model(Attention(2))
+        session = session_of(model, tmp_path) if is_watched else None
+        run(model, 60, session)
+        if session is not None:
+            assert session._burst.heads == {SITE: [1]}
+            session.close()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("layer, make, why", [
+    (Turned, torch.optim.AdamW, "positions turn the queries"),
+    (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
+])  # fmt: skip
+def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
+    torch.manual_seed(0)
+    model = Model(layer(2))
+    session = session_of(model, tmp_path)
+    run(model, LEAST_STEPS + 21, session, make, lr=1e-4)
+    cause = session.judgement.cause
+    session.close()
+    assert cause.what == "not measured" and cause.share is None
+    assert cause.why.startswith("what rounding adds to W_Q was not measured: ") and why in cause.why
+    assert session._burst._unhook is None
+
+
+def test_a_resumed_run_measures_anew(tmp_path):
+    torch.manual_seed(0)
+    model = Model(Attention(2))
+    session = session_of(model, tmp_path)
+    run(model, 30, session)
+    state = session.state_dict()
+    session.close()
+    other = session_of(model, tmp_path)
+    other.load_state_dict(state)
+    assert other._burst.heads == {SITE: [1]} and other._burst._unhook is not None
+    other.close()
+
+
+def test_there_is_room_for_some_heads_and_an_alarm_begins_anew():
+    burst = Burst(dict)
+    burst.want("a", range(5), is_alarm=False)
+    burst.want("b", range(5), is_alarm=False)
+    assert burst.heads == {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2]} and MOST_HEADS == 8
+    burst.heads.clear()
+    burst.want("a", [0], is_alarm=False)
+    assert not burst.heads
+    burst.want("a", [0])
+    assert burst.heads == {"a": [0]}
+
+
+def test_the_share_is_a_slope_and_its_interval_covers():
+    """Of 400 made-up series nearly all intervals hold the true slope."""
+    generator, held = torch.Generator().manual_seed(0), 0
+    for _ in range(400):
+        added = torch.randn(200, generator=generator, dtype=torch.float64)
+        changes = added / 0.8 + 0.3 * torch.randn(200, generator=generator, dtype=torch.float64)
+        series = torch.stack([added, changes, torch.ones(200)], 1)
+        share, low, high = share_of(series)
+        sums = series.unflatten(0, (-1, 10)).sum(1)
+        assert share.item() == pytest.approx(
+            (sums[:, 0] * sums[:, 1]).sum().item() / sums[:, 1].square().sum().item()
+        )
+        # Noise in the changes makes the slope smaller: cov / var.
+        held += bool(low < (1 / 0.8) / (1 / 0.64 + 0.09) < high)
+    assert held >= 360  # 95 % less three deviations, and what few windows miss
+    assert all(x.isnan() for x in share_of(torch.stack([added, changes, 0.5 * torch.ones(200)], 1)))

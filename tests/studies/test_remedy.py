@@ -1,0 +1,53 @@
+"""Runs on row_max from the start beside others, on made-up runs whose losses are known."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from studies.rescue import remedy
+from studies.rescue.packed import Run
+
+
+def run_of(name, stabilizer, last, growth=0.0, above=0.0, seed=1, **facts):
+    """Loss 2 + above from 6,500 on; head 1 of two grows by a factor of 1 + growth a step."""
+    rows = [(step, "", -1, -1, "loss", 2 + above * (step >= 6500)) for step in range(0, last, 20)]
+    for step in range(0, last, 200):
+        for head, value in enumerate((1.0, (1 + growth) ** step)):
+            rows += [(step, "h.1", 1, head, "w_q_spectral_norm", value),
+                     (step, "h.1", 1, head, "max_logit", 10 * value)]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    told = {"seed": seed, "arm": "from_start" if stabilizer else "stock", "backend": "cudnn",
+            "stabilizer": stabilizer, "learning_rate": 1.5e-3, "branched_from": None}  # fmt: skip
+    return Run(name, told | facts, frame, pd.DataFrame({"kind": []}))
+
+
+RUNS = [
+    run_of("fails", None, 9001, 1e-3, 0.2),
+    run_of("exact", "exact_delta", 10001, 1e-5),
+    run_of("its", "row_max", 8001, 5e-4, 0.05),
+]
+OTHERS = [
+    run_of("short", None, 5001),
+    run_of("copy", None, 9001, branched_from="fails/step=1.ckpt"),
+    run_of("ours", None, 9001, backend="guardbit"),
+    run_of("fast", None, 9001, learning_rate=3e-3),
+    run_of("alone", None, 9001, seed=2),
+    run_of("late", "row_max", 9001, arm="rescue_all"),
+]
+
+
+def test_runs_of_a_seed_are_read_up_to_the_last_common_step():
+    found = remedy.table(RUNS + OTHERS).set_index("run")
+    assert list(found.index) == ["its", "exact", "fails"]
+    assert set(found["steps"]) == {8000}
+    assert found.loc["fails", "logit"] == pytest.approx(10 * 1.001**8000)
+    assert found.loc["its", "W_Q"] == pytest.approx(1.0005**8000)
+    assert found.loc["its", "above"] == pytest.approx(0.05) and math.isnan(found.above["exact"])
+    # Half of 25 losses and more lie 0.2 nats above: the thirteenth from 6,500 on.
+    assert found.loc["fails", "departs"] == 6740 and math.isnan(found.departs["its"])
+    assert found.alarm["fails"] <= found.alarm["its"] and math.isnan(found.alarm["exact"])
+
+
+def test_without_such_a_run_there_is_nothing_to_tell():
+    assert remedy.table([*RUNS[:2], *OTHERS]).empty
