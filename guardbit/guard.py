@@ -47,11 +47,11 @@ _TRIES = 2
 # PyTorch 2.13 says that it is compiling until all is compiled, 2.11 only while it traces Python.
 _SAYS_TOO_LITTLE = not hasattr(torch.compiler, "_compile_session_context")
 
-_REFUSAL, _DOOR = "_guardbit_refuses", "_guardbit_door"
+_REFUSAL, _GUARDED = "_guardbit_refuses", "_guardbit_guarded"
 
 
 class Guarded:
-    """What has methods as doors, which do nothing once it is void: it could not be set up."""
+    """What has guarded methods, which do nothing once it is void: it could not be set up."""
 
     _is_void: bool = False
 
@@ -81,7 +81,7 @@ class _HasOriginal(Protocol):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Lets what is raised in it pass all doors, because it tells the caller what to do."""
+    """Lets what is raised in it pass every guard, because it tells the caller what to do."""
     try:
         yield
     except (ValueError, TypeError, IndexError) as error:
@@ -137,7 +137,7 @@ def _tried(
 def method(
     otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
-    """Makes a method of a `Guarded` a door."""
+    """Guards a method of a `Guarded`."""
 
     def decorate(inside: Any) -> Any:
         def contain(self: Guarded, error: Exception) -> None:
@@ -146,7 +146,7 @@ def method(
             self._contain(error, inside.__name__)
 
         @functools.wraps(inside)
-        def door(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+        def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self, Guarded):
                 raise TypeError(_is_no_object(inside, self))
             if self._is_void:
@@ -160,7 +160,7 @@ def method(
                 if at_last is not None:
                     _end(self, at_last)
 
-        return _marked(door)
+        return _marked(guarded)
 
     return decorate
 
@@ -171,22 +171,22 @@ def _end(ended: Guarded, at_last: Callable[[Any], None]) -> None:
 
 
 def function(contain: Contain, otherwise: Callable[..., Any] = _nothing) -> Callable[[F], F]:
-    """Makes a function a door; after an error `otherwise` is called with its arguments."""
-    return _door((contain,), otherwise)
+    """Guards a function; after an error `otherwise` is called with its arguments."""
+    return _guarded((contain,), otherwise)
 
 
 def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
-    """Makes a function a door that tries a second time; after that it raises or returns None."""
-    return _door((contain, _raise if is_needed else contain), _nothing)
+    """Guards a function, which is tried a second time; after that it raises or returns None."""
+    return _guarded((contain, _raise if is_needed else contain), _nothing)
 
 
-def _door(contains: tuple[Contain, ...], otherwise: Callable[..., Any]) -> Callable[[F], F]:
+def _guarded(contains: tuple[Contain, ...], otherwise: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
-        def door(*args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
             return _tried(contains, otherwise, inside, args, kwargs)
 
-        return _marked(door)
+        return _marked(guarded)
 
     return decorate
 
@@ -194,14 +194,14 @@ def _door(contains: tuple[Contain, ...], otherwise: Callable[..., Any]) -> Calla
 def hook(
     eager: Callable[..., None], traced: Callable[..., None], contain: Contain
 ) -> Callable[..., None]:
-    """Makes a module's hook a door."""
+    """Guards a module's hook."""
 
-    def door(*args: Any, **kwargs: Any) -> None:
+    def guarded(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return traced(*args, **kwargs)
         return _tried((contain, contain), _nothing, eager, args, kwargs)
 
-    return _marked(door)
+    return _marked(guarded)
 
 
 def stand_in(
@@ -211,9 +211,9 @@ def stand_in(
     contain: Contain,
     give_up: Contain,
 ) -> Callable[..., Any]:
-    """Makes a door that stands in for another function."""
+    """Makes a guarded function that stands in for another one."""
 
-    def door(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             function = place.original if traced is None else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
@@ -233,13 +233,13 @@ def stand_in(
             return found
         return _tried(contains, lambda found: found, taken.after, (found,), {})
 
-    return _marked(door)
+    return _marked(guarded)
 
 
 def between(
     function: Callable[..., Any], begin: Callable[[], Any], end: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """Puts two doors around a function of the user's."""
+    """Runs two guarded functions around one of the user's."""
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         begin()
@@ -299,14 +299,14 @@ def of_torch(_: object, name: str) -> Any:
     return getattr(torch, name)
 
 
-def is_door(found: Any) -> bool:
-    """Whether a function is a door."""
-    return hasattr(found, _DOOR)
+def is_guarded(found: Any) -> bool:
+    """Whether a function is guarded."""
+    return hasattr(found, _GUARDED)
 
 
-def _marked(door: Any) -> Any:
-    setattr(door, _DOOR, True)
-    return door
+def _marked(guarded: Any) -> Any:
+    setattr(guarded, _GUARDED, True)
+    return guarded
 
 
 def _contained(error: Exception, contain: Contain) -> None:

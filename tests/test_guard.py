@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import guardbit
 from guardbit import guard
-from guardbit.guard import Guarded, is_door
+from guardbit.guard import Guarded, is_guarded
 from guardbit.kernels import flex, op
 from guardbit.monitor.interception import installation, seen, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
@@ -20,7 +20,7 @@ from guardbit.monitor.session import MonitorSession, StepBracket
 from tests.toys import instrumented
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
-#: own code, in which calls of GuardBit's are doors.
+#: own code, in which calls of GuardBit's are guarded.
 NO_DOORS = {
     "guardbit.kernels.op._NotDifferentiable",
     "guardbit.kernels.flex.FlexAttentionAutogradOp",
@@ -48,16 +48,16 @@ def entries_of(kind):
         guardbit.HuggingFaceMonitor,
     ],
 )
-def test_every_method_that_training_calls_is_a_door(kind):
+def test_every_method_that_training_calls_is_guarded(kind):
     assert issubclass(kind, Guarded)
     found = dict(entries_of(kind))
     assert found
-    assert [name for name, function in found.items() if not is_door(function)] == []
+    assert [name for name, function in found.items() if not is_guarded(function)] == []
 
 
-def test_a_step_begins_and_ends_at_doors():
-    assert is_door(StepBracket.__enter__)
-    assert is_door(StepBracket.__exit__)
+def test_a_step_begins_and_ends_guarded():
+    assert is_guarded(StepBracket.__enter__)
+    assert is_guarded(StepBracket.__exit__)
 
 
 @pytest.mark.parametrize("base", [pl.Callback, TrainerCallback])
@@ -68,7 +68,7 @@ def test_every_callback_of_a_framework_is_guarded(base):
     assert all(issubclass(kind, Guarded) for kind in ours)
 
 
-def test_every_hook_and_stand_in_is_a_door():
+def test_every_hook_and_stand_in_is_guarded():
     model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Linear(4, 4))
     with instrumented(model):
         hooks = [
@@ -77,12 +77,12 @@ def test_every_hook_and_stand_in_is_a_door():
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         ]
     assert hooks
-    assert all(map(is_door, hooks))
-    assert all(is_door(entry.stand_in) for entry in ENTRY_POINTS)
-    assert is_door(installation.checkpoint)
+    assert all(map(is_guarded, hooks))
+    assert all(is_guarded(entry.stand_in) for entry in ENTRY_POINTS)
+    assert is_guarded(installation.checkpoint)
 
 
-def test_every_backward_is_a_door():
+def test_every_backward_is_guarded():
     ours = {
         f"{kind.__module__}.{kind.__qualname__}": kind
         for kind in torch.autograd.Function.__subclasses__()
@@ -90,24 +90,24 @@ def test_every_backward_is_a_door():
     }
     assert {f"{op.__name__}._Attention", f"{watching.__name__}._Output"} <= ours.keys()
     backwards = {name: kind.backward for name, kind in ours.items() if name not in NO_DOORS}
-    assert [name for name, function in backwards.items() if not is_door(function)] == []
+    assert [name for name, function in backwards.items() if not is_guarded(function)] == []
 
 
-def test_what_ops_run_is_a_door():
-    assert is_door(op._differentiable)
-    assert is_door(op.run_forward)
-    assert is_door(op.run_backward)
-    assert all(map(is_door, (flex._begin, flex._lse_gradient, flex._observe)))
+def test_what_ops_run_is_guarded():
+    assert is_guarded(op._differentiable)
+    assert is_guarded(op.run_forward)
+    assert is_guarded(op.run_backward)
+    assert all(map(is_guarded, (flex._begin, flex._lse_gradient, flex._observe)))
 
 
-def test_what_compilers_run_while_they_trace_is_a_door():
-    assert all(map(is_door, (seen._drop_stale, seen._read_inputs, seen._read_call)))
+def test_what_compilers_run_while_they_trace_is_guarded():
+    assert all(map(is_guarded, (seen._drop_stale, seen._read_inputs, seen._read_call)))
 
 
-# --- what a door does ----------------------------------------------------------------------------
+# --- what a guard does ---------------------------------------------------------------------------
 
 
-class Door(Guarded):
+class Entered(Guarded):
     def __init__(self, strict=False):
         self.told, self.strict = [], strict
 
@@ -129,46 +129,46 @@ class Door(Guarded):
 
 
 @pytest.mark.parametrize("kind", [MemoryError, RecursionError, torch.OutOfMemoryError, KeyError])
-def test_an_error_ends_at_the_door(kind):
-    door, error = Door(), kind("on purpose")
-    assert door.enter(None) == "inside"
-    assert door.enter(error) == "otherwise"
-    assert door.told == [(error, "enter")]
+def test_an_error_ends_in_the_guard(kind):
+    made, error = Entered(), kind("on purpose")
+    assert made.enter(None) == "inside"
+    assert made.enter(error) == "otherwise"
+    assert made.told == [(error, "enter")]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_what_belongs_to_the_user_passes(kind):
-    door = Door()
+    made = Entered()
     with pytest.raises(kind):
-        door.enter(kind())
-    assert door.told == []
+        made.enter(kind())
+    assert made.told == []
 
 
 def test_an_answer_to_the_caller_passes():
-    door = Door()
+    made = Entered()
     with pytest.raises(ValueError, match="cadence is 0"):
-        door.refuse()
-    assert door.told == []
+        made.refuse()
+    assert made.told == []
 
 
-def test_a_strict_door_raises_the_error_itself():
+def test_a_strict_guard_raises_the_error_itself():
     error = KeyError("on purpose")
     with pytest.raises(KeyError) as raised:
-        Door(strict=True).enter(error)
+        Entered(strict=True).enter(error)
     assert raised.value is error
 
 
 def test_an_error_of_who_is_told_stays_inside_too():
-    door = Door()
-    door._contain = lambda error, where: 1 / 0
-    assert door.enter(KeyError()) == "otherwise"
+    made = Entered()
+    made._contain = lambda error, where: 1 / 0
+    assert made.enter(KeyError()) == "otherwise"
 
 
 def test_a_void_object_does_nothing():
-    door = Door()
-    door._is_void = True
-    assert door.enter(KeyError()) == "otherwise"
-    assert door.told == []
+    made = Entered()
+    made._is_void = True
+    assert made.enter(KeyError()) == "otherwise"
+    assert made.told == []
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
@@ -232,11 +232,11 @@ def test_a_stand_in_gives_up_only_after_its_last_try():
         fail_once("before")
         return guard.Around(args, kwargs, after)
 
-    door = guard.stand_in(Place, before, None, told.append, last.append)
-    assert door(1) == 20
+    made = guard.stand_in(Place, before, None, told.append, last.append)
+    assert made(1) == 20
     assert ([str(error) for error in told], last) == (["before", "after"], [])
     failures.update(before=2)
-    assert door(1) == 2  # the original's
+    assert made(1) == 2  # the original's
     assert ([str(error) for error in told[2:]], [str(error) for error in last]) == (
         ["before"], ["before"]
     )  # fmt: skip
@@ -282,7 +282,7 @@ def test_what_is_to_be_undone_after_a_call_is_undone_if_the_call_raises():
 
 @pytest.mark.parametrize("error", [None, MemoryError, KeyboardInterrupt])
 def test_a_method_that_ends_something_ends_it_whatever_it_raises(error):
-    class Ending(Door):
+    class Ending(Entered):
         has_ended = False
 
         def _end(self):
@@ -293,18 +293,18 @@ def test_a_method_that_ends_something_ends_it_whatever_it_raises(error):
             if error is not None:
                 raise error
 
-    door = Ending()
+    made = Ending()
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
-            door.end()
+            made.end()
     else:
-        assert door.end() == ("otherwise" if error else None)
-    assert door.has_ended
+        assert made.end() == ("otherwise" if error else None)
+    assert made.has_ended
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_error_of_the_end_itself_comes_to_the_door(strict):
-    class Ending(Door):
+def test_an_error_of_the_end_itself_comes_to_the_guard(strict):
+    class Ending(Entered):
         def _end(self):
             raise OSError("at last")
 
@@ -312,13 +312,13 @@ def test_an_error_of_the_end_itself_comes_to_the_door(strict):
         def end(self):
             return "inside"
 
-    door = Ending(strict)
+    made = Ending(strict)
     if strict:
         with pytest.raises(OSError, match="at last"):
-            door.end()
+            made.end()
     else:
-        assert door.end() == "inside"
-        assert [(str(told), where) for told, where in door.told] == [("at last", "_end")]
+        assert made.end() == "inside"
+        assert [(str(told), where) for told, where in made.told] == [("at last", "_end")]
 
 
 def test_a_session_that_cannot_be_built_is_off_and_says_so(tmp_path, monkeypatch, caplog):

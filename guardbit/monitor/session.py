@@ -231,7 +231,7 @@ class MonitorSession(Guarded):
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
         )  # fmt: skip
         self._missed = MissedModules(settings.every_n_train_steps)
-        self._described: dict[str, dict[str, Any]] = {}
+        self._recorded_facts: dict[str, dict[str, Any]] = {}
         self._evidence = Evidence()
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
@@ -454,7 +454,7 @@ class MonitorSession(Guarded):
         unjudged, self._unjudged = self._unjudged, None
         if unjudged is None:
             return []
-        return self.attempt(_WATCHING, lambda: self._judge_and_act(*unjudged)) or []
+        return self.attempt(_WATCHING, lambda: self._take_samples(*unjudged)) or []
 
     def _end_burst_step(self, was_sampled: bool) -> None:
         self._burst.forget_step()
@@ -507,19 +507,19 @@ class MonitorSession(Guarded):
             self._notices.none_called(step, why_none)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
-        self._exchange.metadata = self._facts()
+        self._exchange.metadata = self._site_facts()
         self._exchange.log_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
-            self._describe(self._exchange.metadata)
+            self._record_facts(self._exchange.metadata)
         return columns
 
-    def _facts(self) -> dict[str, dict[str, Any]]:
+    def _site_facts(self) -> dict[str, dict[str, Any]]:
         why_passed_by = self._missed.why_passed_by
         self._notices.note_missed(why_passed_by)
         return metadata_of(self.instrumentation.sites, why_passed_by)
 
-    def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
-        self._described = facts
+    def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
+        self._recorded_facts = facts
         precision = sorted(self._precisions)
         if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
             self._journal.note({"precision": precision})
@@ -531,7 +531,7 @@ class MonitorSession(Guarded):
             name for name, known in facts.items() if known["normalises_queries"]
         )
 
-    def _judge_and_act(self, step: int, sent: Sent | None) -> list[Alarm]:
+    def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
         ended = self._schedule.last_ended or 0
         samples = self.samples = self._samples_of_all_ranks(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
@@ -558,7 +558,7 @@ class MonitorSession(Guarded):
             self.attempt("clip", lambda: self._clip(samples))
 
         self._after_step(decide)
-        self.attempt("verdict", lambda: self._judge(ended))
+        self.attempt("verdict", lambda: self._record_verdict(ended))
         return alarms
 
     def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:
@@ -572,7 +572,7 @@ class MonitorSession(Guarded):
         self._switching.refusals = known.refusals
         self._switching.asked_elsewhere = known.asked
         if ranks.world_size() > 1:
-            self.attempt("metrics", lambda: self._describe(known.metadata))
+            self.attempt("metrics", lambda: self._record_facts(known.metadata))
         return known.samples
 
     def _graded(self, found: list[Alarm]) -> list[Alarm]:
@@ -618,7 +618,7 @@ class MonitorSession(Guarded):
             _, why = policy.clipping
             self._clipping.act(self.instrumentation.sites, samples, policy.qk_clip, why)
 
-    def _judge(self, ended: int) -> None:
+    def _record_verdict(self, ended: int) -> None:
         """Records the verdict on the run if it is another than before."""
         layers = self._evidence.layers
         heads = [
@@ -679,7 +679,7 @@ class MonitorSession(Guarded):
 
     def _write_what_is_left(self) -> None:
         """Writes the scalars of steps since the last sampled one, and which modules none met."""
-        self.attempt("metrics", self._describe_never_met)
+        self.attempt("metrics", self._record_never_met)
         ended = self._schedule.last_ended or 0
         left = self.attempt("samples", lambda: self._measurement.send({}, ended))
         if left is not None:
@@ -687,9 +687,11 @@ class MonitorSession(Guarded):
             self._journal.add(samples or [])
             self.attempt("judgement", lambda: self._evidence.add(samples or []))
 
-    def _describe_never_met(self) -> None:
+    def _record_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):
-            self._describe(self._described | self._facts())  # of other ranks, what they said last
+            self._record_facts(
+                self._recorded_facts | self._site_facts()
+            )  # of other ranks, what they said last
 
     def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:

@@ -1,7 +1,7 @@
 """The guard between training and the monitor: an error stays inside and is reported once.
 
 Whatever training calls is guarded: the session's methods and the frameworks' callbacks by `Stages`,
-hooks and stand-ins by `guardbit.monitor.interception.doors`, and log lines by `log`. An error is
+hooks and stand-ins by `guardbit.monitor.interception.errors`, and log lines by `log`. An error is
 any `Exception`, `MemoryError` included. `KeyboardInterrupt` and `SystemExit` belong to the user and
 are not caught.
 """

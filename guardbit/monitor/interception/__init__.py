@@ -14,7 +14,7 @@ From the bottom up; each file imports from those before it only:
 - `sharding`: whether ranks share the heads of a module.
 - `references`: puts functions in place of others wherever something refers to them.
 - `rerunning`: runs a module once more, to see where its queries come from.
-- `doors`: the guard around everything that runs inside a model's forward.
+- `errors`: the guard around everything that runs inside a model's forward.
 - `seen`: what is known of each site, from eager calls and from those that a compiler traces.
 - `watching`: attention that is watched but cannot be switched.
 - `entry_points`: the functions that people call for attention. Each says which calls it refuses,
@@ -24,7 +24,7 @@ From the bottom up; each file imports from those before it only:
 - `hooks`: the hooks on each instrumented module, which keep the stack.
 """
 
-from guardbit.monitor.interception.doors import listeners, recorders, unlisten
+from guardbit.monitor.interception.errors import listeners, recorders, unlisten
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import (
     install,

@@ -14,7 +14,7 @@ from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, number_of, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception import seen
-from guardbit.monitor.interception.doors import hook
+from guardbit.monitor.interception.errors import hook
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     Absent,

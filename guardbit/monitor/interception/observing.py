@@ -20,7 +20,6 @@ from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
-from guardbit.monitor.interception.doors import report, reporting
 from guardbit.monitor.interception.entry_points.base import (
     Layout,
     as_given,
@@ -29,6 +28,7 @@ from guardbit.monitor.interception.entry_points.base import (
     is_empty,
 )
 from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
+from guardbit.monitor.interception.errors import report, reporting
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import Heads, note_call, note_traced_call, refuse_call

@@ -24,7 +24,7 @@ from guardbit import guard
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
-from guardbit.monitor.interception.doors import report
+from guardbit.monitor.interception.errors import report
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     count_call,

@@ -19,7 +19,7 @@ from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import report, reporting
+from guardbit.monitor.interception.errors import report, reporting
 
 #: Why attention that is written out is not switched.
 WRITTEN_OUT = (

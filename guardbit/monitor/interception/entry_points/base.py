@@ -31,7 +31,7 @@ from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import named, recorders, report, reporting, stand_in
+from guardbit.monitor.interception.errors import named, recorders, report, reporting, stand_in
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import (
     Heads,
@@ -107,12 +107,12 @@ class EntryPoint:
     stand_in: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        door = stand_in(
+        made = stand_in(
             self,
             self.before or functools.partial(before, self),
             self.traced or functools.partial(call, self),
         )
-        self.stand_in = named(door, self.name_there, self.bind)
+        self.stand_in = named(made, self.name_there, self.bind)
 
     def why_left_alone(self) -> str | None:
         """Returns why its calls are ignored in this process, as a clause, or None."""

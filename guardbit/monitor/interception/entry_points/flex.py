@@ -27,9 +27,9 @@ from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
     Refusal,
+    is_genuine,
     observed,
     observed_eagerly,
-    is_genuine,
 )
 from guardbit.monitor.interception.entry_points.refusals import why_groups, why_head, why_now
 

@@ -29,8 +29,8 @@ from guardbit.monitor.interception.entry_points.base import (
     as_given,
     heads_first,
     heads_of,
-    observed_eagerly,
     is_empty,
+    observed_eagerly,
 )
 from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.rerunning import probe

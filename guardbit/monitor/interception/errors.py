@@ -81,11 +81,11 @@ def hook(name: str, eager: Callable[..., None], traced: Callable[..., None]) -> 
     return _untraced(named(guard.hook(eager, traced, _lose_place), name, eager), eager)
 
 
-def named(door: Any, name: str, beside: Callable[..., Any]) -> Any:
-    """Gives a door the name by which it is found in the module of another function."""
-    door.__name__ = door.__qualname__ = name
-    door.__module__ = beside.__module__
-    return door
+def named(made: Any, name: str, beside: Callable[..., Any]) -> Any:
+    """Gives a function the name by which it is found in the module of another function."""
+    made.__name__ = made.__qualname__ = name
+    made.__module__ = beside.__module__
+    return made
 
 
 def stand_in(
@@ -99,7 +99,7 @@ def stand_in(
         try:
             return before(args, kwargs)
         except BaseException:
-            # The second try is the same call: counted as another one it would not be observed, and in
+            # The second try is the same call: counted as another it would not be observed, and in
             # activation checkpointing it would save other tensors than the forward.
             for frame, calls in zip(running, counts, strict=True):
                 frame.calls = calls
@@ -109,7 +109,7 @@ def stand_in(
     return guard.stand_in(place, counted_once, traced, report, _leave_call_alone)
 
 
-def _untraced(door: Any, inside: Any) -> Any:
-    for python in (inside, door, guard._tried):
+def _untraced(made: Any, inside: Any) -> Any:
+    for python in (inside, made, guard._tried):
         skip_code(python.__code__)
-    return door
+    return made
