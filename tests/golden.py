@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import guardbit
+from guardbit import MonitorSession
 from guardbit.dashboards.marks import judgement_of
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_events, read_metadata, read_run
@@ -105,8 +105,7 @@ def hashes() -> dict[str, str]:
     kinds = ("all", "causal", "grouped", "mask", "bias")
     for kind, stabilizer in product(kinds, ("none", "exact_delta", "compensated", "row_max")):
         model = _model(kind)
-        inst = guardbit.instrument(model)
-        try:
+        with toys.instrumented(model) as inst:
             _gradients(model)
             model.zero_grad()
             try:
@@ -114,8 +113,6 @@ def hashes() -> dict[str, str]:
                 found[f"{kind}, {stabilizer}"] = _hash(_gradients(model))
             except ValueError:
                 found[f"{kind}, {stabilizer}"] = "refused"
-        finally:
-            inst.remove()
     return found
 
 
@@ -124,7 +121,7 @@ def measured() -> dict[str, list[float]]:
     model = _model("grouped")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory() as folder:
-        session = guardbit.MonitorSession(
+        session = MonitorSession(
             model, every_n_train_steps=1, num_audited_heads=4, num_rows=24, dirpath=folder
         )
         for step in range(4):

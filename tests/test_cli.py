@@ -55,13 +55,13 @@ def imported_by(*arguments: object) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pictures(monkeypatch):
     """Draws pictures at a fifth of their size: what is in them is tested with the figures."""
     monkeypatch.setitem(STYLE, "savefig.dpi", 30)
 
 
 @pytest.fixture(scope="module")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small") / "run"
     with RunWriter(folder, metadata={"torch": "2.13"}) as writer:
         for step in range(0, 1000, 100):
@@ -75,7 +75,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_run(tmp_path_factory):
     """For tests of where reports go and what they are called; no chart draws a step's bias."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     with RunWriter(folder, metadata={"torch": "2.13"}) as writer:
@@ -95,9 +95,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("stable-fp32out-lr1.5e-3", "stable", "healthy", None, None),
     ],
 )
-def test_replay_of_recorded_runs(
-    name: str, verdict: str, outcome: str, earliest: int | None, latest: int | None
-) -> None:
+def test_replay_of_recorded_runs(name, verdict, outcome, earliest, latest):
     result = invoke("replay", RUNS / f"{name}.csv.gz", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     replay = json.loads(result.stdout)
@@ -122,7 +120,7 @@ def test_replay_of_recorded_runs(
     }
 
 
-def test_replay_in_words() -> None:
+def test_replay_in_words():
     result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
     assert result.exit_code == 0
     *table, outcome, verdict, advice, _lacking = result.stdout.splitlines()
@@ -137,7 +135,7 @@ def test_replay_in_words() -> None:
     assert advice.startswith("Switch the alarmed heads")
 
 
-def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_run: Path) -> None:
+def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_run):
     result = invoke("replay", small_run)
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -160,7 +158,7 @@ def write_run(folder: Path, *, loss: float = 3.0, end: RunEnd = "finished") -> P
     return folder
 
 
-def test_what_limits_an_outcome_is_said_by_every_command(tmp_path: Path) -> None:
+def test_what_limits_an_outcome_is_said_by_every_command(tmp_path):
     folder = write_run(tmp_path / "run", end="crashed")
     said = (
         "Healthy: no alarm up to step 50; the run crashed; only 1 of 2 attention modules was"
@@ -174,7 +172,7 @@ def test_what_limits_an_outcome_is_said_by_every_command(tmp_path: Path) -> None
     assert f'<h1 class="outcome healthy">{said}</h1>' in (folder / "report.html").read_text()
 
 
-def test_a_nan_loss_over_sound_heads_is_lost_to_report_and_replay(tmp_path: Path) -> None:
+def test_a_nan_loss_over_sound_heads_is_lost_to_report_and_replay(tmp_path):
     folder = write_run(tmp_path / "run", loss=math.nan)
     why = "alarm on the loss at step 16 before any head shows a sign"
     with RunWriter(folder, start_step=59) as writer:  # as the run records it
@@ -190,7 +188,7 @@ def test_a_nan_loss_over_sound_heads_is_lost_to_report_and_replay(tmp_path: Path
     assert "from step 13, before any head alarmed" in replayed["headline"]
 
 
-def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path: Path) -> None:
+def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
     """A run that is resumed in a folder of its own begins it with what had happened before."""
 
     def resumed(name: str, *, alarm: int) -> Path:
@@ -226,7 +224,7 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path: Path) -> N
     assert "could not be replayed" not in invoke("replay", again).stdout
 
 
-def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path: Path) -> None:
+def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path):
     with RunWriter(tmp_path / "run") as writer:
         for step in range(2):
             writer.add([Sample(step, "", -1, "loss", (3.0,))])
@@ -235,9 +233,7 @@ def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path: Path) -> No
     assert (result.exit_code, result.stderr) == (0, "")
 
 
-def test_a_report_that_has_no_place_says_to_give_one(
-    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkeypatch):
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
@@ -249,7 +245,7 @@ def test_a_report_that_has_no_place_says_to_give_one(
     assert invoke("report", plain_run, "--output", tmp_path / "there.html").exit_code == 0
 
 
-def test_replay_takes_other_thresholds() -> None:
+def test_replay_takes_other_thresholds():
     path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
     # Infinite thresholds switch the rule off that sees this run first.
     arguments = ["--threshold", "head_growth.norm=inf", "--threshold", "head_growth.logit=inf"]
@@ -273,11 +269,11 @@ def test_replay_takes_other_thresholds() -> None:
         ("loss_departure.samples=2.5", "loss_departure.samples must be a whole number, got '2.5'"),
     ],
 )
-def test_bad_thresholds_are_refused(small_run: Path, threshold: str, message: str) -> None:
+def test_bad_thresholds_are_refused(small_run, threshold, message):
     check_refused(invoke("replay", small_run, "--threshold", threshold), message)
 
 
-def test_unknown_indicators_change_no_alarm(tmp_path: Path) -> None:
+def test_unknown_indicators_change_no_alarm(tmp_path):
     content = gzip.decompress((RUNS / "stable-fp32out-lr1.5e-3.csv.gz").read_bytes())
     path = tmp_path / "run.csv"
     path.write_bytes(content + b"10000,h.3.attn,3,0,an_indicator_of_tomorrow,1e9\n")
@@ -287,7 +283,7 @@ def test_unknown_indicators_change_no_alarm(tmp_path: Path) -> None:
     assert (replay["verdict"], replay["outcome"]) == ("stable", "healthy")
 
 
-def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
+def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path):
     recorded = gzip.decompress((RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()).decode()
     path = tmp_path / "run.csv"
     path.write_text(recorded.replace("h.2.attn", "[bold]2"))
@@ -296,7 +292,7 @@ def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["replay", "report"])
-def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(command, tmp_path):
     check_refused(invoke(command, tmp_path / "none"), "nothing has that name")
     check_refused(invoke(command, tmp_path), "the folder is empty")
     (tmp_path / "a.csv").write_text("step,site,value\n1,,2\n")
@@ -310,7 +306,7 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
     check_refused(invoke(command, tmp_path / "new"), "new holds no samples yet")
 
 
-def test_a_broken_segment_is_one_line_on_stderr(tmp_path: Path) -> None:
+def test_a_broken_segment_is_one_line_on_stderr(tmp_path):
     for start in (0, 100):
         with RunWriter(tmp_path, start_step=start) as writer:
             for step in (start + 1, start + 2):
@@ -324,7 +320,7 @@ def test_a_broken_segment_is_one_line_on_stderr(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_report_writes_a_page_into_the_runs_folder(small_run: Path) -> None:
+def test_report_writes_a_page_into_the_runs_folder(small_run):
     result = invoke("report", small_run)
     assert (result.exit_code, result.stderr) == (0, "")
     page = small_run / "report.html"
@@ -336,7 +332,7 @@ def test_report_writes_a_page_into_the_runs_folder(small_run: Path) -> None:
     assert "<title>run" in text
 
 
-def test_outcomes_of_several_runs_in_json(small_run: Path) -> None:
+def test_outcomes_of_several_runs_in_json(small_run):
     result = invoke("report", small_run, RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--json")
     runs = json.loads(result.stdout)["runs"]
     assert [run["outcome"] for run in runs] == ["healthy", "alarmed"]
@@ -346,7 +342,7 @@ def test_outcomes_of_several_runs_in_json(small_run: Path) -> None:
     check_refused(invoke("report", small_run, *chosen), "--json writes no report")
 
 
-def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
+def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path):
     path = tmp_path / "small.csv.gz"
     lines = [f"{step},,-1,-1,loss,3.0\n" for step in range(0, 100, 20)]
     path.write_bytes(gzip.compress((HEADER + "".join(lines)).encode()))
@@ -360,7 +356,7 @@ def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
         assert page.is_file()
 
 
-def test_runs_are_called_after_their_log_directories(tmp_path: Path, plain_run: Path) -> None:
+def test_runs_are_called_after_their_log_directories(tmp_path, plain_run):
     runs = [tmp_path / f"version_{number}" / "guardbit" for number in (0, 1)]
     for run in runs:
         shutil.copytree(plain_run, run)
@@ -371,9 +367,7 @@ def test_runs_are_called_after_their_log_directories(tmp_path: Path, plain_run: 
     assert "<span>version_0</span>" in (tmp_path / "one.html").read_text()
 
 
-def test_an_output_without_a_suffix_is_a_folder(
-    plain_run: Path, small_run: Path, tmp_path: Path
-) -> None:
+def test_an_output_without_a_suffix_is_a_folder(plain_run, small_run, tmp_path):
     for run, arguments, place in [
         (plain_run, ("--output", tmp_path / "out"), tmp_path / "out" / "report.html"),
         (plain_run, ("--output", tmp_path / "a.html"), tmp_path / "a.html"),
@@ -392,9 +386,7 @@ def test_an_output_without_a_suffix_is_a_folder(
 
 
 @pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm", "page.md", "page.pdf"])
-def test_a_name_that_means_no_format_of_reports_is_refused(
-    plain_run: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_name_that_means_no_format_of_reports_is_refused(plain_run, tmp_path, name):
     message = f"{name} is named as none of the formats of a report (.html, or a folder"
     check_refused(invoke("report", plain_run, "--output", tmp_path / name), message)
     chosen = ("--format", "html", "--output", tmp_path / name)
@@ -405,15 +397,13 @@ def test_a_name_that_means_no_format_of_reports_is_refused(
     assert invoke("report", plain_run, "--output", tmp_path / name).exit_code == 0
 
 
-def test_live_refuses_an_address_that_is_no_webhook(small_run: Path) -> None:
+def test_live_refuses_an_address_that_is_no_webhook(small_run):
     pytest.importorskip("starlette", reason="the extra `live` is not installed")
     result = invoke("live", small_run, "--notify", "example.org")
     check_refused(result, "a webhook is an address like https://host/path, got 'example.org'")
 
 
-def test_two_runs_stand_side_by_side_and_are_told_apart(
-    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "version_1" / plain_run.name
     shutil.copytree(plain_run, other)
@@ -423,7 +413,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(
     assert "<th>version_1/run</th>" in text
 
 
-def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -> None:
+def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path):
     page = tmp_path / "r.html"
     result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -432,7 +422,7 @@ def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -
     assert "found in the samples" in text
 
 
-def test_a_warning_about_one_file_is_said_once(plain_run: Path, tmp_path: Path) -> None:
+def test_a_warning_about_one_file_is_said_once(plain_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(plain_run, run)
     (run / "session-0002-00000000.json").write_text("{")
@@ -444,9 +434,7 @@ def test_a_warning_about_one_file_is_said_once(plain_run: Path, tmp_path: Path) 
     assert result.stderr.count("left out the session file") == 1
 
 
-def test_live_shows_folders_only_and_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_shows_folders_only_and_says_where(tmp_path, monkeypatch):
     live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
     (tmp_path / "run.csv").write_text(HEADER)
     check_refused(invoke("live", tmp_path / "run.csv"), "live shows the folder of a run")
@@ -464,9 +452,7 @@ def test_live_shows_folders_only_and_says_where(
     assert invoke("live", tmp_path / "version_0" / "guardbit").stderr == ""
 
 
-def test_live_without_its_packages_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
     for name in list(sys.modules):
         if name.startswith("guardbit.dashboards.live"):
             monkeypatch.delitem(sys.modules, name)
@@ -474,24 +460,24 @@ def test_live_without_its_packages_says_what_to_install(
     check_refused(invoke("live", tmp_path), "pip install 'guardbit[live]'")
 
 
-def test_a_run_is_not_compared_with_itself(small_run: Path) -> None:
+def test_a_run_is_not_compared_with_itself(small_run):
     result = invoke("report", small_run, small_run.parent / "." / small_run.name)
     assert result.exit_code != 0
     assert f"{small_run} is given twice" in " ".join(result.stderr.split())
 
 
-def test_a_report_that_cannot_be_written_is_refused(small_run: Path, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_refused(small_run, tmp_path):
     (tmp_path / "file").write_text("x")
     check_refused(invoke("report", small_run, "--output", tmp_path / "file" / "a.html"), "file")
 
 
-def test_report_and_replay_import_no_torch_and_help_imports_nothing_heavy(small_run: Path) -> None:
+def test_report_and_replay_import_no_torch_and_help_imports_nothing_heavy(small_run):
     assert imported_by("--help") == set()
     assert imported_by("report", small_run) == {"matplotlib", "pandas", "pyarrow", "numpy"}
     assert imported_by("replay", small_run) == {"pandas", "pyarrow", "numpy"}
 
 
-def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_hands_its_options_on(monkeypatch, tmp_path):
     calls: list[dict] = []
     stand_in = types.ModuleType("guardbit.demo")
     monkeypatch.setattr(
@@ -506,7 +492,7 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ]
 
 
-def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> None:
+def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
     result = invoke("demo", "--recorded", "--run-dir", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
@@ -521,9 +507,7 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> No
     check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
 
 
-def test_a_report_is_opened_where_that_is_asked(
-    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_opened_where_that_is_asked(plain_run, tmp_path, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr("typer.launch", opened.append)
     place = tmp_path / "a report.html"
@@ -533,12 +517,12 @@ def test_a_report_is_opened_where_that_is_asked(
     assert opened == [place.resolve().as_uri()]
 
 
-def test_help_has_a_short_name() -> None:
+def test_help_has_a_short_name():
     for command in ((), ("report",), ("live",)):
         assert invoke(*command, "-h").stdout == invoke(*command, "--help").stdout != ""
 
 
-def test_version_is_the_packages() -> None:
+def test_version_is_the_packages():
     project = Path(__file__).parent.parent / "pyproject.toml"
     version = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
     result = invoke("--version")
@@ -549,7 +533,7 @@ def test_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize("head", [-3, 2_000_000_000])
-def test_replay_of_heads_that_cannot_be_is_one_sentence(tmp_path: Path, head: int) -> None:
+def test_replay_of_heads_that_cannot_be_is_one_sentence(tmp_path, head):
     path = tmp_path / "run.csv"
     path.write_text(f"step,site,layer,head,indicator,value\n1,h.0.attn,0,{head},max_logit,2.0\n")
     result = CliRunner().invoke(app, ["replay", str(path), "--json"])
@@ -566,7 +550,7 @@ def steering(text: str) -> set[str]:
     return {c for c in text if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e"}
 
 
-def test_no_name_reaches_the_terminal_as_an_escape_code(tmp_path: Path) -> None:
+def test_no_name_reaches_the_terminal_as_an_escape_code(tmp_path):
     path = tmp_path / f"run{ESCAPES}.csv"
     text = (RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()
     path.write_bytes(gzip.decompress(text).replace(b"h.2.attn", f"h.2{ESCAPES}".encode()))
@@ -578,7 +562,7 @@ def test_no_name_reaches_the_terminal_as_an_escape_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["report.html", "report_figures", "report_figures/loss.png"])
-def test_a_report_is_not_written_through_a_link(small_run: Path, tmp_path: Path, link: str) -> None:
+def test_a_report_is_not_written_through_a_link(small_run, tmp_path, link):
     run, precious = tmp_path / "run", tmp_path / "precious"
     shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("report*"))
     if "_" in link and "/" not in link:

@@ -160,9 +160,7 @@ def command(name: str, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_what_is_broken_is_left_out_and_told_in_a_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, monkeypatch, caplog):
     pytest.importorskip("starlette", reason="the extra `live` is not installed")
     from guardbit.dashboards.live import LiveRun
 
@@ -201,7 +199,7 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(
         assert read_metadata(folder)["lr"] == 1
 
 
-def test_a_folder_with_all_of_it_has_a_report_with_figures(tmp_path: Path) -> None:
+def test_a_folder_with_all_of_it_has_a_report_with_figures(tmp_path):
     folder = tmp_path / "run"
     write_run(folder)
     for corrupt in CORRUPTIONS.values():
@@ -211,7 +209,7 @@ def test_a_folder_with_all_of_it_has_a_report_with_figures(tmp_path: Path) -> No
     assert "2 layers · 8 heads" in (folder / "report.html").read_text()
 
 
-def test_a_warning_says_how_much_and_where(tmp_path: Path) -> None:
+def test_a_warning_says_how_much_and_where(tmp_path):
     write_run(tmp_path)
     CORRUPTIONS["nulls"](tmp_path)
     CORRUPTIONS["no event"](tmp_path)
@@ -223,7 +221,7 @@ def test_a_warning_says_how_much_and_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, zero])
-def test_a_pipe_or_a_device_is_no_csv(tmp_path: Path, make) -> None:
+def test_a_pipe_or_a_device_is_no_csv(tmp_path, make):
     make(tmp_path / "run.csv")
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "run.csv")])
     assert result.exit_code == 2
@@ -234,9 +232,7 @@ def test_a_pipe_or_a_device_is_no_csv(tmp_path: Path, make) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_no_damage_to_the_bytes_is_a_traceback(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_no_damage_to_the_bytes_is_a_traceback(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
     write_run(folder)
     path = data.draw(st.sampled_from(sorted(folder.iterdir())))

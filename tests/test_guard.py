@@ -17,6 +17,7 @@ from guardbit.kernels import flex, op
 from guardbit.monitor.interception import installation, seen, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.session import MonitorSession, StepBracket
+from tests.toys import instrumented
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
 #: own code, in which calls of GuardBit's are guarded.
@@ -69,15 +70,12 @@ def test_every_callback_of_a_framework_is_guarded(base):
 
 def test_every_hook_and_stand_in_is_guarded():
     model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Linear(4, 4))
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model):
         hooks = [
             hook
             for module in model.modules()
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         ]
-    finally:
-        inst.remove()
     assert hooks
     assert all(map(is_guarded, hooks))
     assert all(is_guarded(entry.stand_in) for entry in ENTRY_POINTS)

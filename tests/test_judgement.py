@@ -1,7 +1,5 @@
 """The judgement of a run, from made-up runs whose judgement is known by construction."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The notebook runs as it is, and its saved output is what it gives today."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

@@ -1,7 +1,5 @@
 """The documentation's site builds without a warning, and its reference names all that is public."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Toy transformers to watch, of attention with what most tests vary, and a rule that alarms."""
+"""Toy transformers to watch, of attention with what most tests vary; what a run was told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import guardbit
-from guardbit import MonitorSession
+from guardbit import MonitorSession, read_events
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.sites import Instrumentation
@@ -19,10 +19,10 @@ from guardbit.monitor.sites import Instrumentation
 
 @contextmanager
 def instrumented(
-    model: nn.Module, observer: Callable[[AttentionCall], object] | None = None
+    model: nn.Module, observer: Callable[[AttentionCall], object] | None = None, **how: list[str]
 ) -> Iterator[Instrumentation]:
     """Instruments a model, whose calls an observer may get, and takes that out in the end."""
-    inst = guardbit.instrument(model)
+    inst = guardbit.instrument(model, **how)
     try:
         if observer is not None:
             inst.observe(observer)
@@ -147,3 +147,10 @@ def train(
             model(batch(step)).float().square().mean().backward()
             optimizer.step()
     return model
+
+
+def recorded(path, kind, *columns):
+    """What some columns of a run's events of one kind hold, a tuple an event."""
+    events = read_events(path)
+    events = events[events.kind == kind]
+    return list(zip(*(events[name] for name in columns), strict=True))

@@ -41,8 +41,7 @@ def demo(
         Path | None,
         typer.Option(
             help="Folder the run and its report are written to; runs/demo by default, "
-            "runs/recorded with --recorded.",
-            show_default=False,
+            "runs/recorded with --recorded."
         ),
     ] = None,
 ) -> None:
@@ -63,21 +62,16 @@ def _show_recorded(run_dir: Path) -> None:
     """Writes reports of the recorded runs, prints their outcomes, opens the comparison."""
     from rich.console import Console
 
-    from guardbit.dashboards.forks import against_each_other
+    from guardbit.dashboards.forks import outcomes_of
     from guardbit.dashboards.loading import load
     from guardbit.dashboards.report import write_reports
-    from guardbit.dashboards.tables import of_run
 
     runs = []
     for name in RUNS:
         with resources.as_file(resources.files("guardbit") / "recorded" / name) as folder:
             runs.append(load(folder))
-    outcomes = against_each_other(
-        {run.name: run.judgement for run in runs},
-        {run.name: of_run(run.samples, "loss") for run in runs},
-    )
     console = Console(highlight=False)
-    for name, outcome in outcomes.items():
+    for name, outcome in outcomes_of({run.name: run for run in runs}).items():
         console.print(f"\n[bold]{outcome.headline}[/bold]  ({RUNS[name]})")
         console.print(" · ".join(outcome.facts))
     console.print(

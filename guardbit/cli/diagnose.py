@@ -18,23 +18,17 @@ if TYPE_CHECKING:
 
 
 def diagnose(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)
-    ],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     head: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SITE:NUMBER",
             help="A head, such as net.h.3.attn:7; may be repeated. By default all that were kept.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the figures, by default `diagnosis` in the run's folder.",
-            show_default=False,
-        ),
+        typer.Option(help="Folder of the figures, by default `diagnosis` in the run's folder."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")

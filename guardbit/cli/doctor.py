@@ -19,7 +19,6 @@ def doctor(
             metavar="B,H,H_kv,N,D",
             help="Sequences, query heads, key heads, tokens and head size; may be repeated. By "
             "default common ones.",
-            show_default=False,
         ),
     ] = None,
     mask: Annotated[
@@ -28,7 +27,6 @@ def doctor(
             metavar="MASK",
             help="full, causal, documents, window:N, padding or additive; may be repeated. By "
             "default all but the first.",
-            show_default=False,
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",

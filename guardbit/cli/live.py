@@ -17,7 +17,6 @@ def live(
         typer.Argument(
             metavar="FOLDER",
             help="Folder of a run, which need not exist yet, or one with runs below it.",
-            show_default=False,
         ),
     ],
     port: Annotated[
@@ -28,7 +27,6 @@ def live(
         typer.Option(
             metavar="URL",
             help='A webhook that gets {"text": "..."} for new alarms, as Slack takes it.',
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from guardbit.records import Alarm
 
 RunPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN",
-        help="Folder of a run, or a CSV of its samples.",
-        show_default=False,
-    ),
+    Path, typer.Argument(metavar="RUN", help="Folder of a run, or a CSV of its samples.")
 ]
 
 
@@ -41,7 +36,6 @@ def replay(
         typer.Option(
             metavar="RULE.NAME=NUMBER",
             help="A rule's threshold, such as head_growth.norm=0.5; may be repeated.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -67,14 +61,7 @@ def replay(
             }
             for alarm in result.alarms
         ]
-        typer.echo(
-            json.dumps(
-                {
-                    "alarms": alarms,
-                    **judgement.as_json(),
-                }
-            )
-        )
+        typer.echo(json.dumps({"alarms": alarms, **judgement.as_json()}))
         return
 
     from rich.console import Console

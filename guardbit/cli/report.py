@@ -29,21 +29,19 @@ def report(
         typer.Argument(
             metavar="RUN",
             help="Folder of a run, or a CSV of its samples; two to four stand side by side.",
-            show_default=False,
         ),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The file, or its folder; by default in the run's folder or beside the CSV.",
-            show_default=False,
+            help="The file, or its folder; by default in the run's folder or beside the CSV."
         ),
     ] = None,
     format: Annotated[
         ReportFormat,
         typer.Option(
             help="One page that opens offline, with its figures beside it; or a folder of the "
-            "figures alone.",
+            "figures alone."
         ),
     ] = ReportFormat.html,
     open_it: Annotated[
@@ -108,16 +106,10 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
 
 def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The outcome of each run; copies of one run are compared with each other."""
-    from guardbit.dashboards.forks import against_each_other
-    from guardbit.dashboards.tables import of_run
+    from guardbit.dashboards.forks import outcomes_of
 
-    runs = {str(path): load_with_events(path) for path in paths}
-    outcomes = {path: run.judgement for path, run in runs.items()}
-    losses = {path: of_run(run.samples, "loss") for path, run in runs.items()}
-    return [
-        {"run": path, **outcome.as_json()}
-        for path, outcome in against_each_other(outcomes, losses).items()
-    ]
+    outcomes = outcomes_of({str(path): load_with_events(path) for path in paths})
+    return [{"run": path, **outcome.as_json()} for path, outcome in outcomes.items()]
 
 
 def _name(path: Path) -> str:
@@ -126,7 +118,7 @@ def _name(path: Path) -> str:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """Returns a name for each run, with as many parent folders as make the names differ."""
-    from guardbit.dashboards.names import place_of_run
+    from guardbit.store import place_of_run
 
     places = [place_of_run(path) for path in paths]
     for path, place in zip(paths, places, strict=True):

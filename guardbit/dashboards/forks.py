@@ -14,6 +14,8 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
+from guardbit.dashboards.loading import LoadedRun
+from guardbit.dashboards.tables import of_run
 from guardbit.judgement import Judgement, State
 
 #: Losses in common that make two runs copies of one.
@@ -46,6 +48,12 @@ def departure(loss: pd.Series, other: pd.Series) -> int | None:
     mean = cast(pd.Series, above.rolling(max(round(WINDOW / every), 1)).mean())
     left = steps[mean.to_numpy() > MARGIN]
     return int(left[0]) if len(left) else None
+
+
+def outcomes_of(runs: Mapping[str, LoadedRun]) -> dict[str, Judgement]:
+    """The outcomes of runs; copies of one run are held against each other."""
+    losses = {name: of_run(run.samples, "loss") for name, run in runs.items()}
+    return against_each_other({name: run.judgement for name, run in runs.items()}, losses)
 
 
 def against_each_other(

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from guardbit.dashboards import marks, ranking
-from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.palette import OUTCOME_COLOURS
 from guardbit.judgement import Ended, Judgement
 from guardbit.store import (
     folder_of_run,
     is_run,
+    place_of_run,
     read_end,
     read_events,
     read_metadata,

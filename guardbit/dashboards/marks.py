@@ -15,7 +15,6 @@ import pandas as pd
 
 from guardbit.dashboards.tables import (
     Head,
-    check_columns,
     check_samples,
     heads_of_layer,
     layer_of_site,
@@ -23,6 +22,7 @@ from guardbit.dashboards.tables import (
 )
 from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
 from guardbit.records import Event
+from guardbit.store.files import check_columns
 from guardbit.store.samples import samples_of
 
 #: Columns that a table of events must have.
@@ -40,7 +40,7 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
     """
     if events is None or events.empty:
         return []
-    check_columns(events, NEEDED_COLUMNS, "events")
+    check_columns(events.columns, NEEDED_COLUMNS, "the table of events")
     table = events.reindex(columns=[field.name for field in fields(Event)])
     found = [
         Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})

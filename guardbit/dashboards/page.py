@@ -336,8 +336,9 @@ class RunPage:
 
 
 def thinned(series: pd.Series, most: int = 400) -> pd.Series:
-    """Returns at most `most` of a curve's values, evenly spread from the first one on."""
-    return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
+    """Returns at most `most` of a curve's values, evenly spread, the last one among them."""
+    stride = -(-len(series) // most) or 1
+    return series.iloc[(len(series) - 1) % stride :: stride]
 
 
 def plain_numbers(values: Floats) -> list[float | None]:

@@ -8,14 +8,13 @@ A head is named by the pair (layer, head), both counted from 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import pandas as pd
 
 from guardbit.catalog import HEAD_INDICATORS
-from guardbit.store.files import COLUMNS
+from guardbit.store.files import COLUMNS, check_columns
 
 Head = tuple[int, int]
 
@@ -28,22 +27,12 @@ def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=COLUMNS)
     if frame.attrs.get(_CHECKED):
         return frame
-    check_columns(frame, COLUMNS, "samples")
+    check_columns(frame.columns, COLUMNS, "the table of samples")
     if np.asarray(frame["site"].isna()).any():
         frame = frame.assign(site=frame["site"].astype(object).fillna(""))
     frame = frame.copy(deep=False)
     frame.attrs[_CHECKED] = True
     return frame
-
-
-def check_columns(table: pd.DataFrame, required: Sequence[str], what: str) -> None:
-    """Raises ValueError if a table lacks a column."""
-    missing = [name for name in required if name not in table.columns]
-    if missing:
-        raise ValueError(
-            f"The table of {what} lacks the columns {', '.join(missing)}: it has "
-            f"{', '.join(map(str, table.columns))} and needs {', '.join(required)}."
-        )
 
 
 def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:

@@ -17,14 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.doctor.attention import (
-    FLASH,
-    Arithmetic,
-    Chunk,
-    HeadInputs,
-    Operation,
-    over_rows,
-)
+from guardbit.doctor.attention import FLASH, Arithmetic, Chunk, HeadInputs, Operation, over_rows
 from guardbit.doctor.recognition import Fault, recognize
 from guardbit.kernels.key_shifts import shift_keys
 from guardbit.kernels.reference.common import float32_products

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -35,14 +35,7 @@ RUN_FOLDER = "guardbit"
 NO_PAST = -1
 
 #: Errors that reading a broken file raises.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-    pa.ArrowException,
-)
+UNREADABLE = (OSError, ValueError, OverflowError, RecursionError, MemoryError, pa.ArrowException)
 
 #: Seconds without a write after which a half-written file counts as abandoned.
 _ABANDONED = 600.0
@@ -115,6 +108,12 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     inner = path / RUN_FOLDER
     return path if is_run(path) or not is_run(inner) else inner
+
+
+def place_of_run(path: Path) -> Path:
+    """Returns the folder that a run is named after: the log directory that holds its `guardbit`."""
+    path = Path(os.path.realpath(path))  # unlike `Path.resolve`, it takes a loop of links
+    return path.parent if path.name == RUN_FOLDER and path.parent.name else path
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
@@ -191,12 +190,12 @@ def publish(path: Path, content: Content) -> None:
             os.close(descriptor)
 
 
-def check_columns(names: Iterable[str], path: Path) -> None:
-    """Checks that a table has the columns of a run."""
+def check_columns(names: Iterable[str], required: Sequence[str], what: object) -> None:
+    """Raises ValueError if a table lacks a column."""
     names = list(names)
-    missing = [name for name in COLUMNS if name not in names]
+    missing = [name for name in required if name not in names]
     if missing:
         raise ValueError(
-            f"{path} lacks the columns {', '.join(missing)}: a run has {', '.join(COLUMNS)}, "
-            f"this has {', '.join(map(str, names)) or 'none'}"
+            f"{what} lacks the columns {', '.join(missing)}: it needs {', '.join(required)}, and "
+            f"has {', '.join(map(str, names)) or 'none'}"
         )

@@ -187,7 +187,7 @@ def sample_batches(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
     check_file(path)
     read, left_out = 0, 0
     with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
-        check_columns(file.schema_arrow.names, path)
+        check_columns(file.schema_arrow.names, COLUMNS, path)
         for batch in file.iter_batches(_BATCH, columns=COLUMNS):
             good = good_rows(batch.select(COLUMNS).cast(BATCHES))
             read, left_out = read + len(batch), left_out + len(batch) - len(good)

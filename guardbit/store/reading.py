@@ -16,14 +16,7 @@ import pyarrow as pa
 
 from guardbit.records import RunEnd
 from guardbit.store.bounds import MAX_CSV, good_rows, warn_of_rows
-from guardbit.store.files import (
-    COLUMNS,
-    EVENT_COLUMNS,
-    KEY,
-    SCHEMA,
-    check_columns,
-    existing,
-)
+from guardbit.store.files import COLUMNS, EVENT_COLUMNS, KEY, SCHEMA, check_columns, existing
 from guardbit.store.following import BATCHES, Part, RunFollower, load_events, sample_batches
 
 #: How often a reader tries when the merge of a live writer removes a file.
@@ -207,7 +200,7 @@ def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
         )
     except ValueError as error:
         raise ValueError(f"cannot read a run from {path}: {str(error).strip()}") from error
-    check_columns(table.columns, path)
+    check_columns(table.columns, COLUMNS, path)
     table = table.loc[:, COLUMNS]
     for name in ("step", "layer", "head"):
         numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))

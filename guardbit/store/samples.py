@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from guardbit.records import Sample
-from guardbit.store.files import COLUMNS
+from guardbit.store.files import COLUMNS, check_columns
 
 #: More heads than any attention has; a larger number is a mistake.
 _MOST_HEADS = 65_536
@@ -17,11 +17,7 @@ _MOST_HEADS = 65_536
 
 def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
     """Yields the rows of a tidy frame as samples, one for each step, site and indicator."""
-    if missing := [column for column in COLUMNS if column not in frame.columns]:
-        raise ValueError(
-            f"the telemetry lacks the columns {missing}; needed are {COLUMNS}, "
-            f"given are {list(frame.columns)}"
-        )
+    check_columns(frame.columns, COLUMNS, "the telemetry")
     if frame.empty:
         return
     for name in ("step", "layer"):

@@ -1,7 +1,5 @@
 """A GPT of two layers and two heads, its data, and Trainers that write nothing unasked."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from guardbit import read_events, read_run
+from guardbit import read_run
 from tests.callbacks.several_ranks import launch
+from tests.toys import recorded
 
 SITE = "net.h.1.attn"
 
@@ -59,10 +60,7 @@ def test_all_ranks_switch_at_the_same_step(run, record_property):
     assert ranks[0]["switched"] == ranks[1]["switched"] == [4, 5, 6]
     assert same(ranks[0]["acted"], ranks[1]["acted"])
     assert not same(ranks[0]["acted"], ranks[0]["plain"]), "the switch must have had an effect"
-    events = read_events(folder / f"{strategy}-acted")
-    switches = events[events["kind"] == "switch"]
-    assert list(switches["step"]) == [3]
-    assert list(switches["heads"]) == [(1,)]
+    assert recorded(folder / f"{strategy}-acted", "switch", "step", "heads") == [(3, (1,))]
 
 
 def test_norms_are_those_of_the_gathered_weights(run, record_property):

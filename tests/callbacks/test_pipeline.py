@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from guardbit import read_events, read_run
+from guardbit import read_run
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
 from tests.callbacks import pipeline_run as script
 from tests.callbacks.several_ranks import launch, seen
 from tests.oracle import scores_of
+from tests.toys import recorded
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +53,9 @@ def test_a_switch_reaches_the_stage_at_the_next_step_and_in_a_resumed_run_at_the
     folder, ranks = run
     assert [rank["ran"] for rank in ranks] == [[0, 0, 0], [0, 1, 2], []]
     assert [rank["again"] for rank in ranks] == [[0], [1], []]
-    events = read_events(folder / "run")
-    switch = events[events["kind"] == "switch"]
-    assert list(zip(switch["step"], switch["site"], switch["heads"], strict=True)) == [
-        (0, "layers.1", (3,))
-    ]
-    assert not (events["kind"] == "monitor_error").any()
-    again = read_events(folder / "resumed")
-    again = again[again["kind"] == "switch"]
-    assert list(zip(again["site"], again["heads"], again["why"], strict=True)) == [
+    assert recorded(folder / "run", "switch", "step", "site", "heads") == [(0, "layers.1", (3,))]
+    assert not recorded(folder / "run", "monitor_error", "why")
+    assert recorded(folder / "resumed", "switch", "site", "heads", "why") == [
         ("layers.1", (3,), "as before the run was resumed")
     ]
 
@@ -75,8 +70,7 @@ def test_the_metadata_tell_of_all_sites_and_say_what_ranks_hold(run):
 
 
 def test_stages_whose_modules_have_the_same_names_are_told_from_replicas(run):
-    events = read_events(run[0] / "stages")
-    (event,) = events[events["kind"] == "monitor_error"].itertuples()
-    assert event.step == 0
-    assert "heads of the other ranks are NOT guarded one by one" in event.why
-    assert not (read_events(run[0] / "replicas")["kind"] == "monitor_error").any()
+    ((step, why),) = recorded(run[0] / "stages", "monitor_error", "step", "why")
+    assert step == 0
+    assert "heads of the other ranks are NOT guarded one by one" in why
+    assert not recorded(run[0] / "replicas", "monitor_error", "why")

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
 from guardbit.monitor.detectors import DEFAULT_RULES, GradientError, LossDeparture
-from tests.toys import Fires
+from tests.toys import Fires, recorded
 
 SITE = "net.h.1.attn"
 
@@ -42,10 +42,7 @@ def steps_with(used, kernel):
 
 
 def events_of(path, kind):
-    events = read_events(path)
-    events = events[events.kind == kind]
-    columns = (events[name] for name in ("step", "site", "heads", "stabilizer"))
-    return list(zip(*columns, strict=True))
+    return recorded(path, kind, "step", "site", "heads", "stabilizer")
 
 
 @pytest.mark.parametrize("monitor_first", [True, False])
@@ -195,13 +192,7 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
 
 @pytest.mark.parametrize(
     "stabilizer, accumulate",
-    [
-        ("compensated", 1),
-        ("row_max", 1),
-        ("row_max", 2),
-        ("exact_delta", 2),
-        ("centered_keys", 2),
-    ],
+    [("compensated", 1), ("row_max", 1), ("row_max", 2), ("exact_delta", 2), ("centered_keys", 2)],
 )
 def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(
     trains, tmp_path, same_weights, stabilizer, accumulate

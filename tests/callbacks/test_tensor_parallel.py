@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from guardbit import read_events, read_run
+from guardbit import read_run
 from guardbit.kernels.spec import AttentionSpec
 from tests.callbacks import tensor_parallel_run as script
 from tests.callbacks.several_ranks import launch, seen
 from tests.oracle import attend
+from tests.toys import recorded
 
 REASON = "their shapes do not tell which of the heads are here"
 SITE = "shared.core"
@@ -99,10 +100,8 @@ def test_a_switch_reaches_the_rank_that_has_the_head_at_the_next_step(shared):
         assert rank["resumed"] == [int(has_it), switched], "the first step of a resumed run"
         assert rank["refusal"] is None
         assert (rank["acted"] == rank["plain"]) is False
-    events = read_events(folder / "acted")
-    told = events[events.kind == "switch"]
-    assert list(zip(told.step, told.site, told.heads, strict=True)) == [(1, SITE, (3,))]
-    assert list(events[events.kind == "alarm"].heads) == [(3,)]
+    assert recorded(folder / "acted", "switch", "step", "site", "heads") == [(1, SITE, (3,))]
+    assert recorded(folder / "acted", "alarm", "heads") == [((3,),)]
 
 
 def test_heads_that_are_put_together_before_attention_are_refused_with_the_reason(runs):
@@ -114,10 +113,9 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
         assert {site for _, site, *_ in rank["samples"] if site} == {"whole.core"}
     warnings = [text for level, text in ranks[0]["lines"] if level == "WARNING"]
     assert "nothing is measured of the heads of 1 attention module" in warnings[0]
-    events = read_events(folder / "watched")
-    first = events[events.kind == "monitor_error"].iloc[0]
-    assert (first.step, first.site) == (0, "")
-    assert REASON in first.why
+    step, site, why = recorded(folder / "watched", "monitor_error", "step", "site", "why")[0]
+    assert (step, site) == (0, "")
+    assert REASON in why
 
 
 @pytest.mark.parametrize("way", script.ROUNDED)

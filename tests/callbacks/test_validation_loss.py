@@ -1,7 +1,5 @@
 """A validation's loss is recorded where the trainer has one, and drawn where runs are compared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

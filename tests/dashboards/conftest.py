@@ -37,7 +37,7 @@ def tidy(steps, indicator, value, site="", layer=-1, head=-1):
 
 
 @pytest.fixture(scope="session")
-def run() -> Run:
+def run():
     """Layer 2, heads 3 and 7, go wrong at step 2,500; the delta bias of head 3 is negative."""
     generator = np.random.default_rng(0)
     steps = np.arange(SAMPLES) * EVERY

@@ -1,7 +1,5 @@
 """What the tests of dashboards make: tables of samples and events, and a look at a page."""
 
-from __future__ import annotations
-
 import time
 
 import pandas as pd

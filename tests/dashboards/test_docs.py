@@ -1,7 +1,5 @@
 """The page in the docs about dashboards names what exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

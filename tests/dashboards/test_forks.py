@@ -1,7 +1,5 @@
 """Copies of one run: made-up losses, and two recorded ones of the rescue study."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run in a notebook."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -10,9 +8,8 @@ from PIL import Image
 
 import guardbit
 from guardbit.dashboards.figures.style import pixels
-from guardbit.dashboards.names import place_of_run
 from guardbit.records import Sample
-from guardbit.store import RunWriter
+from guardbit.store import RunWriter, place_of_run
 
 RESULTS = Path(__file__).parents[2] / "studies" / "rescue" / "results"
 

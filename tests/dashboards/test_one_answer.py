@@ -1,7 +1,5 @@
 """Every view of a run shows one judgement: the page, the report, the notebook, the commands."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict

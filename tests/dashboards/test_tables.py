@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.dashboards import effect, marks, ranking, tables
+from tests.dashboards.made import SAMPLES
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
@@ -30,7 +29,7 @@ def table_of(values):
             (step, f"h.{layer}", layer, head, "delta_bias", value)
             for (step, layer, head), value in values.items()
         ],
-        columns=tables.COLUMNS,
+        columns=SAMPLES,
     )
 
 

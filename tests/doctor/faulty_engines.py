@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,45 +53,34 @@ def keep(x: Tensor) -> Tensor:
     return x
 
 
+@dataclass(eq=False)
 class Written(Engine):
     """BF16 attention written out, with the roundings of FlashAttention-2; each can be replaced."""
 
     backend = SDPBackend.OVERRIDEABLE
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        s: Rounding = keep,
-        p: Rounding = nearest,
-        pv: Rounding = keep,
-        out: Rounding = nearest,
-        backward_p: Rounding = nearest,
-        dp: Rounding = keep,
-        ds: Rounding = nearest,
-        dq: Rounding = nearest,
-        delta: Rounding = keep,
-        delta_from_p: bool = False,
-        hide: Callable[[Tensor], Tensor] = keep,
-        hide_backward: Callable[[Tensor], Tensor] = keep,
-        scale: float = 1.0,
-        scale_backward: float = 1.0,
-        any_order: bool = False,
-    ) -> None:
-        self.name = name
-        self.reads_out = not delta_from_p
-        self._s, self._p, self._pv, self._out = s, p, pv, out
-        self._backward_p, self._dp, self._ds, self._dq = backward_p, dp, ds, dq
-        self._delta, self._delta_from_p = delta, delta_from_p
-        self._hide, self._hide_backward = hide, hide_backward
-        self._scale, self._scale_backward = scale, scale_backward
-        self._any_order = any_order
+    name: str
+    _: KW_ONLY
+    s: Rounding = keep
+    p: Rounding = nearest
+    pv: Rounding = keep
+    out: Rounding = nearest
+    backward_p: Rounding = nearest
+    dp: Rounding = keep
+    ds: Rounding = nearest
+    dq: Rounding = nearest
+    delta: Rounding = keep
+    reads_out: bool = True  # else delta comes from P
+    hide: Callable[[Tensor], Tensor] = keep
+    hide_backward: Callable[[Tensor], Tensor] = keep
+    scale_backward: float = 1.0
+    any_order: bool = False
 
-    def _scores(self, inputs: Inputs, hide, factor: float) -> Tensor:
+    def _scores(self, inputs: Inputs, hide) -> Tensor:
         q, k, _, spec = inputs[:4]
         group = q.size(1) // k.size(1)
-        scores = q.float() @ k.float().repeat_interleave(group, 1).mT * (spec.scale * factor)
-        scores = self._s(scores)
+        scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
+        scores = self.s(scores)
         seen = torch.ones_like(scores, dtype=torch.bool)
         if spec.causal is not False:
             seen = seen.tril()
@@ -102,29 +91,29 @@ class Written(Engine):
         return scores.masked_fill(~hide(seen), -math.inf)
 
     def forward(self, inputs: Inputs, training: bool):
-        scores = self._scores(inputs, self._hide, self._scale)
+        scores = self._scores(inputs, self.hide)
         top = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
         p = (scores - top).exp()
         total = p.sum(-1, keepdim=True)
         group = inputs.q.size(1) // inputs.k.size(1)
         values = inputs.v.float().repeat_interleave(group, 1)
-        out = self._pv(self._p(p) @ values) / total.clamp(min=1e-30)
-        return self._out(out).to(inputs.q.dtype), (top + total.log())[..., 0]
+        out = self.pv(self.p(p) @ values) / total.clamp(min=1e-30)
+        return self.out(out).to(inputs.q.dtype), (top + total.log())[..., 0]
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec = inputs[:4]
         group = q.size(1) // k.size(1)
-        scores = self._scores(inputs, self._hide_backward, self._scale)
+        scores = self._scores(inputs, self.hide_backward)
         p = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
         keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
         d_out = d_out.float()
-        dp = self._dp(d_out @ values.mT)
-        delta = (p * dp).sum(-1) if self._delta_from_p else (d_out * out.float()).sum(-1)
-        ds = self._ds(p * (dp - self._delta(delta)[..., None]))
-        scale = spec.scale * self._scale_backward
-        order = torch.randperm(k.size(2)) if self._any_order else torch.arange(k.size(2))
-        dq = self._dq(ds[..., order] @ keys[..., order, :] * scale).to(q.dtype)
-        dk, dv = ds.mT @ q.float() * scale, self._backward_p(p).mT @ d_out
+        dp = self.dp(d_out @ values.mT)
+        delta = (d_out * out.float()).sum(-1) if self.reads_out else (p * dp).sum(-1)
+        ds = self.ds(p * (dp - self.delta(delta)[..., None]))
+        scale = spec.scale * self.scale_backward
+        order = torch.randperm(k.size(2)) if self.any_order else torch.arange(k.size(2))
+        dq = self.dq(ds[..., order] @ keys[..., order, :] * scale).to(q.dtype)
+        dk, dv = ds.mT @ q.float() * scale, self.backward_p(p).mT @ d_out
         dk, dv = (x.unflatten(1, (-1, group)).sum(2).to(q.dtype) for x in (dk, dv))
         return Gradients(dq, dk, dv)
 

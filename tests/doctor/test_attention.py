@@ -1,7 +1,5 @@
 """The written-out attention against attention in FP64 and the project's oracle."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`guardbit doctor`: what it prints and refuses, and the table of known faults."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

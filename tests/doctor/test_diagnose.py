@@ -1,7 +1,5 @@
 """`guardbit diagnose`: what it prints, draws and refuses."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -16,15 +16,7 @@ from guardbit.doctor.snapshots import KeptHead
 from guardbit.doctor.text import as_json, sentences, tables
 from guardbit.kernels.spec import AttentionSpec
 from tests.doctor.faulty_engines import keep
-from tests.doctor.kernel import (
-    Tensors,
-    exact_gradient,
-    head_of,
-    kernel,
-    peaked,
-    sound,
-    spec_of,
-)
+from tests.doctor.kernel import Tensors, exact_gradient, head_of, kernel, peaked, sound, spec_of
 from tests.oracle import attend
 
 

@@ -1,7 +1,5 @@
 """A run that too high a learning rate has ruined: the diagnosis does not blame rounding."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A made-up fault in each operation in turn is found and named, and none in sound kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,15 +10,7 @@ from guardbit.kernels.engines import Inputs
 from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.kernels.spec import AttentionSpec
 from tests.doctor.faulty_engines import nearest, truncate
-from tests.doctor.kernel import (
-    dropped,
-    head_of,
-    kernel,
-    peaked,
-    sound,
-    tiled,
-    varied,
-)
+from tests.doctor.kernel import dropped, head_of, kernel, peaked, sound, tiled, varied
 
 # What is made wrong, and what it must be called.
 FAULTS = {

@@ -6,22 +6,18 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import guardbit
 from guardbit.kernels import alignment, op
-from tests.toys import Attention
+from tests.toys import Attention, instrumented
 
 
 def code_of_a_step(device):
     """The graphs of forward and backward, as Inductor wrote them."""
     model = Attention(4, width=64, is_residual=False).to(device)
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model):
         x = torch.randn(2, 32, 64, device=device)
         compiled = torch.compile(model, fullgraph=True)
         _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
+    torch._dynamo.reset()
     return codes
 
 

@@ -21,7 +21,6 @@ pytestmark = [
     # inf - inf and inf / inf in rows that are not finite.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
     # FP64 products on a GPU, which serve as reference, need not repeat their bits.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]

@@ -15,6 +15,7 @@ from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
+from tests.kernels import tensors
 from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
 
@@ -62,10 +63,7 @@ def test_the_generator_of_these_tests_is_philox():
         assert " ".join(f"{int(word):08x}" for word in philox(counter, key)) == expected
 
 
-def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
-    return [torch.randn(batch, *s, width, generator=generator).to(dtype) for s in shapes]
+inputs = functools.partial(tensors.inputs, dtype=torch.float32, to="cpu")
 
 
 def fp64(q, k, v, d_out, mask, dropout_p, causal=False):
@@ -83,8 +81,8 @@ def next_word():
     return word
 
 
-def run(attention, tensors, d_out):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+def run(attention, qkv, d_out):
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
     out, lse = attention(*leaves)
     return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
 
@@ -97,11 +95,11 @@ def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
         flash_attention, causal=causal, stabilizer=stabilizer, return_lse=True, dropout_p=dropout_p
     )
     for rows, keys in [(21, 34), (34, 21), (1, 9)]:
-        *tensors, d_out = inputs(2, 4, 2, rows, keys, 16, seed=rows)
+        *qkv, d_out = inputs((2, 4, 2, rows, keys, 16), seed=rows)
         torch.manual_seed(rows)
         mask = kept(int(next_word()), dropout_p, 2, 4, rows, keys)
-        found = run(attention, tensors, d_out)
-        exact = fp64(*tensors, d_out, mask, dropout_p, causal)
+        found = run(attention, qkv, d_out)
+        exact = fp64(*qkv, d_out, mask, dropout_p, causal)
         # With p = 0.999 what is kept is multiplied by 1000.
         close = {"rtol": 1e-5, "atol": 2e-5 / (1 - dropout_p)}
         for mine, truth in zip(found, exact, strict=True):
@@ -109,12 +107,12 @@ def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
 
 
 def test_several_key_tiles():
-    *tensors, d_out = inputs(1, 2, 1, 5, 300, 16)
+    *qkv, d_out = inputs((1, 2, 1, 5, 300, 16))
     torch.manual_seed(0)
     mask = kept(int(next_word()), 0.3, 1, 2, 5, 300)
     attention = functools.partial(flash_attention, return_lse=True, dropout_p=0.3)
-    found = run(attention, tensors, d_out)
-    for mine, truth in zip(found, fp64(*tensors, d_out, mask, 0.3), strict=True):
+    found = run(attention, qkv, d_out)
+    for mine, truth in zip(found, fp64(*qkv, d_out, mask, 0.3), strict=True):
         torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
 
 
@@ -153,10 +151,10 @@ def test_the_share_that_is_kept(dropout_p):
 
 
 def test_the_mean_over_calls_is_the_undropped_output():
-    *tensors, _ = inputs(1, 2, 2, 6, 20, 16)
-    whole = flash_attention(*tensors)
+    *qkv, _ = inputs((1, 2, 2, 6, 20, 16))
+    whole = flash_attention(*qkv)
     torch.manual_seed(0)
-    outs = torch.stack([flash_attention(*tensors, dropout_p=0.4) for _ in range(400)])
+    outs = torch.stack([flash_attention(*qkv, dropout_p=0.4) for _ in range(400)])
     error = (outs.mean(0) - whole) / (outs.std(0) / 20)
     # 384 normal deviates: beyond 5 once in 4,500 times. Squares average to 1.
     assert error.abs().max() <= 5
@@ -164,38 +162,38 @@ def test_the_mean_over_calls_is_the_undropped_output():
 
 
 def test_the_seed_decides_and_dropout_zero_draws_nothing():
-    *tensors, _ = inputs(1, 2, 2, 9, 9, 16)
+    *qkv, _ = inputs((1, 2, 2, 9, 9, 16))
 
     def out(seed, **options):
         torch.manual_seed(seed)
-        return flash_attention(*tensors, **options)
+        return flash_attention(*qkv, **options)
 
     assert torch.equal(out(1, dropout_p=0.5), out(1, dropout_p=0.5))
     assert not torch.equal(out(1, dropout_p=0.5), out(2, dropout_p=0.5))
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    plain = flash_attention(*tensors)
+    plain = flash_attention(*qkv)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(plain, out(1, dropout_p=2.0**-18))  # rounds to 0 of 65,536
-    first = flash_attention(*tensors, dropout_p=0.5)
-    assert not torch.equal(first, flash_attention(*tensors, dropout_p=0.5))
+    first = flash_attention(*qkv, dropout_p=0.5)
+    assert not torch.equal(first, flash_attention(*qkv, dropout_p=0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
-    *tensors, d_out = inputs(2, 6, 3, 33, 35, 16, dtype)
+    *qkv, d_out = inputs((2, 6, 3, 33, 35, 16), dtype=dtype)
     number = runtime.add_site()
     options = {"is_causal": True, "scale": None, "dropout_p": 0.2}
     torch.manual_seed(0)
     native = torch.nn.functional.scaled_dot_product_attention(
-        *tensors, dropout_p=0.2, is_causal=True, enable_gqa=True
+        *qkv, dropout_p=0.2, is_causal=True, enable_gqa=True
     )
     whole = run(  # as in a mixed call, where ours draw after PyTorch's kernel
         functools.partial(
             flash_attention, causal="top-left", stabilizer="row_max", dropout_p=0.2,
             return_lse=True,
         ),
-        tensors, d_out,
+        qkv, d_out,
     )  # fmt: skip
     for heads in ([0], [5], [1, 4], [0, 2, 3, 5]):
         names = tuple("row_max" if h in heads else "none" for h in range(6))
@@ -203,7 +201,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
         torch.manual_seed(0)
         site = torch.tensor(number)
         out, _, dq, *_ = run(
-            lambda *x, site=site: (switchable_attention(*x, site, **options), None), tensors, d_out
+            lambda *x, site=site: (switchable_attention(*x, site, **options), None), qkv, d_out
         )
         rest = [h for h in range(6) if h not in heads]
         assert torch.equal(out[:, heads], whole[0][:, heads])
@@ -213,7 +211,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
 
 
 def test_the_residual_is_of_the_output_with_dropout():
-    q, k, v, d_out = inputs(1, 2, 2, 24, 40, 16, torch.bfloat16)
+    q, k, v, d_out = inputs((1, 2, 2, 24, 40, 16), dtype=torch.bfloat16)
     word = torch.tensor(987654321)
     dropout = Dropout(0.25, word, (0, 1), 2)
     result = reference.forward(
@@ -229,7 +227,7 @@ def test_the_residual_is_of_the_output_with_dropout():
 
 
 def test_shadow_and_exact_query_gradient():
-    q, k, v, d_out = inputs(2, 4, 2, 30, 150, 16, torch.bfloat16)
+    q, k, v, d_out = inputs((2, 4, 2, 30, 150, 16), dtype=torch.bfloat16)
     word = torch.tensor(5)
     mask = kept(5, 0.3, 2, 4, 30, 150)
     out, _, dq, _, _ = fp64(q, k, v, d_out, mask, 0.3, True)
@@ -295,11 +293,11 @@ def test_triton_against_fp64(causal):
     )  # fmt: skip
     # Two samples of several tiles each are in the test of every entry.
     for batch, rows, keys, width in [(1, 21, 70, 80), (1, 70, 34, 16), (2, 1, 9, 16)]:
-        *tensors, d_out = inputs(batch, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
+        *qkv, d_out = inputs((batch, 4, 2, rows, keys, width), dtype=torch.bfloat16, seed=rows)
         torch.manual_seed(rows)
         mask = kept(int(next_word()), 0.3, batch, 4, rows, keys)
-        found = run(attention, tensors, d_out)
-        exact = fp64(*tensors, d_out, mask, 0.3, causal)
+        found = run(attention, qkv, d_out)
+        exact = fp64(*qkv, d_out, mask, 0.3, causal)
         for mine, truth in zip(found, exact, strict=True):
             alive = truth > -math.inf
             assert torch.equal(mine > -math.inf, alive)

@@ -10,6 +10,7 @@ from guardbit import flash_attention
 from guardbit.kernels import dispatch
 from guardbit.kernels.runtime import runtime
 from tests.kernels.switched import in_force, switchable_attention
+from tests.kernels.tensors import gradients, inputs
 
 SOME = ("none", "compensated", "none", "row_max")
 ALL = ("compensated",) * 4
@@ -41,16 +42,9 @@ def broken(monkeypatch):
     return errors
 
 
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, heads, 9, 16, generator=generator) for heads in (4, 2, 2, 4)]
-
-
 def run(attention):
-    *tensors, d_out = inputs()
-    leaves = [x.requires_grad_() for x in tensors]
-    out = attention(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
+    *qkv, d_out = inputs((2, 4, 2, 9, 9, 16), torch.float32, to="cpu")
+    return gradients(attention, qkv, d_out)
 
 
 def switched(site, **options):

@@ -1,6 +1,7 @@
 """The Triton forward on small shapes: in the interpreter, or compiled where there is a GPU."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from guardbit.kernels import reference, tiles
 from guardbit.kernels.device import forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
+from tests.kernels import tensors
 from tests.oracle import DEVICE, attend, coherent_error
 
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -22,14 +24,7 @@ pytestmark = [
 STABILIZERS = ("none", "compensated", "none", "row_max")
 
 
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    """q, k, v; every third key repeats the first, so that rows have several maxima."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, heads, rows, width, generator=generator)
-    k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
-    k[:, :, 1::3] = k[:, :, :1]
-    return [x.to(DEVICE, dtype) for x in (q, k, v)]
+inputs = partial(tensors.inputs, ties=True)
 
 
 def key_tile(q):
@@ -51,7 +46,7 @@ SHAPES = [
     ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]
 )
 def test_every_stabilizer_in_one_launch(dtype, shape, causal):
-    q, k, v = inputs(shape, dtype)
+    q, k, v, _ = inputs(shape, dtype)
     scale = shape[-1] ** -0.5
     options = {"causal": causal, "scale": scale, "stabilizers": STABILIZERS}
     ours = forward.forward(q, k, v, **options)
@@ -88,7 +83,7 @@ def test_every_stabilizer_in_one_launch(dtype, shape, causal):
 
 
 def test_rows_without_a_key_give_zero():
-    q, k, v = inputs((1, 4, 2, 40, 9, 16))
+    q, k, v, _ = inputs((1, 4, 2, 40, 9, 16))
     ours = forward.forward(q, k, v, causal=True, scale=1.0, stabilizers=STABILIZERS)
     assert not ours.out[:, :, :31].any()
     assert not ours.residual[:, :, :31].any()
@@ -98,7 +93,7 @@ def test_rows_without_a_key_give_zero():
 
 def test_no_keys_no_rows_no_batch():
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
-        q, k, v = inputs(shape)
+        q, k, v, _ = inputs(shape)
         ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["none"] * 2)
         assert ours.out.shape == q.shape
         assert not ours.out.any()
@@ -106,7 +101,7 @@ def test_no_keys_no_rows_no_batch():
 
 
 def test_a_head_does_not_depend_on_the_others():
-    q, k, v = inputs((2, 4, 2, 40, 40, 16))
+    q, k, v, _ = inputs((2, 4, 2, 40, 40, 16))
     options = {"causal": True, "scale": 0.25}
     mix = forward.forward(q, k, v, stabilizers=STABILIZERS, **options)
     for head, name in enumerate(STABILIZERS):
@@ -120,13 +115,13 @@ def test_a_head_does_not_depend_on_the_others():
 
 
 def test_layouts_and_strides():
-    q, k, v = inputs((2, 4, 2, 33, 33, 16))
+    q, k, v, _ = inputs((2, 4, 2, 33, 33, 16))
     options = {"causal": True, "scale": 0.25, "stabilizers": STABILIZERS}
     expected = forward.forward(q, k, v, **options).out
     by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     transposed = [x.mT.contiguous().mT for x in (q, k, v)]
-    for tensors in (by_rows, transposed):
-        assert torch.equal(forward.forward(*tensors, **options).out, expected)
+    for layout in (by_rows, transposed):
+        assert torch.equal(forward.forward(*layout, **options).out, expected)
     assert forward.forward(*by_rows, **options).out.stride() == by_rows[0].stride()
     shared = k[:, :1].expand(-1, 2, -1, -1)
     assert torch.equal(
@@ -137,14 +132,14 @@ def test_layouts_and_strides():
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
 def test_any_scale(scale):
-    q, k, v = inputs((1, 4, 4, 20, 50, 16))
+    q, k, v, _ = inputs((1, 4, 4, 20, 50, 16))
     ours = forward.forward(q, k, v, causal=True, scale=scale, stabilizers=STABILIZERS)
     truth = attend(q, k, v, AttentionSpec(scale, True)).out
     assert (ours.out - truth).abs().max() <= 1.5 * SPACING[q.dtype] * v.abs().max()
 
 
 def test_large_scores_and_infinite_inputs():
-    q, k, v = inputs((1, 4, 4, 20, 50, 16))
+    q, k, v, _ = inputs((1, 4, 4, 20, 50, 16))
     ours = forward.forward(q * 100, k * 100, v, causal=False, scale=2.0, stabilizers=STABILIZERS)
     truth = attend(q * 100, k * 100, v, AttentionSpec(2.0)).out
     assert (ours.out - truth).abs().max() <= 1.5 * SPACING[q.dtype] * v.abs().max()
@@ -174,7 +169,7 @@ def test_compensation_takes_the_coherent_error_with_either_sign():
 
 
 def test_refusals():
-    q, k, v = inputs((1, 2, 2, 4, 4, 16))
+    q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
     options = {"causal": False, "scale": 1.0}
     with pytest.raises(ValueError, match="1 came for 2 heads"):
         forward.forward(q, k, v, stabilizers=["none"], **options)

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
     # PyTorch's own kernels, which serve as references, say that they may not repeat their bits.
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 
 #: What our forward does, one a head; the other stabilizers leave the forward as it is.

@@ -1,7 +1,5 @@
 """varlen_attn on the GPU, and the packages of FlashAttention where they are installed."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
@@ -68,7 +66,7 @@ def in_order():
 @pytest.mark.parametrize("engine", HOMES)
 def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     engine, kv_heads, width, case, site, in_order
-) -> None:
+):
     try:
         importlib.import_module(HOMES[engine])
     except ImportError as error:
@@ -123,7 +121,7 @@ class Model(nn.Module):
     ("kind", "compiled"),
     [("varlen_attn", False), ("varlen_attn", True), ("batch", False), ("packed", False)],
 )
-def test_a_model_keeps_its_bits_until_it_is_switched(kind, compiled) -> None:
+def test_a_model_keeps_its_bits_until_it_is_switched(kind, compiled):
     if kind != "varlen_attn":
         pytest.importorskip("flash_attn.cute")
     torch.manual_seed(0)

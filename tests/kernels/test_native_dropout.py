@@ -13,16 +13,14 @@ from guardbit.kernels import engines, op
 from guardbit.kernels.engines import base
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels import tensors
 from tests.kernels.switched import switchable_attention
 
 SITE = torch.tensor(NO_SITE)
 
 
 def inputs(shape=(2, 4, 2, 33, 40, 16), dtype=torch.float32):
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(rows)
-    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
-    return [torch.randn(batch, *s, width, generator=generator).to(dtype) for s in shapes]
+    return tensors.inputs(shape, dtype, seed=shape[3], to="cpu")
 
 
 def theirs(q, k, v, is_causal=False, dropout_p=0.3):
@@ -47,10 +45,10 @@ def block(attention):
     return run
 
 
-def results(function, tensors, d_out):
+def results(function, qkv, d_out):
     """Output, gradients, and what the generator would give next, forward and backward."""
     torch.manual_seed(3)
-    leaves = [x.clone().requires_grad_() for x in tensors]
+    leaves = [x.clone().requires_grad_() for x in qkv]
     out = function(*leaves)
     between = torch.get_rng_state()
     torch.rand(5)  # the backward must find the forward's numbers, not these
@@ -74,14 +72,14 @@ def test_bits_and_random_numbers_are_pytorchs(dtype, is_causal, dropout_p):
     options = {"is_causal": is_causal, "dropout_p": dropout_p}
     shapes = [(2, 4, 2, 33, 40, 16), (1, 3, 3, 17, 9, 33), (1, 2, 2, 1, 1, 16), (0, 2, 2, 5, 5, 16)]
     for shape in shapes:
-        *tensors, d_out = inputs(shape, dtype)
-        expected = results(block(functools.partial(theirs, **options)), tensors, d_out)
-        found = results(block(functools.partial(ours, **options)), tensors, d_out)
+        *qkv, d_out = inputs(shape, dtype)
+        expected = results(block(functools.partial(theirs, **options)), qkv, d_out)
+        found = results(block(functools.partial(ours, **options)), qkv, d_out)
         assert_same(found, expected)
 
 
 def test_a_second_try_draws_the_same(monkeypatch):
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     below, errors = op._below_autograd, [MemoryError("on purpose")]
 
     def compute(request):
@@ -91,7 +89,7 @@ def test_a_second_try_draws_the_same(monkeypatch):
         return found
 
     monkeypatch.setattr(op, "_below_autograd", compute)
-    assert_same(results(block(ours), tensors, d_out), results(block(theirs), tensors, d_out))
+    assert_same(results(block(ours), qkv, d_out), results(block(theirs), qkv, d_out))
     assert not errors
 
 
@@ -103,11 +101,11 @@ def test_while_a_graph_is_captured_no_state_is_read(monkeypatch):
 
 
 def test_something_is_dropped_and_the_math_kernel_does_it():
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     spec = AttentionSpec(0.25, dropout_p=0.3)
-    assert engines.choose(*tensors, spec, True).backend == SDPBackend.MATH
-    dropped = results(ours, tensors, d_out)
-    whole = results(functools.partial(ours, dropout_p=0.0), tensors, d_out)
+    assert engines.choose(*qkv, spec, True).backend == SDPBackend.MATH
+    dropped = results(ours, qkv, d_out)
+    whole = results(functools.partial(ours, dropout_p=0.0), qkv, d_out)
     assert not torch.equal(dropped[0], whole[0])
 
 
@@ -123,23 +121,23 @@ def mixed_site():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("switched", [False, True])
 def test_checkpointing_recomputes_the_same_mask(switched, use_reentrant, mixed_site):
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     site = mixed_site if switched else SITE
 
     def run(q, k, v):
         attention = functools.partial(switchable_attention, is_causal=True, scale=None)
         return block(lambda *x: attention(*x, site, dropout_p=0.3))(q, k, v)
 
-    plain = results(run, tensors, d_out)
-    again = results(lambda *x: checkpoint(run, *x, use_reentrant=use_reentrant), tensors, d_out)
+    plain = results(run, qkv, d_out)
+    again = results(lambda *x: checkpoint(run, *x, use_reentrant=use_reentrant), qkv, d_out)
     assert_same(again, plain)
 
 
 def test_a_backward_twice_and_late():
-    *tensors, d_out = inputs()
-    expected = results(theirs, tensors, d_out)
+    *qkv, d_out = inputs()
+    expected = results(theirs, qkv, d_out)
     torch.manual_seed(3)
-    leaves = [x.clone().requires_grad_() for x in tensors]
+    leaves = [x.clone().requires_grad_() for x in qkv]
     out, other = ours(*leaves), ours(*leaves)
     assert not torch.equal(out, other)
     torch.autograd.grad(other, leaves, d_out)
@@ -149,10 +147,10 @@ def test_a_backward_twice_and_late():
 
 
 def test_second_derivatives_are_those_of_the_same_mask():
-    *tensors, d_out = inputs(dtype=torch.float32)
+    *qkv, d_out = inputs(dtype=torch.float32)
     second = []
     for attention in (ours, theirs):
-        leaves = [x.clone().requires_grad_() for x in tensors]
+        leaves = [x.clone().requires_grad_() for x in qkv]
         torch.manual_seed(3)
         with sdpa_kernel(SDPBackend.MATH):
             first = torch.autograd.grad(attention(*leaves), leaves, d_out, create_graph=True)
@@ -161,7 +159,7 @@ def test_second_derivatives_are_those_of_the_same_mask():
 
 
 def test_without_gradients_and_under_autocast():
-    *tensors, _ = inputs()
+    *qkv, _ = inputs()
     for mode in (
         torch.no_grad,
         torch.inference_mode,
@@ -171,7 +169,7 @@ def test_without_gradients_and_under_autocast():
         for attention in (ours, theirs):
             torch.manual_seed(3)
             with mode():
-                outs.append((attention(*tensors), torch.get_rng_state()))
+                outs.append((attention(*qkv), torch.get_rng_state()))
         assert outs[0][0].dtype == outs[1][0].dtype
         assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
@@ -179,7 +177,7 @@ def test_without_gradients_and_under_autocast():
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("attention", ["theirs", "ours", "switched"])
 def test_compiled_bits_are_the_eager_ones(attention, checkpointed, mixed_site):
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     attention = {
         "theirs": theirs,  # if this fails, PyTorch itself does not keep its bits
         "ours": ours,
@@ -188,29 +186,29 @@ def test_compiled_bits_are_the_eager_ones(attention, checkpointed, mixed_site):
         ),
     }[attention]
     run = block(attention)
-    eager = results(run, tensors, d_out)
+    eager = results(run, qkv, d_out)
     if attention is not theirs and attention is not ours:
-        assert not torch.equal(eager[0], results(block(ours), tensors, d_out)[0])
+        assert not torch.equal(eager[0], results(block(ours), qkv, d_out)[0])
 
     def model(*x):
         return checkpoint(run, *x, use_reentrant=False) if checkpointed else run(*x)
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same(results(compiled, tensors, d_out), eager)
+    assert_same(results(compiled, qkv, d_out), eager)
     torch._dynamo.reset()
 
 
 def test_two_equal_calls_in_a_graph_are_two():
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
 
     def model(q, k, v):
         return ours(q, k, v) - ours(q, k, v)
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert results(compiled, tensors, d_out)[0].abs().max() > 0.1
-    assert_same(results(compiled, tensors, d_out), results(model, tensors, d_out))
+    assert results(compiled, qkv, d_out)[0].abs().max() > 0.1
+    assert_same(results(compiled, qkv, d_out), results(model, qkv, d_out))
     torch._dynamo.reset()
 
 
@@ -219,8 +217,8 @@ def test_dropout_costs_no_further_compilation():
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
     number = runtime.site(NO_SITE)
     for rows in (12, 12, 17, 30):
-        *tensors, d_out = inputs((2, 4, 2, rows, rows, 16))
-        results(compiled, tensors, d_out)
+        *qkv, d_out = inputs((2, 4, 2, rows, rows, 16))
+        results(compiled, qkv, d_out)
     assert counter.frame_count == 2  # the first length, and all others
     assert number.native_dropout_p == 0.3
     torch._dynamo.reset()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ BACKENDS = (
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
+def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -42,9 +40,7 @@ def run(attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tenso
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(2, 4, 128, 64), (1, 3, 77, 72), (2, 2, 200, 20)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_unswitched_calls_keep_every_bit(
-    backend: SDPBackend, dtype: torch.dtype, shape: tuple[int, ...], causal: bool
-) -> None:
+def test_unswitched_calls_keep_every_bit(backend, dtype, shape, causal):
     generator = torch.Generator("cuda").manual_seed(1)
     b, h, n, d = shape
     # As models make them: heads split off a projection, so not contiguous.
@@ -83,9 +79,7 @@ def test_unswitched_calls_keep_every_bit(
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 @pytest.mark.parametrize("width", [64, 20])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_dropout_keeps_every_bit_and_every_random_number(
-    backend: SDPBackend, width: int, captured: bool
-) -> None:
+def test_dropout_keeps_every_bit_and_every_random_number(backend, width, captured):
     generator = torch.Generator("cuda").manual_seed(1)
     q, k, v, d_out = (
         torch.randn(2, 128, 4, width, generator=generator, device="cuda").bfloat16().transpose(1, 2)

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit import flash_attention
 from guardbit.kernels import engines, op
 from guardbit.kernels.runtime import runtime
+from tests.kernels import tensors
 from tests.kernels.switched import switchable_attention
 
 HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 4, 2, 9, 16, 16
@@ -18,14 +19,13 @@ TOLERANCE = 32 * 2**-24
 
 
 def inputs():
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(HEADS, ROWS), (KEY_HEADS, KEYS), (KEY_HEADS, KEYS), (HEADS, ROWS)]
-    return [torch.randn(2, *shape, WIDTH, generator=generator) for shape in shapes]
+    shape = (2, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH)
+    return tensors.inputs(shape, torch.float32, to="cpu")
 
 
-def penalised(attention, tensors, d_out, forced=True):
+def penalised(attention, qkv, d_out, forced=True):
     """Leaves, the gradients of a loss in them, and the sum of squares of these."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
     torch.manual_seed(3)
     if forced:
         with sdpa_kernel(SDPBackend.MATH):
@@ -36,14 +36,14 @@ def penalised(attention, tensors, d_out, forced=True):
     return leaves, [x.detach() for x in first], sum(x.square().sum() for x in first)
 
 
-def twice(attention, tensors, d_out, forced=True):
+def twice(attention, qkv, d_out, forced=True):
     """The gradients of a loss, and those of a penalty on the sum of their squares."""
-    leaves, first, penalty = penalised(attention, tensors, d_out, forced)
+    leaves, first, penalty = penalised(attention, qkv, d_out, forced)
     return first, torch.autograd.grad(penalty, leaves)
 
 
-def once(attention, tensors, d_out):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+def once(attention, qkv, d_out):
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
     torch.manual_seed(3)
     with sdpa_kernel(SDPBackend.MATH):
         out = attention(*leaves)
@@ -62,8 +62,8 @@ def written_out(kept):
     return attention
 
 
-def exact(tensors, d_out, kept=1.0):
-    doubles = [x.double() for x in tensors]
+def exact(qkv, d_out, kept=1.0):
+    doubles = [x.double() for x in qkv]
     leaves = [x.requires_grad_() for x in doubles]
     out = written_out(kept)(*leaves)
     first = torch.autograd.grad((out * d_out.double()).sum(), leaves, create_graph=True)
@@ -80,11 +80,11 @@ def errors(found, truth):
 
 @pytest.mark.parametrize("name", [*STABILIZERS, "some"])
 def test_heads_with_a_stabilizer_have_none_and_the_first_stay_stabilized(name, site):
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     names = ("none", "compensated", "none", "row_max") if name == "some" else (name,) * HEADS
     runtime.site(int(site)).switch(names)
-    _, first, penalty = penalised(at(site), tensors, d_out)
-    stabilized = once(at(site), tensors, d_out)
+    _, first, penalty = penalised(at(site), qkv, d_out)
+    stabilized = once(at(site), qkv, d_out)
     assert all(torch.equal(a, b) for a, b in zip(first, stabilized, strict=True))
     assert {*runtime.site(int(site)).ran} - {"none"}, "the heads were switched"
     with pytest.raises(RuntimeError, match=r"^GuardBit: heads with a stabilizer have no second"):
@@ -93,21 +93,21 @@ def test_heads_with_a_stabilizer_have_none_and_the_first_stay_stabilized(name, s
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_heads_without_one_keep_those_of_the_entries_that_were_dropped(dropout_p, site):
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
-    expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors, d_out)
+    expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), qkv, d_out)
     attention = at(site, dropout_p=dropout_p)
-    found = twice(attention, tensors, d_out)
+    found = twice(attention, qkv, d_out)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     # Values that make the output the weights themselves show which of them are left.
-    ones = torch.eye(KEYS).expand_as(tensors[2])
+    ones = torch.eye(KEYS).expand_as(qkv[2])
     torch.manual_seed(3)
-    leaf = tensors[0].clone().requires_grad_()  # a call in training, as the one above
+    leaf = qkv[0].clone().requires_grad_()  # a call in training, as the one above
     with sdpa_kernel(SDPBackend.MATH):
-        shown = attention(leaf, tensors[1], ones).detach()
+        shown = attention(leaf, qkv[1], ones).detach()
     kept = (shown != 0).double() / (1 - dropout_p)
-    assert max(errors(found[1], exact(tensors, d_out, kept))) < TOLERANCE
+    assert max(errors(found[1], exact(qkv, d_out, kept))) < TOLERANCE
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
@@ -116,22 +116,22 @@ def test_a_call_that_went_to_pytorch_has_pytorch_s(fails, dropout_p, site, monke
     def fail(*_, **__):
         raise RuntimeError("a part of GuardBit failed")
 
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
-    expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors, d_out)
+    expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), qkv, d_out)
     runtime.site(int(site)).switch(("compensated",) * HEADS)
     monkeypatch.setattr(op, "_forward", fail)
     if fails == "all":
         monkeypatch.setattr(engines, "choose", fail)
-    found = twice(at(site, dropout_p=dropout_p), tensors, d_out)
+    found = twice(at(site, dropout_p=dropout_p), qkv, d_out)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_what_has_none_says_what_has(site):
-    *tensors, d_out = inputs()
+    *qkv, d_out = inputs()
     within = r"within torch.nn.attention.sdpa_kernel\(SDPBackend.MATH\)"
     with pytest.raises(RuntimeError, match=f"^fused attention has no .*{within}"):
-        twice(at(site), tensors, d_out, forced=False)
+        twice(at(site), qkv, d_out, forced=False)
     with pytest.raises(RuntimeError, match=f"^guardbit.flash_attention has no .*{within}"):
-        twice(flash_attention, tensors, d_out)
+        twice(flash_attention, qkv, d_out)

@@ -23,7 +23,6 @@ BOTH = pytest.mark.parametrize("module", [reference, shadow], ids=["torch", "tri
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     # FP64 products on a GPU, which serve as reference, need not repeat their bits.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
@@ -36,10 +35,7 @@ def counts_of(scores, eps=1e-3):
     """The two counts of `Shadow` by their definitions, from FP32 scores."""
     row_max = scores.amax(-1, keepdim=True)
     rounded, rounded_max = scores.bfloat16().float(), row_max.bfloat16().float()
-    return [
-        (row_max - scores <= eps).sum(-1),
-        (rounded_max - rounded <= eps).sum(-1),
-    ]
+    return [(row_max - scores <= eps).sum(-1), (rounded_max - rounded <= eps).sum(-1)]
 
 
 def check(result, q, k, v, spec, rows=slice(None)):
@@ -98,6 +94,8 @@ def test_agrees_with_fp64(module, shape, dtype, causal):
     # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
     spec = AttentionSpec(0.25, causal)
     check(module.shadow(q, k, v, spec=spec), q, k, v, spec)
+    if module is reference:  # some keys at a time
+        check(module.shadow(q, k, v, spec=spec, chunk=7), q, k, v, spec)
 
 
 @BOTH
@@ -119,6 +117,26 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(module, shape, causal,
         whole = module.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
         assert torch.equal(result.row_max, whole.row_max)
         assert torch.equal(result.largest, whole.largest)
+
+
+@pytest.mark.parametrize("chunk", [1, 128])
+@pytest.mark.parametrize(
+    ("scores", "largest"),
+    [
+        ([-7.0, -300.0, -5.0, 1e5], 300.0),  # the last key is forbidden
+        ([-7.0, 8.0, -5.0, -1e5], 8.0),
+        ([1.0, -math.inf, 2.0, 3.0], math.inf),
+        ([1.0, math.nan, -9.0, 3.0], math.nan),
+        ([1.0, -9.0, 2.0, math.nan], math.nan),  # as row_max has it, and PyTorch's math kernel
+    ],
+)
+def test_the_largest_size_is_that_of_allowed_scores(scores, largest, chunk):
+    q = torch.ones(1, 1, 3, 1)
+    k = torch.tensor(scores)[None, None, :, None]
+    result = reference.shadow(
+        q, k, torch.ones_like(k), spec=AttentionSpec(1.0, "top-left"), chunk=chunk
+    )
+    torch.testing.assert_close(result.largest[0, 0, 2].item(), largest, equal_nan=True)
 
 
 @BOTH
@@ -614,10 +632,7 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
             rounded = scores.float().bfloat16().float()
             tied = row_max[..., None].float() - scores.float() <= 1e-3
             tied_bf16 = rounded.amax(-1, keepdim=True) - rounded <= 1e-3
-            for field, expected in (
-                (result.maxima, tied),
-                (result.maxima_bf16, tied_bf16),
-            ):
+            for field, expected in ((result.maxima, tied), (result.maxima_bf16, tied_bf16)):
                 assert not field[~alive].any()
                 # Exact ties, which repeated keys make, and all but a few near ones.
                 wrong = (field != expected.sum(-1))[alive]

@@ -21,14 +21,10 @@ pytestmark = [
     # inf - inf in rows that see no key, and large sinks in rows past the last: not taken.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
     # FP64 products on a GPU, which serve as reference, need not repeat their bits.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-MODULES = {
-    "torch": (reference, reference, reference),
-    "triton": (delta, shadow, audit),
-}
+MODULES = {"torch": (reference, reference, reference), "triton": (delta, shadow, audit)}
 BOTH = pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 
 # FP32 products' sums, exponents and sums of terms: some units of 2^-24 of sum P |dO| |V|.

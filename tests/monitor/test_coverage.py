@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import guardbit
-from guardbit import MonitorSession, read_events
+from guardbit import MonitorSession
 from guardbit.dashboards.report import contents
 from guardbit.monitor import interception
 from guardbit.monitor.measure import NoAttentionSeenError
@@ -74,10 +74,9 @@ def watched(path, *layers, run=None, steps=2):
 
 
 def told(path):
-    events = read_events(path)
-    errors = events[events.kind == "monitor_error"]
-    assert set(errors.site) <= {""}
-    return list(zip(errors.step, errors.why, strict=True))
+    errors = toys.recorded(path, "monitor_error", "site", "step", "why")
+    assert not any(site for site, *_ in errors)
+    return [(step, why) for _, step, why in errors]
 
 
 class Mixer(nn.Module):

@@ -13,13 +13,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor import findings as findings_module
 from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
-from guardbit.monitor.interception import (
-    hooks,
-    installation,
-    references,
-    seen,
-    watching,
-)
+from guardbit.monitor.interception import hooks, installation, references, seen, watching
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.measure import Measurement

@@ -170,10 +170,7 @@ class OfTorch(nn.MultiheadAttention):
 class TwoAttentions(nn.Module):
     def __init__(self, tiny):
         super().__init__()
-        self.own, self.of_torch = (
-            tiny.Attention(),
-            OfTorch(tiny.WIDTH, 4, batch_first=True),
-        )
+        self.own, self.of_torch = (tiny.Attention(), OfTorch(tiny.WIDTH, 4, batch_first=True))
 
     def forward(self, x):
         x = self.own(x)

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_autocast", "frozen"])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_the_source(name: str, mode: str):
+def test_rows_are_those_of_the_source(name, mode):
     make, inputs, weights = CASES[name]
     module = randomize(make()).requires_grad_(mode != "frozen")
     layout = layout_of(module, *inputs(), bf16=mode == "bf16_autocast")
@@ -172,7 +172,7 @@ def test_rows_are_those_of_the_source(name: str, mode: str):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_permutation_of_fused_rows_is_found(data: st.DataObject):
+def test_any_permutation_of_fused_rows_is_found(data):
     heads, d_head, width = (data.draw(st.integers(low, 5)) for low in (1, 2, 2))
     transposed, bf16 = data.draw(st.booleans()), data.draw(st.booleans())
     order = torch.tensor(data.draw(st.permutations(range(3 * heads * d_head))))
@@ -199,9 +199,7 @@ def test_any_permutation_of_fused_rows_is_found(data: st.DataObject):
     st.sampled_from([1, 2, 3]),
     st.sampled_from([2, 3, 6]),
 )
-def test_einsum_projections_of_any_axis_order_and_size(
-    axes: list[str], width: int, heads: int, d_head: int
-):
+def test_einsum_projections_of_any_axis_order_and_size(axes, width, heads, d_head):
     sizes = {"c": width, "h": heads, "d": d_head}
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +223,7 @@ def full_width_normed(norm: nn.Module, heads: int, width: int) -> Attention:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("growth", [1, 30, 1000])
-def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth: float, bf16: bool):
+def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth, bf16):
     module = randomize(full_width_normed(Olmo2RMSNorm(192), heads=6, width=192))
     module.q_proj.weight.data[32:64] *= growth
     layout = layout_of(module, tokens(192), bf16=bf16)
@@ -235,7 +233,7 @@ def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth: float, bf16:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_full_width_layer_norm_at_its_start(bf16: bool):
+def test_a_full_width_layer_norm_at_its_start(bf16):
     # The size of GPT-2 small: the fewer the heads, the more the norm couples them.
     module = full_width_normed(nn.LayerNorm(768), heads=12, width=768)
     layout = layout_of(module, tokens(768, length=16), bf16=bf16)
@@ -244,7 +242,7 @@ def test_a_full_width_layer_norm_at_its_start(bf16: bool):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_layer_norm_over_few_features_is_never_settled_wrongly(seed: int):
+def test_a_layer_norm_over_few_features_is_never_settled_wrongly(seed):
     torch.manual_seed(seed)
     module = randomize(full_width_normed(nn.LayerNorm(18), heads=3, width=18))
     try:
@@ -365,7 +363,7 @@ def row_normed(self, x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("width", [24, 2048])
 @pytest.mark.parametrize("reparametrized", [spectrally_scaled, row_normed])
-def test_parameters_rescaled_before_use_are_refused(reparametrized, width: int, bf16: bool):
+def test_parameters_rescaled_before_use_are_refused(reparametrized, width, bf16):
     # Their rows are the right ones, and yet they are not W_Q.
     weight = torch.randn(D_MODEL, width)
     module = Attention(reparametrized, weight=weight, gain=torch.ones(D_MODEL, 1))
@@ -397,7 +395,7 @@ def test_parameters_rescaled_before_use_are_refused(reparametrized, width: int, 
         (lambda q: (q - q).sqrt(), "gradient of the query on 'q_proj.weight' is not finite"),
     ],
 )
-def test_what_becomes_of_the_queries_can_make_their_rows_unclear(mixed, reason: str):
+def test_what_becomes_of_the_queries_can_make_their_rows_unclear(mixed, reason):
     module = randomize(
         Attention(
             lambda self, x: (mixed(split_heads(self.q_proj(x), HEADS)), split_heads(x, HEADS)),
@@ -410,7 +408,7 @@ def test_what_becomes_of_the_queries_can_make_their_rows_unclear(mixed, reason: 
 
 @pytest.mark.parametrize("reader", range(3))
 @pytest.mark.parametrize("source", range(3))
-def test_values_that_belie_the_gradients_are_refused(source: int, reader: int):
+def test_values_that_belie_the_gradients_are_refused(source, reader):
     # Head `reader` takes its values from head `source` behind autograd's back; from itself, it
     # takes none. Three heads: the binary numbering of the check is then incomplete.
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -426,7 +424,7 @@ def test_values_that_belie_the_gradients_are_refused(source: int, reader: int):
 @pytest.mark.parametrize(
     ("value", "reason"), [(0.0, "is zero everywhere"), (float("nan"), "infinities or NaNs")]
 )
-def test_inputs_that_say_nothing_are_refused(value: float, reason: str):
+def test_inputs_that_say_nothing_are_refused(value, reason):
     module = randomize(Attention(separate, **projections()))
     assert reason in refusal(module, torch.full((1, TOKENS, D_MODEL), value))
 

@@ -1,7 +1,5 @@
 """The first NaN is reported with its tensor and head, and backwards that do not repeat."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from guardbit import MonitorSession, read_events
+from guardbit import MonitorSession
 from guardbit.monitor.interception import seen
-from tests.toys import Attention, Model
+from tests.toys import Attention, Model, recorded
 
 
 def outer(x):
@@ -35,9 +35,7 @@ def train(path, loss, steps=3, every=1, **settings):
             with session.step(step):
                 loss(model, torch.randn(2, 8, 32)).backward()
     assert seen._counting == []
-    events = read_events(path)
-    events = events[events.kind == "monitor_error"]
-    return list(zip(events.step, events.why, strict=True))
+    return recorded(path, "monitor_error", "step", "why")
 
 
 def test_attention_in_a_loss_is_named_once_with_file_and_line(tmp_path):

@@ -355,17 +355,11 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            {"stabilizer": "none"},
-            f"'none'; it must be one of {', '.join(STABILIZERS[1:])}$",
-        ),
+        ({"stabilizer": "none"}, f"'none'; it must be one of {', '.join(STABILIZERS[1:])}$"),
         ({"stabilizer": "magic"}, "stabilizer is 'magic'; it must be one of"),
         ({"scope": "site"}, "scope is 'site'; it must be one of head, layer, model$"),
         ({"always": 1}, "always is 1; it must be True or False"),
-        (
-            {"always": True, "quiet_steps": 5},
-            "quiet_steps is 5 and always is True: .* leave one",
-        ),
+        ({"always": True, "quiet_steps": 5}, "quiet_steps is 5 and always is True: .* leave one"),
         ({"agreeing_rules": 0}, "agreeing_rules is 0; it must be a whole number, at least 1"),
         ({"agreeing_rules": 1.5}, "agreeing_rules is 1.5; it must be a whole number"),
         ({"agreeing_rules": True}, "agreeing_rules is True; it must be a whole number"),

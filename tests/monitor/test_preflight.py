@@ -1,7 +1,5 @@
 """The engines examined at a model's own calls: what is examined, and that nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -128,8 +128,7 @@ def test_selective_checkpointing_numbers_no_operation_of_ours(tiny, tmp_path):
     # FSDP's wrapper keeps a reference to `checkpoint` from before; the block is then the outermost
     # module of the recomputation, and of the forward it is not.
     saves = partial(
-        torch.utils.checkpoint.create_selective_checkpoint_contexts,
-        [torch.ops.aten.addmm.default],
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
     )
     block = Around(tiny.Attention(), Around(nn.Linear(tiny.WIDTH, tiny.WIDTH)))
     model = Around(checkpoint_wrapper(block, context_fn=saves, early_stop=False))

@@ -7,12 +7,7 @@ import pandas as pd
 import pytest
 
 from guardbit.catalog import INDICATORS
-from guardbit.monitor.detectors import (
-    Detectors,
-    HeadGrowth,
-    LossDeparture,
-    ModelLogits,
-)
+from guardbit.monitor.detectors import Detectors, HeadGrowth, LossDeparture, ModelLogits
 from guardbit.monitor.replay import replay
 from guardbit.records import Sample
 from guardbit.store.samples import samples_of
@@ -260,7 +255,7 @@ ROW = (10, "a", 0, 1, "max_logit", 1.0)
     [
         ([(math.nan, *ROW[1:]), ROW], COLUMNS, "rows without a step"),
         ([(*ROW[:2], math.nan, *ROW[3:]), ROW], COLUMNS, "rows without a layer"),
-        ([], ["step", "site", "head", "indicator"], r"lacks the columns \['layer', 'value'\]"),
+        ([], ["step", "site", "head", "indicator"], "lacks the columns layer, value: "),
         ([(*ROW[:3], -1, *ROW[4:])], COLUMNS, "head -1 of site 'a' at step 10"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +33,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch._dynamo.reset()
@@ -91,7 +89,7 @@ def train(
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_monitored_run_ends_with_the_same_bits_and_does_not_wait(compiled: bool) -> None:
+def test_a_monitored_run_ends_with_the_same_bits_and_does_not_wait(compiled):
     expected, _ = train(compiled, monitored=False)
     repeated, _ = train(compiled, monitored=False)
     actual, facts = train(compiled, monitored=True)
@@ -105,7 +103,7 @@ def test_a_monitored_run_ends_with_the_same_bits_and_does_not_wait(compiled: boo
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("stabilizer", ["exact_delta", "compensated"])
-def test_a_switch_reaches_the_gpu_at_the_next_step(stabilizer: str, compiled: bool) -> None:
+def test_a_switch_reaches_the_gpu_at_the_next_step(stabilizer, compiled):
     plain, _ = train(compiled, monitored=True, stabilizer=stabilizer)
     switched, facts = train(compiled, monitored=True, switch_at=4, stabilizer=stabilizer)
     assert not torch.equal(plain, switched)

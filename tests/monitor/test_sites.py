@@ -45,12 +45,9 @@ def test_nothing_is_known_before_the_first_call(model, instrument):
 
 
 def test_chosen_sites_only(model, tiny, tokens):
-    inst = guardbit.instrument(model, sites=["h.1.*"])
-    try:
+    with toys.instrumented(model, sites=["h.1.*"]) as inst:
         tiny.step(model, tokens)
         assert list(inst.sites) == ["h.1.attn"]
-    finally:
-        inst.remove()
     with pytest.raises(
         ValueError,
         match=r"no module that could call attention is called 'h.9.attn'; there are GPT, h.0",
@@ -96,12 +93,9 @@ def test_scripted_parts_are_passed_over(tiny):
             return x / 2
 
     model = nn.Sequential(torch.jit.script(Half()), tiny.Attention())
-    inst = guardbit.instrument(model)
-    try:
+    with toys.instrumented(model) as inst:
         tiny.step(model, torch.randn(2, 5, 64))
         assert list(inst.sites) == ["1"]
-    finally:
-        inst.remove()
     with pytest.raises(ValueError, match="has no module that could call attention"):
         guardbit.instrument(torch.jit.script(Half()))
 
@@ -165,8 +159,7 @@ def test_calls_of_our_own_function_are_sites(tiny):
     model = nn.Sequential(Ours(4, 2, width=64, is_fused=False))
     x = torch.randn(2, 7, 64)
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
-    try:
+    with toys.instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, x), before)
         assert inst.stabilizers() == {"0": ["row_max"] * 4}
         assert torch.equal(inst.sites["0"].query_weight(1), model[0].q_proj.weight[16:32])
@@ -175,8 +168,6 @@ def test_calls_of_our_own_function_are_sites(tiny):
         tiny.step(model, x)
         assert inst.stabilizers() == {"0": ["row_max", "row_max", "compensated", "row_max"]}
         assert inst.sites["0"].launches["backward", "compensated"] == 1
-    finally:
-        inst.remove()
     assert not runtime.running
 
 

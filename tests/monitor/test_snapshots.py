@@ -1,7 +1,5 @@
 """Snapshots of alarmed heads: what is kept, how much, and that training does not notice."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -183,8 +181,7 @@ def test_an_error_stays_inside(tmp_path, monkeypatch, place):
     unwatched, _ = train()
     watched, _ = train(session=monitored(tmp_path, strict=False))
     assert all(map(torch.equal, watched.parameters(), unwatched.parameters()))
-    events = read_events(tmp_path)
-    (why,) = events[events.kind == "monitor_error"]["why"]
+    ((why,),) = toys.recorded(tmp_path, "monitor_error", "why")
     assert why.startswith("snapshots: ") and "No space left" in why
     assert not snapshot_files(tmp_path)
 

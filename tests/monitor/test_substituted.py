@@ -15,7 +15,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor import actions
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.toys import Attention, Model
+from tests.toys import Attention, Model, recorded
 
 SITE = "layers.0"
 MASK = torch.ones(12, 12, dtype=torch.bool).tril()
@@ -50,13 +50,10 @@ class Run:
         return self.session.instrumentation.stabilizers()[SITE]
 
     def events(self, kind="switch"):
-        events = read_events(self.path)
-        events = events[events.kind == kind]
-        return list(zip(events.step, events.heads, events.stabilizer, strict=True))
+        return recorded(self.path, kind, "step", "heads", "stabilizer")
 
     def reason(self, kind="switch"):
-        events = read_events(self.path)
-        return events[events.kind == kind].why.iloc[-1]
+        return recorded(self.path, kind, "why")[-1][0]
 
 
 @pytest.fixture

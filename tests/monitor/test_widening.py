@@ -12,7 +12,7 @@ from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.detectors import CommonMode, Detectors, Finding
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role, Sample
-from tests.toys import Attention
+from tests.toys import Attention, recorded
 
 
 def attention(heads=2):
@@ -70,8 +70,7 @@ def run(model, session, steps):
 
 
 def events(folder, kind):
-    rows = read_events(folder).query("kind == @kind")
-    return list(zip(rows.step.tolist(), rows.site.tolist(), map(list, rows.heads), strict=True))
+    return recorded(folder, kind, "step", "site", "heads")
 
 
 STEPS = (0, 500, 1000, 1500, 2000, 2500, 3000, 3500, 4000, 4500, 5000)
@@ -85,7 +84,7 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     session.close()
     kind = "refusal" if dry_run else "switch"
     # Alarms repeat after the cool-down of 1,000 steps: at 500, 1,500, 2,500, 3,500 and 4,500.
-    assert events(tmp_path, kind) == [(500, "1", [1]), (2500, "1", [0]), (4500, "0", [0, 1])]
+    assert events(tmp_path, kind) == [(500, "1", (1,)), (2500, "1", (0,)), (4500, "0", (0, 1))]
     reasons = read_events(tmp_path).query("kind == @kind").why.tolist()
     assert "2,000 steps after it was to run exact_delta, so all of its layer's heads" in reasons[1]
     assert "so all heads of the model are switched" in reasons[2]
@@ -111,7 +110,7 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
     model, session = session_of(tmp_path, rules=(Names(),), policy=Policy(scope="model"))
     run(model, session, (0, 500, 1000, 1500, 2000))
     session.close()
-    (why,) = read_events(tmp_path).query("kind == 'advisory'").why
+    ((why,),) = recorded(tmp_path, "advisory", "why")
     assert why == (
         "all heads of the model run exact_delta since step 0, and head 1 of 1 is alarmed again; no"
         " checkpoint from before the first alarm is known; begin anew with always=True, or at a"
@@ -123,7 +122,7 @@ def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_s
     model, session = session_of(tmp_path, rules=(Names(500),), policy=Policy(always=True))
     run(model, session, STEPS[:6])
     session.close()
-    (why,) = read_events(tmp_path).query("kind == 'advisory'").why
+    ((why,),) = recorded(tmp_path, "advisory", "why")
     assert why.endswith(
         "and resume at a lower learning rate, or with stabilizer='compensated'"
     ) and "always" not in why  # fmt: skip
@@ -138,7 +137,7 @@ def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, 
     assert {site for _, site, _ in events(tmp_path, "refusal")} == {"1"}
     assert events(tmp_path, "refusal")[0][0] == 500
     assert len(events(tmp_path, "refusal")) == 1, "nothing wider is tried"
-    of_others = [(500, "0", [0, 1])] if scope == "model" else []
+    of_others = [(500, "0", (0, 1))] if scope == "model" else []
     assert events(tmp_path, "switch") == of_others
     assert events(tmp_path, "advisory") == []
     assert states[5000]["policy"]["advice"] is None
@@ -174,7 +173,7 @@ def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
         raised += session.alarms
     assert raised == [] and session.num_alarmed_heads == 0
     session.close()
-    assert events(tmp_path, "advisory") == [(500, "1", [1])], "once"
+    assert events(tmp_path, "advisory") == [(500, "1", (1,))], "once"
     assert events(tmp_path, "alarm") == events(tmp_path, "switch") == []
     frame = read_run(tmp_path).query("indicator == 'dq_coherent_error' and site == '1'")
     audited = frame.groupby("step")["head"].apply(list).to_dict()
@@ -192,7 +191,7 @@ def test_of_many_advised_heads_two_a_module_are_audited_besides(tmp_path):
         with session.step(step):
             model(torch.randn(1, 8, 96).bfloat16()).float().square().mean().backward()
     session.close()
-    assert events(tmp_path, "advisory")[0][2] == [0, 1, 2, 3], "all are named"
+    assert events(tmp_path, "advisory")[0][2] == (0, 1, 2, 3), "all are named"
     frame = read_run(tmp_path).query("indicator == 'dq_coherent_error'")
     # The head whose turn it is, and the two.
     audited = frame.groupby("step")["head"].apply(list).to_dict()
@@ -240,7 +239,7 @@ def test_where_no_switch_helps_logits_are_clipped_before_the_way_back_is_told(tm
     assert events(again, "advisory") == []
     run(model, session, (4000,))
     session.close()
-    (why,) = read_events(again).query("kind == 'advisory'").why
+    ((why,),) = recorded(again, "advisory", "why")
     assert "since step 0, their logits are clipped since step 2000, and head 1 of 1" in why
 
 

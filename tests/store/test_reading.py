@@ -73,9 +73,7 @@ def rows_by_hand(samples: list[Sample]) -> dict[tuple, float]:
 
 @settings(max_examples=50, deadline=None)
 @given(samples=st.lists(_SAMPLES, max_size=20), flush_every=st.integers(1, 9))
-def test_samples_come_back_as_they_were(
-    tmp_path_factory: pytest.TempPathFactory, samples: list[Sample], flush_every: int
-) -> None:
+def test_samples_come_back_as_they_were(tmp_path_factory, samples, flush_every):
     folder = tmp_path_factory.mktemp("run")
     with RunWriter(folder, flush_every=flush_every) as writer:
         writer.add(samples)
@@ -107,9 +105,7 @@ _EVENTS = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(events=st.lists(_EVENTS, max_size=12))
-def test_events_come_back_as_they_were(
-    tmp_path_factory: pytest.TempPathFactory, events: list[Event]
-) -> None:
+def test_events_come_back_as_they_were(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("run")
     with RunWriter(folder) as writer:
         for event in events:
@@ -124,7 +120,7 @@ def test_events_come_back_as_they_were(
     assert found == sorted(events, key=lambda event: event.step)
 
 
-def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path: Path) -> None:
+def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path):
     RunWriter(tmp_path, metadata={"lr": 1}).close()
     check_dtypes(read_run(tmp_path))
     assert len(read_run(tmp_path)) == len(read_events(tmp_path)) == 0
@@ -133,7 +129,7 @@ def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_no_run_there_is_one_clear_sentence(reader, tmp_path: Path) -> None:
+def test_no_run_there_is_one_clear_sentence(reader, tmp_path):
     there = re.escape(f"there is no run at {tmp_path}")
     with pytest.raises(FileNotFoundError, match=f"^{there}/none: nothing has that name$"):
         reader(tmp_path / "none")
@@ -144,7 +140,7 @@ def test_no_run_there_is_one_clear_sentence(reader, tmp_path: Path) -> None:
         reader(tmp_path)
 
 
-def test_a_log_directory_stands_for_the_run_in_it(tmp_path: Path) -> None:
+def test_a_log_directory_stands_for_the_run_in_it(tmp_path):
     # With Lightning's default logger TensorBoard's files lie beside it.
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     with RunWriter(tmp_path / "guardbit", metadata={"lr": 1}) as writer:
@@ -171,7 +167,7 @@ def test_a_log_directory_stands_for_the_run_in_it(tmp_path: Path) -> None:
     ],
     ids=["empty", "3 bytes", "200 bytes", "cut short", "zeros inside"],
 )
-def test_a_broken_segment_is_left_out_and_named(tmp_path: Path, damage) -> None:
+def test_a_broken_segment_is_left_out_and_named(tmp_path, damage):
     with RunWriter(tmp_path) as writer:
         writer.add(loss(step) for step in range(500))
     first = segment(tmp_path)
@@ -182,7 +178,7 @@ def test_a_broken_segment_is_left_out_and_named(tmp_path: Path, damage) -> None:
         assert read_run(tmp_path)["step"].tolist() == [601]
 
 
-def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(1)])
     segment(tmp_path).write_text("step,value\n1,2\n")
@@ -194,9 +190,7 @@ def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "read"), [("samples", read_run), ("events", read_events)])
-def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(
-    tmp_path: Path, kind: str, read
-) -> None:
+def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind, read):
     writer = RunWriter(tmp_path, flush_every=1)
     for step in (1, 2):
         writer.add([loss(step)])
@@ -224,9 +218,7 @@ def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(
         (lambda text: text.replace("[1]", "3"), "step and heads must be whole numbers"),
     ],
 )
-def test_events_that_are_broken_are_left_out_and_named(
-    tmp_path: Path, change, message: str
-) -> None:
+def test_events_that_are_broken_are_left_out_and_named(tmp_path, change, message):
     for start in (0, 1):
         with RunWriter(tmp_path, start_step=start) as writer:
             writer.event(Event(start + 1, "alarm", "a", (1,), "why"))
@@ -239,7 +231,7 @@ def test_events_that_are_broken_are_left_out_and_named(
         assert read_events(tmp_path)["step"].tolist() == [2]
 
 
-def test_a_broken_session_file_hides_nothing(tmp_path: Path) -> None:
+def test_a_broken_session_file_hides_nothing(tmp_path):
     with RunWriter(tmp_path, metadata={"lr": 1}) as writer:
         writer.add([loss(1), loss(2)])
     with RunWriter(tmp_path, start_step=1, metadata={"lr": 2}) as writer:
@@ -252,7 +244,7 @@ def test_a_broken_session_file_hides_nothing(tmp_path: Path) -> None:
         assert read_metadata(tmp_path) == {"lr": 1}
 
 
-def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
+def test_a_run_says_how_it_ended(tmp_path):
     killed, crashed, finished = (tmp_path / name for name in ("killed", "crashed", "finished"))
     RunWriter(killed).add([loss(1)])
     with pytest.raises(RuntimeError), RunWriter(crashed):
@@ -272,7 +264,7 @@ def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
     assert read_end(finished) is None
 
 
-def test_runs_below_a_folder_are_found_and_named(tmp_path: Path) -> None:
+def test_runs_below_a_folder_are_found_and_named(tmp_path):
     for name in ("a/version_0/guardbit", "a/version_1/guardbit", "b", "c/d/e/f/too_deep"):
         RunWriter(tmp_path / name).close()
     (tmp_path / "empty").mkdir()
@@ -283,7 +275,7 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_strays_are_passed_over(tmp_path: Path) -> None:
+def test_strays_are_passed_over(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(1)])
     name = segment(tmp_path).name
@@ -298,7 +290,7 @@ def test_strays_are_passed_over(tmp_path: Path) -> None:
     [(lambda t: t.append_column("rank", pa.array([0])), [1, 2]), (lambda t: t.drop(["head"]), [2])],
     ids=["unknown column", "missing column"],
 )
-def test_segments_with_other_columns(tmp_path: Path, change, steps: list[int]) -> None:
+def test_segments_with_other_columns(tmp_path, change, steps):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(1)])
     first = segment(tmp_path)
@@ -306,7 +298,7 @@ def test_segments_with_other_columns(tmp_path: Path, change, steps: list[int]) -
         writer.add([loss(2)])
     pq.write_table(change(pq.ParquetFile(first).read()), first)
     if steps == [2]:
-        with pytest.warns(UserWarning, match=r"lacks the columns head: a run has step, site"):
+        with pytest.warns(UserWarning, match=r"lacks the columns head: it needs step, site"):
             frame = read_run(tmp_path)
     else:
         frame = read_run(tmp_path)
@@ -315,9 +307,7 @@ def test_segments_with_other_columns(tmp_path: Path, change, steps: list[int]) -
 
 
 @pytest.mark.parametrize("kind", ["samples", "events"])
-def test_a_merge_under_the_readers_feet_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kind):
     writer = RunWriter(tmp_path, flush_every=1)
     for step in range(5):
         writer.add([loss(step)])
@@ -351,7 +341,7 @@ GZIPPED = gzip.compress(CSV.encode(), mtime=0)
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.csv.gz"])
-def test_a_csv_reads_as_a_run(tmp_path: Path, name: str) -> None:
+def test_a_csv_reads_as_a_run(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(GZIPPED if name.endswith("gz") else CSV.encode())
     frame = read_run(path)
@@ -365,7 +355,7 @@ def test_a_csv_reads_as_a_run(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"step,value\n1,2\n", "lacks the columns site, layer, head, indicator: a run"),
+        ("a.csv", b"step,value\n1,2\n", "lacks the columns site, layer, head, indicator: it"),
         ("a.csv", b"", "cannot read a run from .*a.csv: No columns"),
         ("a.csv", b"\xff\xfe\x00\x01", "cannot read a run from .*a.csv: "),
         ("a.csv.gz", b"step,site\n", "cannot read a run from .*a.csv.gz: Not a gzipped file"),
@@ -387,9 +377,7 @@ def test_a_csv_reads_as_a_run(tmp_path: Path, name: str) -> None:
         ("a.parquet", b"PAR1", "from the file .*a.parquet: a folder, a .csv or a .csv.gz"),
     ],
 )
-def test_what_is_no_run_is_one_clear_sentence(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_what_is_no_run_is_one_clear_sentence(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
         read_run(tmp_path / name)
@@ -397,7 +385,7 @@ def test_what_is_no_run_is_one_clear_sentence(
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.csv.gz"])
-def test_of_a_csv_cut_in_a_line_the_rest_is_read(tmp_path: Path, name: str) -> None:
+def test_of_a_csv_cut_in_a_line_the_rest_is_read(tmp_path, name):
     whole = CSV.encode()
     last = whole.rindex(b"\n", 0, -1) + 1
     for cut in range(last, len(whole), 9 if name.endswith("gz") else 2):

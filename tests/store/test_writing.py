@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -38,72 +34,6 @@ def file_names(path: Path, kind: str) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(kind))
 
 
-def test_importing_the_store_imports_no_torch() -> None:
-    code = (
-        "import sys, guardbit.store; "
-        "print([m for m in ('torch', 'lightning', 'matplotlib') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.stdout.strip(), result.stderr, result.returncode) == ("[]", "", 0)
-
-
-# A process that forks a writer for each folder named on its standard input, so that twenty writers
-# cost one start of Python. The writer says its process id, then after each call how many samples
-# and events are promised to be on disk.
-_WRITERS = """
-import os, sys
-from guardbit.records import Event, Sample
-from guardbit.store import RunWriter
-
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        writer = RunWriter(line.strip(), flush_every=3)
-        os.write(1, b"pid %d\\n" % os.getpid())
-        step = 0
-        while True:
-            writer.add([Sample(step, "", -1, "loss", (step / 2,))])
-            step += 1
-            if step % 5 == 0:
-                writer.event(Event(step, "alarm", "a", (1,), str(step)))
-            os.write(1, b"promised %d %d\\n" % (step // 3 * 3, step // 5))
-    os.waitpid(pid, 0)
-    os.write(1, b"dead\\n")
-"""
-
-
-def test_a_writer_killed_at_random_moments_loses_only_unflushed_samples(tmp_path: Path) -> None:
-    draw = random.Random(20)
-    with subprocess.Popen(
-        [sys.executable, "-c", _WRITERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as writers:
-        assert writers.stdin and writers.stdout
-        for trial in range(20):
-            folder = tmp_path / str(trial)
-            print(folder, file=writers.stdin, flush=True)
-            pid = int(writers.stdout.readline().removeprefix("pid "))
-            lines = iter(writers.stdout.readline, "dead\n")
-            reports = [next(lines) for _ in range(draw.randrange(100))]
-            # A step takes about 5 ms, so this falls anywhere in it.
-            time.sleep(draw.uniform(0.0, 0.01))
-            os.kill(pid, signal.SIGKILL)
-            reports = ["promised 0 0", *reports, *lines]
-            promised_samples, promised_events = map(int, reports[-1].split()[1:])
-
-            found = steps_and_values(folder)
-            # One flush or event may have reached the disk without having been reported.
-            assert len(found) in (promised_samples, promised_samples + 3)
-            assert found == [(step, step / 2) for step in range(len(found))]
-            events = read_events(folder)
-            assert len(events) in (promised_events, promised_events + 1)
-            assert events["why"].tolist() == [str(5 * k + 5) for k in range(len(events))]
-
-            with RunWriter(folder, start_step=4) as resumed:
-                resumed.add([loss(5, math.inf)])
-            assert steps_and_values(folder) == [*found[:5], (5, math.inf)]
-        writers.stdin.close()
-
-
 class Killed(BaseException):
     """Stands for the end of the process: nothing in the store may catch it and go on."""
 
@@ -126,9 +56,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
         monkeypatch.setattr(os, name, guard(getattr(os, name)))
 
 
-def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_FAN_OUT", 2)
     call, alive = 0, False
     while not alive:
@@ -168,9 +96,7 @@ def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(
 
 @pytest.mark.parametrize("fan_out", [2, 3, 8])
 @pytest.mark.parametrize("flushes", [1, 7, 8, 9, 65])
-def test_merging_changes_no_sample_and_keeps_files_few(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: int, fan_out: int
-) -> None:
+def test_merging_changes_no_sample_and_keeps_files_few(tmp_path, monkeypatch, flushes, fan_out):
     monkeypatch.setattr(writing, "_FAN_OUT", fan_out)
     monkeypatch.setattr(writing, "_ROW_GROUP", 5)  # merged segments of several row groups
     expected = [(step, head, value) for step in range(flushes) for head, value in [(0, 1), (2, -3)]]
@@ -191,9 +117,7 @@ def test_merging_changes_no_sample_and_keeps_files_few(
         assert 1 <= len(file_names(tmp_path, "events")) <= most
 
 
-def test_a_merge_holds_a_row_group_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_holds_a_row_group_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_ROW_GROUP", 10)
     with RunWriter(tmp_path, flush_every=7) as writer:
         writer.add(loss(step) for step in range(70))
@@ -204,7 +128,7 @@ def test_a_merge_holds_a_row_group_at_a_time(
     assert max(groups) < 20  # a group is closed by the batch that takes it to 10 rows or more
 
 
-def test_samples_beyond_flush_every_are_on_disk_and_events_at_once(tmp_path: Path) -> None:
+def test_samples_beyond_flush_every_are_on_disk_and_events_at_once(tmp_path):
     writer = RunWriter(tmp_path, flush_every=4)
     for step in range(10):
         writer.add([loss(step)])
@@ -215,7 +139,7 @@ def test_samples_beyond_flush_every_are_on_disk_and_events_at_once(tmp_path: Pat
     assert len(read_run(tmp_path)) == 10
 
 
-def test_segments_are_compressed_and_dictionary_encoded(tmp_path: Path) -> None:
+def test_segments_are_compressed_and_dictionary_encoded(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([Sample(1, "h.0.attn", 0, "max_logit", tuple(range(12)))])
     (name,) = file_names(tmp_path, "samples")
@@ -234,9 +158,7 @@ _SESSIONS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(sessions=_SESSIONS)
-def test_resumed_sessions_hide_what_they_do_again(
-    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int | None, list[int]]]
-) -> None:
+def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
     folder = tmp_path_factory.mktemp("run")
     # What a reader of a plain table would do by hand, session after session.
     samples: dict[int, float] = {}
@@ -263,7 +185,7 @@ def test_resumed_sessions_hide_what_they_do_again(
     assert found == sorted(events, key=lambda event: event[0])
 
 
-def test_a_session_hides_nothing_before_it_has_recorded_something(tmp_path: Path) -> None:
+def test_a_session_hides_nothing_before_it_has_recorded_something(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(1), loss(2)])
     resumed = RunWriter(tmp_path, start_step=1)
@@ -273,7 +195,7 @@ def test_a_session_hides_nothing_before_it_has_recorded_something(tmp_path: Path
     assert steps_and_values(tmp_path) == [(1, 0.0), (2, 5.0)]
 
 
-def test_hidden_samples_stay_on_disk(tmp_path: Path) -> None:
+def test_hidden_samples_stay_on_disk(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(step) for step in range(10)])
     (first,) = file_names(tmp_path, "samples")
@@ -282,7 +204,7 @@ def test_hidden_samples_stay_on_disk(tmp_path: Path) -> None:
     assert pq.ParquetFile(tmp_path / first).metadata.num_rows == 10
 
 
-def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path: Path) -> None:
+def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
     first = RunWriter(tmp_path, flush_every=1, metadata={"who": "first", "lr": 1})
     first.add([loss(1, 0.5)])
     first.event(alarm(1))
@@ -304,9 +226,7 @@ def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path: Path) 
     assert read_metadata(tmp_path) == {"who": "second", "lr": 1}
 
 
-def test_two_writers_that_open_a_folder_at_once_get_different_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_writers_that_open_a_folder_at_once_get_different_names(tmp_path, monkeypatch):
     # Each sees the folder as it was before the other's session file appeared.
     nothing = Listing({}, {"samples": {}, "events": {}})
     monkeypatch.setattr(writing, "list_folder", lambda _: nothing)
@@ -316,7 +236,7 @@ def test_two_writers_that_open_a_folder_at_once_get_different_names(
     assert len(file_names(tmp_path, "samples")) == 2
 
 
-def test_metadata_of_sessions_is_joined_and_can_grow(tmp_path: Path) -> None:
+def test_metadata_of_sessions_is_joined_and_can_grow(tmp_path):
     with RunWriter(tmp_path, metadata={"lr": 1e-3, "sites": {"h.0.attn": "no rows"}}) as writer:
         writer.update_metadata({"torch": "2.13"})
     with RunWriter(tmp_path, metadata={"lr": 2e-3}, start_step=5):
@@ -328,7 +248,7 @@ def test_metadata_of_sessions_is_joined_and_can_grow(tmp_path: Path) -> None:
     }
 
 
-def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path: Path) -> None:
+def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path):
     with RunWriter(tmp_path, metadata={"lr": 1e-3}) as writer:
         with pytest.raises(TypeError, match=r"metadata of a run must be JSON-able: .*set"):
             writer.update_metadata({"heads": {1, 2}})
@@ -336,9 +256,7 @@ def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path
     assert read_metadata(tmp_path) == {"lr": 1e-3, "seed": 1}
 
 
-def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path, flush_every=100)
     writer.add([loss(1), loss(2)])
 
@@ -355,9 +273,7 @@ def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(
     assert [step for step, _ in steps_and_values(tmp_path)] == [1, 2, 3]
 
 
-def test_a_merge_that_fails_leaves_the_segments_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_fails_leaves_the_segments_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_FAN_OUT", 2)
     writer = RunWriter(tmp_path, flush_every=1)
     writer.add([loss(1)])
@@ -372,7 +288,7 @@ def test_a_merge_that_fails_leaves_the_segments_and_goes_on(
     assert [step for step, _ in steps_and_values(tmp_path)] == list(range(1, 8))
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(ValueError, match="it is a file, a folder is needed"):
         RunWriter(tmp_path / "thesis.tex")
@@ -386,13 +302,13 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
         ({"flush_every": 0}, "flush_every of a run must be 1 or more, got 0"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
+def test_bad_settings_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         RunWriter(tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_writer_says_so(tmp_path: Path) -> None:
+def test_a_closed_writer_says_so(tmp_path):
     writer = RunWriter(tmp_path)
     writer.close()
     writer.close()
@@ -407,7 +323,7 @@ def test_a_closed_writer_says_so(tmp_path: Path) -> None:
             call()
 
 
-def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(1)])
     (segment,) = tmp_path.glob("samples-*")
@@ -434,7 +350,7 @@ def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_pa
     assert steps_and_values(tmp_path) == [(1, 0.0)]
 
 
-def test_a_writer_knows_whether_a_later_one_hides_it(tmp_path: Path) -> None:
+def test_a_writer_knows_whether_a_later_one_hides_it(tmp_path):
     with RunWriter(tmp_path) as first:
         assert not first.is_hidden()
         with RunWriter(tmp_path) as second:

@@ -1,7 +1,5 @@
 """Kaplan-Meier estimates, against ones worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

@@ -10,16 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from guardbit.dashboards import marks
-from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.page import Json, RunPage
 from guardbit.records import Event
-from guardbit.store import (
-    RunFollower,
-    folder_of_run,
-    is_run,
-    read_events,
-    runs_below,
-)
+from guardbit.store import RunFollower, folder_of_run, is_run, place_of_run, read_events, runs_below
 
 log = logging.getLogger("guardbit")
 
@@ -179,7 +172,8 @@ class LiveRun:
             "samples": self._page.has_samples,
             "seconds_silent": self._seconds_silent(),
             "read": read / max(found, 1) if self._is_reading else 1.0,
-            "end": self._follower.end,
+            # As the picture's headline has it: what the follower knows, the next picture shows.
+            "end": None if self._page.ended == "not closed" else self._page.ended,
             "problem": self.problem,
         }
 

@@ -12,7 +12,7 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
-from guardbit.dashboards.forks import against_each_other, fork_of
+from guardbit.dashboards.forks import fork_of, outcomes_of
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
 from guardbit.dashboards.report import contents, words
@@ -25,11 +25,7 @@ OVERLAYS = (
     (VALIDATION_LOSS, "Validation loss", "validation loss"),  # the paper's figure 7
     ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
     ("max_logit", "Largest max logit", "largest logit"),
-    (
-        "multiple_maxima_bf16",
-        "Largest share of rows with several maxima, BF16",
-        "share of rows",
-    ),
+    ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
 )
 _WORST_LAST = (
     "healthy", "saved", "unclear", "warning", "switched", "alarmed", "learning-rate", "lost",
@@ -51,10 +47,9 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
-    losses = {run.name: tables.of_run(run.samples, "loss") for run in runs}
-    fork = fork_of(losses)
+    fork = fork_of({run.name: tables.of_run(run.samples, "loss") for run in runs})
     samples = {run.name: _from(fork, run) for run in runs}
-    outcomes = against_each_other({run.name: run.judgement for run in runs}, losses)
+    outcomes = outcomes_of({run.name: run for run in runs})
     kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)

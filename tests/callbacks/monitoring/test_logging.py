@@ -8,9 +8,7 @@ import typing
 from unittest.mock import Mock
 
 import pytest
-from lightning.pytorch.callbacks import (
-    Callback,
-)
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit

@@ -4,10 +4,7 @@ import logging
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 

@@ -1,7 +1,5 @@
 """The figure of a diagnosed head draws the numbers that it is given."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 
 from guardbit.dashboards.figures import before_and_after

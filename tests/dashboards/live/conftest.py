@@ -1,7 +1,5 @@
 """A live page of a run that the tests write meanwhile."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `live` is not installed")
@@ -18,13 +16,6 @@ def recorder():
 
 @pytest.fixture
 def serve():
-    """A context manager: the live page of a folder."""
-    with looking_often():
-        yield lambda folder: running(LiveServer(LiveRuns(folder)))
-
-
-@pytest.fixture
-def serve_list():
-    """The same for the list of the runs below a folder."""
+    """A context manager: the live page of a folder, or the list of the runs below it."""
     with looking_often():
         yield lambda folder: running(LiveServer(LiveRuns(folder)))

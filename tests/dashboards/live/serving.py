@@ -1,7 +1,5 @@
 """Runs that tests write while a server shows them."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

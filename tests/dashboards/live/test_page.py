@@ -1,7 +1,5 @@
 """The live page in a real browser: Debian's chromium, driven by Playwright, without a network."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -331,7 +329,7 @@ def test_a_wrong_token_shows_nothing(page, serve, recorder, tmp_path):
 
 @pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark")])
 def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
-    browser, serve_list, recorder, tmp_path, width, scheme
+    browser, serve, recorder, tmp_path, width, scheme
 ):
     with recorder(tmp_path / "one") as writer:
         writer.record(range(0, 400, 10))
@@ -341,7 +339,7 @@ def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
     page = open_page(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    with serve_list(tmp_path) as server:
+    with serve(tmp_path) as server:
         page.goto(server.address)
         # Runs are in the list before their journals have been read.
         wait(page, "document.querySelector('h1').innerText === '2 runs: 1 running, 1 with alarms'")

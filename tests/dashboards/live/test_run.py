@@ -1,11 +1,5 @@
-from __future__ import annotations
-
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -189,33 +183,6 @@ def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_
         np.array(curves[name]) for name in ("typical_low", "typical", "typical_high")
     )
     assert ((low <= middle) & (middle <= high)).all()
-
-
-def test_a_run_that_is_killed_leaves_what_it_wrote(tmp_path):
-    script = textwrap.dedent(
-        """
-        import sys, time
-        from guardbit.records import Sample
-        from guardbit.store import RunWriter
-        writer = RunWriter(sys.argv[1], flush_every=1)
-        for step in range(10**6):
-            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (1.0, 2.0))])
-            print(step, flush=True)
-        """
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "run")]
-    watcher = LiveRun(tmp_path / "run")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if int(line) >= 20:
-                before = state_of(watcher)["last_step"]
-                process.send_signal(signal.SIGKILL)
-                break
-        written = [int(line) for line in process.stdout.read().split()]
-    state = state_of(watcher)
-    assert before <= state["last_step"] and max([20, *written]) <= state["last_step"]
-    assert state["status"]["problem"] == ""
-    assert watcher.head(0, 1)["indicators"]["max_logit"]["high"][0] == 2
 
 
 def test_the_first_step_of_a_run_with_more_samples_than_buckets_has_a_map(recorder, tmp_path):

@@ -1,7 +1,5 @@
 """The list of runs below a folder, and the webhook for alarms."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -8,6 +6,7 @@ import pytest
 from PIL import Image
 
 from guardbit.dashboards.loading import LoadedRun as Run
+from guardbit.dashboards.page import thinned
 from guardbit.dashboards.report import FORMATS, write_reports
 from tests.dashboards.made import SAMPLES, of_heads
 from tests.dashboards.report.writing import write_report
@@ -31,18 +30,6 @@ def test_png_is_a_folder_of_the_figures(tmp_path):
     }  # fmt: skip
     with Image.open(folder / "max_logit.png") as picture:
         assert np.asarray(picture.convert("L")).min() < 100
-
-
-def test_nothing_is_written_through_a_link(tmp_path):
-    (tmp_path / "r.html").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "max_logit.png").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="not written through the link"):
-        write_report(short(), None, None, tmp_path / "r.html")
-    with pytest.raises(ValueError, match="not written through the link"):
-        frame = short().assign(indicator="max_logit")
-        write_report(frame, None, None, tmp_path / "p", format="png")
-    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -103,6 +90,13 @@ def test_runs_stand_side_by_side(comparison):
         "run_0_model_map",
         "run_1_model_map",
     }
+
+
+@pytest.mark.parametrize("length", [0, 1, 400, 401, 1200, 1999])
+def test_a_long_curve_is_thinned_evenly_and_ends_where_it_ended(length):
+    thin = thinned(pd.Series(range(length)))
+    assert min(length, 200) <= len(thin) <= 400 and thin.tail(1).tolist() in ([length - 1], [])
+    assert len(set(np.diff(thin))) <= 1
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):

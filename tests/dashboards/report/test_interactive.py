@@ -1,7 +1,5 @@
 """The interactive report in a real browser (Debian's chromium): skipped where there is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from guardbit.dashboards.loading import LoadedRun as Run

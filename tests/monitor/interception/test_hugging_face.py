@@ -1,4 +1,4 @@
-"""Models of Hugging Face keep their bits: masks, dropout, checkpointing."""
+"""Models of Hugging Face keep their bits: dropout, checkpointing."""
 
 import pytest
 import torch
@@ -23,18 +23,6 @@ def test_dropout_as_hugging_face_has_it(tiny, instrument):
     inst.switch(site.name, "compensated", heads=[2])
     tiny.step(model, **language())
     assert site.launches["forward", "compensated"] == site.launches["backward", "compensated"] == 1
-
-
-def test_llama_keeps_its_padding_mask(tiny, instrument):
-    model = llama()
-    batch = language(padded=True)
-    before = tiny.step(model, **batch)
-    unpadded = tiny.step(model, **language())
-    assert not torch.equal(before["loss"], unpadded["loss"])
-    inst = instrument(model)
-    assert tiny.equal(tiny.step(model, **batch), before)
-    assert tiny.equal(tiny.step(model, **language()), unpadded)
-    assert len(inst.sites) == 2
 
 
 # The newer name is not in transformers 5.0 yet.

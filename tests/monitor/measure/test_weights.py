@@ -69,14 +69,8 @@ def test_heads_with_weights_that_are_not_finite_are_nan_and_harm_no_other(bad):
     broken[1, 2, 3] = bad
     for whole, partly in (
         (spectral_norms(query), spectral_norms(broken)),
-        (
-            bilinear_spectral_norms(query, key),
-            bilinear_spectral_norms(broken, key),
-        ),
-        (
-            bilinear_spectral_norms(key, query),
-            bilinear_spectral_norms(key, broken),
-        ),
+        (bilinear_spectral_norms(query, key), bilinear_spectral_norms(broken, key)),
+        (bilinear_spectral_norms(key, query), bilinear_spectral_norms(key, broken)),
     ):
         assert partly.isnan().tolist() == [False, True, False]
         assert torch.equal(partly[[0, 2]], whole[[0, 2]])

@@ -8,7 +8,7 @@ import torch
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Role
-from tests.toys import Attention, Model
+from tests.toys import Attention, Model, recorded
 
 SITES = ["layers.0", "layers.1"]
 
@@ -116,9 +116,7 @@ ALL_HEADS = [(SITES[0], (0, 1)), (SITES[1], (0, 1, 2, 3))]
 
 
 def switches(path, kind="switch"):
-    events = events_of(path, kind)
-    columns = (events[name] for name in ("step", "site", "heads", "stabilizer", "why"))
-    return list(zip(*columns, strict=True))
+    return recorded(path, kind, "step", "site", "heads", "stabilizer", "why")
 
 
 def fail(*args, **kwargs):

@@ -15,15 +15,8 @@ from guardbit.monitor.detectors import Finding
 from guardbit.monitor.measure import metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import (
-    SITES,
-    Always,
-    Loop,
-    LossAtStep,
-    events_of,
-    sampled,
-)
-from tests.toys import Model
+from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
+from tests.toys import Model, recorded
 
 
 def test_a_verdict_is_recorded_once(tmp_path):
@@ -208,8 +201,7 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
     loop.run(range(4), close=False)
     loop.model.layers = layers
     loop.run(range(4, 10))
-    events = read_events(tmp_path).query("kind == 'switch'")
-    assert list(zip(events.step, events.site, events.heads, events.stabilizer, strict=True)) == [
+    assert recorded(tmp_path, "switch", "step", "site", "heads", "stabilizer") == [
         (2, SITES[1], (0, 1, 2, 3), "row_max"),
         (4, SITES[0], (0, 1), "row_max"),
         (8, SITES[0], (0, 1), "none"),

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from tests.callbacks.several_ranks import launch
-from tests.monitor.session.plain_loop import (
-    LOUD,
-    SITES,
-    events_of,
-    model_of,
-    sampled,
-    values,
-)
+from tests.monitor.session.plain_loop import LOUD, SITES, events_of, model_of, sampled, values
 
 WORKER = textwrap.dedent(
     """

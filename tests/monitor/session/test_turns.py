@@ -129,9 +129,7 @@ def swapped(path, at, steps=range(10)):
 
 
 def errors(path):
-    events = read_events(path)
-    events = events[events.state == "monitor_error"]
-    return list(zip(events.step, events.why, strict=True))
+    return toys.recorded(path, "monitor_error", "step", "why")
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from guardbit import MonitorSession
-from tests.monitor.entry_points import (
-    library_models,
-    test_observing,
-    test_transformers_eager,
-)
+from tests.monitor.entry_points import library_models, test_observing, test_transformers_eager
 
 HEADS, WIDTH, HEAD = 4, 64, 16
 

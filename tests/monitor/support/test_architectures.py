@@ -638,8 +638,7 @@ def test_architecture(name, tiny, report):
         return
     with torch.autocast("cpu", torch.bfloat16):
         rounded = tiny.step(model, **batch)
-    inst = guardbit.instrument(model)
-    try:
+    with toys.instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, **batch), before)
         assert sorted(inst.sites) == sorted(architecture.sites)
         query, key = (
@@ -659,8 +658,6 @@ def test_architecture(name, tiny, report):
             with pytest.raises(ValueError, match="cannot be switched"):
                 inst.switch("*", "compensated")
             assert tiny.equal(tiny.step(model, **batch), before)
-    finally:
-        inst.remove()
     found = f"`{architecture.sites[0]}`"
     if len(architecture.sites) > 1:
         found += f", {len(architecture.sites)}"

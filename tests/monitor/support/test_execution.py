@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 import guardbit
+from tests.toys import instrumented
 
 # PyTorch's own, while it compiles.
 pytestmark = [
@@ -303,11 +304,8 @@ def test_cuda_graphs(tiny, tokens, report):
         return make_boxed_func(graph.forward)
 
     model = tiny.GPT()
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model):
         tiny.step(model, tokens, run=torch.compile(model, backend=aot_autograd(fw_compiler=keep)))
-    finally:
-        inst.remove()
     ours = [node.target for node in nodes if str(node.target).startswith("guardbit.")]
     assert len(ours) == 4, "two layers, forward and backward"
     left_out = all(torch.Tag.cudagraph_unsafe in op.tags for op in ours)

@@ -8,12 +8,7 @@ from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests.monitor.entry_points.library_models import install
 from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS
-from tests.monitor.support.functions import (
-    CASES,
-    STAND_IN,
-    Run,
-    norms_by_hand,
-)
+from tests.monitor.support.functions import CASES, STAND_IN, Run, norms_by_hand
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
