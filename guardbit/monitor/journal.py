@@ -149,25 +149,25 @@ class Journal:
     def _log(self, event: Event) -> None:
         if event.kind in ("alarm", "switch"):
             self.events.append(replace(event, why=""))
-        if ranks.rank() == 0:
-            log.warning("%s", self._line(event))
-
-    def _line(self, event: Event) -> str:
-        """The event in one line; an alarm's is short, as the report has all of it."""
+        if ranks.rank() > 0:
+            return
         why = str(event.why)
-        # An alarm's sentence mostly names its heads.
-        heads = "" if why.startswith("head ") else f" heads {list(event.heads)}"
-        where = f" {event.site}{heads}" if event.site else ""
-        begin = f"GuardBit: step {event.step:,}: {event.kind}{where}"
-        if event.kind == "alarm":
-            self._said.setdefault((event.rule, event.site), why)
-            return shortened(printable(f"{begin}: "), printable(why), self.advice)
-        verdict = f" {event.verdict}" if event.kind == "verdict" else ""
-        switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
         # A verdict quotes its first alarm, which stands in the log already.
         for quoted in self._said.values() if event.kind == "verdict" else ():
             why = why.replace(f": {quoted}", "")
-        return printable(f"{begin}{verdict}{switch}: {why}")
+        where = f" {event.site} heads {list(event.heads)}" if event.site else ""
+        verdict = f" {event.verdict}" if event.kind == "verdict" else ""
+        switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
+        line = f"step {event.step}: {event.kind}{where}{verdict}{switch}: {why}"
+        if event.kind != "alarm":
+            log.warning("%s", printable(line))
+            return
+        log.info("%s", printable(line))
+        self._said.setdefault((event.rule, event.site), why)
+        # The sentence mostly names the heads.
+        where = f" {event.site}" if why.startswith("head ") else where
+        begin = f"GuardBit: step {event.step:,}: alarm{where}: "
+        log.warning("%s", shortened(printable(begin), printable(why), self.advice))
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples, to be read at once; samples of a failed try are written with the next."""

@@ -137,7 +137,7 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
             pass
     (shape,) = transfers
     heads = 2 + 4
-    # Fourteen columns of every head (the running sums are added on the host), losses of steps
+    # Thirteen columns of every head (the running sums are added on the host), losses of steps
     # 1 to 3, the gradient norm.
-    assert shape == (14 * heads + 3 + 1,)
+    assert shape == (13 * heads + 3 + 1,)
     assert operations.names == []

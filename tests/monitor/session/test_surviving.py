@@ -172,8 +172,10 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
         loop.session.record(Event(4, "verdict", "", (), "for a test", verdict="rounding"))
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
-    assert levels == ["WARNING", "WARNING", "WARNING"]
-    assert "GuardBit: step 4: verdict rounding: for a test" in caplog.messages
+    # An alarm's whole sentence is for those who ask for it.
+    assert levels == ["WARNING", "INFO", "WARNING", "WARNING"]
+    assert "step 4: verdict rounding: for a test" in caplog.messages
+    assert "step 4: alarm layers.1 heads [1]: for a test" in caplog.messages
     alarm = "GuardBit: step 4: alarm layers.1 heads [1]: for a test; to correct it attach a policy"
     assert alarm in caplog.messages
-    assert "GuardBit: step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
+    assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
