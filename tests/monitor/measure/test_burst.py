@@ -141,7 +141,8 @@ def session_of(model, path, **more):
     )  # fmt: skip
 
 
-def run(model, steps, session=None, make=torch.optim.AdamW, **options):
+def run(model, steps, session=None, make=torch.optim.AdamW, forward=None, **options):
+    forward = model if forward is None else forward
     # Without momentum a step is that of its own gradient alone.
     options = options or {"lr": 1e-4, "betas": (0.0, 0.999), "weight_decay": 0.0}
     optimizer = make(model.parameters(), **options)
@@ -149,7 +150,7 @@ def run(model, steps, session=None, make=torch.optim.AdamW, **options):
         if session is not None:
             session.begin_batch(step)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(batch(step)).float().square().mean()
+            loss = forward(batch(step)).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -158,13 +159,15 @@ def run(model, steps, session=None, make=torch.optim.AdamW, **options):
             session.end_step()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("error, what", [(3.0, "rounding"), (0.1, "not rounding")])
-def test_the_verdict_is_that_of_the_errors_part(error, what, faulty, tmp_path):
+def test_the_verdict_is_that_of_the_errors_part(error, what, is_compiled, faulty, tmp_path):
     torch.manual_seed(0)
     faulty(error)
     model = Model(Attention(2))
     session = session_of(model, tmp_path)
-    run(model, LEAST_STEPS + 21, session)
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+    run(model, LEAST_STEPS + 21, session, forward=forward)
     cause = session.judgement.cause
     session.close()
     assert cause.what == what
