@@ -209,7 +209,7 @@ class Evidence:
         head_steps: How often heads were measured, when last, and the most steps between two times.
         loss: The training loss so far.
         logits: Step -> the largest logit of all heads.
-        shares: Head -> rounding's share of its growth and the ends of the interval.
+        shares: Head -> step of the latest measured share of rounding, and that with its interval.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Evidence:
         self.head_steps: tuple[int, int | None, int | None] = 0, None, None
         self.loss = Losses()
         self.logits: dict[int, float] = {}
-        self.shares: dict[Head, dict[str, float]] = {}
+        self.shares: dict[Head, tuple[int, dict[str, float]]] = {}
         self._nonfinite: list[Sample] = []  # of the first step that has any
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
         self._latest_of: dict[str, tuple[int, list[int]]] = {}
@@ -265,7 +265,10 @@ class Evidence:
             )
         if name in SHARES:
             for head in measured:
-                self.shares.setdefault((layer, head), {})[name] = sample.values[head]
+                known = self.shares.get((layer, head))
+                if known is None or known[0] != step:
+                    known = self.shares[layer, head] = step, {}
+                known[1][name] = sample.values[head]
         if name == "max_logit":
             largest = max(sample.values[head] for head in measured)
             self.logits[step] = max(largest, self.logits.get(step, -math.inf))
@@ -548,7 +551,7 @@ def judge(
     first_alarm = min((event.step for event in alarms), default=None)
     judgement = Judgement(
         state="healthy",
-        cause=cause_of(evidence, alarmed, metadata),
+        cause=cause_of(evidence, alarms, metadata),
         severity="none",
         ended=ended,
         first_step=first_step,
@@ -673,16 +676,23 @@ def _leaves_at_once(alarms: Sequence[Event]) -> bool:
     return model is not None and model <= heads + AT_ONCE
 
 
+def cause_by(share: float, low: float, high: float) -> Cause:
+    """The cause by rounding's measured share and the ends of its interval."""
+    what = "rounding" if low > 0.5 else "not rounding" if high < 0.5 else "not settled"
+    return Cause(what, "", share, (low, high))
+
+
 def cause_of(
-    evidence: Evidence, alarmed: Iterable[Head], metadata: Mapping[str, Any] | None
+    evidence: Evidence, alarms: Sequence[Event], metadata: Mapping[str, Any] | None
 ) -> Cause:
-    """The cause by the first of the alarmed heads whose share was measured."""
-    for head in alarmed:
-        measured = evidence.shares.get(head, {})
+    """The cause by the first of the alarmed heads whose share was measured since its alarm."""
+    for head, alarm in evidence.first(alarms).items():
+        step, measured = evidence.shares.get(head, (-1, {}))
+        # Before its alarm a head may not have moved, and rounding not moved it.
+        if step < alarm.step:
+            continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
-            share, low, high = (measured[name] for name in SHARES)
-            what = "rounding" if low > 0.5 else "not rounding" if high < 0.5 else "not settled"
-            return Cause(what, "", share, (low, high))
+            return cause_by(*(measured[name] for name in SHARES))
     return _unmeasured_cause(metadata)
 
 

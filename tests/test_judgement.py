@@ -568,6 +568,12 @@ def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what,
     assert told["cause"]["what"] == what and told["verdict"] == verdict
 
 
+def test_a_share_of_before_the_alarm_is_no_cause_of_it():
+    made = [*samples(logit=falling), *shares(-0.1, 0.1, 0.4)]
+    found = judged(alarm(LAST + 1), of=made)
+    assert found.cause.what == "not measured" and found.cause.share is None
+
+
 def test_attention_in_fp32_is_moved_by_no_rounding():
     found = judged(alarm(6750), switch(6750), logit=falling, metadata={"precision": ["float32"]})
     assert (found.verdict, found.state) == ("not-rounding", "alarmed")

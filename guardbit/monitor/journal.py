@@ -43,6 +43,12 @@ OFF = "the monitor is off, training goes on"
 #: Most characters of an alarm's line.
 LINE = 160
 
+#: What an alarm's line ends with by what its rule judges, where that is no head.
+_ADVICE = {
+    "model": "lower the learning rate, or warm up longer",
+    "loss": "go back to a checkpoint before it",
+}
+
 #: Failures in a row after which the store gives up: what is pending fills the memory.
 PATIENCE = 100
 
@@ -58,7 +64,7 @@ class Journal:
         advice: str = "",
     ) -> None:
         self._dirpath = dirpath
-        self.advice = advice  # what an alarm's line ends with
+        self.advice = advice  # what the line of an alarm on heads ends with
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
@@ -167,7 +173,8 @@ class Journal:
         # The sentence mostly names the heads.
         where = f" {event.site}" if why.startswith("head ") else where
         begin = f"GuardBit: step {event.step:,}: alarm{where}: "
-        log.warning("%s", shortened(printable(begin), printable(why), self.advice))
+        advice = _ADVICE.get(event.judges, self.advice)
+        log.warning("%s", shortened(printable(begin), printable(why), advice))
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples, to be read at once; samples of a failed try are written with the next."""

@@ -602,11 +602,16 @@ class MonitorSession(Guarded):
         for alarm in found:
             if alarm.site and set(SHARES) <= set(self._measurement.wanted):
                 self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
-        if self._burst.is_on:
-            self._burst.listen(partial(self.attempt, "burst"))
+        self._follow_burst()
 
     def _note_burst(self, samples: list[Sample]) -> None:
         self._burst.note(samples)
+        self._follow_burst()
+
+    def _follow_burst(self) -> None:
+        """Listens to optimizers while heads are measured, and records why one was not."""
+        if self._burst.is_on:
+            self._burst.listen(partial(self.attempt, "burst"))
         why = self._burst.why_not
         if why != self._journal.metadata.get("rounding_unmeasured", ""):
             self._journal.note({"rounding_unmeasured": why})
@@ -620,13 +625,8 @@ class MonitorSession(Guarded):
 
     def _record_verdict(self, ended: int) -> None:
         """Records the verdict on the run if it is another than before."""
-        layers = self._evidence.layers
-        heads = [
-            (layers[site], head)
-            for site, heads in self._findings.alarmed.items() if site in layers
-            for head in sorted(heads)
-        ]  # fmt: skip
-        cause = cause_of(self._evidence, heads, self._journal.metadata)
+        alarms = [event for event in self._journal.events if event.kind == "alarm"]
+        cause = cause_of(self._evidence, alarms, self._journal.metadata)
         event = self._findings.judge(cause, ended)
         if event is not None:
             self.record(event)
@@ -689,9 +689,8 @@ class MonitorSession(Guarded):
 
     def _record_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):
-            self._record_facts(
-                self._recorded_facts | self._site_facts()
-            )  # of other ranks, what they said last
+            # Of other ranks, what they said last.
+            self._record_facts(self._recorded_facts | self._site_facts())
 
     def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
@@ -939,8 +938,7 @@ class MonitorSession(Guarded):
         self._findings.load_state_dict(state)
         for site, heads in state["burst"].items():
             self._burst.want(site, heads)
-        if self._burst.is_on:
-            self._burst.listen(partial(self.attempt, "burst"))
+        self.attempt("burst", self._follow_burst)
         self._unjudged = None
 
     def _is_due(self, step: int) -> bool:
@@ -975,6 +973,9 @@ class MonitorSession(Guarded):
     def _report_failure(self, stage: str, error: Exception) -> None:
         what = str(error) or type(error).__name__
         where = OFF if stage in (_WATCHING, "ranks") else stage
+        if stage == "burst":
+            with suppress(Exception):
+                self._burst.stop()
         if stage != "store":
             why = f"{where}: {what}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
@@ -1036,7 +1037,7 @@ def _warn(line: str) -> None:
 def _advice(settings: Settings) -> str:
     """What an alarm's line tells the user to do."""
     if settings.policy is None:
-        return "to correct it attach a policy"
+        return "attach a policy to correct it"
     return "dry_run: nothing is switched" if settings.dry_run else ""
 
 

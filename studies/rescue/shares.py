@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from guardbit.judgement import cause_by
 from guardbit.monitor.measure.burst import WINDOW, share_of
 from studies.rescue.branches import what_was_done
 from studies.rescue.counterfactual import alarms
@@ -91,12 +92,12 @@ def table(results: Path) -> pd.DataFrame:
             value, low, high = share(of_head)
             is_exact = grew["done"] == EXACT
             exact, without = grew.loc[is_exact, "grew"], grew.loc[~is_exact, "grew"]
-            what = "rounding" if low > 0.5 else "not rounding" if high < 0.5 else "not settled"
             part = 1 - exact.mean() / without.mean() if without.mean() > exact.mean() else np.nan
+            verdict = cause_by(value, low, high).what
             rows.append(
                 {
                     "seed": seed, "layer": layer, "head": head, "share": value, "low": low,
-                    "high": high, "verdict": what, "without": without.mean(),
+                    "high": high, "verdict": verdict, "without": without.mean(),
                     "with_exact": exact.mean(), "part": part,
                 }
             )  # fmt: skip

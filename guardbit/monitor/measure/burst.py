@@ -110,6 +110,7 @@ class Burst:
             if room > 0 and is_new and head not in self.heads.get(site, ()):
                 self._seen.add((site, head, is_alarm))
                 self.heads.setdefault(site, []).append(head)
+                self.why_not = _NOT_OVER
         if self.heads and ranks.world_size() > 1:
             self._give_up(site, "ranks average their gradients, and each sees its own errors only")
 
@@ -127,6 +128,7 @@ class Burst:
         """Ends all measuring."""
         self.heads.clear()
         self._products.clear()
+        self._series.clear()
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
@@ -255,14 +257,17 @@ class Burst:
 
     def _give_up(self, site: str, why: str) -> None:
         self.why_not = why
-        self.heads.pop(site, None)
+        for head in self.heads.pop(site, ()):
+            self._series.pop((site, head), None)
         self._products.pop(site, None)
+        self._in_vain.pop(site, None)
 
     def state_dict(self) -> dict[str, list[int]]:
         """Returns the heads that are measured; a resumed run measures them anew."""
         return {site: list(heads) for site, heads in self.heads.items()}
 
 
+_NOT_OVER = f"the {LEAST_STEPS} to {MOST_STEPS} steps that it takes are not over"
 _NOT_ITS_GRADIENT = (
     "what q and k show does not give W_Q's gradient, as where positions turn the queries"
 )

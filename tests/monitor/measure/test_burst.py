@@ -244,6 +244,22 @@ def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
     assert session._burst._unhook is None
 
 
+def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = Model(Attention(2))
+    session = MonitorSession(
+        model, every_n_train_steps=10, dirpath=tmp_path, rules=(Fires(SITE, (1,), sample=1),),
+        snapshot_megabytes=0,
+    )  # fmt: skip
+    run(model, 11, session)
+    assert session.judgement.cause.why.endswith("the 100 to 400 steps that it takes are not over")
+    monkeypatch.setattr(session._burst, "_consume", lambda *_: 1 / 0)
+    run(model, 12, session)
+    session.close()
+    assert "burst" in session.stages_off
+    assert not session._burst.is_on and session._burst._unhook is None
+
+
 def test_a_resumed_run_measures_anew(tmp_path):
     torch.manual_seed(0)
     model = Model(Attention(2))

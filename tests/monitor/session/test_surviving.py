@@ -149,12 +149,12 @@ def test_training_is_the_same_with_every_stage_failing(monkeypatch):
         " 7.94, that of the typical head by 1.12; FP32 shadow: delta bias of head 9 +0.013 of its"
         " size",
         "GuardBit: step 1,600: alarm net.h.1.attn: head 9 outgrows the others: W_Q spectral norm"
-        " by a factor of 2.54 since step 1200; to correct it attach a policy",
+        " by a factor of 2.54 since step 1200; attach a policy to correct it",
     ),
     (
         f"head 9 {'i' * 160}",
-        f"GuardBit: step 1,600: alarm net.h.1.attn: head 9 {'i' * 77}...; to correct it attach a"
-        " policy",
+        f"GuardBit: step 1,600: alarm net.h.1.attn: head 9 {'i' * 77}...; attach a policy to"
+        " correct it",
     ),
 ])  # fmt: skip
 def test_an_alarms_line_is_short_and_says_what_to_do(why, line, caplog):
@@ -176,6 +176,6 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     assert levels == ["WARNING", "INFO", "WARNING", "WARNING"]
     assert "step 4: verdict rounding: for a test" in caplog.messages
     assert "step 4: alarm layers.1 heads [1]: for a test" in caplog.messages
-    alarm = "GuardBit: step 4: alarm layers.1 heads [1]: for a test; to correct it attach a policy"
+    alarm = "GuardBit: step 4: alarm layers.1 heads [1]: for a test; attach a policy to correct it"
     assert alarm in caplog.messages
     assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
