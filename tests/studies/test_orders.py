@@ -28,7 +28,8 @@ if module == "train" and "--branch" in arguments:
     made = f"{' '.join(way)}-seed{given('--seed')}-again{given('--again')}-from{step}"
     (folder / made).mkdir()
 elif module == "train":
-    shutil.copytree(prepared / given("--seed"), folder / (name + given("--again")))
+    copied = shutil.copytree(prepared / given("--seed"), folder / ("." + name))
+    copied.rename(folder / (name + given("--again")))  # whole at once: no clock before its alarms
     time.sleep(600 if (prepared / given("--seed") / "sleeps").exists() else 0)
 """
 
