@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 
 # The site, in site/; a warning is an error. The variable keeps an advertisement out.
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 	@echo "The site: site/index.html"
 
 test: lint
