@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
 
-.PHONY: demo docs test test-newest test-oldest lint check clean
+.PHONY: demo docs test test-gpu test-newest test-oldest lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
@@ -17,6 +17,11 @@ docs: $(VENV)/.installed
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs --durations=20
+
+# The tests marked `gpu`, with the PyTorch of $(PYTHON): a process needs up to 12 GB of the first card.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:benchmark -rs -n $$($(PYTHON) -c \
+		"import torch; print(max(1, torch.cuda.mem_get_info(0)[0] // (12 << 30)))") tests
 
 # The suite on the newest release of PyTorch, in an environment of its own; all else as pinned.
 test-newest:
