@@ -208,7 +208,7 @@ class MonitorSession(Guarded):
             settings.num_audited_heads,
             settings.audit_repeats,
         )
-        self._burst = Burst(lambda: self.instrumentation.candidates)
+        self._burst = Burst(lambda: self.instrumentation.candidates, model)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
         self._schedule = Schedule(settings.every_n_train_steps, _warn)

@@ -14,10 +14,11 @@ of r on c through the origin, sum r c / sum c^2, over stretches of `WINDOW` step
 head r is what the uncorrected kernel would have added, and is added to c.
 
 A call does not show x. It shows y = A x + b, its q and k, where A and b are the rows of W_Q and W_K
-and their biases. So x is what least squares make of y. That the calls are of this form is proved at
-each step: the gradient that dQ gives in the same way must be the parameter's, but for a factor,
-which clipping and loss scaling leave, and which E gets as well. Where positions turn the queries,
-or ranks share gradients, it is not, and nothing is measured.
+and their biases, turned by rotary positions in some models, see `rotary`. So x is what least
+squares make of y. That the calls are of this form is proved at each step: the gradient that dQ
+gives in the same way must be the parameter's, but for a factor, which clipping and loss scaling
+leave, and which E gets as well. Where it is not, as in ranks that share gradients, nothing is
+measured.
 
 `docs/rules.md` says on which runs the measure was chosen and tried.
 """
@@ -39,6 +40,7 @@ from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.constants import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+from guardbit.monitor.measure.rotary import Turn, turns_of
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from guardbit.monitor.sites import Site
 from guardbit.records import Sample
@@ -54,6 +56,10 @@ PATIENCE = 50
 SAME_GRADIENT = 0.95
 
 _SHARES = of_probe("burst")
+
+
+#: Queries or keys as attention gets them, and the rows, weight and bias that made them.
+_Projected = tuple[Tensor, HeadRows, Sequence[nn.Parameter]]
 
 
 class _Product(NamedTuple):
@@ -82,13 +88,15 @@ class Burst:
         why_not: Why something was not measured, the last reason; "" if all was.
     """
 
-    def __init__(self, sites: Callable[[], dict[str, Site]]) -> None:
-        self._sites = sites
+    def __init__(self, sites: Callable[[], dict[str, Site]], model: nn.Module) -> None:
+        self._sites, self._model = sites, model
         self.heads: dict[str, list[int]] = {}
         self.why_not = ""
         self._seen: set[tuple[str, int, bool]] = set()
         self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
         self._products: dict[str, _Product] = {}
+        # Module and number of tokens -> how positions turn its queries and keys.
+        self._turns: dict[tuple[str, int], Turn | None] = {}
         # Module and head -> what each step gave: r, c, and the cosine of the gradients.
         self._series: dict[tuple[str, int], list[Tensor]] = {}
         self._in_vain: Counter[str] = Counter()  # steps in a row that gave nothing
@@ -128,6 +136,7 @@ class Burst:
         """Ends all measuring."""
         self.heads.clear()
         self._products.clear()
+        self._turns.clear()
         self._series.clear()
         if self._unhook is not None:
             self._unhook()
@@ -168,15 +177,15 @@ class Burst:
         (query, weights), (key, key_weights) = site.plain_rows()
         products = query.weights(weights[0]), key.weights(key_weights[0])
         whole = torch.cat([product.flatten(0, 1) for product in products]).double()
-        shown = torch.cat(
-            [_less_bias(call.q, query, weights), _less_bias(call.k, key, key_weights)], dim=-1
-        )
+        factor, _ = torch.linalg.cholesky_ex(whole.mT @ whole)
+        projected = (call.q, query, weights), (call.k, key, key_weights)
+        turn = self._turn_of(site.name, projected, whole, factor)
+        shown = _shown(projected, turn)
         # FP32 sums over all rows; what the solve does with them is FP64.
         sums = torch.stack([
-            torch.einsum("bhnd,bnf->hdf", side, shown).double() @ whole
+            torch.einsum("bhnd,bnf->hdf", _undone(side, turn), shown).double() @ whole
             for side in (dq, as_kernel - exact)
         ])  # fmt: skip
-        factor, _ = torch.linalg.cholesky_ex(whole.mT @ whole)
         gradients, errors = torch.cholesky_solve(sums.flatten(0, 2).mT, factor).mT.view_as(sums)
         before = self._products.get(site.name)
         if before is not None and before.heads == heads:  # of an earlier micro-batch
@@ -187,6 +196,28 @@ class Burst:
             query, weights[0], list(heads), index, sigmas, along, gradients, errors,
             device_constant(corrected, torch.bool, sigmas.device),
         )  # fmt: skip
+
+    def _turn_of(
+        self, name: str, projected: tuple[_Projected, ...], whole: Tensor, factor: Tensor
+    ) -> Turn | None:
+        """How positions turn a module's queries and keys: what least squares explain best."""
+        *_, tokens, size = projected[0][0].shape
+        if (name, tokens) not in self._turns:
+            turns = turns_of(self._model, size, tokens, whole.device)
+            unexplained = []
+            for turn in turns if len(turns) > 1 else ():
+                shown = _shown([(x[:1], *of) for x, *of in projected], turn)[0].double()
+                x = torch.cholesky_solve((shown @ whole).mT, factor)
+                unexplained.append((shown - (whole @ x).mT).norm())
+            chosen = None
+            if unexplained:  # chosen on the device: the host waits for nothing
+                best = torch.stack(unexplained).argmin().reshape(1)
+                parts = (
+                    torch.stack(of).index_select(0, best)[0] for of in zip(*turns, strict=True)
+                )
+                chosen = Turn(*parts)
+            self._turns[name, tokens] = chosen
+        return self._turns[name, tokens]
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
@@ -269,7 +300,8 @@ class Burst:
 
 _NOT_OVER = f"the {LEAST_STEPS} to {MOST_STEPS} steps that it takes are not over"
 _NOT_ITS_GRADIENT = (
-    "what q and k show does not give W_Q's gradient, as where positions turn the queries"
+    "what q and k show does not give W_Q's gradient, as where positions turn them in a way that is"
+    " not known"
 )
 
 
@@ -284,12 +316,18 @@ def _largest(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sigmas, lefts, rights / sigmas[:, None]
 
 
-def _less_bias(x: Tensor, rows: HeadRows, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A projection's result less its bias, FP32 `(B, N, features)`."""
-    flat = x.transpose(1, 2).flatten(2).float()
-    if len(parameters) < 2:
-        return flat
-    return flat - parameters[1].detach().float().flatten()[rows.rows].flatten()
+def _undone(x: Tensor, turn: Turn | None) -> Tensor:
+    return x.float() if turn is None else turn.undo(x.float())
+
+
+def _shown(projected: Iterable[_Projected], turn: Turn | None) -> Tensor:
+    """What projections made before positions turned it, less biases, FP32 `(B, N, features)`."""
+    found = []
+    for x, rows, (_, *biases) in projected:
+        found.append(_undone(x, turn).transpose(1, 2).flatten(2))
+        if biases:
+            found[-1] = found[-1] - biases[0].detach().float().flatten()[rows.rows].flatten()
+    return torch.cat(found, dim=-1)
 
 
 def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:

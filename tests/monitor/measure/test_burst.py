@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels import heads as op_heads
@@ -34,33 +35,53 @@ def faulty(monkeypatch):
 
 
 class Turned(Attention):
-    """Queries and keys are turned by their places, as by rotary positions."""
+    """Rotary positions turn pairs of the first features; no table says by how much."""
+
+    def __init__(self, heads, *more, pairs=8, are_neighbours=False, **options):
+        super().__init__(heads, *more, **options)
+        self.frequencies = 0.3 ** torch.arange(pairs)
+        self.are_neighbours = are_neighbours
 
     def project(self, x):
         q, k, v = super().project(x)
-        angles = torch.arange(x.size(1), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3])
-        turns = torch.cat([angles.cos(), angles.sin()], -1).repeat(1, self.head_dim // 4)
+        angles = torch.arange(x.size(1))[:, None] * self.frequencies
+        turns = torch.polar(torch.ones_like(angles), angles)
 
         def turned(y):
-            one, other = y.chunk(2, -1)
-            c, s = turns[:, : self.head_dim // 2], turns[:, self.head_dim // 2 :]
-            return torch.cat([one * c - other * s, one * s + other * c], -1)
+            y, rest = y.split([2 * turns.size(1), y.size(-1) - 2 * turns.size(1)], -1)
+            if self.are_neighbours:
+                pairs = y.unflatten(-1, (-1, 2))
+            else:
+                pairs = y.unflatten(-1, (2, -1)).transpose(-1, -2)
+            pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+            y = pairs if self.are_neighbours else pairs.transpose(-1, -2)
+            return torch.cat([y.flatten(-2), rest], -1)
 
         return [turned(q), turned(k), v]
 
 
+class Tabled(Turned):
+    """The model keeps a table of the frequencies, beside one that turns nothing."""
+
+    def __init__(self, *args, is_complex=False, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("local_inv_freq", 0.5 ** torch.arange(4), persistent=False)
+        angles = torch.outer(torch.arange(64.0), self.frequencies)
+        table = torch.polar(torch.ones(64, 1), angles) if is_complex else self.frequencies
+        self.register_buffer("freqs_cis" if is_complex else "inv_freq", table, persistent=False)
+
+
 @contextmanager
-def bursting(layer, heads, capture=lambda call: None):
+def bursting(layer):
     model = Model(layer)
     seen = {}
 
     def take(call):
         with torch.no_grad():
             seen["burst"].consume(call)
-            capture(call)
 
     with instrumented(model, take) as inst:
-        seen["burst"] = Burst(lambda: inst.candidates)
+        seen["burst"] = Burst(lambda: inst.candidates, model)
         yield model, seen["burst"]
         seen["burst"].stop()
 
@@ -73,6 +94,9 @@ LAYERS = {
     "fused, with biases": partial(Attention, 2),
     "grouped keys, no biases": partial(Attention, 4, 2, is_fused=False, bias=False),
     "heads as wide as the model": partial(Attention, 2, head_dim=32),
+    "rotary": partial(Tabled, 2),
+    "rotary, grouped keys, part of the features": partial(Tabled, 4, 2, pairs=4, is_fused=False),
+    "rotary, neighbours": partial(Tabled, 2, are_neighbours=True, is_complex=True, bias=False),
 }
 
 
@@ -83,21 +107,23 @@ def test_the_error_is_that_of_the_projections_own_input(kind, faulty):
     layer, seen = LAYERS[kind](), []
     projection = layer.qkv if hasattr(layer, "qkv") else layer.q_proj
     projection.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().double()))
-    calls = []
-    with bursting(layer, [1], calls.append) as (model, burst):
+    made = []
+    projection.register_forward_hook(lambda _, __, out: out.register_hook(made.append) and None)
+    with bursting(layer) as (model, burst):
         model(batch(0)).square().mean().backward()  # the site is known
         burst.want(SITE, [1])
         model.zero_grad()
         for number in (1, 2):  # micro-batches
             (model(batch(number)).square().mean() / 2).backward()
         product = burst._products[SITE]
-    expected = 0
-    for x, call in zip(seen[-2:], calls[-2:], strict=True):
-        # dQ is one and a half times what it should be, so a third of it is error.
-        expected = expected + torch.einsum("bnd,bnc->dc", call.dq[:, 1].double() / 3, x)
+    rows = slice(layer.head_dim, 2 * layer.head_dim)
+    # dQ is one and a half times what it should be, so a third of it is error.
+    expected = sum(
+        torch.einsum("bnd,bnc->dc", dq[..., rows].double() / 3, x)
+        for x, dq in zip(seen[-2:], made[-2:], strict=True)
+    )
     # FP32 products, of which dQ's own rounding is the largest part.
     assert torch.allclose(product.errors[0], expected, rtol=1e-3, atol=1e-5 * expected.norm())
-    rows = slice(layer.head_dim, 2 * layer.head_dim)
     assert torch.allclose(product.gradients[0].float(), projection.weight.grad[rows], rtol=1e-3,
                           atol=1e-6)  # fmt: skip
 
@@ -107,7 +133,7 @@ def test_a_step_of_adam_is_told_by_the_singular_vectors(clip, faulty):
     torch.manual_seed(0)
     faulty(1.0)
     layer = Attention(2, bias=False)
-    with bursting(layer, [0]) as (model, burst):
+    with bursting(layer) as (model, burst):
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.99), weight_decay=0.0)
         model(batch(0)).square().mean().backward()
         optimizer.step()
@@ -164,7 +190,7 @@ def run(model, steps, session=None, make=torch.optim.AdamW, forward=None, **opti
 def test_the_verdict_is_that_of_the_errors_part(error, what, is_compiled, faulty, tmp_path):
     torch.manual_seed(0)
     faulty(error)
-    model = Model(Attention(2))
+    model = Model((Tabled if is_compiled else Attention)(2))
     session = session_of(model, tmp_path)
     forward = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
     run(model, LEAST_STEPS + 21, session, forward=forward)
@@ -228,7 +254,7 @@ class OfAnother:
 
 
 @pytest.mark.parametrize("layer, make, why", [
-    (Turned, torch.optim.AdamW, "positions turn the queries"),
+    (Turned, torch.optim.AdamW, "as where positions turn them"),
     (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
     (Attention, OfAnother, "no step of a PyTorch optimizer on its W_Q was seen"),
 ])  # fmt: skip
@@ -274,7 +300,7 @@ def test_a_resumed_run_measures_anew(tmp_path):
 
 
 def test_there_is_room_for_some_heads_and_an_alarm_begins_anew():
-    burst = Burst(dict)
+    burst = Burst(dict, nn.Module())
     burst.want("a", range(5), is_alarm=False)
     burst.want("b", range(5), is_alarm=False)
     assert burst.heads == {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2]} and MOST_HEADS == 8
