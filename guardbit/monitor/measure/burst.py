@@ -17,8 +17,11 @@ A call does not show x. It shows y = A x + b, its q and k, where A and b are the
 and their biases, turned by rotary positions in some models, see `rotary`. So x is what least
 squares make of y. That the calls are of this form is proved at each step: the gradient that dQ
 gives in the same way must be the parameter's, but for a factor, which clipping and loss scaling
-leave, and which E gets as well. Where it is not, as in ranks that share gradients, nothing is
-measured.
+leave, and which E gets as well. Where it is not, nothing is measured.
+
+Of ranks that average their gradients each sees its own E only. The slope is the mean of theirs, so
+that of one rank estimates it, with a wider interval. Its gradient is not the parameter's; there the
+proof is that A and b leave next to nothing of y, which has more features than x.
 
 `docs/rules.md` says on which runs the measure was chosen and tried.
 """
@@ -52,8 +55,9 @@ MOST_HEADS, LEAST_STEPS, MOST_STEPS = 8, 100, 400
 WINDOW = 10
 #: Steps in a row without one of an optimizer on W_Q, after which nothing more is expected.
 PATIENCE = 50
-#: Least cosine between the gradient that a call's dQ gives and the parameter's. BF16 leaves .99.
-SAME_GRADIENT = 0.95
+#: Least cosine between the gradient that a call's dQ gives and the parameter's, where BF16 leaves
+#: .99, and least part of q and k that is explained.
+PROVED = 0.95
 
 _SHARES = of_probe("burst")
 
@@ -74,6 +78,7 @@ class _Product(NamedTuple):
     gradients: Tensor  # FP64 `(h, d, C)`, that of the calls
     errors: Tensor  # the same, of dQ's error
     is_corrected: Tensor  # bool `(h,)`
+    unexplained: Tensor  # FP64, the part of q and k that least squares leave
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """The heads' rows of the parameter, or of what has its shape, FP64 `(h, d, C)`."""
@@ -96,8 +101,8 @@ class Burst:
         self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
         self._products: dict[str, _Product] = {}
         # Module and number of tokens -> how positions turn its queries and keys.
-        self._turns: dict[tuple[str, int], Turn | None] = {}
-        # Module and head -> what each step gave: r, c, and the cosine of the gradients.
+        self._turns: dict[tuple[str, int], tuple[Turn, Tensor]] = {}
+        # Module and head -> what each step gave: r, c, and the proof.
         self._series: dict[tuple[str, int], list[Tensor]] = {}
         self._in_vain: Counter[str] = Counter()  # steps in a row that gave nothing
         self._unhook: Callable[[], None] | None = None
@@ -119,8 +124,6 @@ class Burst:
                 self._seen.add((site, head, is_alarm))
                 self.heads.setdefault(site, []).append(head)
                 self.why_not = _NOT_OVER
-        if self.heads and ranks.world_size() > 1:
-            self._give_up(site, "ranks average their gradients, and each sees its own errors only")
 
     def listen(self, guarded: Callable[[Callable[[], None]], object]) -> None:
         """Hears of every optimizer's steps from now on, until `stop`; errors go to the guard."""
@@ -179,11 +182,13 @@ class Burst:
         whole = torch.cat([product.flatten(0, 1) for product in products]).double()
         factor, _ = torch.linalg.cholesky_ex(whole.mT @ whole)
         projected = (call.q, query, weights), (call.k, key, key_weights)
-        turn = self._turn_of(site.name, projected, whole, factor)
+        if call.q.size(1) * call.q.size(3) != len(products[0].flatten(0, 1)):
+            raise LayoutUnavailable("the call has other heads than its W_Q")
+        turn, unexplained = self._turn_of(site.name, projected, whole, factor)
         shown = _shown(projected, turn)
         # FP32 sums over all rows; what the solve does with them is FP64.
         sums = torch.stack([
-            torch.einsum("bhnd,bnf->hdf", _undone(side, turn), shown).double() @ whole
+            torch.einsum("bhnd,bnf->hdf", turn.undo(side), shown).double() @ whole
             for side in (dq, as_kernel - exact)
         ])  # fmt: skip
         gradients, errors = torch.cholesky_solve(sums.flatten(0, 2).mT, factor).mT.view_as(sums)
@@ -194,29 +199,26 @@ class Burst:
         along = torch.einsum("hd,hc->hdc", lefts, rights) / sigmas[:, None, None]
         self._products[site.name] = _Product(
             query, weights[0], list(heads), index, sigmas, along, gradients, errors,
-            device_constant(corrected, torch.bool, sigmas.device),
+            device_constant(corrected, torch.bool, sigmas.device), unexplained,
         )  # fmt: skip
 
     def _turn_of(
-        self, name: str, projected: tuple[_Projected, ...], whole: Tensor, factor: Tensor
-    ) -> Turn | None:
-        """How positions turn a module's queries and keys: what least squares explain best."""
+        self, name: str, projected: Sequence[_Projected], whole: Tensor, factor: Tensor
+    ) -> tuple[Turn, Tensor]:
+        """How positions turn a module's queries and keys, and the part that is unexplained then."""
         *_, tokens, size = projected[0][0].shape
         if (name, tokens) not in self._turns:
             turns = turns_of(self._model, size, tokens, whole.device)
+            first = [(x[:1], rows, parameters) for x, rows, parameters in projected]
             unexplained = []
-            for turn in turns if len(turns) > 1 else ():
-                shown = _shown([(x[:1], *of) for x, *of in projected], turn)[0].double()
+            for turn in turns:
+                shown = _shown(first, turn)[0].double()
                 x = torch.cholesky_solve((shown @ whole).mT, factor)
-                unexplained.append((shown - (whole @ x).mT).norm())
-            chosen = None
-            if unexplained:  # chosen on the device: the host waits for nothing
-                best = torch.stack(unexplained).argmin().reshape(1)
-                parts = (
-                    torch.stack(of).index_select(0, best)[0] for of in zip(*turns, strict=True)
-                )
-                chosen = Turn(*parts)
-            self._turns[name, tokens] = chosen
+                unexplained.append((shown - (whole @ x).mT).norm() / shown.norm())
+            # Chosen on the device: the host waits for nothing.
+            least, best = torch.stack(unexplained).min(0, keepdim=True)
+            parts = (torch.stack(of).index_select(0, best)[0] for of in zip(*turns, strict=True))
+            self._turns[name, tokens] = Turn(*parts), least[0]
         return self._turns[name, tokens]
 
     @torch.no_grad()
@@ -240,14 +242,19 @@ class Burst:
         taken = product.rows_of(gradient)
         unbiased = squares / (1 - group["betas"][1] ** state["step"])
         roots = product.rows_of(unbiased).sqrt() + group["eps"]
-        scale = (taken * product.gradients).sum((1, 2)) / product.gradients.square().sum((1, 2))
-        cosine = scale * product.gradients.norm(dim=(1, 2)) / taken.norm(dim=(1, 2))
+        common = (taken * product.gradients).sum((1, 2))
+        if ranks.world_size() == 1:
+            scale = common / product.gradients.square().sum((1, 2))
+            proof = scale * product.gradients.norm(dim=(1, 2)) / taken.norm(dim=(1, 2))
+        else:
+            scale = taken.square().sum((1, 2)) / common
+            proof = (1 - product.unexplained).expand_as(scale)
         added = (product.along * product.errors / roots).sum((1, 2)) * -group["lr"] * scale
         sigmas, _, _ = _largest(product.rows_of(product.weight))
         changes = (sigmas / product.sigmas).log()
         changes = changes + torch.where(product.is_corrected, added, 0.0)
         for place, head in enumerate(product.heads):
-            of_head = torch.stack([added[place], changes[place], cosine[place]])
+            of_head = torch.stack([added[place], changes[place], proof[place]])
             self._series.setdefault((name, head), []).append(of_head)
         return None
 
@@ -316,15 +323,11 @@ def _largest(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sigmas, lefts, rights / sigmas[:, None]
 
 
-def _undone(x: Tensor, turn: Turn | None) -> Tensor:
-    return x.float() if turn is None else turn.undo(x.float())
-
-
-def _shown(projected: Iterable[_Projected], turn: Turn | None) -> Tensor:
+def _shown(projected: Iterable[_Projected], turn: Turn) -> Tensor:
     """What projections made before positions turned it, less biases, FP32 `(B, N, features)`."""
     found = []
     for x, rows, (_, *biases) in projected:
-        found.append(_undone(x, turn).transpose(1, 2).flatten(2))
+        found.append(turn.undo(x.float()).transpose(1, 2).flatten(2))
         if biases:
             found[-1] = found[-1] - biases[0].detach().float().flatten()[rows.rows].flatten()
     return torch.cat(found, dim=-1)
@@ -334,10 +337,10 @@ def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rounding's share of what log sigma did, and the ends of its 95 % interval.
 
     Args:
-        series: FP64 `(T, 3)`: r, c and the cosine of the gradients at each step, see the module.
+        series: FP64 `(T, 3)`: r, c and the proof at each step, see the module.
 
     Returns:
-        Three 0-d tensors; NaN where the gradients are not the same. The interval is that of a ratio
+        Three 0-d tensors; NaN where the proof fails. The interval is that of a ratio
         of sums over windows that do not depend on one another.
     """
     windows = series[: len(series) // WINDOW * WINDOW].unflatten(0, (-1, WINDOW))
@@ -348,6 +351,6 @@ def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     deviation = (products - share * squares).square().sum() * number / (number - 1)
     # Student's t at .975, to 1 % for 9 and more degrees of freedom.
     half = (1.96 + 2.6 / (number - 1)) * deviation.sqrt() / squares.sum()
-    is_proved = series[:, 2].mean() >= SAME_GRADIENT
+    is_proved = series[:, 2].mean() >= PROVED
     found = torch.stack([share, share - half, share + half]).where(is_proved, torch.nan)
     return found[0], found[1], found[2]

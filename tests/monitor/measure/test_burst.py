@@ -1,14 +1,19 @@
 """What rounding adds to a head's W_Q, against the projection's input and an optimizer's step."""
 
-from contextlib import contextmanager
+import contextlib
+import copy
+import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels import heads as op_heads
+from guardbit.monitor.measure import burst as measure_burst
 from guardbit.monitor.measure.burst import LEAST_STEPS, MOST_HEADS, Burst, share_of
 from guardbit.monitor.policy import Policy
 from tests.toys import Attention, Fires, Model, instrumented
@@ -71,7 +76,7 @@ class Tabled(Turned):
         self.register_buffer("freqs_cis" if is_complex else "inv_freq", table, persistent=False)
 
 
-@contextmanager
+@contextlib.contextmanager
 def bursting(layer):
     model = Model(layer)
     seen = {}
@@ -327,3 +332,34 @@ def test_the_share_is_a_slope_and_its_interval_covers():
         held += bool(low < (1 / 0.8) / (1 / 0.64 + 0.09) < high)
     assert held >= 360  # 95 % less three deviations, and what few windows miss
     assert all(x.isnan() for x in share_of(torch.stack([added, changes, 0.5 * torch.ones(200)], 1)))
+
+
+@pytest.mark.parametrize("error, what", [(3.0, "rounding"), (0.1, "not rounding")])
+def test_of_ranks_that_average_gradients_one_is_enough(error, what, faulty, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    faulty(error)
+    monkeypatch.setattr(measure_burst, "ranks", SimpleNamespace(world_size=lambda: 2))
+    model = Model(Attention(2))
+    other, seeds = copy.deepcopy(model), itertools.count(1000)
+
+    def forward(_):
+        """Both ranks compute; the other one's kernel has the error too."""
+        other.load_state_dict(model.state_dict())
+        other.zero_grad()
+        with instrumented(other, lambda call: None):
+            other(batch(next(seeds), 32)).float().square().mean().backward()
+        return model(batch(next(seeds), 32))
+
+    def average_and_clip(*_):
+        for p, of_other in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = 0.25 * (p.grad + of_other.grad)
+
+    session = session_of(model, tmp_path)
+    with contextlib.closing(session):
+        handle = register_optimizer_step_pre_hook(average_and_clip)
+        run(model, LEAST_STEPS + 21, session, forward=forward)
+        handle.remove()
+        cause = session.judgement.cause
+    assert cause.what == what
+    low, high = cause.interval
+    assert low < error / (1 + error) < high
