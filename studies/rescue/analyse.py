@@ -207,6 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
         "unswitched": growth_without_a_switch(packed),
     }
     for name, table in tables.items():
+        if table.empty:
+            continue
         digits = "%.3g" if name == "unswitched" else "%.5g"
         table.to_csv(options.results / f"{name}.csv", index=False, float_format=digits)
         print(table.to_string(index=False))

@@ -17,7 +17,7 @@ from studies.rescue.measures import (
     speed,
     switches_made,
 )
-from studies.rescue.packed import Run
+from studies.rescue.packed import Run, kind_of
 
 #: The study's learning rate.
 RATE = 1.5e-3
@@ -46,11 +46,12 @@ def matched_run(run: Run, runs: list[Run]) -> Run | None:
         runs: Those to choose from.
 
     Returns:
-        The one of the same seed whose heads were compensated from the start, or, if there is none,
-        from the first alarm to the end, or else whose heads were on exact delta from the start; its
-        rate is the run's, or the study's if that is lower. None if there is no such run, or it is
-        the run itself.
+        The one of the same kind of model and seed whose heads were compensated from the start, or,
+        if there is none, from the first alarm to the end, or else whose heads were on exact delta
+        from the start; its rate is the run's, or the study's if that is lower. None if there is no
+        such run, or it is the run itself.
     """
+    alike = [other for other in runs if kind_of(other) == kind_of(run)]
     for arm, stabilizer in _CORRECTED:
         wanted = {
             "arm": arm,
@@ -58,7 +59,7 @@ def matched_run(run: Run, runs: list[Run]) -> Run | None:
             "seed": run.facts["seed"],
             "learning_rate": min(RATE, run.facts["learning_rate"]),
         }
-        for other in runs:
+        for other in alike:
             fits = all(other.facts[key] == value for key, value in wanted.items())
             if fits and (arm == "from_start" or _stayed_switched(other)):
                 return None if other is run else other

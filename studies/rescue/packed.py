@@ -52,6 +52,11 @@ class Run(NamedTuple):
     events: pd.DataFrame
 
 
+def kind_of(run: Run) -> str:
+    """The architecture; runs made before there was a choice do not tell theirs."""
+    return run.facts.get("architecture", "gpt2")
+
+
 def step_of(checkpoint: str | Path) -> int:
     """The step in the name of a checkpoint, `step=6000.ckpt`."""
     return int(Path(checkpoint).stem.removeprefix("step=").partition("-")[0])

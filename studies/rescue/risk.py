@@ -17,7 +17,7 @@ import pandas as pd
 from scipy.stats import permutation_test
 
 from studies.rescue.measures import series
-from studies.rescue.packed import Run, again_of, load
+from studies.rescue.packed import Run, again_of, kind_of, load
 
 #: The number of the first pairs that were made for this, and those of GPT-2 that were there before.
 FIRST = 30
@@ -64,7 +64,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
         losses = [series(run.frame, "loss").loc[step - 500 : step] for run in pair]
         rows.append(
             {
-                "kind": pair[0].facts.get("architecture", "gpt2"),
+                "kind": kind_of(pair[0]),
                 "rate": pair[0].facts["learning_rate"],
                 "seed": pair[0].facts["seed"],
                 "step": step,

@@ -235,6 +235,36 @@ def test_second_starts_and_copies_are_arms_of_their_own():
     assert list(lines.one_line_a_run(made)["arm"]) == ["stock", "restart", "again", "rescue"]
 
 
+@pytest.mark.parametrize(
+    ("loss", "failed"), [(2.0, False), (2.09, False), (2.2, True), (9.0, True)]
+)
+def test_a_run_fails_by_a_run_of_its_own_kind_of_model(loss, failed):
+    def of_kind(name, level, **facts):
+        frame = scalars(*range(0, 2001, 20))
+        frame.loc[frame["indicator"] == "loss", "value"] = level
+        return bare(name, **facts)._replace(frame=frame)
+
+    twin = {"arm": "from_start", "stabilizer": "exact_delta"}
+    # Losses of other kinds lie lower and higher, and come first.
+    runs = [
+        of_kind("gpt2", 1.0, **twin),
+        of_kind("qk_norm", 0.1, architecture="llama_qk_norm", **twin),
+        of_kind("none", 5.0, architecture="llama_none"),
+        of_kind("llama", loss, architecture="llama"),
+        of_kind("twin", 2.0, architecture="llama", **twin),
+    ]
+    table = lines.one_line_a_run(runs).set_index("run")
+    assert table["matched"].to_dict() == {
+        "gpt2": "", "qk_norm": "", "none": "", "llama": "from_start", "twin": "",
+    }  # fmt: skip
+    assert table["failed_at"].notna().to_dict() == {
+        "gpt2": False, "qk_norm": False, "none": False, "llama": failed, "twin": False,
+    }  # fmt: skip
+    if failed:
+        # The mean over the first 500 steps lies above the margin at once.
+        assert table.loc["llama", "failed_at"] == 480
+
+
 def scalars(*steps):
     """Telemetry of a run that has a value of each indicator at these steps, and no more."""
     names = ["loss", "grad_norm", "max_logit", "w_q_spectral_norm", "multiple_maxima_bf16",
