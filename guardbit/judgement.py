@@ -63,6 +63,9 @@ CRITICAL_LOGIT = 10_000.0
 _KEPT = 512
 #: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
 SHARES = of_probe("burst")
+#: The largest `key_common_mode` of this step tells kinds of model apart: the study's kinds above
+#: the first limit were at risk, those below the second hardly (studies/rescue/README.md).
+RISK_STEP, AT_RISK, HARDLY_AT_RISK = 2000, 0.94, 0.7
 
 
 class Cause(NamedTuple):
@@ -88,6 +91,21 @@ class Cause(NamedTuple):
             return self.why
         low, high = self.interval
         return f"its share of what W_Q's norm does is {self.share:.2f} ({low:.2f} to {high:.2f})"
+
+
+class Risk(NamedTuple):
+    """Whether a model is of a kind whose heads rounding moves, by the study's limits."""
+
+    what: Literal["at risk", "hardly at risk", "of unknown risk"]
+    why: str
+    key_common_mode: float | None = None  # the largest of any head
+    step: int | None = None  # at which it was measured
+    layers: tuple[int, ...] = ()  # those above the limit of risk, or that of the largest
+
+    @property
+    def sentence(self) -> str:
+        """What is known, and why."""
+        return f"By its kind the model is {self.what}: {self.why}."
 
 
 _VERDICTS: dict[str, Verdict] = {
@@ -210,6 +228,8 @@ class Evidence:
         loss: The training loss so far.
         logits: Step -> the largest logit of all heads.
         shares: Head -> step of the latest measured share of rounding, and that with its interval.
+        common_modes: The first step from `RISK_STEP` on, or the last one before, at which keys were
+            measured; layer -> the largest `key_common_mode` of its heads then.
     """
 
     def __init__(self) -> None:
@@ -221,6 +241,7 @@ class Evidence:
         self.loss = Losses()
         self.logits: dict[int, float] = {}
         self.shares: dict[Head, tuple[int, dict[str, float]]] = {}
+        self.common_modes: tuple[int, dict[int, float]] = -1, {}
         self._nonfinite: list[Sample] = []  # of the first step that has any
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
         self._latest_of: dict[str, tuple[int, list[int]]] = {}
@@ -269,9 +290,15 @@ class Evidence:
                 if known is None or known[0] != step:
                     known = self.shares[layer, head] = step, {}
                 known[1][name] = sample.values[head]
+        largest = max(sample.values[head] for head in measured)
         if name == "max_logit":
-            largest = max(sample.values[head] for head in measured)
             self.logits[step] = max(largest, self.logits.get(step, -math.inf))
+        if name == "key_common_mode" and math.isfinite(largest):
+            if self.common_modes[0] < min(step, RISK_STEP):
+                self.common_modes = step, {}
+            if self.common_modes[0] == step:
+                modes = self.common_modes[1]
+                modes[layer] = max(largest, modes.get(layer, 0.0))
         if name in GROWING:
             self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
 
@@ -323,13 +350,9 @@ class Evidence:
                     found.setdefault(head, event)
         return found
 
-    def last_measured(self, head: Head) -> int:
-        """The step of a head's last sample, -1 without any."""
-        return self._measured.get(head, (0, -1))[1]
-
-    def first_measured(self, head: Head) -> float:
-        """The step of a head's first sample."""
-        return self._measured.get(head, (math.inf, -1))[0]
+    def span(self, head: Head) -> tuple[float, float]:
+        """The steps of a head's first and last sample; the first is infinite without any."""
+        return self._measured.get(head, (math.inf, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +367,7 @@ class Judgement:
             logits or W_Q, no logits grow, and the loss is sound. "lost": the loss diverged, or is
             not finite.
         cause: What moves the alarmed heads.
+        risk: Whether the model is of a kind at risk.
         severity: "critical" for logits above 10,000, a loss that is lost, or one that rises with an
             alarmed head.
         ended: How the run ended; None where that is not known.
@@ -381,6 +405,7 @@ class Judgement:
 
     state: State
     cause: Cause
+    risk: Risk
     severity: Severity
     ended: Ended | None
     first_step: int | None
@@ -508,7 +533,7 @@ class Judgement:
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
         fields = asdict(self)
-        fields["cause"] = self.cause._asdict()
+        fields["cause"], fields["risk"] = self.cause._asdict(), self.risk._asdict()
         if not math.isfinite(self.largest_logit or 0.0):
             fields["largest_logit"] = None  # JSON has no infinity
         fields["nonfinite"] = None if self.nonfinite is None else self.nonfinite._asdict()
@@ -552,6 +577,7 @@ def judge(
     judgement = Judgement(
         state="healthy",
         cause=cause_of(evidence, alarms, metadata),
+        risk=risk_of(evidence, metadata),
         severity="none",
         ended=ended,
         first_step=first_step,
@@ -575,10 +601,8 @@ def judge(
         still_growing=sum(
             bool(found) and min(found.values()) > STILL_GROWING for found in growths.values()
         ),
-        not_measured_since=sum(
-            evidence.last_measured(head) <= step for head, step in since.items()
-        ),
-        unknown_before=sum(evidence.first_measured(head) > alarmed[head].step for head in since),
+        not_measured_since=sum(evidence.span(head)[1] <= step for head, step in since.items()),
+        unknown_before=sum(evidence.span(head)[0] > alarmed[head].step for head in since),
         missing_loss=_missing_loss(evidence, alarms, switched),
         departed=left,
         lead=_lead(alarmed, left),
@@ -693,17 +717,33 @@ def cause_of(
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
             return cause_by(*(measured[name] for name in SHARES))
-    return _unmeasured_cause(metadata)
-
-
-def _unmeasured_cause(metadata: Mapping[str, Any] | None) -> Cause:
-    """The cause where no push was measured: not rounding, where next to nothing is rounded."""
-    nothing = nothing_to_correct(metadata)
-    if nothing:
+    if nothing := nothing_to_correct(metadata):
         return Cause("not rounding", nothing)
     why = (metadata or {}).get("rounding_unmeasured")
     reason = f": {why}" if why else ""
     return Cause("not measured", f"what rounding adds to W_Q was not measured{reason}")
+
+
+def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
+    """The risk by the largest `key_common_mode`, at the step that the study looked at."""
+    if nothing := nothing_to_correct(metadata):
+        return Risk("hardly at risk", nothing)
+    step, modes = evidence.common_modes
+    if not modes:
+        return Risk("of unknown risk", "key_common_mode was not measured")
+    largest = max(modes.values())
+    when = "early" if step < RISK_STEP else "late" if step > 1.5 * RISK_STEP else ""
+    what = "of unknown risk"
+    if not when and not HARDLY_AT_RISK <= largest <= AT_RISK:
+        what = "at risk" if largest > AT_RISK else "hardly at risk"
+    layers = sorted(layer for layer, mode in modes.items() if mode >= min(largest, AT_RISK))
+    why = (
+        f"the largest key_common_mode at step {step:,}{when and f', which is {when},'} is"
+        f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}); of the"
+        f" study's eight kinds of model the three above {AT_RISK} at step {RISK_STEP:,} were at"
+        f" risk, the five below {HARDLY_AT_RISK} hardly: a statistic, no promise"
+    )
+    return Risk(what, why, largest, step, tuple(layers))
 
 
 def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
@@ -788,16 +828,8 @@ def _alarming_again(
 
 # --- what the metadata say -----------------------------------------------------------------------
 
-#: For runs whose metadata do not say by what heads were judged: class of a rule -> the indicators
-#: of which it needs one; none of those that judge something else. A rule that is not listed is
-#: taken to judge heads by whatever was measured.
-_READS: dict[str, tuple[str, ...]] = {
-    "CommonMode": (),
-    "HeadGrowth": ("w_q_spectral_norm", "max_logit"),
-    "GradientError": ("dq_coherent_error",),
-    "ModelLogits": (),
-    "LossDeparture": (),
-}
+#: By what heads are judged where the metadata do not say it, as those of a table.
+_JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
 
 
 def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
@@ -807,20 +839,13 @@ def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
         return False
     settings = (metadata or {}).get("settings")
     settings = settings if isinstance(settings, Mapping) else {}
-    judged_by, rules = settings.get("heads_judged_by"), settings.get("rules")
-    if isinstance(judged_by, Mapping):
-        return any(
-            all(
-                isinstance(one, list | tuple) and any(x in indicators for x in one)
-                for one in needed
-            )
-            for needed in judged_by.values()
-            if isinstance(needed, list | tuple)
-        )
-    kinds = _READS
-    if isinstance(rules, list | tuple):
-        kinds = [str(rule).partition("(")[0] for rule in rules]
-    return any(kind not in _READS or not set(_READS[kind]).isdisjoint(indicators) for kind in kinds)
+    judged_by = settings.get("heads_judged_by")
+    judged_by = judged_by if isinstance(judged_by, Mapping) else _JUDGED_BY
+    return any(
+        all(isinstance(one, list | tuple) and any(x in indicators for x in one) for one in needed)
+        for needed in judged_by.values()
+        if isinstance(needed, list | tuple)
+    )
 
 
 def not_watched_of(

@@ -46,7 +46,7 @@ def judged(run: Path) -> dict[str, Any]:
     frame, metadata = read_run(path), read_metadata(path)
     found, events = replay(frame, normalised=normalised_sites(metadata)), read_events(path)
     outcome = judgement_of(frame, events, metadata).as_json()
-    del outcome["headline"], outcome["advice"]
+    del outcome["headline"], outcome["advice"], outcome["risk"]
     kept = ("step", "kind", "site", "heads", "rule", "stabilizer", "verdict")
     return {
         "verdict": found.judgement(metadata=metadata).verdict,

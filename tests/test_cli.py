@@ -120,10 +120,13 @@ def test_replay_of_recorded_runs(name, verdict, outcome, earliest, latest):
     }
 
 
+NO_RISK_KNOWN = "By its kind the model is of unknown risk: key_common_mode was not measured."
+
+
 def test_replay_in_words():
     result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
     assert result.exit_code == 0
-    *table, outcome, verdict, advice, _lacking = result.stdout.splitlines()
+    *table, outcome, verdict, advice, risk, _lacking = result.stdout.splitlines()
     assert outcome.startswith("Alarmed: ")
     assert table[0].split() == ["first", "step", "module", "heads", "rule", "alarms"]
     assert "h.2.attn" in table[1]
@@ -133,6 +136,7 @@ def test_replay_in_words():
         "Verdict by today's rules: unclear: what rounding adds to W_Q was not measured"
     )
     assert advice.startswith("Switch the alarmed heads")
+    assert risk == NO_RISK_KNOWN
 
 
 def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_run):
@@ -142,6 +146,7 @@ def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_r
         "Healthy: no alarm up to step 900",
         "Verdict by today's rules: stable",
         "Nothing is to be done.",
+        NO_RISK_KNOWN,
         "Not judged by gradient_error: the telemetry lacks dq_coherent_error",
     ]
 

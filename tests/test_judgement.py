@@ -2,12 +2,14 @@
 
 import math
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import guardbit
 from guardbit.dashboards.marks import judgement_of
 from guardbit.judgement import STATES, Evidence, judge, severities
 from guardbit.monitor.settings import Settings
@@ -441,35 +443,9 @@ def test_steps_that_nobody_measured_are_not_counted_as_healthy(head_steps, said)
 
 
 @pytest.mark.parametrize(
-    ("rules", "state"),
-    [
-        ([], "unclear"),
-        (["LossDeparture(name='loss_departure')", "ModelLogits(name='m')"], "unclear"),
-        (["GradientError(name='gradient_error')"], "unclear"),  # reads what was not measured
-        (["HeadGrowth(name='head_growth')"], "healthy"),
-        (["LossDeparture(name='loss_departure')", "MyOwn(name='mine')"], "healthy"),
-        (None, "healthy"),
-    ],
-)
-def test_a_run_whose_heads_no_rule_could_judge_is_unclear(rules, state):
-    metadata = {} if rules is None else {"settings": {"rules": rules}}
-    found = judged(metadata=metadata)
-    assert (found.state, found.verdict) == (state, {"healthy": "stable"}.get(state, state))
-    if state == "unclear":
-        assert found.headline == "Unclear: no rule could judge the heads"
-    entropy = [
-        Sample(one.step, one.site, one.layer, "attention_entropy", one.values)
-        for one in samples()
-        if one.site
-    ]
-    has_own = rules is not None and any("MyOwn" in rule for rule in rules)
-    found = judged(metadata=metadata, of=entropy)
-    assert found.state == ("healthy" if has_own else "unclear")
-
-
-@pytest.mark.parametrize(
     ("judged_by", "state"),
     [
+        (None, "healthy"),  # not told, as of a table
         ({}, "unclear"),
         ({"mine": []}, "healthy"),  # reads nothing that it names
         ({"growth": [["w_q_spectral_norm", "max_logit"]]}, "healthy"),
@@ -479,9 +455,16 @@ def test_a_run_whose_heads_no_rule_could_judge_is_unclear(rules, state):
     ],
 )
 def test_a_run_says_by_what_its_heads_were_judged(judged_by, state):
-    # The rules' names are not asked then.
-    settings = {"heads_judged_by": judged_by, "rules": ["HeadGrowth(name='head_growth')"]}
-    assert judged(metadata={"settings": settings}).state == state
+    metadata = {"settings": {"heads_judged_by": judged_by}}
+    found = judged(metadata=metadata)
+    assert (found.state, found.verdict) == (state, {"healthy": "stable"}.get(state, state))
+    if state == "unclear":
+        assert found.headline == "Unclear: no rule could judge the heads"
+    entropy = [replace(one, indicator="attention_entropy") for one in samples() if one.site]
+    reads_nothing = bool(judged_by) and [] in judged_by.values()
+    assert judged(metadata=metadata, of=entropy).state == (
+        "healthy" if reads_nothing else "unclear"
+    )
 
 
 def test_the_default_rules_are_told_with_a_run():
@@ -617,6 +600,58 @@ def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():
 )
 def test_metadata_of_any_kind_end_nothing(metadata):
     assert judged(metadata=metadata).state in ("healthy", "unclear")
+
+
+def keys(step, layer, *modes):
+    return Sample(step, f"h.{layer}.attn", layer, "key_common_mode", modes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "metadata", "expected"),
+    [
+        ([keys(2000, 0, 0.3, 0.97), keys(2000, 1, 0.95), keys(2000, 2, 0.9)], {},
+         ("at risk", 0.97, 2000, (0, 1))),
+        ([keys(2000, 0, 0.3), keys(2000, 1, 0.69)], {}, ("hardly at risk", 0.69, 2000, (1,))),
+        ([keys(2000, 0, 0.7)], {}, ("of unknown risk", 0.7, 2000, (0,))),
+        ([keys(2000, 0, 0.94)], {}, ("of unknown risk", 0.94, 2000, (0,))),
+        # What is measured before says nothing, nor does what comes after.
+        ([keys(0, 0, 0.99)], {}, ("of unknown risk", 0.99, 0, (0,))),
+        ([keys(1950, 0, 0.99), keys(2050, 0, 0.6), keys(2100, 0, 0.99)], {},
+         ("hardly at risk", 0.6, 2050, (0,))),
+        ([keys(3000, 0, 0.99)], {}, ("at risk", 0.99, 3000, (0,))),
+        ([keys(3001, 0, 0.99)], {}, ("of unknown risk", 0.99, 3001, (0,))),
+        # A sample that comes in parts, and one of which nothing is known.
+        ([keys(2000, 0, math.nan, 0.5), keys(2000, 0, 0.6)], {},
+         ("hardly at risk", 0.6, 2000, (0,))),
+        ([keys(2000, 0, math.inf), keys(2001, 0, math.nan)], {},
+         ("of unknown risk", None, None, ())),
+        ([keys(2000, 0, 0.99)], {"precision": ["float32"]}, ("hardly at risk", None, None, ())),
+    ],
+)  # fmt: skip
+def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(
+    measured, metadata, expected
+):
+    found = judged(of=measured, metadata=metadata)
+    what, largest, step, layers = expected
+    assert (found.risk.what, *found.risk[2:]) == expected
+    assert found.risk.sentence.startswith(f"By its kind the model is {what}: ")
+    assert found.as_json()["risk"] == found.risk._asdict()
+    if largest is not None:
+        named = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+        assert f"is {largest:.3f} ({named})" in found.risk.sentence
+        assert f"step {step:,}" in found.risk.sentence
+        assert ("early" in found.risk.why, "late" in found.risk.why) == (step < 2000, step > 3000)
+        assert found.risk.why.endswith("a statistic, no promise")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "largest", "layers"),
+    [("llama_learned", "at risk", 0.968, (3,)), ("gpt2_rotary", "hardly at risk", 0.6, (8,))],
+)
+def test_the_risk_of_the_studys_kinds_is_what_the_study_says(kind, what, largest, layers):
+    run = f"studies/rescue/other_models/{kind}-stock-cudnn-lr1.5e-03-seed1-again30"
+    risk = guardbit.load(Path(__file__).parents[1] / run).judgement.risk
+    assert risk[0] == what and risk[2:] == (largest, 2000, layers)
 
 
 def test_in_json_it_is_plain():

@@ -35,15 +35,17 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
+    from guardbit.dashboards.marks import judgement_of
     from guardbit.doctor import text
     from guardbit.doctor.diagnose import diagnose as diagnose_head
-    from guardbit.doctor.snapshots import heads_of_run, last_verdict
-    from guardbit.store import folder_of_run
+    from guardbit.doctor.snapshots import heads_of_run
+    from guardbit.store import folder_of_run, read_events, read_metadata, read_run
 
     with user_errors(OSError, ValueError):
         folder = folder_of_run(path)
         heads = heads_of_run(folder, head or ())
-        verdict = last_verdict(folder)
+        run = judgement_of(read_run(folder), read_events(folder), read_metadata(folder))
+        verdict = f"{run.verdict}: {run.why}" if run.num_alarms else run.verdict
         figures = output or folder / "diagnosis"
         if not as_json:
             _check_writable(figures)
@@ -57,11 +59,12 @@ def diagnose(
                 place = figures / text.file_name(kept[-1])
                 typer.echo(f"Figure: {printable(str(_draw(kept, found, place)))}\n")
     if as_json:
-        typer.echo(json.dumps({"heads": told, "verdict": verdict}))
+        typer.echo(json.dumps({"heads": told, "verdict": verdict, "risk": run.risk._asdict()}))
         return
     if output is None:
         _keep_answer(told, folder)
     typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+    typer.echo(run.risk.sentence)
 
 
 def _check_writable(place: Path) -> None:

@@ -102,6 +102,7 @@ def _lines(judgement: Judgement, result: Replay) -> list[str]:
         judgement.headline,
         f"Verdict by today's rules: {judgement.verdict}{measured}",
         judgement.advice,
+        judgement.risk.sentence,
     ]
     for rule, names in result.unjudged.items():
         lines.append(f"Not judged by {rule}: the telemetry lacks {', '.join(names)}")

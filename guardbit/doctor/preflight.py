@@ -74,13 +74,8 @@ class Preflight:
     def is_broken(self) -> bool:
         return any(finding.is_broken for finding in self.findings)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left out, see `left_out`."""
-        return not self.left_out
-
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "is_broken": self.is_broken, "is_complete": self.is_complete}
+        return {**asdict(self), "is_broken": self.is_broken, "is_complete": not self.left_out}
 
 
 class Examiner:

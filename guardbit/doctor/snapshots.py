@@ -98,16 +98,6 @@ def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead
     return chosen
 
 
-def last_verdict(folder: Path) -> str:
-    """Returns the verdict that the run ends with, and why; "none" if it has none."""
-    events = read_events(folder)
-    verdicts = events[events["kind"] == "verdict"]
-    if verdicts.empty:
-        return "none"
-    last = verdicts.iloc[-1]
-    return f"{last['verdict']}: {last['why']}"
-
-
 def _why_none(folder: Path) -> str:
     noted = read_metadata(folder).get("snapshots")
     events = read_events(folder)

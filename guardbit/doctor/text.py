@@ -104,7 +104,7 @@ def conclusion(preflight: Preflight) -> str:
     broken = {finding.engine for finding in preflight.findings if finding.is_broken}
     if broken:
         return f"Broken: {', '.join(sorted(broken))}."
-    if not preflight.is_complete:
+    if preflight.left_out:
         return (
             f"Incomplete: {preflight.examined} examined, within the bounds of their arithmetic so"
             " far; the rest needs more time or memory (* is PyTorch's choice)."

@@ -12,6 +12,8 @@ from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from tests.doctor.kernel import head_of, kernel, peaked, sound
 
+NOT_MEASURED = "unclear: what rounding adds to W_Q was not measured"
+
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
@@ -26,8 +28,8 @@ def head(tensors, stabilizer="none"):
 def run(tmp_path):
     """A run with one failing head at two steps, and a sound one."""
     with RunWriter(tmp_path / "run") as writer:
-        writer.add([Sample(3, "h.1.attn", 1, "max_logit", (1.0, 2.0))])
-        writer.event(Event(5, "verdict", "", (), "so it is", verdict="rounding"))
+        writer.add([Sample(3, "h.1.attn", 1, "key_common_mode", (0.1, 0.2))])
+        writer.event(Event(5, "alarm", "h.1.attn", (1,), "It grew.", rule="head_growth"))
     for step in (3, 4):
         kept = [KeptHead(step, "h.1.attn", 1, "none", head(peaked(step)))]
         if step == 4:
@@ -44,7 +46,8 @@ def test_the_answer_comes_first_and_figures_are_drawn(run):
     assert lines[1].startswith("Rounding of delta: dQ is wrong by")
     assert lines[2].startswith("The error adds up: it makes W_Q grow")
     assert "Rounding is not the cause" in result.stdout
-    assert lines[-1] == "The rules' own verdict on the run is rounding: so it is"
+    assert "the largest key_common_mode at step 3, which is early, is 0.200 (layer 1)" in lines[-1]
+    assert lines[-2] == f"The rules' own verdict on the run is {NOT_MEASURED}"
     drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
     assert drawn == ["diagnosis.json", "h.1.attn-head1.png", "h_0_attn-head0.png"]
     assert all((run / "diagnosis" / name).stat().st_size > 10_000 for name in drawn[1:])
@@ -56,7 +59,7 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     assert [(one["site"], one["head"], one["cause"]) for one in told["heads"]] == [
         ("h.1.attn", 1, "rounding"), ("h/0 attn", 0, "not rounding"),
     ]  # fmt: skip
-    assert told["verdict"] == "rounding: so it is"
+    assert (told["verdict"], told["risk"]["layers"]) == (NOT_MEASURED, [1])
     assert told["heads"][0]["steps"] == [3, 4]
     assert not (run / "diagnosis").exists()
 

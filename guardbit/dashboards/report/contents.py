@@ -136,7 +136,7 @@ def summary(run: LoadedRun) -> list[str]:
     lost = loss.index.to_numpy()[~np.isfinite(loss.to_numpy())]
     if len(lost):
         sentences.append(f"The loss was first not finite at step {int(lost[0]):,}.")
-    return sentences
+    return sentences if frame.empty else [*sentences, judgement.risk.sentence]
 
 
 def tiles(run: LoadedRun) -> list[Tile]:

@@ -338,17 +338,21 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     assert f"{ATTACK} · GuardBit" in page.of("title")
 
 
+NO_RISK_KNOWN = "By its kind the model is of unknown risk: key_common_mode was not measured."
+
+
 def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
     page = write(tmp_path, run_without_figures(), None, None)
     assert page.of("h1") == ["Unclear: no rule could judge the heads"]
-    assert page.lede == []
+    assert page.lede == [NO_RISK_KNOWN]
 
 
 def test_alarms_without_a_switch(tmp_path):
     events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
     page = write(tmp_path, run_without_figures(), events, None)
     assert page.of("h1") == ["Alarmed: an alarm at step 10 names no measured head"]
-    assert page.lede[1:] == ["The first alarm came at step 10 (the whole run): The loss rose."]
+    first = "The first alarm came at step 10 (the whole run): The loss rose."
+    assert page.lede[1:] == [first, NO_RISK_KNOWN]
     assert "What the switch did" not in page.of("h2")
 
 
