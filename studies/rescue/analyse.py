@@ -4,7 +4,7 @@
     python -m studies.rescue.analyse table studies/rescue/results
 
 `pack` thins runs for the repository (`packed.py`). `table` prints one line a run, one an arm, one a
-family (all of it, and its copies), and what large logits do by themselves.
+family (all of it, and its copies).
 
 A run has failed when its loss, averaged over the 500 steps before, lies 0.1 nats above that of the
 matched run, the one whose heads are all compensated from the start, with the same seed and batches.
@@ -14,11 +14,6 @@ in and is taken to be sound; the column `matched` says so. Of seed 1 at 6e-4 the
 on `exact_delta` from the start stands in.) Recorded stable runs on the same batches
 (`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above each. A loss
 that is not finite is large.
-
-When the largest W_Q spectral norm, the median over 1,000 steps, first is twice the matched run's is
-told beside, and counts for nothing: in seed 6 that is so from step 3,000 on, of the runs whose loss
-holds as well. (In the recorded stable runs it is 1.62 times another's at most, in the shifted one,
-where it was rising, 1.99 times; in the failing one 2.8 to 4.5 times that of each stable run.)
 
 Untouched runs that were begun once more, at step 1, are an arm of their own, `restart`. What began
 as a copy at a step that was named (`branches.py`) is in the first table only: the failure may be
@@ -40,9 +35,8 @@ same of the copies alone, as the first run of a family is the one that was alarm
 
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm, where
 heads were switched then by those of them: how fast it grew in the 1,500 steps before, and in the
-1,500 after, and how far the audited dQ was off. An alarm comes where growth is steepest, so that
-what follows is slower in any case: the fifth table tells what such heads do by themselves. (Without
-an alarm the last step stands for it.)
+1,500 after, and how far the audited dQ was off. An alarm comes where growth is steepest, so what
+follows is slower in any case. (Without an alarm the last step stands for it.)
 """
 
 from __future__ import annotations
@@ -54,9 +48,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import beta, hypergeom
 
-from studies.rescue.lines import RATE, one_line_a_run
-from studies.rescue.measures import GROWTH_WINDOW, logit_growth, logits_by_head, switches_made
-from studies.rescue.packed import Run, begun_at, load, pack, step_of
+from studies.rescue.lines import one_line_a_run
+from studies.rescue.packed import begun_at, load, pack
 
 #: Compared steps from which on a run that has not failed counts.
 LENGTH = 14_500
@@ -140,49 +133,6 @@ def one_line_a_family(runs: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index().astype(dict.fromkeys(counts, int))
 
 
-def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
-    """What becomes of fast growing large logits by themselves, to compare a switch with.
-
-    Every sample of every head without a stabilizer at the study's rate counts, up to the first
-    switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster. What a
-    run has copied from another counts there; those that were changed at a step that was named, in
-    other ways than by a switch, do not.
-
-    Returns:
-        A row a run: number of such samples and of heads, the median growth after them, and the
-        shares that fall, at all and by half an e-fold in 1,000 steps or faster.
-    """
-    rows = []
-    for run in runs:
-        if run.facts["arm"] == "from_start" or run.facts["learning_rate"] != RATE:
-            continue
-        if begun_at(run.name) is not None:
-            continue
-        switches = switches_made(run.events)
-        logits = logits_by_head(run.frame)
-        if not switches.empty:
-            logits = logits.loc[: switches["step"].iloc[0]]
-        origin = run.facts["branched_from"]
-        copied = 0 if origin is None else step_of(origin)
-        steps = logits.loc[copied + 1 : logits.index[-1] - GROWTH_WINDOW].index
-        if steps.empty:
-            continue
-        growth = pd.concat([logit_growth(logits, step) for step in steps])
-        after = growth.loc[growth["before"] >= 1, "after"].dropna()
-        rows.append(
-            {
-                "run": run.name,
-                "samples": len(after),
-                "heads": after.index.nunique(),
-                "growth_after": after.median(),
-                "falling": (after < 0).mean(),
-                "falling_fast": (after <= -0.5).mean(),
-            }
-        )
-    columns = ["run", "samples", "heads", "growth_after", "falling", "falling_fast"]
-    return pd.DataFrame(rows, columns=columns)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Packs, or prints all tables and writes them beside the data."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -196,21 +146,18 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "pack":
         pack(options.runs, options.results, options.snapshots)
         return
-    packed = load(options.results)
-    runs = one_line_a_run(packed)
+    runs = one_line_a_run(load(options.results))
     judged = runs[runs["run"].map(begun_at).isna()]
     tables = {
         "runs": runs,
         "arms": one_line_an_arm(judged),
         "families": one_line_a_family(judged),
         "copies": one_line_a_family(judged[judged["run"] != judged["family"]]),
-        "unswitched": growth_without_a_switch(packed),
     }
     for name, table in tables.items():
         if table.empty:
             continue
-        digits = "%.3g" if name == "unswitched" else "%.5g"
-        table.to_csv(options.results / f"{name}.csv", index=False, float_format=digits)
+        table.to_csv(options.results / f"{name}.csv", index=False, float_format="%.5g")
         print(table.to_string(index=False))
 
 

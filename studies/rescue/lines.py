@@ -12,7 +12,6 @@ from studies.rescue.measures import (
     logits_by_head,
     loss_departure,
     median_errors_of_dq,
-    norm_departure,
     series,
     speed,
     switches_made,
@@ -109,20 +108,15 @@ def _failure(run: Run, twin: Run | None) -> dict:
             "matched": "",
             "compared_steps": 0,
             "failed_at": None,
-            "norm_doubled_at": None,
             "above_matched": None,
         }
-    loss, norm = (
-        [series(each.frame, indicator) for each in (run, twin)]
-        for indicator in ("loss", "w_q_spectral_norm")
-    )
+    loss = [series(each.frame, "loss") for each in (run, twin)]
     excess = excess_loss(*loss)
     compared = int(excess.index[-1])
     return {
         "matched": twin.facts["arm"],
         "compared_steps": compared,
         "failed_at": loss_departure(*loss),
-        "norm_doubled_at": norm_departure(*norm),
         "above_matched": excess.loc[compared - _LAST + 1 :].mean(),
     }
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from studies.rescue.packed import HEAD_STEPS, LOSS_STEPS
+from studies.rescue.packed import LOSS_STEPS
 
 #: Nats above the matched run's loss, and the steps over which it is averaged.
 MARGIN, WINDOW = 0.1, 500
 
-#: How many times the matched run's W_Q norm, and the steps over which the median is taken.
-RATIO, NORM_WINDOW = 2.0, 1000
-
 #: A large logit, and the steps before and after which its growth is told.
 GROWN, GROWTH_WINDOW = 1000, 1500
 
-#: What is not finite counts as this: a loss in nats, a ratio of norms.
+#: What is not finite counts as so many nats.
 _LARGE = 1e3
 
 
@@ -34,25 +31,14 @@ def loss_departure(loss: pd.Series, reference: pd.Series) -> int | None:
         loss: By step.
         reference: The same of the matched run.
     """
-    return _first(excess_loss(loss, reference).rolling(WINDOW // LOSS_STEPS).mean() > MARGIN)
+    failing = excess_loss(loss, reference).rolling(WINDOW // LOSS_STEPS).mean() > MARGIN
+    steps = failing.index[failing]
+    return int(steps[0]) if len(steps) else None
 
 
 def excess_loss(loss: pd.Series, reference: pd.Series) -> pd.Series:
     """How far a loss lies above another, in nats, by step; where it is not finite, far."""
     return (loss.where(np.isfinite, _LARGE) - reference).dropna()
-
-
-def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
-    """First step at which a run's largest W_Q norm is `RATIO` times the matched run's, or None.
-
-    The ratio is a median over `NORM_WINDOW` steps.
-
-    Args:
-        norm: The largest W_Q spectral norm over all heads, by step.
-        reference: The same of the matched run.
-    """
-    ratio = (norm / reference).dropna().clip(upper=_LARGE)
-    return _first(ratio.rolling(NORM_WINDOW // HEAD_STEPS).median() >= RATIO)
 
 
 def logits_by_head(run: pd.DataFrame) -> pd.DataFrame:
@@ -139,8 +125,3 @@ def speed(facts: dict, first: int, last: int) -> float:
     # The median passes over pauses and, where a run was resumed, over the clock's new start.
     rates = (np.diff(steps) / np.diff(seconds))[chosen]
     return float(np.median(rates)) if rates.size else float("nan")
-
-
-def _first(failing: pd.Series) -> int | None:
-    steps = failing.index[failing]
-    return int(steps[0]) if len(steps) else None

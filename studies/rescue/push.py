@@ -18,10 +18,6 @@ and it is this, over sigma, that `growth` holds for each engine: e-folds of sigm
 rest of the change is of second order: steps in all directions lengthen a matrix too. (d is the
 run's own, with cuDNN's errors in it; a run that is corrected from here on would come to another.)
 
-`share` needs no optimizer: with p = -u^T dW_err v and r, the same of the run's gradient without its
-error, it is p / (|p| + |r|), from -1 to 1. (`growth` and `share` are sums over steps. The
-committed files lack `share`, which nothing reads.)
-
     python -m studies.rescue.growth studies/rescue/results/push-*.csv.gz
 
 prints and draws what came out.
@@ -183,14 +179,8 @@ def rows_of(
         def growth(gradient: Tensor, along: Tensor = along) -> list[float]:
             return (along * gradient).sum((1, 2)).tolist()
 
-        def descent(gradient: Tensor, layer: Layer = layer) -> Tensor:
-            return -torch.einsum("hd,hdc,hc->h", layer.lefts, gradient.double(), layer.rights)
-
         errors = {name: clip * error for name, error in layer.errors.items()}
         gradient = query_rows(layer.weight.grad, heads)
-        rest = descent(gradient - errors["run"]).abs()
-        pushes = {name: descent(error) for name, error in errors.items()}
-
         after = query_rows(layer.weight.detach(), heads).double()
         # Of a Gram matrix in FP64: singular values themselves take a second a step on a GPU.
         moved = torch.linalg.eigvalsh(after @ after.mT)[:, -1].sqrt()
@@ -199,10 +189,6 @@ def rows_of(
             "change": (moved / layer.sigmas).log().tolist(),
             "growth_all": growth(gradient),
             **{f"growth_{name}": growth(error) for name, error in errors.items()},
-            **{
-                f"share_{name}": (push / (push.abs() + rest)).nan_to_num(0.0).tolist()
-                for name, push in pushes.items()
-            },
         }
         for head in range(heads):
             cells = {name: values[head] for name, values in columns.items()}
@@ -257,8 +243,7 @@ def thinned(frame: pd.DataFrame) -> pd.DataFrame:
     """Sums over `STEPS` steps at a time, with the first of these and its sigma."""
     beginning = frame["step"].min()
     windows = (frame["step"] - beginning) // STEPS * STEPS + beginning
-    summed = ("change", "growth_", "share_")
-    sums = {name: "sum" for name in frame if name.startswith(summed)}
+    sums = {name: "sum" for name in frame if name.startswith(("change", "growth_"))}
     grouped = frame.assign(step=windows).groupby(["step", "layer", "head"])
     return grouped.agg({"sigma": "first", **sums}).reset_index()
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import pandas as pd
-
-from guardbit.records import Event, Sample
+from guardbit.records import Event
 from guardbit.store import RunWriter, read_events, read_metadata, read_run
+from guardbit.store.samples import samples_of
 from studies.rescue.packed import squeeze
 
 #: Folder of each run in the package -> the run of the study.
@@ -42,26 +41,13 @@ def thin(source: Path, target: Path) -> None:
         ~of_run & ((frame["step"] % HEADS_EVERY == 0) | frame["step"].isin(alarms))
     )
     frame = frame[kept & frame["indicator"].isin(INDICATORS)]
+    frame = frame.assign(value=[float(f"{value:.{DIGITS}g}") for value in frame["value"]])
     metadata = {**read_metadata(source), "recorded": f"a thin copy of {source.name}"}
     with RunWriter(target, metadata=metadata, flush_every=10**6) as writer:
         writer.add(samples_of(frame))
         for event in events.to_dict("records"):
             writer.event(Event(**event))
     squeeze(target)
-
-
-def samples_of(frame: pd.DataFrame) -> list[Sample]:
-    """The rows as samples, one for each step, module and indicator."""
-    samples = []
-    for (step, site, layer, indicator), rows in frame.groupby(
-        ["step", "site", "layer", "indicator"], sort=True
-    ):
-        values = {int(h): v for h, v in zip(rows["head"], rows["value"], strict=True)}
-        count = max(max(values) + 1, 1)
-        listed = [values.get(head if site else -1, float("nan")) for head in range(count)]
-        rounded = tuple(float(f"{value:.{DIGITS}g}") for value in listed)
-        samples.append(Sample(int(step), str(site), int(layer), str(indicator), rounded))
-    return samples
 
 
 def main() -> None:

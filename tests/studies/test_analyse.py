@@ -50,19 +50,14 @@ def test_a_run_counts_as_sound_only_where_it_was_compared_long_enough():
 
 
 def test_the_recorded_failure_departs_where_it_was_seen_to():
-    # Its loss leaves that of the stable runs on the same batches at about step 9,000; before, its
-    # largest norm is 17 at step 6,600 and 48 at 8,000, where theirs are 15 and 18.
+    # Its loss leaves that of the stable runs on the same batches at about step 9,000.
     stable = [f"stable-{name}-lr1.5e-3" for name in ("fp32out", "bf16out", "fa2numerics")]
     for reference in stable:
-        losses, norms = (recorded(reference, name) for name in ("loss", "w_q_spectral_norm"))
-        fails = "fails-sdpa-lr1.5e-3"
-        assert 8500 <= measures.loss_departure(recorded(fails, "loss"), losses) <= 9500
-        doubled = measures.norm_departure(recorded(fails, "w_q_spectral_norm"), norms)
-        assert 7000 <= doubled <= 8500
+        losses = recorded(reference, "loss")
+        failing = recorded("fails-sdpa-lr1.5e-3", "loss")
+        assert 8500 <= measures.loss_departure(failing, losses) <= 9500
         for other in (*stable, "stable-shift-lr1.5e-3"):
             assert measures.loss_departure(recorded(other, "loss"), losses) is None
-            norm = recorded(other, "w_q_spectral_norm")
-            assert measures.norm_departure(norm, norms) is None
 
 
 @pytest.mark.parametrize("excess, samples, expected", [
@@ -75,17 +70,6 @@ def test_only_a_lasting_rise_of_the_loss_is_a_failure(excess, samples, expected)
     loss = reference.copy()
     loss.iloc[100 : 100 + samples] += excess
     assert measures.loss_departure(loss, reference) == expected
-
-
-@pytest.mark.parametrize("factor, samples, expected", [
-    (2.0, 3, 4400), (1.99, 9, None), (9.0, 2, None), (0.1, 9, None), (np.inf, 3, 4400),
-])  # fmt: skip
-def test_only_a_lasting_growth_of_the_norm_is_a_doubling(factor, samples, expected):
-    # Three of the five samples of a window are its median.
-    reference = series(np.linspace(1, 30, 40), 200)
-    norm = reference.copy()
-    norm.iloc[20 : 20 + samples] *= factor
-    assert measures.norm_departure(norm, reference) == expected
 
 
 def test_the_growth_of_large_logits_before_and_after_a_step():
@@ -108,35 +92,6 @@ def test_the_growth_of_large_logits_before_and_after_a_step():
     # Too few samples on one side, or no such head: nothing is said.
     assert measures.logit_growth(logits, 5900)["after"].isna().all()
     assert measures.logit_growth(logits[[("h.0", 2)]], 3050).empty
-
-
-def test_what_fast_growing_logits_do_by_themselves(tmp_path):
-    steps = np.arange(0, 8001, 200)
-    time = (steps - 3000) / 1000
-    logs = [
-        np.where(steps <= 3000, 8 + 2 * time, 6.2 + 0.1 * time),  # above 1,000 from 2,600 to 3,000
-        8 + 2 * (time - 2.5),  # above 1,000 when it no longer counts
-        np.full(41, 9.0),  # large, and does not grow
-    ]
-    for arm, rate in (
-        ("rescue", 1.5e-3), ("rescue_all", 1.5e-3), ("from_start", 1.5e-3), ("stock", 3e-3),
-        ("qk_clip-from1000", 1.5e-3),
-    ):  # fmt: skip
-        branched = "runs/stock/step=2800.ckpt" if arm == "rescue_all" else None
-        study = {"arm": arm, "learning_rate": rate, "branched_from": branched}
-        with RunWriter(tmp_path / arm, metadata={"study": study}) as writer:
-            for step, *values in zip(steps.tolist(), *np.exp(logs).tolist(), strict=True):
-                writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
-            writer.event(Event(1000, "refusal", "h.0", (0,), "a dry run", stabilizer="compensated"))
-            for step in (6000, 7000):
-                writer.event(Event(step, "switch", "h.0", (0,), "", stabilizer="compensated"))
-    line, branch = analyse.growth_without_a_switch(load(tmp_path)).to_dict("records")
-    # After 2,600 and 2,800 a line through what follows falls, after 3,000 it rises.
-    assert (line["run"], line["samples"], line["heads"]) == ("rescue", 3, 1)
-    assert line["falling"] == line["falling_fast"] == pytest.approx(2 / 3)
-    # The copy that parts at 2,800 has 3,000 of its own.
-    assert (branch["run"], branch["samples"], branch["falling"]) == ("rescue_all", 1, 0)
-    assert branch["growth_after"] == pytest.approx(0.1)
 
 
 def families(*rows):
@@ -322,8 +277,8 @@ def test_one_line_of_a_run():
     expected = {
         "run": "branch", "arm": "rescue", "family": "stock-cudnn-seed0", "steps": 4000,
         "matched": "from_start", "compared_steps": 4000,
-        # Six losses of 25 at 0.5 average to 0.12; three norms of five are their median.
-        "failed_at": 3120, "norm_doubled_at": 3400, "first_alarm": 2000, "rule": "norm_growth",
+        # Six losses of 25 at 0.5 average to 0.12.
+        "failed_at": 3120, "first_alarm": 2000, "rule": "norm_growth",
         "lead": 1120, "verdict": "rounding", "alarmed_heads": 2,
         # Head 1 is as large, and is switched later.
         "first_switch": 2000, "switches": 2, "grown_heads": 1, "dq_error_before": 4.0,
@@ -475,9 +430,8 @@ def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
     others = {"paired.csv", "paired-heads.csv"}
     assert tables.keys() == {path.name for path in RESULTS.glob("*.csv")} - others
     for name, table in tables.items():
-        # One in the last digit that is written, for another processor's sums: of three, of five.
-        bound = 1e-2 if name == "unswitched.csv" else 1e-4
-        pd.testing.assert_frame_equal(table, pd.read_csv(RESULTS / name), rtol=bound, obj=name)
+        # One in the last digit that is written, for another processor's sums.
+        pd.testing.assert_frame_equal(table, pd.read_csv(RESULTS / name), rtol=1e-4, obj=name)
     # A family's first run is no copy of it.
     columns = ["others", "compensated"]
     families, copies = (tables[name].set_index("family") for name in ("families.csv", "copies.csv"))

@@ -32,16 +32,13 @@ def test_the_growth_of_the_whole_gradient_is_what_sigma_did():
     np.testing.assert_allclose(rows["growth_all"], rows["change"], rtol=1e-4)
     # Half of the gradient, clipped to a half.
     np.testing.assert_allclose(rows["growth_run"], 0.25 * rows["growth_all"], rtol=1e-9)
-    # A quarter of what the gradient does to sigma, beside three quarters.
-    down = torch.einsum("hd,hdc,hc->h", u[..., 0], query_rows(weight.grad, HEADS), vh[:, 0])
-    np.testing.assert_allclose(rows["share_run"], -0.25 * down.sign(), rtol=1e-9)
 
 
 def frame(steps, heads=3):
     generator = np.random.default_rng(1)
     rows = [
         {"step": step, "layer": 0, "head": head, "sigma": 1.0 + step,
-         "change": generator.normal(), "growth_run": float(head), "share_run": -0.5 * head}
+         "change": generator.normal(), "growth_run": float(head)}
         for step in steps for head in range(heads)
     ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -52,7 +49,7 @@ def test_thinned_rows_are_sums_from_the_first_step_on():
     kept = thinned(full)
     assert sorted(set(kept["step"])) == [103, 113, 123]
     last = kept[(kept["step"] == 123) & (kept["head"] == 2)].iloc[0]
-    assert last["growth_run"] == 5 * 2.0 and last["sigma"] == 124.0 and last["share_run"] == -5.0
+    assert last["growth_run"] == 5 * 2.0 and last["sigma"] == 124.0
     assert kept["change"].sum() == pytest.approx(full["change"].sum())
 
 
