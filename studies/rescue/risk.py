@@ -1,6 +1,6 @@
 """Kinds of models: how much an exact delta changes, and what the keys of their heads share.
 
-    python -m studies.rescue.risk studies/rescue/other_models studies/rescue/results
+    python -m studies.rescue.risk studies/rescue/{other_models,results} --figure risk.png
 
 A run without a switch is compared with its twin, of the same kind, rate, seed and number, in which
 all heads have an exact delta from the second step on. `README.md`, "Who is at risk", has the rule.
@@ -12,10 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from scipy.stats import permutation_test
 
+from guardbit.judgement import AT_RISK, HARDLY_AT_RISK
 from studies.rescue.measures import series
 from studies.rescue.packed import Run, again_of, kind_of, load
 
@@ -108,16 +110,36 @@ def test(found: pd.DataFrame) -> tuple[float, float]:
     return float(result.statistic), float(result.pvalue)
 
 
+def draw(found: pd.DataFrame) -> plt.Figure:
+    """A dot a pair: how many times as large the logits are as the twin's, by the common mode."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.2))
+    axes.axvspan(HARDLY_AT_RISK, AT_RISK, color="0.93", zorder=0)
+    axes.text((HARDLY_AT_RISK + AT_RISK) / 2, 6, "no kind lies here", ha="center", color="0.4")
+    axes.axhline(1, color="0.7", linewidth=1)
+    for (kind, pairs), marker in zip(found.groupby("kind"), "os^DvPX*", strict=False):
+        axes.plot(pairs["common mode"], np.exp(pairs["log ratio"]), marker, label=kind)
+    axes.set(xlabel=f"largest key_common_mode of any head at step {PREDICTED:,}", yscale="log",
+             ylabel="largest logit over the corrected twin's")  # fmt: skip
+    axes.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+    axes.minorticks_off()
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    figure.tight_layout()
+    return figure
+
+
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--figure", type=Path, help="where to draw the pairs")
     options = parser.parse_args(arguments)
     found = table([run for results in options.results for run in load(results)])
     if found.empty:
         raise SystemExit("no pair has come to the step that is compared")
     told = {"rate": "{:.2e}".format, "logit": "{:,.0f}".format, "twin's": "{:,.0f}".format}
     print(found.to_string(index=False, float_format="{:.3f}".format, formatters=told))
+    if options.figure:
+        draw(found).savefig(options.figure, dpi=120)
     seeds = found.groupby("kind")["seed"].nunique()
     complete = found[found["kind"].isin(seeds.index[seeds >= SEEDS])]
     kinds = complete["kind"].nunique()

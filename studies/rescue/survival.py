@@ -1,6 +1,6 @@
 """How often runs fail once a head has alarmed, once a clock strikes, once logits are high.
 
-    python -m studies.rescue.survival studies/rescue/results
+    python -m studies.rescue.survival studies/rescue/results --figure survival.png
 
 The runs are those without a correction at rates below 2e-3 whose outcome can be judged: they
 failed, or have a sound run on the same batches to be compared with. Starts that were kept because
@@ -10,18 +10,18 @@ estimates; intervals from a bootstrap over seeds and rates, because runs of one 
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_metadata, read_run
-from studies.rescue.packed import ALARMED_FIRST
+from studies.rescue.packed import ALARMED_FIRST, options_of
 
 #: The clock strikes at this step.
 CLOCK = 5000
@@ -87,11 +87,32 @@ def courses_from(runs: pd.DataFrame, entry: Callable[[str], float]) -> list[Cour
     return found
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    results = parser.parse_args(words).results
+def draw(entries: Mapping[str, Sequence[Course]]) -> plt.Figure:
+    """A curve an entry, with the intervals that the table has."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.2))
+    for number, (name, courses) in enumerate(entries.items()):
+        steps = [0.0, *sorted(one.steps for one in courses)]
+        shares = [failed_within(courses, step) for step in steps]
+        label = f"since {name} ({len(courses)} runs)"
+        axes.step(steps, shares, where="post", color=f"C{number}", label=label)
+        for after in AFTER:
+            place = after + 120 * (number - 1)  # beside each other
+            axes.vlines(
+                place, *interval(courses, after), color=f"C{number}", linewidth=4, alpha=0.3
+            )
+    # Later curves rest on a run or two.
+    axes.set(xlabel="steps", ylabel="share of runs that have failed", ylim=(0, 1))
+    axes.set_xlim(0, AFTER[-1] + 200)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="upper left", frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the table, and draws it."""
+    options = options_of(__doc__, arguments, figure="where to draw the curves")
+    results = options.results
     runs = pd.read_csv(results / "runs.csv")
     is_uncorrected = runs["arm"].isin(("stock", "restart")) & (runs["learning_rate"] < 2e-3)
     is_uncorrected &= ~runs["run"].isin(ALARMED_FIRST)
@@ -107,21 +128,22 @@ def main(words: Sequence[str] | None = None) -> None:
     failures = int(runs["failed_at"].notna().sum())
     alarmed = sum(map(math.isfinite, alarms.values()))
     print(f"{len(runs)} runs without a correction, {alarmed} alarmed, {failures} failed")
-    entries: dict[str, Callable[[str], float]] = {
-        "the first alarm": alarms.__getitem__,
-        f"step {CLOCK:,}": lambda _: CLOCK,
-        f"logits above {HIGH:,.0f}": high.__getitem__,
+    entries = {
+        "the first alarm": courses_from(runs, alarms.__getitem__),
+        f"step {CLOCK:,}": courses_from(runs, lambda _: CLOCK),
+        f"logits above {HIGH:,.0f}": courses_from(runs, high.__getitem__),
     }
     print("| failed within | " + " | ".join(f"{steps:,} steps" for steps in AFTER) + " | runs |")
     print("|---" * (len(AFTER) + 2) + "|")
-    for name, entry in entries.items():
-        courses = courses_from(runs, entry)
+    for name, courses in entries.items():
         cells = []
         for steps in AFTER:
             low, high_end = interval(courses, steps)
             cells.append(f"{failed_within(courses, steps):.2f} ({low:.2f} to {high_end:.2f})")
         print(f"| of {name} | {' | '.join(cells)} | {len(courses)} |")
+    if options.figure:
+        draw(entries).savefig(options.figure, dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
