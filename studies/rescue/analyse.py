@@ -21,12 +21,9 @@ that of its original.
 
 What has not failed counts as such from 14,500 compared steps on. (It was 15,000 until six runs of
 15,600 planned steps ended with the machine's time at 14,540 to 15,480.) Losses, also those above
-the matched run's, are means over the last 500 steps; highest gradient norms and logits are since
-the first alarm, or since step 1,000, the largest error of dQ since step 1,000; norms, logits and
-shares of rows with several BF16 maxima are the last ones of the worst head. The largest mean bias
-is that of the head whose delta biases sum up to the largest part of their absolute values, over the
-samples kept. The rule is that of the first alarm, the verdict the last one; a switch is one of a
-site. Speeds are in steps a second, before and after the first switch.
+the matched run's, are means over the last 500 steps; the highest logit is since the first alarm, or
+since step 1,000; the largest norm and logit are the last ones of the worst head. The rule is that
+of the first alarm, the verdict the last one; a switch is one of a site.
 
 Runs that begin as copies of one untouched run, at its last checkpoint before its first alarm, are a
 family, that one included. They differ by what was switched, and by chance. The third table tells
@@ -35,8 +32,8 @@ same of the copies alone, as the first run of a family is the one that was alarm
 
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm, where
 heads were switched then by those of them: how fast it grew in the 1,500 steps before, and in the
-1,500 after, and how far the audited dQ was off. An alarm comes where growth is steepest, so what
-follows is slower in any case. (Without an alarm the last step stands for it.)
+1,500 after. An alarm comes where growth is steepest, so what follows is slower in any case.
+(Without an alarm the last step stands for it.)
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ from studies.rescue.measures import (
     logit_growth,
     logits_by_head,
     loss_departure,
-    median_errors_of_dq,
     series,
-    speed,
     switches_made,
 )
 from studies.rescue.packed import Run, kind_of
@@ -142,42 +140,24 @@ def _switch(run: Run, alarm: int) -> dict:
         switched = {(switch.site, head) for switch in at_once for head in switch.heads}
         logits = logits[[head for head in logits if head in switched]]
     growth = logit_growth(logits, alarm)
-    errors = median_errors_of_dq(run.frame, growth.index, alarm)
-    last = int(run.frame["step"].max())
     return {
         "first_switch": step,
         "switches": len(switches),
         "grown_heads": len(growth),
         "growth_before": _median_and_range(growth["before"]),
         "growth_after": _median_and_range(growth["after"]),
-        "dq_error_before": errors["before"].median(),
-        "dq_error_after": errors["after"].median(),
-        "speed_before": speed(run.facts, 300, last if step is None else step),
-        "speed_after": float("nan") if step is None else speed(run.facts, step + 100, last),
     }
 
 
 def _telemetry(run: Run, since: int) -> dict:
-    loss = series(run.frame, "loss")
-    logit, norm, maxima, gradient = (
-        series(run.frame, indicator)
-        for indicator in (
-            "max_logit", "w_q_spectral_norm", "multiple_maxima_bf16", "grad_norm",
-        )
-    )  # fmt: skip
-    bias, scale = (
-        run.frame[run.frame["indicator"] == indicator].groupby(["site", "head"])["value"].sum()
-        for indicator in ("delta_bias", "delta_bias_abs")
+    loss, logit, norm = (
+        series(run.frame, name) for name in ("loss", "max_logit", "w_q_spectral_norm")
     )
     return {
         "last_loss": loss.loc[loss.index[-1] - _LAST + 1 :].mean(),
-        "highest_gradient_norm": gradient.loc[since:].max(),
         "highest_logit": logit.loc[since:].max(),
         "largest_norm": norm.iloc[-1],
         "largest_logit": logit.iloc[-1],
-        "bf16_maxima": maxima.iloc[-1],
-        "largest_dq_error": series(run.frame, "dq_relative_error").loc[1000:].max(),
-        "largest_mean_bias": (bias / scale).abs().max(),
     }
 
 

@@ -1,4 +1,4 @@
-"""What is measured of one packed run: its failure, the growth of its logits, its speed."""
+"""What is measured of one packed run: its failure, and the growth of its logits."""
 
 from __future__ import annotations
 
@@ -82,46 +82,6 @@ def _slopes(logs: pd.DataFrame) -> np.ndarray:
     return np.divide(products, (steps**2).sum(axis=0), out=unknown, where=counts >= 3)
 
 
-def median_errors_of_dq(run: pd.DataFrame, heads: pd.Index, step: int) -> pd.DataFrame:
-    """How far the audited dQ of heads is off around a step.
-
-    Args:
-        run: Telemetry of the run.
-        heads: Pairs of site and head.
-        step: The step.
-
-    Returns:
-        A row a head, (site, head): the norm of dQ's error as a part of dQ's, the median of the
-        audits of the `GROWTH_WINDOW` steps `before`, that one included, and of those `after`; NaN
-        where there are none.
-    """
-    audits = run[run["indicator"] == "dq_relative_error"]
-    spans = {
-        "before": audits["step"].between(step - GROWTH_WINDOW, step),
-        "after": audits["step"].between(step + 1, step + GROWTH_WINDOW),
-    }
-    medians = {
-        name: audits[span].groupby(["site", "head"])["value"].median()
-        for name, span in spans.items()
-    }
-    return pd.DataFrame(medians, columns=list(spans)).reindex(heads)
-
-
 def switches_made(events: pd.DataFrame) -> pd.DataFrame:
     """The switches among the events, without undoings; refusals are events of another kind."""
     return events[(events["kind"] == "switch") & (events["stabilizer"] != "none")]
-
-
-def speed(facts: dict, first: int, last: int) -> float:
-    """Steps a second between two steps; NaN where the clock says nothing.
-
-    Args:
-        facts: Of the run; `clock` holds when its 100th, 200th... `steps` ended, in `seconds`.
-        first: The first step.
-        last: The last step.
-    """
-    steps, seconds = (np.array(facts.get("clock", {}).get(key, [])) for key in ("steps", "seconds"))
-    chosen = (steps[:-1] >= first) & (steps[1:] <= last) & (np.diff(seconds) > 0)
-    # The median passes over pauses and, where a run was resumed, over the clock's new start.
-    rates = (np.diff(steps) / np.diff(seconds))[chosen]
-    return float(np.median(rates)) if rates.size else float("nan")
