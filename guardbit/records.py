@@ -8,6 +8,7 @@ or where it goes.
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ Verdict = Literal["stable", "rounding", "not-rounding", "learning-rate", "unclea
 #: How a run ended; one that was killed has no time to say.
 RunEnd = Literal["finished", "interrupted", "crashed"]
 RUN_ENDS: tuple[RunEnd, ...] = get_args(RunEnd)
+
+#: Most characters of an alarm's line.
+LINE = 160
 
 
 def printable(text: str) -> str:
@@ -128,6 +132,23 @@ class Event:
     stabilizer: str = ""  # of a switch, what runs from now on; of a refusal, what was to; else ""
     verdict: str = ""  # of a verdict, one of `Verdict`; else ""
     judges: str = ""  # of an alarm or an advisory, what its rule judges: `SUBJECTS`; else ""
+
+
+def line_of(alarm: Alarm | Event, advice: str = "") -> str:
+    """An alarm's line: of its sentence the first clauses that leave room for what to do."""
+    why, end = printable(alarm.why), f"; {advice}" if advice else ""
+    # The sentence mostly names the heads.
+    heads = "" if why.startswith("head ") else f" heads {list(alarm.heads)}"
+    where = f" {alarm.site}{heads}" if alarm.site else ""
+    begin = printable(f"GuardBit: step {alarm.step:,}: alarm{where}: ")
+    clauses = re.split(r"(?<=[^;,])(?=[;,] )", why)
+    kept = clauses[0]
+    for clause in clauses[1:]:
+        if len(begin + kept + clause + end) > LINE:
+            break
+        kept += clause
+    room = LINE - len(begin) - len(end)
+    return begin + (kept if len(kept) <= room else f"{kept[: room - 3]}...") + end
 
 
 def event_of(alarm: Alarm, more: str = "") -> Event:

@@ -30,8 +30,8 @@ NAMES = [
 
 #: Parameters in their order; those after "*" by name only.
 PARAMETERS = {
-    "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, sites=None,"
-    " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
+    "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, log_layers=False,"
+    " sites=None, indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
     " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"

@@ -12,6 +12,7 @@ import numpy as np
 
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 from guardbit.dashboards.history import History
+from guardbit.monitor.measure import largest
 from guardbit.records import Alarm, RunEnd, Sample
 
 if TYPE_CHECKING:
@@ -58,11 +59,14 @@ class LoggedRun:
 
     Attributes:
         place: Folder of the telemetry.
+        log_layers: Whether `metrics` has the largest value of each layer too.
         num_samples: Number of sampled steps taken.
+        latest: The latest value of each documented key.
     """
 
-    def __init__(self, place: str | os.PathLike[str] = "") -> None:
-        self.place = place
+    def __init__(self, place: str | os.PathLike[str] = "", log_layers: bool = False) -> None:
+        self.place, self.log_layers = place, log_layers
+        self.latest: dict[str, float] = {}
         self.num_samples = 0
         self._step: int | None = None
         self._history = History(_BUCKETS)
@@ -91,7 +95,18 @@ class LoggedRun:
         worst = self.worst()
         if worst is not None:
             metrics.update(zip(WORST_KEYS, worst, strict=True))
-        return metrics
+        self.latest |= metrics
+        return {**metrics, **self._of_layers(session.samples)} if self.log_layers else metrics
+
+    def _of_layers(self, samples: Iterable[Sample]) -> dict[str, float]:
+        """Returns the largest value, by size, of each layer."""
+        key_of = {name: key for key, name in LOGGED_KEYS.items()}
+        return {
+            f"{key_of[name]}/layer_{sample.layer:02d}": value
+            for sample in samples
+            for name, value in largest([sample]).items()
+            if name in key_of
+        }
 
     def take(self, samples: Iterable[Sample]) -> dict[str, float]:
         """Adds a sampled step; returns the latest values of the indicators of the whole run."""
@@ -146,6 +161,12 @@ class LoggedRun:
                 self._logged.add(key)
                 new.append(alarm)
         return new
+
+
+def runs_that_take_alerts(loggers: Iterable[Any]) -> list[Any]:
+    """Returns the runs of Lightning's loggers that take alerts (W&B)."""
+    runs = [getattr(logger, "experiment", None) for logger in loggers]
+    return [run for run in runs if callable(getattr(run, "alert", None))]
 
 
 def send_text(logger: Any, key: str, text: str, step: int) -> None:

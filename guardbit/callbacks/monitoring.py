@@ -20,12 +20,20 @@ from torch.optim import Optimizer
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
-from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
+from guardbit.callbacks.loggers import (
+    COUNTED_KEYS,
+    LoggedRun,
+    first_line,
+    last_line,
+    runs_that_take_alerts,
+    send_picture,
+    send_text,
+)
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import Settings, passes_to
-from guardbit.records import RunEnd
+from guardbit.records import RunEnd, line_of
 from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
@@ -59,15 +67,18 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ``guardbit/switched_heads``         heads on a stabilized kernel
     ==================================  ===========================================================
 
-    The keys are stable. New alarms go as text to ``guardbit/alarms`` of loggers that take text
-    (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar counts the alarmed
-    heads. An error inside the monitor is logged once and turns the stage concerned off; training
-    goes on.
+    The keys are stable. They are in `trainer.callback_metrics` too, where `EarlyStopping` and
+    `ModelCheckpoint` look, with the same values on all ranks: the numbers of heads from the start,
+    the others from the first sampled step on. New alarms go as text to ``guardbit/alarms`` of
+    loggers that take text (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar
+    counts the alarmed heads once there are some. An error inside the monitor is logged once and
+    turns the stage concerned off; training goes on.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
         image_every_n_samples: Log the model map as an image, ``guardbit/model_map``, at every n-th
             sampled step; None for never, as drawing takes about 0.2 s.
+        log_layers: Log the largest value of each layer too, as ``guardbit/max_logit/layer_02``.
         **settings: The other `guardbit.monitor.settings.Settings`, but those of `AutoStabilizer`.
             Without `dirpath` the telemetry goes to ``guardbit`` in the run's log directory, or,
             where the logger has none, in the folder of Lightning's checkpoints.
@@ -87,6 +98,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         every_n_train_steps: int = 50,
         *,
         image_every_n_samples: int | None = None,
+        log_layers: bool = False,
         **settings: Any,
     ) -> None:
         with refusing():
@@ -97,6 +109,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                 )
         self.strict = self.settings.strict
         self.image_every_n_samples = image_every_n_samples
+        self.log_layers = log_layers
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False
@@ -108,32 +121,46 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         self._logged = LoggedRun()
+        self._is_set_up = False
+
+    @property
+    def state_key(self) -> str:
+        """The class's name; two monitors may differ until `setup` refuses one in our words."""
+        return super().state_key if self._is_set_up else f"{super().state_key} {id(self)}"
 
     @guard.method(nothing)
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Instruments the model, which is complete by now (after `configure_model`)."""
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses a second monitor."""
+        self._is_set_up = True
         with refusing():
             if (monitors := len(callbacks_of(trainer, AttentionMonitor))) > 1:
                 raise ValueError(
                     f"the Trainer has {monitors} callbacks of AttentionMonitor's kind; a model is"
                     " watched by one"
                 )
+
+    @guard.method(nothing)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Instruments the model, which is complete by now (after `configure_model`)."""
         # The next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         dirpath = self.settings.dirpath or _run_directory(trainer) / RUN_FOLDER
-        self._logged = LoggedRun(dirpath)
+        self._logged = LoggedRun(dirpath, self.log_layers)
         place = dirpath if trainer.is_global_zero else None
         own = {"policy": policy, "dry_run": self.dry_run, "dirpath": place}
         self.session = watched(
             self.strict, lambda: MonitorSession(pl_module, **{**vars(self.settings), **own})
         )
         if self.session is not None:
+            self.session.alerts.runs = lambda: runs_that_take_alerts(trainer.loggers)
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 
     @guard.method(nothing)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
+        # Callbacks that find no value end the training. No head has alarmed before the first step.
+        _publish(trainer, dict.fromkeys(COUNTED_KEYS, 0.0))
         if self.session is None:
             return  # the next checkpoint then holds the same state as the last one
         self._watched = weakref.ref(pl_module)
@@ -147,6 +174,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         last_step = state.get("last_step")
         if last_step is None or last_step < trainer.global_step:
             self.session.load_state_dict(state)
+            self._logged.latest = state.get("logged", {})
+            _publish(trainer, self._logged.latest)
 
     @guarded
     def on_train_batch_start(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
@@ -186,6 +215,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             session.loss(loss, factor)
         if trainer.global_step != self._step:
             session.end_step()
+            if session.sampled_step is None:
+                session.catch_up()  # a callback may look for the first values before the next step
             self._log_news(session, trainer, pl_module)
 
     @guarded
@@ -219,7 +250,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
         if self._restored or self.session is None:
             return self._restored  # no session has loaded it yet
-        return self.session.state_dict()
+        return {**self.session.state_dict(), "logged": self._logged.latest}
 
     @guard.method(nothing)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,8 +292,17 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ) -> None:
         """Logs a step that the session has judged since; once a step."""
         step = session.sampled_step
-        if step is not None and self._logged.is_new(session):
-            session.attempt("logging", lambda: self._log(session, trainer, pl_module, step))
+        if step is None or not self._logged.is_new(session):
+            return
+        # Not within "logging": a logger that fails must not hide alarms from `EarlyStopping`.
+        metrics = session.attempt("callback_metrics", lambda: self._metrics(session, trainer))
+        session.attempt("logging", lambda: self._log(session, trainer, pl_module, step, metrics))
+
+    def _metrics(self, session: MonitorSession, trainer: pl.Trainer) -> dict[str, float]:
+        """Returns what loggers get of a judged step; other callbacks get it here."""
+        metrics = self._logged.metrics(session)
+        _publish(trainer, self._logged.latest)
+        return metrics
 
     def _log(
         self,
@@ -270,16 +310,14 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule | None,
         step: int,
+        metrics: dict[str, float] | None,
     ) -> None:
         """Logs a judged step; the progress bar too, which is gone once training has ended."""
-        metrics = self._logged.metrics(session)
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics(metrics or {}, step=step)
         for alarm in self._logged.news(session.alarms) if trainer.is_global_zero else ():
-            heads = ", ".join(map(str, alarm.heads))
-            text = f"{alarm.rule} at {alarm.site or 'the whole run'}, heads {heads}: {alarm.why}"
             for logger in trainer.loggers:
-                send_text(logger, ALARMS_KEY, text, step)
+                send_text(logger, ALARMS_KEY, line_of(alarm), step)
         every = self.image_every_n_samples
         if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
             stabilizers = session.instrumentation.stabilizers()
@@ -287,7 +325,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             if picture is not None:
                 for logger in trainer.loggers:
                     send_picture(logger, MAP_KEY, picture, step)
-        if pl_module is not None:
+        if pl_module is not None and session.num_alarmed_heads:
             alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
             pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
 
@@ -297,6 +335,14 @@ def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
     # Lightning sets the attribute from another class, where type checkers do not see it.
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     return [callback for callback in callbacks if isinstance(callback, kind)]
+
+
+def _publish(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+    """Puts values where callbacks of Lightning's look for what they monitor."""
+    # As `LearningRateMonitor` does: nothing goes to a device, another rank or, again, to a logger.
+    trainer.callback_metrics.update(
+        {key: torch.tensor(value, dtype=torch.float32) for key, value in values.items()}
+    )
 
 
 def _entries(gradient: Tensor) -> Tensor:

@@ -26,18 +26,19 @@ def live(
         str | None,
         typer.Option(
             metavar="URL",
-            help='A webhook that gets {"text": "..."} for new alarms, as Slack takes it.',
+            help="A webhook that gets a line for new alarms, as Slack or Discord takes it.",
         ),
     ] = None,
 ) -> None:
     """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
+    from guardbit.alerts import Webhook
     from guardbit.store import read_metadata
 
     with user_errors(OSError, ValueError):
         if path.is_file():
             raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
         try:
-            from guardbit.dashboards.live import LiveRuns, LiveServer, Webhook
+            from guardbit.dashboards.live import LiveRuns, LiveServer
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"live needs the package {error.name}: pip install 'guardbit[live]'"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import Event, RunEnd, Sample, printable
+from guardbit.records import Event, RunEnd, Sample, line_of, printable
 from guardbit.store import RunWriter, folder_of_run, is_run, read_events
 
 T = TypeVar("T")
@@ -39,9 +38,6 @@ _CANNOT = {
 
 #: How the event begins that says that nothing is watched any more.
 OFF = "the monitor is off, training goes on"
-
-#: Most characters of an alarm's line.
-LINE = 160
 
 #: What an alarm's line ends with by what its rule judges, where that is no head.
 _ADVICE = {
@@ -170,11 +166,7 @@ class Journal:
             return
         log.info("%s", printable(line))
         self._said.setdefault((event.rule, event.site), why)
-        # The sentence mostly names the heads.
-        where = f" {event.site}" if why.startswith("head ") else where
-        begin = f"GuardBit: step {event.step:,}: alarm{where}: "
-        advice = _ADVICE.get(event.judges, self.advice)
-        log.warning("%s", shortened(printable(begin), printable(why), advice))
+        log.warning("%s", line_of(event, _ADVICE.get(event.judges, self.advice)))
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples, to be read at once; samples of a failed try are written with the next."""
@@ -338,16 +330,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def shortened(begin: str, why: str, end: str) -> str:
-    """An alarm's line: of its sentence the first clauses that leave room for what to do."""
-    end = f"; {end}" if end else ""
-    clauses = re.split(r"(?<=[^;,])(?=[;,] )", why)
-    kept = clauses[0]
-    for clause in clauses[1:]:
-        if len(begin + kept + clause + end) > LINE:
-            break
-        kept += clause
-    room = LINE - len(begin) - len(end)
-    return begin + (kept if len(kept) <= room else f"{kept[: room - 3]}...") + end

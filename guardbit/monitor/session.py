@@ -13,6 +13,7 @@ It knows no framework: callbacks drive it, or a plain loop:
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit import guard
+from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
@@ -213,6 +215,8 @@ class MonitorSession(Guarded):
         self._unjudged: tuple[int, Sent | None] | None = None
         self._schedule = Schedule(settings.every_n_train_steps, _warn)
         self._findings = Findings()
+        url = os.environ.get(VARIABLE) if ranks.rank() == 0 else None
+        self.alerts = Alerts(os.fspath(settings.dirpath or "a run without a folder"), url)
         self._stages = Stages(self._strict, self._report_failure)
         self._journal = Journal(
             settings.dirpath, settings.described(), self._stages, _advice(settings)
@@ -592,6 +596,9 @@ class MonitorSession(Guarded):
             self.record(event_of(alarm, self._switching.already(alarm)))
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
+        if ranks.rank() == 0:
+            new = [alarm for alarm in found if not alarm.role.is_advisory]
+            self.attempt("alerts", lambda: self.alerts.alarms(new))
 
         self.attempt("burst", lambda: self._begin_bursts(found))
 
@@ -660,6 +667,7 @@ class MonitorSession(Guarded):
         self._ended = end
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
+                self._tell_end,
                 self._schedule.close,
                 self._notices.close,
                 lambda: self._journal.close(end),
@@ -670,6 +678,13 @@ class MonitorSession(Guarded):
                 self.catch_up,
             ):
                 each.callback(self._stages.always, "close", last)
+
+    def _tell_end(self) -> None:
+        judgement = self.judgement
+        if ranks.rank() == 0 and judgement is not None and self._notices.first("end"):
+            found = replace(judgement, ended=None)
+            how = self._ended or "finished"
+            self.attempt("alerts", lambda: self.alerts.end(how, found.headline, found.severity))
 
     def _drop_calls(self) -> None:
         self._burst.stop()

@@ -97,7 +97,8 @@ def test_what_tensorboard_gets_is_what_the_run_holds(trains, tmp_path):
     assert images[0].width == 1000
     (texts,) = [tag for tag in log.Tags()["tensors"] if tag.startswith("guardbit/alarms")]
     told = log.Tensors(texts)[0].tensor_proto.string_val[0].decode()
-    assert told.startswith("head_growth at net.h.")
+    # The line that the console has.
+    assert told.startswith("GuardBit: step 0: alarm net.h.0.attn: head 0 ") and len(told) <= 160
 
     assert set(LOGGED_KEYS) < set(log.Tags()["scalars"])
     truth = read_run(tmp_path / "run")
