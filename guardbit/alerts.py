@@ -41,6 +41,7 @@ class Alerts:
         self._name = name
         self._sent: set[tuple[str, str, tuple[int, ...]]] = set()
         self._webhook: Webhook | None = None
+        self._is_failing = False
         if url:
             try:
                 self._webhook = Webhook(url)
@@ -67,7 +68,14 @@ class Alerts:
     def _send(self, title: str, text: str, severity: str) -> None:
         if self._webhook is not None:
             self._webhook.send(text)
-        level = _LEVELS[severity]
+        try:
+            self._alert(title, text, _LEVELS[severity])
+        except Exception as error:  # whatever a tracker does
+            if not self._is_failing:
+                log.warning("a tracker did not take an alert: %r", error)
+            self._is_failing = True
+
+    def _alert(self, title: str, text: str, level: str) -> None:
         wandb: Any = sys.modules.get("wandb")
         trackio: Any = sys.modules.get("trackio")
         for run in {id(run): run for run in (getattr(wandb, "run", None), *self.runs())}.values():
@@ -91,7 +99,7 @@ class Webhook:
         self._url = url
         self._host = parts.hostname
         # Discord takes what Slack takes, too, at an address that says so.
-        is_discord = self._host.endswith(("discord.com", "discordapp.com"))
+        is_discord = f".{self._host}".endswith((".discord.com", ".discordapp.com"))
         self._field = "content" if is_discord and not parts.path.endswith("/slack") else "text"
         self._waiting: queue.Queue[str | None] = queue.Queue()
         self._is_failing = False

@@ -1,15 +1,11 @@
-"""The list of runs below a folder, and the webhook for alarms."""
+"""The list of runs below a folder."""
 
-import http.server
-import json
 import os
-import threading
 
 import numpy as np
 import pytest
 
-from guardbit.dashboards.live import LiveRuns, Webhook
-from guardbit.dashboards.live.webhook import message
+from guardbit.dashboards.live import LiveRuns
 from guardbit.records import Event
 
 
@@ -102,71 +98,3 @@ def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
         new.event(Event(40, "alarm", "", (), "the loss diverged", rule="loss_departure"))
         runs.look()
     assert told == [("new", [10]), ("new", [40])]
-
-
-@pytest.fixture
-def hook():
-    """A webhook that keeps what it gets, and answers with the status that a test sets."""
-    got, answers = [], []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            got.append((self.headers["Content-Type"], json.loads(body)))
-            self.send_response(answers.pop(0) if answers else 200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/secret", got, answers
-    server.shutdown()
-    server.server_close()
-
-
-ALARM = Event(4450, "alarm", "net.h.2.attn", (6, 7), "It\ngrew", rule="head_growth")
-
-
-def test_a_webhook_gets_one_json_with_one_line_that_slack_takes(hook):
-    url, got, _ = hook
-    webhook = Webhook(url)
-    webhook.tell("runs/a", [ALARM, ALARM])
-    webhook.join()
-    ((kind, body),) = got
-    assert kind == "application/json" and list(body) == ["text"]
-    assert body["text"] == (
-        "GuardBit: runs/a: alarm at step 4,450 in net.h.2.attn, heads 6, 7 (head_growth)"
-        " (and 1 more): It\\ngrew"
-    )
-
-
-def test_a_webhook_that_fails_disturbs_nothing_and_is_told_of_once(hook, caplog):
-    url, got, answers = hook
-    answers += [500, 404, 200, 500]
-    webhook = Webhook(url)
-    for _ in range(4):
-        webhook.tell("a", [ALARM])
-        webhook.join()
-    assert len(got) == 4, "each is tried"
-    said = [line for line in caplog.messages if "webhook" in line]
-    assert len(said) == 2, "the first failure, and the first one after a success"
-    assert all("127.0.0.1" in line and "secret" not in line for line in said)
-
-
-def test_a_webhook_nobody_answers_at_keeps_nobody_waiting(caplog):
-    webhook = Webhook("http://127.0.0.1:9/x")  # the port of discard, where nobody listens
-    webhook.tell("a", [ALARM])
-    webhook.join()
-    assert "was not told of an alarm" in caplog.text
-
-
-@pytest.mark.parametrize("url", ["", "example.org/x", "file:///etc/passwd", "https://"])
-def test_an_address_that_is_no_webhook_is_refused(url):
-    with pytest.raises(ValueError, match="a webhook is an address like https://host/path, got"):
-        Webhook(url)
-
-
-def test_a_message_is_short_however_long_the_sentence():
-    assert len(message("a", [Event(1, "alarm", "", (), "x" * 9999, rule="r")])) == 600
