@@ -1,5 +1,7 @@
 """GuardBit from a configuration file: both callbacks, and a rule with another threshold, in YAML.
 
+Classes that are imported here go by their short names there; `guardbit.AttentionMonitor` needs no
+import. So too on the command line: `--trainer.callbacks+=AttentionMonitor`.
 Run it with `python examples/lightning_cli.py fit --config examples/lightning_cli.yaml`, then
 `guardbit report runs/lightning_cli`. It needs `pip install "jsonargparse[signatures]"`.
 """
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from guardbit import AttentionMonitor, AutoStabilizer  # noqa: F401
 
 
 class Copies(L.LightningDataModule):

@@ -64,15 +64,18 @@ trainer:
 """
 
 
+def made_by(*arguments):
+    """The callbacks that a LightningCLI makes."""
+    cli = LightningCLI(BoringModel, run=False, args=list(arguments), save_config_callback=None)
+    kinds = (AttentionMonitor, AutoStabilizer)
+    return [c for kind in kinds for c in cli.trainer.callbacks if isinstance(c, kind)]
+
+
 def callbacks_of(tmp_path, text):
     """What a LightningCLI makes of a YAML file."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    cli = LightningCLI(
-        BoringModel, run=False, args=["--config", str(path)], save_config_callback=None
-    )
-    kinds = (AttentionMonitor, AutoStabilizer)
-    return [c for kind in kinds for c in cli.trainer.callbacks if isinstance(c, kind)]
+    return made_by("--config", str(path))
 
 
 def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
@@ -89,15 +92,30 @@ def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     assert stabilizer.dry_run
 
 
-def test_a_yaml_file_that_names_the_callbacks_alone_gives_the_defaults(tmp_path):
-    text = """
+# Short names go where the classes were imported, as they were here.
+@pytest.mark.parametrize("place", ["", "guardbit."], ids=["short", "full"])
+def test_a_yaml_file_that_names_the_callbacks_alone_gives_the_defaults(tmp_path, place):
+    text = f"""
 trainer:
-  callbacks: [{class_path: guardbit.AttentionMonitor}, {class_path: guardbit.AutoStabilizer}]
+  callbacks: [{{class_path: {place}AttentionMonitor}}, {{class_path: {place}AutoStabilizer}}]
 """
     monitor, stabilizer = callbacks_of(tmp_path, text)
     settings = monitor.settings
     assert (settings.every_n_train_steps, settings.rules) == (50, DEFAULT_RULES)
     assert stabilizer.policy.stabilizer == "exact_delta"
+
+
+@pytest.mark.parametrize("place", ["", "guardbit."], ids=["short", "full"])
+def test_a_command_line_sets_both_callbacks(place):
+    monitor, stabilizer = made_by(
+        f"--trainer.callbacks={place}AttentionMonitor",
+        "--trainer.callbacks.every_n_train_steps=7",
+        "--trainer.callbacks.log_layers=true",
+        f"--trainer.callbacks+={place}AutoStabilizer",
+        "--trainer.callbacks.scope=model",
+    )
+    assert (monitor.settings.every_n_train_steps, monitor.log_layers) == (7, True)
+    assert stabilizer.policy.scope == "model"
 
 
 def test_a_misspelt_setting_is_refused_by_name(tmp_path, capsys):

@@ -44,7 +44,7 @@ class Watcher(pl.Callback):
     """Writes down at which step which kernel ran, and W_Q's norms from the gathered weights."""
 
     def __init__(self, monitor):
-        self.monitor, self.switched, self.norms = monitor, [], {}
+        self.monitor, self.switched, self.norms, self.values = monitor, [], {}, []
 
     def on_train_batch_start(self, trainer, module, *_):
         stabilizers = self.monitor.session.instrumentation.stabilizers()
@@ -57,6 +57,8 @@ class Watcher(pl.Callback):
         # nanoGPT's layout: the first third is W_Q, head by head.
         heads = weight[: tiny.WIDTH].double().unflatten(0, (tiny.HEADS, -1))
         self.norms[trainer.global_step - 1] = torch.linalg.matrix_norm(heads, 2).tolist()
+        values = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        self.values.append(values)
 
 
 def train(strategy, accelerator, folder, monitor=None, stabilizer=None):
@@ -101,6 +103,7 @@ def main(strategy, accelerator, folder):
         "acted": acted,
         "norms": watcher.norms,
         "switched": actor.switched,
+        "values": actor.values,
     }
     torch.save(found, folder / f"{strategy}-{rank}.pt")
     torch.distributed.destroy_process_group()

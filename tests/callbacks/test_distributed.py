@@ -63,6 +63,17 @@ def test_all_ranks_switch_at_the_same_step(run, record_property):
     assert recorded(folder / f"{strategy}-acted", "switch", "step", "heads") == [(3, (1,))]
 
 
+def test_callbacks_find_the_same_values_on_all_ranks(run):
+    _, _, ranks = run
+    assert ranks[0]["values"] == ranks[1]["values"]
+    found = [
+        (values["guardbit/alarmed_heads"], "guardbit/loss" in values)
+        for values in ranks[1]["values"]
+    ]
+    # The second sample, of step 3, alarms.
+    assert found == [(0, True)] * 3 + [(1, True)] * 4
+
+
 def test_norms_are_those_of_the_gathered_weights(run, record_property):
     strategy, folder, ranks = run
     frame = read_run(folder / f"{strategy}-watched")

@@ -78,12 +78,14 @@ def test_a_first_step_that_passes_attention_by_does_not_end_the_watch(trains, tm
     assert read_events(tmp_path / "run").kind.tolist() == ["monitor_error"]
 
 
-def test_one_trainer_has_one_monitor(trains):
-    class Mine(AttentionMonitor):
-        pass
+class Mine(AttentionMonitor):
+    pass
 
+
+@pytest.mark.parametrize("other", [AttentionMonitor, Mine])
+def test_one_trainer_has_one_monitor(trains, other):
     with pytest.raises(ValueError, match="2 callbacks of AttentionMonitor's kind"):
-        trains.fit(AttentionMonitor(), Mine())
+        trains.fit(AttentionMonitor(), other())
 
 
 def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog, monkeypatch):
