@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import sys
-import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from guardbit.records import Alarm, Event, line_of, printable
@@ -20,8 +19,6 @@ log = logging.getLogger("guardbit")
 VARIABLE = "GUARDBIT_WEBHOOK"
 #: Seconds that a webhook may take.
 PATIENCE = 10.0
-#: Seconds in which W&B sends one alert of a title.
-PAUSE = 60
 #: Characters of a message.
 MOST_CHARACTERS = 600
 
@@ -33,35 +30,30 @@ class Alerts:
     """Alerts of one run: to a webhook, and to the runs that W&B and Trackio have open.
 
     Attributes:
-        runs: Returns further runs that take alerts as W&B's do.
+        runs: Returns further runs, which get alerts if they take them as W&B's do.
     """
 
     def __init__(self, name: str, url: str | None) -> None:
         self.runs: Callable[[], Iterable[Any]] = tuple
         self._name = name
-        self._sent: set[tuple[str, str, tuple[int, ...]]] = set()
         self._webhook: Webhook | None = None
         self._is_failing = False
-        if url:
-            try:
-                self._webhook = Webhook(url)
-            except ValueError:
-                log.warning("%s is no address like https://host/path: it gets no alarms", VARIABLE)
+        try:
+            self._webhook = Webhook(url) if url else None
+        except ValueError:  # which quotes the address, mostly a secret
+            log.warning("%s is no address like https://host/path: it gets no alarms", VARIABLE)
 
     def alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Sends one message for the alarms whose rule, site and heads are new."""
-        new = [alarm for alarm in alarms if (alarm.rule, alarm.site, alarm.heads) not in self._sent]
-        self._sent |= {(alarm.rule, alarm.site, alarm.heads) for alarm in new}
-        if new:
-            is_critical = any(alarm.severity == "critical" for alarm in new)
-            severity = "critical" if is_critical else "warning"
-            self._send(f"GuardBit: {severity} alarm", message(self._name, new), severity)
+        """Sends one message for some alarms."""
+        is_critical = any(alarm.severity == "critical" for alarm in alarms)
+        severity = "critical" if is_critical else "warning"
+        self._send(f"GuardBit: {severity} alarm", message(self._name, alarms), severity)
 
     def end(self, how: str, headline: str, severity: str) -> None:
         """Sends how the run ended, and waits a moment for what is still to be sent."""
-        severity = "critical" if how == "crashed" else severity
-        text = printable(f"GuardBit: run {how}. {headline}; {self._name}")
-        self._send(f"GuardBit: run {how}", text, severity)
+        title = f"GuardBit: run {how}"
+        text = printable(f"{title}. {headline}; {self._name}")
+        self._send(title, text, "critical" if how == "crashed" else severity)
         if self._webhook is not None:
             self._webhook.close()
 
@@ -69,27 +61,27 @@ class Alerts:
         if self._webhook is not None:
             self._webhook.send(text)
         try:
-            self._alert(title, text, _LEVELS[severity])
+            self._tell_trackers(title, text, _LEVELS[severity])
         except Exception as error:  # whatever a tracker does
             if not self._is_failing:
                 log.warning("a tracker did not take an alert: %r", error)
             self._is_failing = True
 
-    def _alert(self, title: str, text: str, level: str) -> None:
-        wandb: Any = sys.modules.get("wandb")
-        trackio: Any = sys.modules.get("trackio")
-        for run in {id(run): run for run in (getattr(wandb, "run", None), *self.runs())}.values():
-            if run is not None:
-                run.alert(title=title, text=text, level=level, wait_duration=PAUSE)
-        if hasattr(trackio, "alert") and trackio.context_vars.current_run.get() is not None:
+    def _tell_trackers(self, title: str, text: str, level: str) -> None:
+        wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
+        trackios = trackio and trackio.context_vars.current_run.get()
+        if trackio and trackios and hasattr(trackio, "alert"):  # since 0.16
             trackio.alert(title, text, trackio.AlertLevel[level])
+        runs = {id(run): run for run in (getattr(wandb, "run", None), *self.runs())}
+        for run in runs.values():
+            if hasattr(run, "alert") and run not in (trackio, trackios):
+                run.alert(title=title, text=text, level=level, wait_duration=60)
 
 
 class Webhook:
-    """Posts one JSON object with a line for the new alarms of a run, as Slack or Discord takes it.
+    """Posts lines as Slack or Discord takes them, one JSON object each, from a thread of its own.
 
-    Messages are sent from a thread of its own. The first that fails is logged, and the next is
-    tried all the same.
+    The first that fails is logged, and the next is tried all the same.
     """
 
     def __init__(self, url: str) -> None:
@@ -101,45 +93,36 @@ class Webhook:
         # Discord takes what Slack takes, too, at an address that says so.
         is_discord = f".{self._host}".endswith((".discord.com", ".discordapp.com"))
         self._field = "content" if is_discord and not parts.path.endswith("/slack") else "text"
-        self._waiting: queue.Queue[str | None] = queue.Queue()
+        self._thread = ThreadPoolExecutor(1, "guardbit-webhook")
         self._is_failing = False
-        self._thread = threading.Thread(target=self._run, name="guardbit-webhook", daemon=True)
-        self._thread.start()
 
     def tell(self, name: str, alarms: Sequence[Event]) -> None:
         """Sends a line about new alarms of a run; returns at once."""
         self.send(message(name, alarms))
 
-    def send(self, text: str) -> None:
+    def send(self, text: str) -> Future[None]:
         """Sends a text; returns at once."""
-        self._waiting.put(text)
-
-    def join(self) -> None:
-        """Waits until all is sent."""
-        self._waiting.join()
+        return self._thread.submit(self._post, text[:MOST_CHARACTERS])
 
     def close(self) -> None:
         """Waits until all is sent, or for `PATIENCE`; nothing is sent any more."""
-        self._waiting.put(None)
-        self._thread.join(PATIENCE)
+        wait([self._thread.submit(int)], PATIENCE)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self) -> None:
-        for text in iter(self._waiting.get, None):
-            content = json.dumps({self._field: text[:MOST_CHARACTERS]}).encode()
-            # Discord refuses the name that urllib gives itself.
-            headers = {"Content-Type": "application/json", "User-Agent": "GuardBit"}
-            request = urllib.request.Request(self._url, content, headers, method="POST")
-            try:
-                urllib.request.urlopen(request, timeout=PATIENCE).close()
-                self._is_failing = False
-            # Whatever happens here is no reason to disturb anybody.
-            except Exception as error:
-                if not self._is_failing:
-                    # Not the whole address: it is a secret of whoever may post there.
-                    log.warning("the webhook at %s was not told of an alarm: %r", self._host, error)
-                self._is_failing = True
-            finally:
-                self._waiting.task_done()
+    def _post(self, text: str) -> None:
+        # Discord refuses the name that urllib gives itself.
+        headers = {"Content-Type": "application/json", "User-Agent": "GuardBit"}
+        content = json.dumps({self._field: text}).encode()
+        request = urllib.request.Request(self._url, content, headers, method="POST")
+        try:
+            urllib.request.urlopen(request, timeout=PATIENCE).close()
+            self._is_failing = False
+        # Whatever happens here is no reason to disturb anybody.
+        except Exception as error:
+            if not self._is_failing:
+                # Not the whole address: it is a secret of whoever may post there.
+                log.warning("the webhook at %s was not told of an alarm: %r", self._host, error)
+            self._is_failing = True
 
 
 def message(name: str, alarms: Sequence[Alarm | Event]) -> str:

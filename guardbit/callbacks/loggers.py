@@ -13,7 +13,7 @@ import numpy as np
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.monitor.measure import largest
-from guardbit.records import Alarm, RunEnd, Sample
+from guardbit.records import RunEnd, Sample
 
 if TYPE_CHECKING:
     from guardbit.monitor.session import MonitorSession
@@ -66,12 +66,11 @@ class LoggedRun:
 
     def __init__(self, place: str | os.PathLike[str] = "", log_layers: bool = False) -> None:
         self.place, self.log_layers = place, log_layers
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, float] = dict.fromkeys(COUNTED_KEYS, 0.0)
         self.num_samples = 0
         self._step: int | None = None
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
-        self._logged: set[tuple[str, str, tuple[int, ...]]] = set()
 
     def is_new(self, session: MonitorSession) -> bool:
         """Whether the session has judged a step since the last call."""
@@ -151,22 +150,6 @@ class LoggedRun:
             for of in (alarmed, switched)
         )
         return pixels(draw_model_map(excess, self._history.last_step, framed, dotted))
-
-    def news(self, alarms: Sequence[Alarm]) -> list[Alarm]:
-        """Returns the alarms whose rule, site and heads are new."""
-        new: list[Alarm] = []
-        for alarm in alarms:
-            key = (alarm.rule, alarm.site, alarm.heads)
-            if key not in self._logged:
-                self._logged.add(key)
-                new.append(alarm)
-        return new
-
-
-def runs_that_take_alerts(loggers: Iterable[Any]) -> list[Any]:
-    """Returns the runs of Lightning's loggers that take alerts (W&B)."""
-    runs = [getattr(logger, "experiment", None) for logger in loggers]
-    return [run for run in runs if callable(getattr(run, "alert", None))]
 
 
 def send_text(logger: Any, key: str, text: str, step: int) -> None:

@@ -20,15 +20,7 @@ from torch.optim import Optimizer
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
-from guardbit.callbacks.loggers import (
-    COUNTED_KEYS,
-    LoggedRun,
-    first_line,
-    last_line,
-    runs_that_take_alerts,
-    send_picture,
-    send_text,
-)
+from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
@@ -152,15 +144,16 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             self.strict, lambda: MonitorSession(pl_module, **{**vars(self.settings), **own})
         )
         if self.session is not None:
-            self.session.alerts.runs = lambda: runs_that_take_alerts(trainer.loggers)
+            self.session.alerts.runs = lambda: [
+                getattr(logger, "experiment", None) for logger in trainer.loggers
+            ]
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 
     @guard.method(nothing)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
-        # Callbacks that find no value end the training. No head has alarmed before the first step.
-        _publish(trainer, dict.fromkeys(COUNTED_KEYS, 0.0))
+        _publish(trainer, self._logged.latest)  # callbacks that find no value end the training
         if self.session is None:
             return  # the next checkpoint then holds the same state as the last one
         self._watched = weakref.ref(pl_module)
@@ -174,7 +167,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         last_step = state.get("last_step")
         if last_step is None or last_step < trainer.global_step:
             self.session.load_state_dict(state)
-            self._logged.latest = state.get("logged", {})
+            self._logged.latest |= state.get("logged", {})
             _publish(trainer, self._logged.latest)
 
     @guarded
@@ -294,15 +287,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         step = session.sampled_step
         if step is None or not self._logged.is_new(session):
             return
-        # Not within "logging": a logger that fails must not hide alarms from `EarlyStopping`.
-        metrics = session.attempt("callback_metrics", lambda: self._metrics(session, trainer))
-        session.attempt("logging", lambda: self._log(session, trainer, pl_module, step, metrics))
-
-    def _metrics(self, session: MonitorSession, trainer: pl.Trainer) -> dict[str, float]:
-        """Returns what loggers get of a judged step; other callbacks get it here."""
         metrics = self._logged.metrics(session)
+        # Outside "logging": a logger that fails must not hide alarms from `EarlyStopping`.
         _publish(trainer, self._logged.latest)
-        return metrics
+        session.attempt("logging", lambda: self._log(session, trainer, pl_module, step, metrics))
 
     def _log(
         self,
@@ -310,12 +298,12 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule | None,
         step: int,
-        metrics: dict[str, float] | None,
+        metrics: dict[str, float],
     ) -> None:
         """Logs a judged step; the progress bar too, which is gone once training has ended."""
         for logger in trainer.loggers:
-            logger.log_metrics(metrics or {}, step=step)
-        for alarm in self._logged.news(session.alarms) if trainer.is_global_zero else ():
+            logger.log_metrics(metrics, step=step)
+        for alarm in session.news if trainer.is_global_zero else ():
             for logger in trainer.loggers:
                 send_text(logger, ALARMS_KEY, line_of(alarm), step)
         every = self.image_every_n_samples

@@ -55,15 +55,13 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
         if stage != "fit":
             return
         monitors = callbacks_of(trainer, AttentionMonitor)
+        stabilizers = callbacks_of(trainer, AutoStabilizer)
         with refusing():
-            if len(monitors) != 1:
+            if len(monitors) != 1 or len(stabilizers) != 1:
                 raise ValueError(
-                    f"AutoStabilizer acts on one AttentionMonitor, and the Trainer has"
-                    f" {len(monitors)}; pass callbacks=[AttentionMonitor(), AutoStabilizer()]"
-                )
-            if len(callbacks_of(trainer, AutoStabilizer)) > 1:
-                raise ValueError(
-                    "the Trainer has several AutoStabilizers; an AttentionMonitor takes one"
+                    f"one AutoStabilizer acts on one AttentionMonitor, and the Trainer has"
+                    f" {len(stabilizers)} and {len(monitors)} of them; pass"
+                    " callbacks=[AttentionMonitor(), AutoStabilizer()]"
                 )
         monitors[0].policy = self.policy
         monitors[0].dry_run = self.dry_run

@@ -32,10 +32,14 @@ class Findings:
         """The first alarm, or advisory, of each rule and attention module."""
         return tuple(self._first.values())
 
-    def add(self, alarm: Alarm) -> None:
-        self._first.setdefault((alarm.rule, alarm.site), alarm)
+    def add(self, alarm: Alarm) -> bool:
+        """Returns whether it is the first of its rule and module, or names another head."""
+        is_new = self._first.setdefault((alarm.rule, alarm.site), alarm) is alarm
         if not alarm.role.is_advisory:
-            self.alarmed.setdefault(alarm.site, set()).update(alarm.heads)
+            heads = self.alarmed.setdefault(alarm.site, set())
+            is_new = is_new or not heads.issuperset(alarm.heads)
+            heads.update(alarm.heads)
+        return is_new
 
     def state_is_taken(self, step: int | None) -> None:
         """Takes the last step, or None before the first, of a state for a checkpoint."""

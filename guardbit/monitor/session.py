@@ -194,6 +194,7 @@ class MonitorSession(Guarded):
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.alarms: list[Alarm] = []
+        self.news: list[Alarm] = []  # those of a rule or head that had not alarmed before
         self.sampled_step: int | None = None
         self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
@@ -548,7 +549,7 @@ class MonitorSession(Guarded):
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         found = self.attempt("judgement", lambda: self._graded(found)) or found
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
-        self.sampled_step, self.alarms = step, alarms
+        self.sampled_step, self.alarms, self.news = step, alarms, []
         self.attempt("alarms", lambda: self._record_alarms(found))
 
         def decide() -> None:
@@ -591,14 +592,14 @@ class MonitorSession(Guarded):
             suspects = self._measurement.suspects.setdefault(alarm.site, set())
             room = MOST_ADVISED - len(suspects) if alarm.role.is_advisory else None
             suspects.update(alarm.heads if room is None else alarm.heads[: max(0, room)])
-            self._findings.add(alarm)
+            is_new = self._findings.add(alarm)
             self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
-        if ranks.rank() == 0:
-            new = [alarm for alarm in found if not alarm.role.is_advisory]
-            self.attempt("alerts", lambda: self.alerts.alarms(new))
+                self.news += [alarm] if is_new else []
+        if self.news and ranks.rank() == 0:
+            self.attempt("alerts", lambda: self.alerts.alarms(self.news))
 
         self.attempt("burst", lambda: self._begin_bursts(found))
 

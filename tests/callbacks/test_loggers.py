@@ -8,7 +8,7 @@ from guardbit import AttentionMonitor, read_run
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import HeadGrowth
-from guardbit.records import Alarm, Sample
+from guardbit.records import Sample
 
 
 def sampled(step, values, layer=0):
@@ -29,16 +29,6 @@ def test_the_worst_head_is_the_one_farthest_above_its_own_normal():
 def test_the_runs_own_values_are_handed_back():
     losses = [Sample(step, "", -1, "loss", (3.0 - step,)) for step in (0, 1, 2)]
     assert LoggedRun().take([*losses, sampled(2, (1.0,))]) == {"loss": 1.0}
-
-
-def test_an_alarm_is_news_once():
-    run = LoggedRun()
-    first, again, other = (
-        Alarm(step, "h.0", heads, "norm_growth", "why")
-        for step, heads in ((5, (1,)), (10, (1,)), (10, (1, 2)))
-    )
-    assert run.news([first]) == [first]
-    assert run.news([again, other]) == [other]
 
 
 def test_a_picture_is_the_model_map():
