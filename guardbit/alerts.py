@@ -27,13 +27,10 @@ _LEVELS = {"none": "INFO", "warning": "WARN", "critical": "ERROR"}
 
 
 class Alerts:
-    """Alerts of one run: to a webhook, and to the runs that W&B and Trackio have open.
-
-    Attributes:
-        runs: Returns further runs, which get alerts if they take them as W&B's do.
-    """
+    """Alerts of one run: to a webhook, and to the runs that W&B and Trackio have open."""
 
     def __init__(self, name: str, url: str | None) -> None:
+        #: Returns further runs, which get alerts if they take them as W&B's do.
         self.runs: Callable[[], Iterable[Any]] = tuple
         self._name = name
         self._webhook: Webhook | None = None
@@ -70,11 +67,11 @@ class Alerts:
     def _tell_trackers(self, title: str, text: str, level: str) -> None:
         wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
         trackios = trackio and trackio.context_vars.current_run.get()
-        if trackio and trackios and hasattr(trackio, "alert"):  # since 0.16
+        if trackio and trackios and hasattr(trackio, "alert"):  # since 0.18
             trackio.alert(title, text, trackio.AlertLevel[level])
-        runs = {id(run): run for run in (getattr(wandb, "run", None), *self.runs())}
-        for run in runs.values():
-            if hasattr(run, "alert") and run not in (trackio, trackios):
+        open_runs = {id(run): run for run in (getattr(wandb, "run", None), *self.runs())}
+        for run in open_runs.values():
+            if run not in (None, trackio, trackios) and hasattr(run, "alert"):
                 run.alert(title=title, text=text, level=level, wait_duration=60)
 
 
@@ -126,11 +123,7 @@ class Webhook:
 
 
 def message(name: str, alarms: Sequence[Alarm | Event]) -> str:
-    """One line about new alarms of a run.
-
-    >>> message("runs/a", [Event(50, "alarm", "h.2.attn", (6,), "It grew", rule="head_growth")])
-    'GuardBit: step 50: alarm h.2.attn heads [6]: It grew; runs/a'
-    """
+    """One line about new alarms of a run."""
     first, *others = alarms
     more = f" (and {len(others)} more)" if others else ""
     return f"{line_of(first)}{more}; {printable(name)}"

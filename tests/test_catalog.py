@@ -31,8 +31,7 @@ def indicator_rows():
 def key_rows():
     """The rows of `docs/dashboards.md` about what loggers get of each indicator."""
     for key, name in LOGGED_KEYS.items():
-        where = "" if BY_NAME[name].is_of_run else ", over all heads the largest in size"
-        yield f"| `{key}` | {BY_NAME[name].label}{where} |"
+        yield f"| `{key}` | {BY_NAME[name].label} |"
 
 
 @pytest.mark.parametrize(
