@@ -83,6 +83,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor"}
     )
 
+    _is_set_up = False
+
     @guard.method(nothing)
     @passes_to(Settings, "policy", "dry_run")
     def __init__(
@@ -113,7 +115,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         self._logged = LoggedRun()
-        self._is_set_up = False
 
     @property
     def state_key(self) -> str:

@@ -78,7 +78,7 @@ def test_the_checkpoint_of_the_smallest_logit_is_kept(trains, tmp_path):
 
 @pytest.mark.parametrize("key", [ALARMED, LOGIT, "guardbit/worst_excess"])
 def test_validation_after_the_first_batch_finds_them(trains, tmp_path, late, key):
-    stop = EarlyStopping(key, patience=100)
+    stop = EarlyStopping(key, patience=100, check_on_train_epoch_end=False)
     keep = ModelCheckpoint(tmp_path / "kept", monitor=key)
     monitor = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
     _, trainer = trains.fit(
