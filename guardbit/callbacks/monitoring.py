@@ -117,6 +117,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._logged = LoggedRun()
 
     @property
+    @guard.method(lambda monitor: type(monitor).__qualname__)
     def state_key(self) -> str:
         """The class's name; two monitors may differ until `setup` refuses one in our words."""
         return super().state_key if self._is_set_up else f"{super().state_key} {id(self)}"
