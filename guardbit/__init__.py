@@ -11,42 +11,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from guardbit.callbacks.huggingface import HuggingFaceMonitor
-    from guardbit.callbacks.monitoring import AttentionMonitor
-    from guardbit.callbacks.stabilizing import AutoStabilizer
-    from guardbit.catalog import INDICATORS
-    from guardbit.dashboards.loading import load
-    from guardbit.kernels.attention import flash_attention
-    from guardbit.monitor.interception.observing import observe, watch_attention
-    from guardbit.monitor.layouts import LayoutUnavailable
-    from guardbit.monitor.policy import Policy
-    from guardbit.monitor.session import MonitorSession
-    from guardbit.monitor.sites import Instrumentation, Site, instrument
-    from guardbit.records import STABILIZERS
-    from guardbit.store import read_events, read_metadata, read_run
+if TYPE_CHECKING:  # "as" tells type checkers that a name is to be used from here
+    from guardbit.callbacks.huggingface import HuggingFaceMonitor as HuggingFaceMonitor
+    from guardbit.callbacks.monitoring import AttentionMonitor as AttentionMonitor
+    from guardbit.callbacks.plain_loop import MonitorSession as MonitorSession
+    from guardbit.callbacks.stabilizing import AutoStabilizer as AutoStabilizer
+    from guardbit.catalog import INDICATORS as INDICATORS
+    from guardbit.dashboards.loading import load as load
+    from guardbit.kernels.attention import flash_attention as flash_attention
+    from guardbit.monitor.interception.observing import observe as observe
+    from guardbit.monitor.interception.observing import watch_attention as watch_attention
+    from guardbit.monitor.layouts import LayoutUnavailable as LayoutUnavailable
+    from guardbit.monitor.policy import Policy as Policy
+    from guardbit.monitor.sites import Instrumentation as Instrumentation
+    from guardbit.monitor.sites import Site as Site
+    from guardbit.monitor.sites import instrument as instrument
+    from guardbit.records import STABILIZERS as STABILIZERS
+    from guardbit.store import read_events as read_events
+    from guardbit.store import read_metadata as read_metadata
+    from guardbit.store import read_run as read_run
 
-__all__ = [
-    "INDICATORS",
-    "STABILIZERS",
-    "AttentionMonitor",
-    "AutoStabilizer",
-    "HuggingFaceMonitor",
-    "Instrumentation",
-    "LayoutUnavailable",
-    "MonitorSession",
-    "Policy",
-    "Site",
-    "flash_attention",
-    "instrument",
-    "load",
-    "observe",
-    "read_events",
-    "read_metadata",
-    "read_run",
-    "watch_attention",
-]
-
+# Name -> the module that has it.
 _HOMES = {
     "INDICATORS": "guardbit.catalog",
     "STABILIZERS": "guardbit.records",
@@ -55,7 +40,7 @@ _HOMES = {
     "HuggingFaceMonitor": "guardbit.callbacks.huggingface",
     "Instrumentation": "guardbit.monitor.sites",
     "LayoutUnavailable": "guardbit.monitor.layouts",
-    "MonitorSession": "guardbit.monitor.session",
+    "MonitorSession": "guardbit.callbacks.plain_loop",
     "Policy": "guardbit.monitor.policy",
     "Site": "guardbit.monitor.sites",
     "flash_attention": "guardbit.kernels.attention",
@@ -68,6 +53,8 @@ _HOMES = {
     "watch_attention": "guardbit.monitor.interception.observing",
 }
 
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
@@ -76,7 +63,12 @@ def __getattr__(name: str) -> Any:
         return version("guardbit")
     if name not in _HOMES:
         raise AttributeError(f"module 'guardbit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        error.msg = f"guardbit.{name} needs {package}: pip install {package}"
+        raise
 
 
 def __dir__() -> list[str]:

@@ -7,10 +7,11 @@ or where it goes.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -51,6 +52,12 @@ def printable(text: str) -> str:
         else letter
         for letter in str(text)
     )
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Returns a question after the allowed name that is most like another, "" if none is."""
+    found = difflib.get_close_matches(name, allowed, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 @dataclass(frozen=True, slots=True)

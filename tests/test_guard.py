@@ -11,12 +11,12 @@ from torch import nn
 from transformers import TrainerCallback
 
 import guardbit
-from guardbit import guard
+from guardbit import MonitorSession, guard
 from guardbit.guard import Guarded, is_guarded
 from guardbit.kernels import flex, op
 from guardbit.monitor.interception import installation, seen, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.session import MonitorSession, StepBracket
+from guardbit.monitor.session import Session, StepBracket
 from tests.toys import instrumented
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
@@ -42,6 +42,7 @@ def entries_of(kind):
 @pytest.mark.parametrize(
     "kind",
     [
+        Session,
         MonitorSession,
         guardbit.AttentionMonitor,
         guardbit.AutoStabilizer,

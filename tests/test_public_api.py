@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import pytest
 
@@ -40,7 +41,7 @@ PARAMETERS = {
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
-    "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"
+    "MonitorSession": "model, *, writer=None, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
@@ -115,6 +116,13 @@ def test_an_unknown_name_is_an_attribute_error():
         guardbit.atention  # noqa: B018
 
 
+def test_a_name_whose_package_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "guardbit.callbacks.huggingface", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"HuggingFaceMonitor needs transformers: pip"):
+        guardbit.HuggingFaceMonitor  # noqa: B018
+
+
 def test_the_indicators_and_stabilizers_are_these():
     assert guardbit.INDICATORS == (
         "w_q_spectral_norm",
@@ -164,5 +172,5 @@ def test_the_members_are_there_and_documented(name):
 
 @pytest.mark.parametrize("name", ["MonitorSession", "Policy"])
 def test_there_are_no_other_members(name):
-    public = {member for member in vars(getattr(guardbit, name)) if not member.startswith("_")}
+    public = {member for member in dir(getattr(guardbit, name)) if not member.startswith("_")}
     assert public - INTERNAL == set(MEMBERS[name])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from guardbit import guard
 from guardbit.guard import Guarded, undo_all
-from guardbit.monitor.session import MonitorSession
+from guardbit.monitor.session import Session
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import UnseenAttentionError
 from guardbit.records import RunEnd
+
+S = TypeVar("S", bound=Session)
 
 _UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded"
 
@@ -19,7 +21,7 @@ _UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and ungua
 class GuardedCallback(Guarded):
     """A framework's callback; every method that the framework calls is guarded."""
 
-    session: MonitorSession | None = None  # the session of the run that goes on, or None
+    session: Session | None = None  # the session of the run that goes on, or None
     strict: bool = False  # whether the monitor's own errors are raised
 
     #: Method that only the other framework calls -> what to use there, for the error.
@@ -69,7 +71,7 @@ def guarded(event: Callable[..., None]) -> Callable[..., None]:
     return guard.method(nothing)(with_session)
 
 
-def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession | None:
+def watched(strict: bool, make: Callable[[], S]) -> S | None:
     """Makes a session; returns None, with a warning, if the run has to go on without one.
 
     That happens if GuardBit would see none of the model's attention, or after an error of its own.

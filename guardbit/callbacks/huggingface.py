@@ -13,21 +13,28 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    TensorBoardCallback,
+    WandbCallback,
+)
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
-from guardbit.callbacks.loggers import LoggedRun, first_line, last_line
+from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
-from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
+from guardbit.records import line_of
 from guardbit.store import RUN_FOLDER
 from guardbit.store.files import publish
 
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
+
+# The reporters that take text; others warn of it.
+_TAKE_TEXT = (TensorBoardCallback, WandbCallback)
 
 # The callbacks whose training has begun and not ended.
 _training: WeakSet[HuggingFaceMonitor] = WeakSet()
@@ -63,48 +70,46 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         with refusing():
             self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
         self.strict = self.settings.strict
-        self.session: MonitorSession | None = None
-        self._reporters: list[TrainerCallback] = []
-        self._logged = LoggedRun()
         #: The model that is trained, and the Trainer that trains it.
         self._run: tuple[nn.Module, Trainer] | None = None
 
     @guard.method(nothing)
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
         end(self, "crashed")  # a session is still open if the last run did not end
         trainers: list[Trainer] = []
-        self._reporters, others = [], []
+        reporters, trained = [], []
         with suppress(Exception):  # of other code's frames
             trainers = [each for each in _callers() if isinstance(each, Trainer)]
-            others = list(_training)
+            trained = list(_training)
             kinds = tuple(INTEGRATION_TO_CALLBACK.values())
             beside = trainers[0].callback_handler.callbacks
-            self._reporters = [callback for callback in beside if isinstance(callback, kinds)]
-        for other in others:
+            reporters = [callback for callback in beside if isinstance(callback, kinds)]
+        for other in trained:
             other._end_if_interrupted(model, trainers)
         dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        is_first = state.is_world_process_zero
-        own = {**vars(self.settings), "dirpath": dirpath if is_first else None}
-        self._logged = LoggedRun(dirpath)
-        self.session = watched(self.strict, lambda: MonitorSession(model, **own))
-        if self.session is None:
+        dirpath = dirpath if state.is_world_process_zero else None
+        own = {**vars(self.settings), "dirpath": dirpath}
+
+        def report(metrics: dict[str, float], step: int) -> None:
+            then = copy.copy(state)
+            then.global_step = step
+            lines = [line_of(alarm) for alarm in session.news] if session else []
+            text = {"guardbit/alarms": "\n\n".join(lines)} if lines else {}
+            for reporter in reporters:
+                logs = metrics | (text if isinstance(reporter, _TAKE_TEXT) else {})
+                reporter.on_log(args, then, control, model=model, logs=logs, **others)
+
+        session = watched(self.strict, lambda: MonitorSession(model, writer=report, **own))
+        self.session = session
+        if session is None:
             return
         if trainers:
             self._run = model, trainers[0]
             _training.add(self)
-        if is_first:
-            with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
-                print(first_line(self.settings.every_n_train_steps, dirpath), flush=True)
         if state.global_step > 0:
             path = _state_path(args, state)
             try:
@@ -112,7 +117,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             except (OSError, ValueError, RecursionError) as error:
                 log.warning("the run goes on, and GuardBit begins anew: %s: %s", path, error)
             else:
-                self.session.load_state_dict(saved)
+                session.load_state_dict(saved)
 
     @guarded
     def on_step_begin(
@@ -133,10 +138,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
 
     @guarded
-    def on_step_end(self, session: MonitorSession, *event: Any, **kwargs: Any) -> None:
-        """Ends the session's step: on sampled steps it measures, judges and acts."""
+    def on_step_end(self, session: MonitorSession, *_: Any, **__: Any) -> None:
+        """Ends the session's step: on sampled steps it measures, judges, reports and acts."""
         session.end_step()
-        self._report(session, *event, **kwargs)
 
     @guarded
     def on_log(
@@ -167,19 +171,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 
     @guard.method(nothing, at_last=end)
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
-        session, self._run = self.session, None
-        if session is None:
-            return
-        session.catch_up()
-        self._report(session, args, state, control)
+        self._run = None
         end(self, "finished")
-        if state.is_world_process_zero:
-            with suppress(Exception):  # as at the start
-                print(last_line("finished", session, self._logged.place), flush=True)
 
     def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
         """Ends the session of an earlier training of this model: Ctrl-C calls no callback.
@@ -188,38 +183,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         Trainer is among those whose methods are running.
         """
         of, trainer = self._run or (None, None)
-        if (
-            of is model
-            and self.session is not None
-            and all(each is not trainer for each in trainers)
-        ):
+        if of is model and self.session is not None and trainer not in trainers:
             log.warning(
                 "an earlier training of this model was interrupted: its session is closed, and"
                 " the new training is watched"
             )
             self._run = None
             end(self)
-
-    def _report(
-        self,
-        session: MonitorSession,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Passes the scalars of a judged step to the Trainer's reporters."""
-        if session.sampled_step is None or not self._logged.is_new(session):
-            return
-        then = copy.copy(state)
-        then.global_step = session.sampled_step
-
-        def report() -> None:
-            metrics = self._logged.metrics(session)
-            for reporter in self._reporters:
-                reporter.on_log(args, then, control, logs=dict(metrics), **kwargs)
-
-        session.attempt("logging", report)
 
 
 def _callers() -> Iterator[object]:

@@ -16,7 +16,7 @@ from guardbit.monitor.measure import largest
 from guardbit.records import RunEnd, Sample
 
 if TYPE_CHECKING:
-    from guardbit.monitor.session import MonitorSession
+    from guardbit.monitor.session import Session
 
 #: Scalars of a sampled step: heads that are counted, and the worst head (`LoggedRun.worst`).
 COUNTED_KEYS = ("guardbit/alarmed_heads", "guardbit/switched_heads")
@@ -28,13 +28,12 @@ _BUCKETS = 64
 
 def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str:
     """Says that the run is watched, and which command shows it."""
-    return (
-        f"GuardBit samples attention every {every_n_train_steps} steps; the live page:"
-        f" guardbit live {shlex.quote(str(dirpath))}"
-    )
+    live = f"the live page: guardbit live {shlex.quote(str(dirpath))}"
+    where = live if str(dirpath) else "without dirpath nothing is kept"
+    return f"GuardBit samples attention every {every_n_train_steps} steps; {where}"
 
 
-def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[str]) -> str:
+def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:
     """Says what was found, and which command writes the report."""
     judgement = session.judgement
     if session.sampled_step is None or judgement is None:
@@ -72,12 +71,12 @@ class LoggedRun:
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
 
-    def is_new(self, session: MonitorSession) -> bool:
+    def is_new(self, session: Session) -> bool:
         """Whether the session has judged a step since the last call."""
         before, self._step = self._step, session.sampled_step
         return self._step != before
 
-    def metrics(self, session: MonitorSession) -> dict[str, float]:
+    def metrics(self, session: Session) -> dict[str, float]:
         """Adds the step that a session has judged; returns its scalars by key."""
         self.num_samples += 1
         scalars = {**session.scalars, **self.take(session.samples)}

@@ -23,7 +23,7 @@ from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watc
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.session import MonitorSession
+from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.records import RunEnd, line_of
 from guardbit.store import RUN_FOLDER
@@ -107,7 +107,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False
-        self.session: MonitorSession | None = None
+        self.session: Session | None = None
         self._restored: dict[str, Any] = {}
         #: The module that `_restored` belongs to; None if it comes from a checkpoint.
         self._state_of: weakref.ref[pl.LightningModule] | None = None
@@ -143,7 +143,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         place = dirpath if trainer.is_global_zero else None
         own = {"policy": policy, "dry_run": self.dry_run, "dirpath": place}
         self.session = watched(
-            self.strict, lambda: MonitorSession(pl_module, **{**vars(self.settings), **own})
+            self.strict, lambda: Session(pl_module, **{**vars(self.settings), **own})
         )
         if self.session is not None:
             self.session.alerts.runs = lambda: [
@@ -173,7 +173,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             _publish(trainer, self._logged.latest)
 
     @guarded
-    def on_train_batch_start(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, session: Session, trainer: pl.Trainer, *_: Any) -> None:
         """Tells the session which optimizer step the batch belongs to."""
         self._step = trainer.global_step
         self._grad_norms.clear()
@@ -182,7 +182,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     @guarded
     def on_before_optimizer_step(
         self,
-        session: MonitorSession,
+        session: Session,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         optimizer: Optimizer,
@@ -196,7 +196,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     @guarded
     def on_train_batch_end(
         self,
-        session: MonitorSession,
+        session: Session,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         outputs: Tensor | Mapping[str, Any] | None,
@@ -215,14 +215,14 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             self._log_news(session, trainer, pl_module)
 
     @guarded
-    def on_validation_end(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
+    def on_validation_end(self, session: Session, trainer: pl.Trainer, *_: Any) -> None:
         """Records the validation's loss, where the model logs one as `val_loss`."""
         loss = trainer.callback_metrics.get("val_loss")
         if loss is not None and not trainer.sanity_checking:
             session.validation_loss(loss)
 
     @guarded
-    def on_train_end(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_end(self, session: Session, trainer: pl.Trainer, *_: Any) -> None:
         """Logs the last sampled step, if its numbers had not yet come from the GPU."""
         session.catch_up()
         self._log_news(session, trainer, None)
@@ -268,9 +268,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         with suppress(Exception):  # of a handler of the user's
             rank_zero_info(last_line(how, session, self._logged.place))
 
-    def _take_grad_norm(
-        self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None
-    ) -> None:
+    def _take_grad_norm(self, session: Session, optimizer: Optimizer, scaler: Any | None) -> None:
         """Adds what an optimizer is about to use to the norm over all that step in this batch."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         gradients = [_entries(p.grad) for p in parameters if p.grad is not None]
@@ -283,7 +281,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         session.grad_norm(get_total_norm(list(self._grad_norms.values())))
 
     def _log_news(
-        self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
+        self, session: Session, trainer: pl.Trainer, pl_module: pl.LightningModule | None
     ) -> None:
         """Logs a step that the session has judged since; once a step."""
         step = session.sampled_step
@@ -296,7 +294,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     def _log(
         self,
-        session: MonitorSession,
+        session: Session,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule | None,
         step: int,

@@ -14,10 +14,7 @@ import typer
 from guardbit.records import Event, event_of, printable
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from guardbit.dashboards.loading import LoadedRun
-    from guardbit.monitor.replay import Replay
 
 #: What a report's metadata says about events that were not recorded.
 REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
@@ -43,6 +40,18 @@ def user_errors(*errors: type[Exception]) -> Iterator[None]:
             raise typer.Exit(2) from None
 
 
+@contextlib.contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Turns an error of writing into a sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written to {place} ({error.strerror or error}): give another folder"
+            " by --output, or use --json, which writes nothing"
+        ) from error
+
+
 def load_with_events(path: Path) -> LoadedRun:
     """Reads a run; if it recorded no events, as a CSV, the detectors find those it would have."""
     from guardbit.dashboards.loading import load
@@ -51,16 +60,11 @@ def load_with_events(path: Path) -> LoadedRun:
     run = load(path)
     if is_run(folder_of_run(path)):
         return run
-    from guardbit.monitor.replay import replay as replay_frame
-
-    events = events_of_replay(replay_frame(run.samples))
-    return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})
-
-
-def events_of_replay(result: Replay) -> pd.DataFrame:
-    """Returns the alarms of a replay as the events that a run would have recorded."""
     import pandas as pd
 
-    events = [event_of(alarm) for alarm in result.alarms]
+    from guardbit.monitor.replay import replay as replay_frame
+
+    alarms = replay_frame(run.samples).alarms
     names = [field.name for field in dataclasses.fields(Event)]
-    return pd.DataFrame([dataclasses.asdict(event) for event in events], columns=names)
+    events = pd.DataFrame([event_of(alarm) for alarm in alarms], columns=names)
+    return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})

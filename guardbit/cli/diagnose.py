@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.cli.common import user_errors
+from guardbit.cli.common import user_errors, writing_to
 from guardbit.records import printable
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def diagnose(
         verdict = f"{run.verdict}: {run.why}" if run.num_alarms else run.verdict
         figures = output or folder / "diagnosis"
         if not as_json:
-            _check_writable(figures)
+            with writing_to(figures):  # before a minute's work is wasted
+                figures.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=figures).close()
         told = []
         for kept in heads:
             found = diagnose_head([one.inputs for one in kept])
@@ -65,19 +67,6 @@ def diagnose(
         _keep_answer(told, folder)
     typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
     typer.echo(run.risk.sentence)
-
-
-def _check_writable(place: Path) -> None:
-    """Raises unless a file can be written to a folder, before a minute's work is wasted."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"nothing can be written to {place} ({error.strerror}): give another folder by"
-            " --output, or use --json, which writes nothing"
-        ) from error
 
 
 def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:

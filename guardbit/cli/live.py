@@ -41,7 +41,7 @@ def live(
             from guardbit.dashboards.live import LiveRuns, LiveServer
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"live needs the package {error.name}: pip install 'guardbit[live]'"
+                f"live needs the package {error.name}: pip install starlette uvicorn"
             ) from None
         runs = LiveRuns(path, None if notify is None else Webhook(notify).tell)
         server = LiveServer(runs, port=port)

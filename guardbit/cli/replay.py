@@ -51,16 +51,8 @@ def replay(
         result = replay_frame(run.samples, rules, normalised_sites(run.metadata))
         judgement = _judgement_of_replay(run, result)
     if as_json:
-        alarms = [
-            {
-                "step": alarm.step,
-                "site": alarm.site,
-                "heads": alarm.heads,
-                "rule": alarm.rule,
-                "severity": alarm.severity,
-            }
-            for alarm in result.alarms
-        ]
+        names = ("step", "site", "heads", "rule", "severity")
+        alarms = [{name: getattr(alarm, name) for name in names} for alarm in result.alarms]
         typer.echo(json.dumps({"alarms": alarms, **judgement.as_json()}))
         return
 
@@ -86,13 +78,6 @@ def replay(
         console.print(table)
     for line in _lines(judgement, result):
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
-    begins, first_alarm = judgement.first_step, judgement.first_alarm
-    if begins is not None and first_alarm is not None and first_alarm < begins:
-        console.print(
-            f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
-            " could not be replayed.",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
 
 
 def _lines(judgement: Judgement, result: Replay) -> list[str]:
@@ -106,6 +91,12 @@ def _lines(judgement: Judgement, result: Replay) -> list[str]:
     ]
     for rule, names in result.unjudged.items():
         lines.append(f"Not judged by {rule}: the telemetry lacks {', '.join(names)}")
+    begins, first_alarm = judgement.first_step, judgement.first_alarm
+    if begins is not None and first_alarm is not None and first_alarm < begins:
+        lines.append(
+            f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
+            " could not be replayed."
+        )
     return lines
 
 

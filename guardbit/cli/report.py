@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from guardbit.cli.common import load_with_events, user_errors
+from guardbit.cli.common import load_with_events, user_errors, writing_to
 from guardbit.records import printable
 
 
@@ -58,10 +57,13 @@ def report(
 ) -> None:
     """Write the report of a run, or of several side by side."""
     if as_json:
+        from guardbit.dashboards.forks import outcomes_of
+
         with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
-            outcomes = _outcomes_in_json(paths)
+            judged = outcomes_of({str(path): load_with_events(path) for path in paths})
+        outcomes = [{"run": path, **outcome.as_json()} for path, outcome in judged.items()]
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
     from guardbit.dashboards.report import write_reports
@@ -70,24 +72,11 @@ def report(
         place = _report_path(paths, output, format)
         named = zip(_names(paths), paths, strict=True)
         runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
-        with _saying_where(place):
+        with writing_to(place):
             written = write_reports(runs, place, format=format.value)
     typer.echo(printable(str(written)))
     if open_it:
         typer.launch(written.resolve().as_uri())
-
-
-@contextlib.contextmanager
-def _saying_where(place: Path) -> Iterator[None]:
-    """Turns an error of writing into a sentence that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ValueError(
-            f"the report cannot be written to {place} ({why}); give --output a folder that can be"
-            " written to"
-        ) from error
 
 
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
@@ -102,14 +91,6 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
         return Path(name)
     path = paths[0]
     return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
-
-
-def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The outcome of each run; copies of one run are compared with each other."""
-    from guardbit.dashboards.forks import outcomes_of
-
-    outcomes = outcomes_of({str(path): load_with_events(path) for path in paths})
-    return [{"run": path, **outcome.as_json()} for path, outcome in outcomes.items()]
 
 
 def _name(path: Path) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ import pandas as pd
 from guardbit.dashboards import marks, ranking
 from guardbit.dashboards.palette import OUTCOME_COLOURS
 from guardbit.judgement import Ended, Judgement
+from guardbit.records import nearest
 from guardbit.store import (
     folder_of_run,
     is_run,
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 #: The file in a run's folder in which `guardbit diagnose` keeps its answer.
 DIAGNOSIS = Path("diagnosis", "diagnosis.json")
+
+
+# What `guardbit.dashboards.figures` exports that `Plots` has as a method, or that draws no run.
+_NO_FIGURES = ("story", "model_map", "CHARTS", "Chart", "runs_over_steps")
 
 
 class Diagnosed(NamedTuple):
@@ -57,9 +62,11 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     """Reads a run, for a look at it in a notebook.
 
         run = guardbit.load("lightning_logs/version_0")
-        run                     # the judgement in a sentence
+        run                     # what became of it, why, and what to do
         run.plot.heads()        # what happened
         run.plot.map(step=6750)
+        run.plot.max_logit()    # and every other figure of `guardbit.dashboards.figures`
+        run.alarms              # as a table
         run.summary()           # the heads to watch, as a table
 
     Args:
@@ -108,6 +115,12 @@ class LoadedRun:
         """Its figures."""
         return Plots(self)
 
+    @property
+    def alarms(self) -> pd.DataFrame:
+        """Its alarms: step, site, heads, rule, and why."""
+        alarms = [event for event in marks.events_of(self.events) if event.kind == "alarm"]
+        return pd.DataFrame(alarms, columns=["step", "site", "heads", "rule", "why"])
+
     @cached_property
     def judgement(self) -> Judgement:
         """What became of the run, what moved its heads, and what to do."""
@@ -118,34 +131,53 @@ class LoadedRun:
         return ranking.heads_to_watch(self.samples, self.events, count)
 
     def __repr__(self) -> str:
-        return f"{self.name}: {self.judgement.headline}"
+        return "\n".join([f"{self.name}: {self.judgement.headline}", *self._cause_and_advice])
+
+    @property
+    def _cause_and_advice(self) -> list[str]:
+        judgement = self.judgement
+        cause = [f"Cause: {judgement.verdict}: {judgement.why}"] if judgement.num_alarms else []
+        return [*cause, judgement.advice]
 
     def _repr_html_(self) -> str:
-        colour = OUTCOME_COLOURS[self.judgement.state]
-        parts = escape(" · ".join(self.judgement.facts))
+        judgement = self.judgement
+        colour = OUTCOME_COLOURS[judgement.state]
+        below = [*self._cause_and_advice, " · ".join([self.name, *judgement.facts])]
         return (
-            f'<div><b style="color:{colour}">●</b> <b>{escape(self.judgement.headline)}</b><br>'
-            f"<small>{escape(self.name)}{' · ' if parts else ''}{parts}</small></div>"
+            f'<div><b style="color:{colour}">●</b> <b>{escape(judgement.headline)}</b><br>'
+            f"<small>{'<br>'.join(map(escape, below))}</small></div>"
         )
 
 
 class Plots:
-    """The figures of a run; a notebook shows what a method returns."""
+    """The figures of a run; a notebook shows what a method returns.
+
+    Besides those below, every other figure of `guardbit.dashboards.figures` is a method of its
+    name: `max_logit()`, `before_and_after()`.
+    """
 
     def __init__(self, run: LoadedRun) -> None:
-        self._run = run
+        from guardbit.dashboards import figures  # here, as it loads matplotlib
+
+        self._run, self._figures = run, figures
+
+    def __getattr__(self, name: str) -> Callable[..., Figure | None]:
+        known = [] if name.startswith("_") else dir(self)
+        if name not in known:
+            raise AttributeError(f"there is no figure {name!r}{nearest(name, known)}")
+        return partial(getattr(self._figures, name), self._run.samples, self._run.events)
+
+    def __dir__(self) -> list[str]:
+        others = (name for name in self._figures.__all__ if name not in _NO_FIGURES)
+        return ["heads", "map", *others]
 
     def heads(self) -> Figure | None:
         """Loss, and below it norm and logits of the worst heads; None without norms and logits."""
-        from guardbit.dashboards import figures
-
-        return figures.story(self._run.samples, self._run.events, self._run.judgement)
+        return self._figures.story(self._run.samples, self._run.events, self._run.judgement)
 
     def map(self, step: int | None = None) -> Figure | None:
         """The model map after a step; by default after the first alarm, or at the run's end."""
-        from guardbit.dashboards import figures
-
         run = self._run
         if step is None:
             step = marks.first_step(run.samples, run.events, "alarm")
-        return figures.model_map(run.samples, run.events, step)
+        return self._figures.model_map(run.samples, run.events, step)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.judgement import FORWARD, first_nonfinite
+from guardbit.judgement import FORWARD, first_nonfinite, nothing_to_correct
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
@@ -90,9 +90,6 @@ class Notices:
         self._said.add(what)
         return is_first
 
-    def close(self) -> None:
-        self.abandon_sampled_step()
-
     @property
     def coverage(self) -> tuple[int, int]:
         rows = self._table.values()
@@ -100,7 +97,42 @@ class Notices:
 
     @property
     def why_nothing(self) -> str:
-        return _why_nothing(self._instrumentation)
+        """Reasons why no call of attention may have been seen, the likeliest first."""
+        lost = self._instrumentation.lost()
+        if lost:
+            named = _named([site.name for site in lost])
+            return (
+                f"the modules that called attention are no longer in the model ({named}), and"
+                " nothing of what has replaced them is watched: give the model as it is now a"
+                " monitor of its own"
+            )
+        candidates = list(self._instrumentation.candidates.values())
+        if (others := [*_replaced({}), *interception.left_alone()]) == [] and not any(
+            map(_is_attention, candidates)
+        ):
+            return (
+                "no attention was found in this model, so nothing is watched: no module of it has"
+                f" called {_FUNCTIONS}, and none is called attention; if it has attention under"
+                " another name and in a kernel of its own, show it by guardbit.observe or"
+                " guardbit.watch_attention"
+            )
+        ran = [site for site in candidates if interception.ran(site.number, site.module)]
+        innermost = _innermost([site for site in ran if _is_attention(site)])
+        named = f" ({_kinds(innermost)} ran)" if innermost else ""
+        reasons = [
+            *others,
+            f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
+            "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
+            " 'flex_attention' and the installed flash_attn's",
+            "the instrumented model is not the one that trains, which may be a copy of it",
+        ]
+        if not ran:
+            reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
+        listed = "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
+        return (
+            "the model has called no attention that GuardBit sees so far, so nothing is watched."
+            f" Likely: {listed}"
+        )
 
     # --- attention that is not watched -----------------------------------------------------------
 
@@ -199,6 +231,18 @@ class Notices:
         self._told_proofs = len(proofs())
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
+    def report_nothing_to_correct(
+        self, facts: Mapping[str, Mapping[str, Any]], precision: list[str]
+    ) -> None:
+        """Says, once, that attention's delta is not rounded, if it runs like that."""
+        why = nothing_to_correct({"precision": precision})
+        if why:
+            why += ", which rounds next to nothing"
+        elif facts and all(known["kernels"] == ["MATH"] for known in facts.values()):
+            why = "attention runs in PyTorch's math kernel, which does not round delta"
+        if why and ranks.rank() == 0 and self.first("nothing to correct"):
+            log.tell(f"GuardBit: {why}: nothing to correct here")
+
     def report_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
         """Reports the first NaN, and backwards that do not repeat.
 
@@ -224,45 +268,6 @@ class Notices:
             if self.first("on_alarm"):
                 why = f"on_alarm failed, and is called again at the next alarm: {error!r}"
                 self._record(Event(alarm.step, "monitor_error", "", (), why))
-
-
-def _why_nothing(instrumentation: Instrumentation) -> str:
-    """Returns reasons why no call of attention may have been seen, the likeliest first."""
-    lost = instrumentation.lost()
-    if lost:
-        named = _named([site.name for site in lost])
-        return (
-            f"the modules that called attention are no longer in the model ({named}), and"
-            " nothing of what has replaced them is watched: give the model as it is now a"
-            " monitor of its own"
-        )
-    candidates = list(instrumentation.candidates.values())
-    if (others := [*_replaced({}), *interception.left_alone()]) == [] and not any(
-        map(_is_attention, candidates)
-    ):
-        return (
-            "no attention was found in this model, so nothing is watched: no module of it has"
-            f" called {_FUNCTIONS}, and none is called attention; if it has attention under"
-            " another name and in a kernel of its own, show it by guardbit.observe or"
-            " guardbit.watch_attention"
-        )
-    ran = [site for site in candidates if interception.ran(site.number, site.module)]
-    innermost = _innermost([site for site in ran if _is_attention(site)])
-    named = f" ({_kinds(innermost)} ran)" if innermost else ""
-    reasons = [
-        *others,
-        f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
-        "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
-        " 'flex_attention' and the installed flash_attn's",
-        "the instrumented model is not the one that trains, which may be a copy of it",
-    ]
-    if not ran:
-        reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
-    listed = "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
-    return (
-        "the model has called no attention that GuardBit sees so far, so nothing is watched."
-        f" Likely: {listed}"
-    )
 
 
 class MissedModules:
@@ -427,14 +432,10 @@ def _counted(sites: Sequence[Site], noun: str) -> str:
     return f"{len(sites)} {noun}{'' if len(sites) == 1 else 's'}"
 
 
-def _looks(sites: Sequence[Site]) -> str:
-    return "looks" if len(sites) == 1 else "look"
-
-
 def _why_unseen(unseen: Sequence[Site], share: str) -> str:
-    was, them = ("was", "it") if len(unseen) == 1 else ("were", "them")
+    looks, was, them = ("looks", "was", "it") if len(unseen) == 1 else ("look", "were", "them")
     return (
-        f"{_counted(unseen, 'module')} that {_looks(unseen)} like attention ran and {was} not seen"
+        f"{_counted(unseen, 'module')} that {looks} like attention ran and {was} not seen"
         f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)}; {share}."
         f" {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
     )

@@ -185,7 +185,7 @@ class Examinations:
             self._calls.take(call.q, call.k, call.v, call.spec, call.kernel)
 
     def batch(self, batch: Any, seconds: float) -> Preflight | None:
-        """Examines the calls of a forward, see `MonitorSession.preflight`."""
+        """Examines the calls of a forward, see `Session.preflight`."""
         self._instrumentation.rest(False)  # calls at rest are not read
         try:
             calls = calls_of(self._model, batch)

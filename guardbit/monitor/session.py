@@ -1,13 +1,6 @@
 """One monitored run: connects measuring, detectors, policy, switching and the store.
 
-It knows no framework: callbacks drive it, or a plain loop:
-
-    session = guardbit.MonitorSession(model, every_n_train_steps=50, dirpath="runs/mine")
-    for step, batch in enumerate(batches):
-        with session.step(step) as record:
-            ...                              # forward, backward, optimizer step
-            record.loss(loss)
-    session.close()
+It knows no framework and has no console: callbacks drive it (`guardbit.callbacks`).
 """
 
 from __future__ import annotations
@@ -83,37 +76,29 @@ def _nothing(_: object) -> None:
     """What callers get after an error, see `guard.method`."""
 
 
-def _no_alarms(_: object) -> list[Alarm]:
-    return []
-
-
 # What methods end with, whatever fails in them.
 
 
-def _forget_step(session: MonitorSession) -> None:
+def _forget_step(session: Session) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
     session._step_ended()
 
 
-def _leave(session: MonitorSession) -> None:
-    session._leave()
-
-
-def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
+def _what_is_switched(session: Session) -> dict[str, Any]:
     with suppress(Exception):
         return {"stabilizers": session._switching.switched()}
     return {}
 
 
 class StepBracket(Guarded):
-    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
+    """One optimizer step of a plain training loop, see `Session.step`."""
 
-    def __init__(self, session: MonitorSession, step: int | None) -> None:
+    def __init__(self, session: Session, step: int | None) -> None:
         self.session, self._step = session, step
 
     @guard.method(lambda bracket: bracket.session)
-    def __enter__(self) -> MonitorSession:
+    def __enter__(self) -> Session:
         if self._step is not None:
             self.session.begin_batch(self._step)
         return self.session
@@ -130,43 +115,8 @@ class StepBracket(Guarded):
         self.session._contain(error, where)
 
 
-class MonitorSession(Guarded):
-    """Watches a model's attention heads over a run and, with a policy, switches them.
-
-    On several ranks (`torch.distributed`) every rank has a session and calls it alike. Attention is
-    summed over all ranks; the loss is rank 0's. All ranks judge the same samples, so they switch
-    alike. If ranks share the heads of a site, or hold different sites, each measures its own part,
-    and all judge the parts together; heads are numbered over all ranks.
-
-    >>> import torch
-    >>> model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    >>> session = MonitorSession(model, every_n_train_steps=1)
-    >>> with session.step(0) as record:
-    ...     loss = model(torch.ones(2, 4, 32)).square().mean()
-    ...     loss.backward()
-    ...     record.loss(loss)
-    >>> session.sampled_step, session.alarms
-    (0, [])
-    >>> session.close()
-
-    Args:
-        model: The model; it is instrumented here, before its first forward.
-        **settings: The `guardbit.monitor.settings.Settings`, with `dirpath=None` to keep no
-            telemetry, as on other ranks than 0.
-
-    Attributes:
-        loss_scale: Factor by which the loss was scaled before its backward (FP16 training), to be
-            set before a sampled step ends; `delta_bias` is divided by it.
-        samples: What the last sampled step measured. In a single process on a GPU, it is known
-            once the next step has ended, see `catch_up`; elsewhere at once.
-        scalars: Values of the same step for loggers and progress bars: for each indicator the value
-            that is largest in size over all heads.
-        alarms: The alarms raised by these samples.
-        sampled_step: The step of all these; None before the first.
-
-    Raises:
-        ValueError: If an argument is out of range or the model cannot be watched.
-    """
+class Session(Guarded):
+    """One monitored run; callbacks, that of plain loops among them, drive it."""
 
     _strict = False
 
@@ -251,7 +201,7 @@ class MonitorSession(Guarded):
     # --- the run's events ------------------------------------------------------------------------
 
     @guard.method(lambda session: StepBracket(session, None))
-    def step(self, step: int) -> AbstractContextManager[MonitorSession]:
+    def step(self, step: int) -> AbstractContextManager[Session]:
         """Brackets one optimizer step of a plain training loop.
 
         With several micro-batches a step, call `begin_batch` before each further one. Exceptions
@@ -362,18 +312,12 @@ class MonitorSession(Guarded):
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        self._schedule.use("loss")
-        step = self._schedule.step
-        if step is not None and self._takes_scalars():
-            self._take("loss", value, lambda: self._measurement.run.loss(step, value, factor))
+        self._take_of_step("loss", value, factor)
 
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
-        self._schedule.use("grad_norm")
-        step = self._schedule.step
-        if step is not None and self._takes_scalars():
-            self._take("grad_norm", value, lambda: self._measurement.run.grad_norm(step, value))
+        self._take_of_step("grad_norm", value)
 
     @guard.method(_nothing)
     def validation_loss(self, value: Tensor | float) -> None:
@@ -390,9 +334,14 @@ class MonitorSession(Guarded):
 
         self._take("validation_loss", value, record)
 
-    def _takes_scalars(self) -> bool:
-        # Once the stage "samples" is off, nobody would read them.
-        return not self._is_closed and not self._stages.off & {"samples", _WATCHING}
+    def _take_of_step(self, name: str, value: Tensor | float, *more: float) -> None:
+        self._schedule.use(name)
+        step = self._schedule.step
+        # Once the stage "samples" is off, nobody would read it.
+        is_read = not self._is_closed and not self._stages.off & {"samples", _WATCHING}
+        if step is not None and is_read:
+            take = getattr(self._measurement.run, name)
+            self._take(name, value, lambda: take(step, value, *more))
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once where it is none."""
@@ -407,7 +356,7 @@ class MonitorSession(Guarded):
 
         self._stages.attempt(name, take_number)
 
-    @guard.method(_no_alarms, at_last=_forget_step)
+    @guard.method(lambda _: [], at_last=_forget_step)
     def end_step(self) -> list[Alarm]:
         """Ends the optimizer step; on sampled steps measures, judges and acts.
 
@@ -447,7 +396,7 @@ class MonitorSession(Guarded):
         self.attempt("preflight", lambda: self._examinations.step(step))
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
-    @guard.method(_no_alarms)
+    @guard.method(lambda _: [])
     def catch_up(self) -> list[Alarm]:
         """Judges the last sampled step and acts on it, if that waits for numbers from a GPU.
 
@@ -481,7 +430,7 @@ class MonitorSession(Guarded):
         """Whether all ranks go on watching."""
         for stage in (_WATCHING, "capture", "metrics"):
             if not ranks.all_agree(stage not in self._stages.off, stage):
-                self.attempt(stage, _failed_elsewhere)
+                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
         if self._exchange.are_parts():
             self._journal.note({"parallel": PARTS})
         return _WATCHING not in self._stages.off
@@ -528,9 +477,8 @@ class MonitorSession(Guarded):
         precision = sorted(self._precisions)
         if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
             self._journal.note({"precision": precision})
-        nothing = nothing_to_correct(self._journal.metadata)
-        if nothing and ranks.rank() == 0 and self._notices.first("nothing to correct"):
-            log.tell(f"GuardBit: {nothing}, which rounds next to nothing: nothing to correct here")
+        if facts.keys() <= self.instrumentation.sites.keys():  # else others' precision is unknown
+            self._notices.report_nothing_to_correct(facts, precision)
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = frozenset(
             name for name, known in facts.items() if known["normalises_queries"]
@@ -654,23 +602,14 @@ class MonitorSession(Guarded):
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
         self._step_ended()
 
-    @guard.method(_nothing, at_last=_leave)
+    @guard.method(_nothing, at_last=lambda session: session._leave())
     def close(self, end: RunEnd = "finished") -> None:
-        """Writes what is left, and takes the instrumentation out of the model.
-
-        Within a step it is taken out when the step has ended, because a forward and its
-        recomputation must be alike. A second call tries again what could not be taken out.
-
-        Args:
-            end: How the run ended, for the report and the live page.
-        """
         self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
                 self._tell_end,
                 self._schedule.close,
-                self._notices.close,
                 lambda: self._journal.close(end),
                 self._write_what_is_left,
                 self._report_what_ran_last,
@@ -752,16 +691,7 @@ class MonitorSession(Guarded):
 
     @guard.method(_nothing)
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
-        """Runs a stage of the monitor, unless it is off.
-
-        Args:
-            stage: Name of the stage.
-            function: What to run.
-
-        Returns:
-            What `function` returns; None if the stage is off or fails. An error turns it off for
-            the rest of the run and, unless `strict`, never reaches training.
-        """
+        """Runs a stage of the monitor, unless it is off; returns None then, and if it fails."""
         return self._stages.attempt(stage, function)
 
     @guard.method(_nothing)
@@ -794,12 +724,10 @@ class MonitorSession(Guarded):
         """Examines the engines that could serve the model's attention, before training.
 
         The model runs forward once without gradients: `model(**batch)` of a mapping, of a tuple or
-        a list `model(*batch)`, else `model(batch)`. Afterwards its parameters, buffers and
-        attributes are as before, and the generators of Python, NumPy and PyTorch and those of
-        PyTorch that its modules have as attributes; what it changes elsewhere, as in a list or a
-        generator in a global variable, it changes as any forward does. What is found is logged in a
-        line and recorded. On several ranks all call it alike, because the forward may need them,
-        and rank 0 examines.
+        a list `model(*batch)`, else `model(batch)`. Afterwards its parameters, buffers, attributes
+        and random generators are as before; what it changes elsewhere, as in a global variable, it
+        changes as any forward does. What is found is logged in a line and recorded. On several
+        ranks all call it alike, because the forward may need them, and rank 0 examines.
 
         Args:
             batch: What the model takes.
@@ -1039,10 +967,6 @@ class MonitorSession(Guarded):
         with suppress(Exception):
             self._drop_calls()
         self._stages.fail("capture", error)
-
-
-def _failed_elsewhere() -> None:
-    raise FailedElsewhereError("the stage failed on another rank")
 
 
 def _warn(line: str) -> None:

@@ -7,7 +7,8 @@ import inspect
 import math
 import os
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,17 +18,33 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, reads_of
 from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.stages import log
-from guardbit.records import Alarm
+from guardbit.records import Alarm, nearest
 
 #: Seconds after which an examination begins nothing more, by default.
 PREFLIGHT_SECONDS = 60.0
 
 F = TypeVar("F", bound=Callable[..., None])
 
-_OF_POLICY = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps",
-    "qk_clip",
-)  # fmt: skip
+_OF_POLICY = tuple(inspect.signature(Policy).parameters)
+
+
+# Arguments that others take, and names that other libraries give to ours.
+_ELSEWHERE = {
+    **dict.fromkeys(_OF_POLICY, "it belongs to guardbit.Policy, in Lightning to AutoStabilizer"),
+    "policy": "in Lightning AutoStabilizer takes the arguments of a policy",
+    "dry_run": "in Lightning it belongs to AutoStabilizer",
+    **dict.fromkeys(("every", "log_freq"), "did you mean every_n_train_steps?"),
+}
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    with suppress(ValueError):  # of a builtin, which has no signature
+        try:
+            inspect.signature(function).bind(*range(count))
+        except TypeError:
+            return False
+    return True
 
 
 def _is_amount(number: object) -> bool:
@@ -57,7 +74,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "audit_repeats": (lambda flag: isinstance(flag, bool), "True or False"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
     "policy": (lambda p: p is None or isinstance(p, Policy), "a guardbit.Policy, or None"),
-    "on_alarm": (lambda f: f is None or callable(f), "a function of one alarm, or None"),
+    "on_alarm": (lambda f: f is None or takes(f, 1), "a function of one alarm, or None"),
     "dirpath": (
         lambda path: path is None or (path and isinstance(path, str | os.PathLike)),
         "a path, or None",
@@ -120,6 +137,7 @@ class Settings:
             if name not in INDICATORS:
                 raise ValueError(
                     f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}"
+                    f"{nearest(name, INDICATORS)}"
                 )
         Detectors(self.rules)
 
@@ -146,6 +164,14 @@ class Settings:
         }
 
 
+def _hint(name: str, allowed: Iterable[str]) -> str:
+    """Says where an argument belongs, or which one was meant, if that is known."""
+    if name in _ELSEWHERE:
+        return f"; {_ELSEWHERE[name]}"
+    is_setting = name in Settings.__dataclass_fields__
+    return "; it belongs to AttentionMonitor" if is_setting else nearest(name, allowed)
+
+
 def passes_to(kind: type, *but: str) -> Callable[[F], F]:
     """Gives a constructor that takes `**settings` the parameters of a class, except some.
 
@@ -166,7 +192,10 @@ def passes_to(kind: type, *but: str) -> Callable[[F], F]:
                 try:
                     signature.bind(self, *args, **settings)
                 except TypeError as error:
-                    raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
+                    # Python refuses the first unknown one.
+                    unknown = [name for name in settings if name not in signature.parameters]
+                    hint = _hint(unknown[0], signature.parameters) if unknown else ""
+                    raise TypeError(f"{type(self).__name__}.__init__() {error}{hint}") from None
             init(self, *args, **settings)
 
         checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]

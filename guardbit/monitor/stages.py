@@ -9,11 +9,29 @@ are not caught.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+@contextmanager
+def beside_bars() -> Iterator[None]:
+    """Takes tqdm's progress bars off the console while something is printed."""
+    bars = []
+    with suppress(Exception):
+        # In other threads, whoever holds tqdm's lock may wait for what is printed.
+        if threading.current_thread() is threading.main_thread():
+            every = list(sys.modules["tqdm"].tqdm._instances)
+            bars = [bar for bar in every if bar.fp in (sys.stdout, sys.stderr)]
+        for bar in bars:
+            bar.clear()
+    yield  # without tqdm's lock, as a log handler may take it
+    for bar in bars:
+        bar.refresh()
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
@@ -21,7 +39,9 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         with suppress(Exception):
-            super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
+            if self.isEnabledFor(level):
+                with beside_bars():
+                    super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 
     def tell(self, message: str) -> None:
         """Logs at INFO what every user should see."""
@@ -30,14 +50,11 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
                 self.info("%s", message)
             else:
                 record = (self.logger.name, logging.INFO, __file__, 0, message, (), None)
-                logging.lastResort.handle(self.logger.makeRecord(*record))
+                with beside_bars():
+                    logging.lastResort.handle(self.logger.makeRecord(*record))
 
 
 log = _Log(logging.getLogger("guardbit"))
-
-
-#: What is lost with a stage, where its name does not say it.
-_MEANS = {"store": " (telemetry is not kept from here on; alarms and switches go on)"}
 
 
 class FailedElsewhereError(RuntimeError):
@@ -76,10 +93,11 @@ class Stages:
         if stage in self.off:
             return
         self.off.add(stage)
+        means = " (telemetry is not kept from here on; alarms and switches go on)"
         log.warning(
             "the stage '%s' failed and is off for the rest of the run, which goes on%s: %s",
             stage,
-            _MEANS.get(stage, ""),
+            means if stage == "store" else "",
             # Some errors, such as MemoryError, have no text.
             str(error) or type(error).__name__,
             # Errors of the system name their file or address themselves.

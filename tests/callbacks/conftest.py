@@ -1,5 +1,8 @@
 """A GPT of two layers and two heads, its data, and Trainers that write nothing unasked."""
 
+import io
+import sys
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -139,3 +142,29 @@ def same_weights(one, other):
 @pytest.fixture(name="same_weights")
 def same_weights_fixture():
     return same_weights
+
+
+class Terminal(io.StringIO):
+    """A console on which a carriage return writes over the line."""
+
+    def shown(self):
+        lines = []
+        for written in self.getvalue().split("\n"):
+            line = ""
+            for part in written.split("\r"):
+                line = part + line[len(part) :]
+            lines.append(line.rstrip())
+        return lines
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes a console for stdout and stderr."""
+
+    def make():
+        console = Terminal()
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, console)
+        return console
+
+    return make

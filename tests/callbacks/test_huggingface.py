@@ -1,6 +1,7 @@
 """`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
 
 import io
+import logging
 import sys
 
 import pandas as pd
@@ -60,9 +61,9 @@ def train(folder, *callbacks, resume=None, steps=10, is_mpt=False, model=None, *
     )  # fmt: skip
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, bf16=True,
-        use_cpu=True, disable_tqdm=True, save_steps=6,
+        use_cpu=True, save_steps=6,
         learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5,
-        **{"logging_steps": 1, "report_to": "none", **settings},
+        **{"logging_steps": 1, "report_to": "none", "disable_tqdm": True, **settings},
     )  # fmt: skip
     model = model or GPT2LMHeadModel(config)
     if is_mpt:
@@ -120,13 +121,39 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
         scalars = {one.step: one.value for one in events.Scalars(f"train/{key}")}
         measured = frame[frame["indicator"] == indicator].groupby("step")["value"].max()
         assert scalars == pytest.approx(measured.to_dict()) and set(scalars) == {0, 4, 8}
-    lines = [line for line in capsys.readouterr().out.splitlines() if "GuardBit" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "GuardBit" in line]
     place = f"'{folder}/guardbit'"
     assert lines == [
         f"GuardBit samples attention every 4 steps; the live page: guardbit live {place}",
         "GuardBit: run finished. Healthy: no alarm up to step 8; the report: "
         f"guardbit report {place}",
     ]
+
+
+def test_alarms_go_to_reporters_as_text_and_leave_the_bar_whole(tmp_path, terminal):
+    console, log = terminal(), logging.getLogger("guardbit")
+    handler = logging.StreamHandler(console)
+    log.addHandler(handler)
+    settings = {"save_strategy": "no", "report_to": "tensorboard", "disable_tqdm": False}
+    try:
+        train(tmp_path, HuggingFaceMonitor(4, strict=True, rules=(Fires(SITE),)), **settings)
+    finally:
+        log.removeHandler(handler)
+    shown = console.shown()
+    begin = f"GuardBit: step 0: alarm {SITE} heads [1]: it is time"
+    for line in (begin, "GuardBit: run finished. "):
+        assert [said for said in shown if line in said] == [s for s in shown if s.startswith(line)]
+        assert any(said.startswith(line) for said in shown)
+    assert any("10/10" in line for line in shown), "there was a bar"
+    (written,) = tmp_path.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(written.parent), {"tensors": 0})
+    events.Reload()
+    (key,) = [key for key in events.Tags()["tensors"] if "guardbit/alarms" in key]
+    (text,) = events.Tensors(key)  # each alarm once
+    told = text.tensor_proto.string_val[0].decode()
+    assert text.step == 0 and told.startswith(
+        f"GuardBit: step 0: alarm {SITE} heads [1]: it is time"
+    )
 
 
 def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, monkeypatch):
@@ -139,7 +166,7 @@ def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, mo
     assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}
     assert caplog.text.count("the stage 'logging' failed and is off") == 1
     said = "no alarm up to step 8 (off after an error: logging); the report"
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
 
 
 class ReaderGone(io.StringIO):
@@ -159,7 +186,7 @@ def test_a_console_or_a_look_for_reporters_that_fails_does_not_end_the_run(tmp_p
         raise RuntimeError("a frame of other code")
 
     console = ReaderGone()
-    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(sys, "stderr", console)
     monkeypatch.setattr(huggingface.inspect, "currentframe", fails)
     train(tmp_path, HuggingFaceMonitor(4), save_strategy="no")
     assert console.refused == 2, "at the start and at the end"

@@ -3,10 +3,12 @@
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import guardbit
+from guardbit.dashboards import figures
 from guardbit.dashboards.figures.style import pixels
 from guardbit.records import Sample
 from guardbit.store import RunWriter, place_of_run
@@ -24,12 +26,26 @@ def test_a_run_says_what_became_of_it(run):
         "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed; the run was not"
         " closed: it was killed, or it still runs"
     )
-    assert repr(run) == f"{run.name}: {said}"
+    why = "Cause: unclear: what rounding adds to W_Q was not measured"
+    assert repr(run).splitlines() == [f"{run.name}: {said}", why, "Go on training."]
     html = run._repr_html_()
-    assert said in html and "head 2.11" in html and "144 switched to compensated" in html
+    assert all(line in html for line in (said, why, "Go on training."))
+    assert "head 2.11" in html and "144 switched to compensated" in html
     run.name, name = "<b>", run.name
     assert "&lt;b&gt;" in run._repr_html_()
     run.name = name
+
+
+def test_its_alarms_are_a_table(run):
+    (alarm,) = run.alarms.to_dict("records")
+    assert list(alarm) == ["step", "site", "heads", "rule", "why"]
+    assert (alarm["step"], alarm["heads"], alarm["rule"]) == (6750, (11,), "norm_growth")
+
+
+def assert_same(one, other):
+    """Whether two figures show the same, or both nothing."""
+    assert (one is None) == (other is None)
+    assert one is None or np.array_equal(pixels(one), pixels(other))
 
 
 def test_its_summary_names_the_alarmed_head_first(run):
@@ -42,6 +58,12 @@ def test_its_figures_show_by_themselves(run):
     for figure in (run.plot.heads(), run.plot.map(), run.plot.map(step=4000)):
         assert Image.open(io.BytesIO(figure._repr_png_())).width == 1000
     titles = [run.plot.map(step).axes[0].get_title(loc="left") for step in (None, 4000)]
+    others = set(figures.__all__) - {"CHARTS", "Chart", "runs_over_steps", "story", "model_map"}
+    assert set(dir(run.plot)) == {"heads", "map", *others}
+    for name in others:
+        assert_same(getattr(run.plot, name)(), getattr(figures, name)(run.samples, run.events))
+    with pytest.raises(AttributeError, match="no figure 'max_logits'; did you mean max_logit"):
+        run.plot.max_logits  # noqa: B018
     assert titles == ["Model map at step 6,750", "Model map at step 4,000"]
 
 
@@ -52,7 +74,9 @@ def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     writer.close("interrupted")
     run = guardbit.load(tmp_path / "run")
     limits = "the run was interrupted; only 1 of 2 attention modules was watched"
-    assert repr(run) == f"run: Healthy: no alarm up to step 2; {limits}"
+    says, advice = repr(run).splitlines()
+    assert says == f"run: Healthy: no alarm up to step 2; {limits}"
+    assert advice == run.judgement.advice and run.alarms.empty
     assert (run.ended, run.judgement.not_watched) == ("interrupted", ("h.1",))
     # Its figure says so too, and all of it can be seen.
     figure = run.plot.heads()

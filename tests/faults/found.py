@@ -48,7 +48,7 @@ FOUND = (
     Place("plain loop", KeyboardInterrupt, "kernels/runtime.py", "self.call_listeners.remove(", 0),
     Place("switched: exact_delta", RuntimeError, "monitor/session.py", "with ExitStack() as", 0),
     Place("switched: exact_delta", OverflowError, "monitor/session.py", "= session, step", 3),
-    Place("hugging face", OSError, "callbacks/huggingface.py", "session.catch_up()", 0),
+    Place("hugging face", OSError, "callbacks/huggingface.py", 'end(self, "finished")', 0),
     Place("hugging face", OSError, "callbacks/base.py", "undo_all([", 0),
     Place("hugging face", MemoryError, "callbacks/base.py", "if session._is_void", 0),
     Place("hugging face", SystemExit, "monitor/session.py", "not self._schedule.is_within", 0),

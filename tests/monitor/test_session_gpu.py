@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from guardbit.monitor.session import MonitorSession
+from guardbit import MonitorSession
 from tests.toys import Attention
 
 pytestmark = pytest.mark.gpu

@@ -19,6 +19,7 @@ from guardbit.kernels.site_state import Clock
 from guardbit.monitor import interception
 from guardbit.monitor.sites.site import Site
 from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
+from guardbit.records import nearest
 
 T = TypeVar("T")
 
@@ -356,7 +357,9 @@ def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[s
         matches = [name for name in matches if name in named]
         if not matches:
             known = ", ".join(list(named)[:8]) or "none: no call of attention has been seen so far"
-            raise ValueError(f"no {kind} is called '{pattern}'; there are {known}")
+            raise ValueError(
+                f"no {kind} is called '{pattern}'; there are {known}{nearest(pattern, named)}"
+            )
         selected.update({name: named[name] for name in matches})
     return selected
 

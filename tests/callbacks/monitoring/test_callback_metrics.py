@@ -105,7 +105,7 @@ def test_a_resumed_run_has_them_before_its_next_sample(trains, tmp_path, key):
 
 def test_a_run_that_is_not_watched_goes_on(trains, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "guardbit.callbacks.monitoring.MonitorSession", Mock(side_effect=OSError("no session"))
+        "guardbit.callbacks.monitoring.Session", Mock(side_effect=OSError("no session"))
     )
     stop = EarlyStopping(ALARMED, patience=100, check_on_train_epoch_end=True)
     _, trainer = trains.fit(AttentionMonitor(2), stop, batches=4)

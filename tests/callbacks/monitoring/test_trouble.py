@@ -269,7 +269,7 @@ def test_an_error_while_a_run_ends_leaves_no_hook(trains, tmp_path, monkeypatch,
         raise MemoryError("at the end")
 
     monitor = AttentionMonitor(1, dirpath=tmp_path / "run")
-    monkeypatch.setattr(guardbit.MonitorSession, name, fails)
+    monkeypatch.setattr(f"guardbit.monitor.session.Session.{name}", fails)
     model, _ = trains.fit(monitor, max_steps=2)
     assert not any(module._forward_hooks for module in model.modules())
     assert "at the end" in caplog.text

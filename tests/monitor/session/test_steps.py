@@ -1,14 +1,11 @@
 """`MonitorSession` in plain loops: which steps are sampled, and what is recorded of each."""
 
-import textwrap
-
 import pandas as pd
 import pytest
 
 from guardbit import MonitorSession, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor import session as session_module
 from tests.monitor.session.plain_loop import SITES, Loop, sampled, values
 
 
@@ -79,20 +76,6 @@ def test_closing_twice_and_going_on_without_a_store(tmp_path):
     loop.session.close()
     assert loop.session.scalars["max_logit"] > 0
     MonitorSession(loop.model).close()
-
-
-def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
-    """The loop in the module's docstring, with a model and batches."""
-    example = session_module.__doc__.split("plain loop:\n\n")[1]
-    monkeypatch.chdir(tmp_path)
-    loop = Loop()
-    loop.session.close()
-    body = textwrap.dedent(example).replace("...  ", "loss = loop.backward(step)  ")
-    import guardbit
-
-    names = {"guardbit": guardbit, "model": loop.model, "batches": range(3), "loop": loop}
-    exec(body, names)
-    assert values(tmp_path / "runs" / "mine", "loss") == loop.losses
 
 
 def test_after_ctrl_c_a_session_leaves_as_the_refusal_of_the_next_one_says():
