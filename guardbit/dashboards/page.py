@@ -104,6 +104,7 @@ class RunPage:
                 for head in self._heads_of(event):
                     history.moved.setdefault(head, event.step)
         self.version += 1
+        outcome = self._outcome()
         self._state = {
             "version": self.version,
             "title": self._title,
@@ -115,7 +116,6 @@ class RunPage:
             **self._map(history.used - 1),
             "indicators": [name for name in HEAD_INDICATORS if name in history.high],
             "events": [_event(event) for event in _shown(self.events)],
-            "marks": _marks(self.events),
             "num_events": len(self.events),
             "run": {
                 name: {
@@ -127,7 +127,8 @@ class RunPage:
             },
             "catalog": CATALOG_OF_PAGES,
             "palette": {"heat": HEAT_STOPS, "heat_dark": HEAT_STOPS_DARK, "most": MOST_EXCESS},
-            **self._outcome(),
+            **outcome,
+            "marks": _marks(self.events, outcome["departed"]),
         }
 
     def state(self, step: int | None = None) -> Json:
@@ -157,7 +158,10 @@ class RunPage:
             "steps": _steps(history),
             "indicators": indicators,
             "events": [_event(event) for event in _shown(events)],
-            "marks": _marks([*events, *(event for event in self.events if not event.site)]),
+            "marks": _marks(
+                [*events, *(event for event in self.events if not event.site)],
+                self._state["departed"],
+            ),
         }
 
     def curves(self, indicator: str) -> Json:
@@ -364,10 +368,12 @@ def _shown(events: Sequence[Event]) -> list[Event]:
     return [event for place, event in enumerate(events) if place >= newest or id(event) in marked]
 
 
-def _marks(events: Sequence[Event]) -> list[Json]:
-    """What charts mark: each kind once a step."""
-    marked = dict.fromkeys((event.step, mark) for event, mark in marks.marked(events))
-    return [{"step": step, "kind": mark} for step, mark in sorted(marked)]
+def _marks(events: Sequence[Event], departed: int | None) -> list[Json]:
+    """What charts mark: each kind once a step, and where the loss diverged."""
+    marked = {(event.step, mark) for event, mark in marks.marked(events)}
+    if departed is not None:
+        marked.add((departed, "departed"))
+    return [{"step": step, "kind": kind} for step, kind in sorted(marked)]
 
 
 def _event(event: Event) -> Json:

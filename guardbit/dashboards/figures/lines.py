@@ -70,18 +70,23 @@ def points(table: pd.DataFrame, head: Head) -> pd.Series:
 
 
 def label_ends(axes: Axes) -> None:
-    """Names each highlighted line at its last point, moved apart where the names would touch."""
+    """Names each highlighted line at its end, moved apart where the names would touch.
+
+    An arrow says where a line ends outside of the panel.
+    """
     lines = [line for line in axes.get_lines() if line.get_gid() == NAMED]
     axes.autoscale_view(scaley=False)
     low, high = axes.get_ylim()
     to_axes = axes.transScale + axes.transLimits
-    ends = [_last_point(line) for line in lines]
+    points = [_last_point(line) for line in lines]
+    ends = [(step, min(max(value, low), high)) for step, value in points]
     order = sorted(range(len(lines)), key=lambda index: ends[index][1])
     heights = [float(to_axes.transform(ends[index])[1]) for index in order]
     for index, height in zip(order, apart(heights, NAME_HEIGHT / panel_inches(axes)), strict=True):
-        line = lines[index]
+        line, value = lines[index], points[index][1]
+        beyond = " ↑" if value > high else " ↓" if value < low else ""
         axes.annotate(
-            str(line.get_label()),
+            f"{line.get_label()}{beyond}",
             xy=ends[index],
             xytext=(1.025, height),
             textcoords="axes fraction",

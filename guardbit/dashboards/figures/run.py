@@ -19,8 +19,10 @@ from guardbit.dashboards.figures.style import (
     end_at_departure,
     finish,
     finite,
+    fit,
     has_finite,
     scale,
+    set_steps,
     smooth,
     styled,
 )
@@ -82,8 +84,7 @@ def _draw_loss(axes: Axes, loss: pd.Series) -> None:
     later = cast(np.ndarray, loss.iloc[len(loss) // 10 :].dropna().to_numpy())
     if later.size and later.min() < later.max():
         # The first steps fall from the loss of an untrained model: they need not all be seen.
-        low, high = float(later.min()), float(later.max())
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        fit(axes, later)
 
 
 @styled
@@ -107,9 +108,13 @@ def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
 
 @styled
 def runs_over_steps(
-    runs: Mapping[str, pd.DataFrame], indicator: str, title: str, label: str
+    runs: Mapping[str, pd.DataFrame],
+    indicator: str,
+    title: str,
+    label: str,
+    marked: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Figure | None:
-    """One indicator of several runs over the same steps."""
+    """One indicator of several runs over the same steps, and what is `marked` of each run."""
     if len(runs) > len(RUN_LINES):
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
@@ -124,10 +129,36 @@ def runs_over_steps(
         colour, line_style = colours[name]
         axes.plot(values, color=colour, linestyle=line_style, label=name, gid=NAMED)
     axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
-    finish([axes], pd.concat(list(runs.values()), ignore_index=True), None)
+    ranges = [tables.steps(frame) for frame in runs.values()]
+    set_steps(axes, min(first for first, _ in ranges), max(last for _, last in ranges))
+    rows = {name: steps for name, steps in (marked or {}).items() if steps}
+    for row, (name, steps) in enumerate(reversed(rows.items())):
+        _mark_run(axes, steps, colours[name][0], above(axes, 0.06 + 0.17 * row))
     # Not at the ends of the lines: runs end at different steps and have long names.
     axes.legend(handlelength=2.6)
     return figure
+
+
+def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float) -> None:
+    """A line at each marked step; above it what happened, in one row a run."""
+    said: dict[int, list[str]] = {}
+    for what, step in marked.items():
+        said.setdefault(step, []).append(what)
+    first, last = axes.get_xlim()
+    for step, what in said.items():
+        if not first <= step <= last:
+            continue
+        style = "--" if what == ["alarm"] else "-"
+        axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, zorder=1.2, gid="marked")
+        axes.text(
+            step,
+            height,
+            ", ".join(what),
+            transform=axes.get_xaxis_transform(),
+            color=colour,
+            ha="right" if step > last - 0.15 * (last - first) else "left",
+            fontsize=9.5,
+        )
 
 
 def of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:

@@ -22,22 +22,25 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from guardbit.dashboards import marks, tables
-from guardbit.dashboards.marks import MARKS, Mark
-from guardbit.dashboards.palette import HEAT_STOPS, INK, PAPER
+from guardbit.dashboards.marks import MARKS
+from guardbit.dashboards.palette import HEAT_STOPS, INK, OUTCOME_COLOURS, PAPER
 
 Arguments = ParamSpec("Arguments")
 Drawn = TypeVar("Drawn", bound=Figure | None)
 
 HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
 
-#: Marker and line style of each mark; drawn in ink, so that they are never taken for data.
-MARK_STYLES: dict[Mark, tuple[str, str, str]] = {
+#: The mark of the step at which the loss diverged, as the key calls it.
+DIVERGED = "loss diverged"
+#: Marker, line style and colour of each mark, which are never taken for data.
+MARK_STYLES: dict[str, tuple[str, str, str]] = {
     "alarm": ("v", "--", INK),
     "switch": ("D", "-", INK),
-    "undo": ("D", ":", PAPER),
+    "undo": ("D", ":", INK),
+    DIVERGED: ("X", "-", OUTCOME_COLOURS["lost"]),
 }
 #: Inches above the panel: an alarm and the switch it causes share a step.
-MARK_HEIGHTS: dict[Mark, float] = {"alarm": 0.06, "switch": 0.185, "undo": 0.185}
+MARK_HEIGHTS = {"alarm": 0.06, "switch": 0.185, "undo": 0.185, DIVERGED: 0.185}
 KEY_HEIGHT = 0.3
 #: Beyond this many, vertical lines would hide the data: only the first keeps its line.
 MOST_LINES = 6
@@ -134,18 +137,25 @@ def finish(
 ) -> None:
     """Sets the range of steps, by default the run's, and marks its events."""
     first, last = tables.steps(frame) if steps is None else steps
-    all_axes[-1].set_xlim(first, max(last, first + 1))
-    all_axes[-1].set_xlabel("optimizer step")
-    all_axes[-1].xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
-    all_axes[-1].xaxis.set_major_formatter(FuncFormatter(plain))
-    marked: dict[Mark, list[int]] = {
-        mark: [step for step in marks.marked_steps(events, mark) if first <= step <= last]
-        for mark in MARKS
+    set_steps(all_axes[-1], first, last)
+    departed = marks.departed_of(frame, events)
+    found: dict[str, list[int]] = {mark: marks.marked_steps(events, mark) for mark in MARKS}
+    found[DIVERGED] = [] if departed is None else [departed]
+    marked = {
+        mark: [step for step in steps if first <= step <= last] for mark, steps in found.items()
     }
     gap = max(last - first, 1) / MOST_MARKERS
     keys = [_mark_events(axes, marked, gap) for axes in all_axes]
     if keys[0]:
         place_key(all_axes[0], keys[0])
+
+
+def set_steps(axes: Axes, first: int, last: int) -> None:
+    """Sets the range of steps and their ticks."""
+    axes.set_xlim(first, max(last, first + 1))
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(plain))
 
 
 def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
@@ -171,18 +181,18 @@ def above(axes: Axes, inches: float) -> float:
     return 1 + inches / panel_inches(axes)
 
 
-def _mark_events(axes: Axes, marked: Mapping[Mark, Sequence[int]], gap: float) -> list[Line2D]:
+def _mark_events(axes: Axes, marked: Mapping[str, Sequence[int]], gap: float) -> list[Line2D]:
     """Draws a line at each step and a marker above it; returns the markers, one line a kind."""
     # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
     over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
     halo = [withStroke(linewidth=3, foreground=PAPER, alpha=0.8)] if over_map else []
     markers: list[Line2D] = []
     for mark, steps in marked.items():
-        marker, line_style, face = MARK_STYLES[mark]
+        marker, line_style, colour = MARK_STYLES[mark]
         for step in steps if len(steps) <= MOST_LINES else steps[:1]:
             axes.axvline(
                 step,
-                color=INK,
+                color=colour,
                 linestyle=line_style,
                 linewidth=1.0,
                 path_effects=halo,
@@ -198,8 +208,8 @@ def _mark_events(axes: Axes, marked: Mapping[Mark, Sequence[int]], gap: float) -
                 linestyle="none",
                 marker=marker,
                 markersize=5.5,
-                color=INK,
-                markerfacecolor=face,
+                color=colour,
+                markerfacecolor=PAPER if mark == "undo" else colour,
                 clip_on=False,
                 label=f"{mark}, {'first at ' * (len(steps) > 1)}step {steps[0]:,}",
                 gid=f"{mark}-markers",
@@ -270,18 +280,29 @@ def end_at_departure(
     until = until[np.isfinite(until)]
     if departed is None or not until.size:
         return
-    low, high = float(until.min()), float(until.max())
+    is_log = axes.get_yscale() == "log"
+    fit(axes, until[until > 0] if is_log else until)
+    if not is_log and until.min() >= 0:
+        axes.set_ylim(bottom=0)
+
+
+def fit(axes: Axes, values: np.ndarray) -> None:
+    """Limits an axis to values, with a margin and ticks as its scale needs them."""
+    low, high = float(values.min()), float(values.max())
     if axes.get_yscale() == "log":
-        positive = until[until > 0]
-        axes.set_ylim(float(positive.min()) / 1.2, high * 1.2)
+        log_ticks(axes.yaxis, high / low)
+        margin = min((high / low) ** 0.06, 1.2)
+        axes.set_ylim(low / margin, high * margin)
     else:
         margin = 0.06 * (high - low)
-        axes.set_ylim(min(low - margin, 0) if low < 0 else 0, high + margin)
+        axes.set_ylim(low - margin, high + margin)
 
 
 def log_ticks(axis: Any, ratio: float) -> None:
     """Sets ticks at round numbers, as many as fit the range."""
-    subs = (1.0,) if ratio > 1e3 else (1.0, 3.0) if ratio > 50 else (1.0, 2.0, 5.0)
+    subs = (1.0,) if ratio > 1e3 else (1.0, 3.0) if ratio > 100 else (1.0, 2.0, 5.0)
+    if ratio < 20:
+        subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(plain))
     axis.set_minor_formatter(NullFormatter())

@@ -19,6 +19,7 @@ from guardbit.dashboards.figures.style import (
     finish,
     finite,
     has_finite,
+    plain,
     scale,
     smooth,
     styled,
@@ -124,7 +125,7 @@ def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> 
         if part.empty:
             continue
         value = float(part.median() if medians else part.iloc[-1])
-        numbers[side] = f"{value:.3g}"
+        numbers[side] = plain(float(f"{value:.3g}"))
         if medians or side == "before":
             first, last = (part if medians else series.loc[part.index[-1] :]).index[[0, -1]]
             axes.hlines(value, first, last, color=INK, linewidth=1, linestyle=":", gid=side)

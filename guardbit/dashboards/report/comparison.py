@@ -21,8 +21,8 @@ from guardbit.judgement import Judgement
 
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
-    ("loss", "Training loss", "training loss"),
-    (VALIDATION_LOSS, "Validation loss", "validation loss"),  # the paper's figure 7
+    ("loss", "Training loss", "loss"),
+    (VALIDATION_LOSS, "Validation loss", "loss"),  # the paper's figure 7
     ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
     ("max_logit", "Largest max logit", "largest logit"),
     ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
@@ -66,8 +66,8 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
             Tile(name, _short(outcome.state).capitalize(), outcome.headline, outcome.state)
             for name, outcome in outcomes.items()
         ],
-        "pictures": _pictures(runs, samples),
-        "answers": _answers(samples),
+        "pictures": _pictures(runs, samples, outcomes),
+        "answers": _answers(samples, outcomes),
         "runs": [contents.heads_of(run) for run in runs],
         "settings": _settings(runs),
         "side_by_side": _side_by_side(runs, outcomes),
@@ -112,7 +112,9 @@ def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
     return frame if fork is None else tables.rows_of(frame, frame["step"] >= fork)
 
 
-def _answers(samples: Mapping[str, pd.DataFrame]) -> Document | None:
+def _answers(
+    samples: Mapping[str, pd.DataFrame], outcomes: Mapping[str, Judgement]
+) -> Document | None:
     """What the page draws: the same overlays as the figures."""
     overlays: list[Document] = []
     for indicator, title, label in OVERLAYS:
@@ -124,7 +126,8 @@ def _answers(samples: Mapping[str, pd.DataFrame]) -> Document | None:
         overlays.append(
             {
                 "name": indicator,
-                "title": f"{title} ({label})",
+                "title": title,
+                "axis": label,
                 "steps": table.index.tolist(),
                 "lines": [
                     {"label": name, "values": plain_numbers(table[name].to_numpy(dtype=float))}
@@ -132,14 +135,40 @@ def _answers(samples: Mapping[str, pd.DataFrame]) -> Document | None:
                 ],
             }
         )
+    if not overlays:
+        return None
     validation = {VALIDATION_LOSS: {"label": "validation loss", "is_signed": False}}
-    return {"overlays": overlays, "catalog": CATALOG_OF_PAGES | validation} if overlays else None
+    marks = [
+        {"step": step, "kind": kind, "run": number}
+        for number, name in enumerate(samples)
+        for kind, step in _marked(outcomes[name]).items()
+    ]
+    return {"overlays": overlays, "catalog": CATALOG_OF_PAGES | validation, "marks": marks}
 
 
-def _pictures(runs: Sequence[LoadedRun], samples: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+def _marked(outcome: Judgement) -> dict[str, int]:
+    """The steps of a run that are marked where it is drawn with others."""
+    steps = {
+        "alarm": outcome.first_alarm,
+        "switch": outcome.first_switch,
+        "departed": outcome.departed,
+    }
+    return {kind: step for kind, step in steps.items() if step is not None}
+
+
+def _pictures(
+    runs: Sequence[LoadedRun],
+    samples: Mapping[str, pd.DataFrame],
+    outcomes: Mapping[str, Judgement],
+) -> dict[str, Figure]:
+    said = {"alarm": "alarm", "switch": "switched", "departed": "✕ loss diverged"}
+    marked = {
+        name: {said[kind]: step for kind, step in _marked(outcome).items()}
+        for name, outcome in outcomes.items()
+    }
     samples = {name: frame for name, frame in samples.items() if not frame.empty}
     pictures = {
-        f"runs_{indicator}": runs_over_steps(samples, indicator, title, label)
+        f"runs_{indicator}": runs_over_steps(samples, indicator, title, label, marked)
         for indicator, title, label in OVERLAYS
         if samples
     }

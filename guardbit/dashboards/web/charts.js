@@ -3,7 +3,13 @@
 // the state of the page, and `ask`, which answers the page's questions. Text that comes from the run
 // only ever becomes text, never markup.
 
-const MARKS = { alarm: "▼", switch: "◆", undo: "◇" };
+// Sign, height above the chart in pixels, line, and meaning of each mark.
+const MARKS = {
+  alarm: ["▼", 0, [5, 4], "first alarm of a head"],
+  switch: ["◆", 11, [], "switch"],
+  undo: ["◇", 11, [2, 3], "switched back"],
+  departed: ["✕", 11, [], "the loss diverged"],
+};
 const DASHES = [[], [8, 4], [8, 3, 2, 3]];
 const RANGE = "range";
 
@@ -144,6 +150,16 @@ function wheelAndPan() {
   }] } };
 }
 
+// Where a page has several runs, marks have the colour of their run.
+const colourOf = (run) => run < 3 ? lineColour(run) : css("--ink");
+const markColour = ({ kind, run }) => run != null ? colourOf(run) : css(kind === "departed" ? "--bad" : "--ink");
+
+// What the signs in use stand for.
+function drawKey(marks) {
+  const used = new Set(marks.map(({ kind }) => kind));
+  $("key").textContent = Object.entries(MARKS).filter(([kind]) => used.has(kind)).map(([, [sign, , , name]]) => `${sign}\u00a0${name}`).join(" · ");
+}
+
 // The same marks as in the figures: a line at the step, a sign above the panel, as long as signs of
 // one kind do not touch.
 function eventMarks(marks) {
@@ -152,18 +168,21 @@ function eventMarks(marks) {
     let lines = 0;
     plot.drawnMarks = [];
     pen.save();
-    pen.strokeStyle = pen.fillStyle = css("--ink"); pen.lineWidth = dots;
-    pen.font = `${11 * dots}px system-ui, sans-serif`; pen.textAlign = "center"; pen.textBaseline = "bottom";
-    for (const { kind, step } of marks()) {
+    pen.lineWidth = dots;
+    pen.textAlign = "center"; pen.textBaseline = "bottom";
+    for (const mark of marks()) {
+      const { kind, step, run } = mark, [sign, height, line] = MARKS[kind], row = `${kind}${run ?? ""}`;
       if (step < plot.scales.x.min || step > plot.scales.x.max) continue;
       const x = plot.valToPos(step, "x", true);
-      if (x - (last[kind] ?? -Infinity) < 9 * dots) continue;
-      last[kind] = x;
-      if (++lines <= 8) {
-        pen.setLineDash(kind === "alarm" ? [5 * dots, 4 * dots] : kind === "undo" ? [2 * dots, 3 * dots] : []);
+      if (x - (last[row] ?? -Infinity) < 9 * dots) continue;
+      last[row] = x;
+      pen.strokeStyle = pen.fillStyle = markColour(mark);
+      if (++lines <= 8 || kind === "departed") {
+        pen.setLineDash(line.map((length) => length * dots));
         pen.beginPath(); pen.moveTo(x, plot.bbox.top); pen.lineTo(x, plot.bbox.top + plot.bbox.height); pen.stroke();
       }
-      pen.fillText(MARKS[kind], x, plot.bbox.top - (kind === "alarm" ? 0 : 11 * dots));
+      pen.font = `${kind === "departed" ? `bold ${14 * dots}` : 11 * dots}px system-ui, sans-serif`;
+      pen.fillText(sign, x, plot.bbox.top - height * dots);
       plot.drawnMarks.push({ kind, step });
     }
     pen.restore();
@@ -183,14 +202,15 @@ function nearest(plot, series, hovered, at) {
   return found;
 }
 
-const axisColours = () => ({ stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } });
+const axisColours = (label) => ({ label, labelSize: 18, labelGap: 2, labelFont: "12px system-ui, sans-serif", stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } });
 
-// The range of the values in view. What comes after the loss has left is no measure: one exploded head
-// would press all else flat.
-function visibleRange(plot, log) {
-  const steps = plot.data[0], departed = view.state.departed ?? Infinity;
-  const min = plot.scales.x.min ?? steps[0], max = plot.scales.x.max ?? steps[steps.length - 1];
-  const end = departed > min ? Math.min(max, departed) : max;
+// The range of the values in view. What comes after the loss has diverged is no measure of heads: one
+// that exploded would press all else flat. A loss is measured once it has left that of an untrained model.
+function visibleRange(plot, log, isLoss) {
+  const steps = plot.data[0], departed = isLoss ? Infinity : view.state.departed ?? Infinity;
+  let min = plot.scales.x.min ?? steps[0];
+  const max = plot.scales.x.max ?? steps[steps.length - 1], end = departed > min ? Math.min(max, departed) : max;
+  if (isLoss && steps.length >= 20 && min <= steps[0]) min = Math.min(steps[Math.floor(steps.length / 10)], max);
   let low = Infinity, high = -Infinity;
   plot.data.slice(1).forEach((values) => values.forEach((value, index) => {
     const step = steps[index];
@@ -203,22 +223,28 @@ function visibleRange(plot, log) {
   return [low >= 0 && low < high / 2 ? 0 : low - span, high + span];
 }
 
-// A few round numbers of a log axis: more would be grey stripes.
+// A few round numbers of a log axis: more would be grey stripes. Within half a decade they are evenly spaced.
 function logTicks(plot, axis, min, max) {
-  const decades = Math.log10(max / min), parts = decades > 4 ? [1] : decades > 1.3 ? [1, 3] : [1, 1.5, 2, 3, 5, 7];
-  const every = Math.max(Math.ceil(decades / 6), 1), ticks = [];
+  const decades = Math.log10(max / min), ticks = [];
+  if (decades < 0.5) {
+    const power = 10 ** Math.floor(Math.log10((max - min) / 3)), every = [5, 2.5, 2, 1].find((part) => part * power * 3 <= max - min) * power;
+    for (let tick = Math.ceil(min / every); tick * every <= max; tick++) ticks.push(tick * every);
+    return ticks;
+  }
+  const parts = decades > 4 ? [1] : decades > 2 ? [1, 3] : decades > 1.3 ? [1, 2, 5] : [1, 1.5, 2, 3, 5, 7], powers = Math.max(Math.ceil(decades / 6), 1);
   for (let power = Math.floor(Math.log10(min)); power <= Math.ceil(Math.log10(max)); power++) {
-    if (decades > 6 && power % every) continue;
+    if (decades > 6 && power % powers) continue;
     for (const part of parts) if (part * 10 ** power >= min && part * 10 ** power <= max) ticks.push(part * 10 ** power);
   }
   return ticks;
 }
 
-// With as many digits as it takes to tell neighbouring ticks apart.
-function tickLabel(tick, step) {
-  if (tick == null) return "";
-  if (!step || Math.abs(tick) >= 1e6) return number(tick);
-  return tick.toLocaleString("en", { maximumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)) });
+// Evenly spaced ticks have as many digits as it takes to tell neighbours apart.
+function tickLabels(ticks) {
+  const known = ticks.filter((tick) => tick != null), every = known[1] - known[0] || 1, span = known.at(-1) - known[0];
+  const areEven = Math.abs(span - every * (known.length - 1)) < every / 2 && Math.max(...known.map(Math.abs)) < 1e6;
+  const options = { maximumFractionDigits: Math.min(Math.max(0, 1 + Math.ceil(-Math.log10(every) - 1e-9)), 20) };
+  return ticks.map((tick) => tick == null ? "" : areEven ? tick.toLocaleString("en", options) : tick >= 1e5 ? tick.toExponential().replace("+", "") : number(tick));
 }
 
 const positive = (values) => values.map((value) => value != null && value > 0 ? value : null);
@@ -226,8 +252,9 @@ const middle = (low, high) => high.map((value, i) => value == null ? null : (val
 
 // Lines {label, low?, high, colour, dash?, width?} as uPlot takes them; low and high differ only
 // where a bucket of a long run holds several samples, and then a band shows the range.
-function prepared(title, steps, lines, log) {
-  const series = [{ label: "step", value: (_, step) => step == null ? "–" : step.toLocaleString("en") }];
+function prepared({ name, title, axis, steps, lines }, log) {
+  const isLoss = name.endsWith("loss"), label = labelOf(name), unit = /\((.*)\)$/.exec(label)?.[1];
+  const series = [{ label: "step", value: (_, step) => step == null ? "" : step.toLocaleString("en") }];
   const data = [steps], bands = [], ready = (values) => log ? positive(values) : values;
   for (const line of lines) {
     const low = line.low ?? line.high;
@@ -240,24 +267,25 @@ function prepared(title, steps, lines, log) {
     }
     if (line.bandOnly) continue;
     series.push({ label: line.label, stroke: line.colour, width: line.width ?? 2, dash: line.dash, spanGaps: true,
-      points: { show: steps.length < 3 }, value: (_, value) => number(value) });
+      points: { show: steps.length < 3 }, value: (_, value) => value == null ? "" : number(value) });
     data.push(ready(middle(low, line.high)));
   }
-  return { title, series, data, bands, log, key: JSON.stringify([title, series.map((one) => one.label), log, isDark()]) };
+  const heading = title ?? label.replace(/ \(.*\)$/, ""), up = (axis ?? unit ?? label) + (log ? ", log scale" : "");
+  return { heading, up, isLoss, isOne: lines.length === 1, series, data, bands, log, key: JSON.stringify([heading, series.map((one) => one.label), log, isDark()]) };
 }
 
-function chart(place, { title, series, data, bands, log, key }, marks, height = 230) {
-  const box = element("div", null, "chart");
-  box.append(element("h3", title));
+function chart(place, { heading, up, isLoss, isOne, series, data, bands, log, key }, marks, height = 250) {
+  const box = element("div", null, isOne ? "chart one" : "chart");
+  box.append(element("h3", heading));
   place.append(box);
   const plot = new uPlot({
-    width: Math.max(box.clientWidth, 280), height, series, bands, padding: [24, 12, 0, 0],
+    width: Math.max(box.clientWidth, 280), height, series, bands, padding: [24, 24, 0, 0],
+    legend: { markers: { dash: (plot, index) => plot.series[index].dash?.length ? "dashed" : "solid" } },
     cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log) } },
+    scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log, isLoss) } },
     axes: [
-      { ...axisColours(), space: 80, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
-      { ...axisColours(), size: 68, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}),
-        values: (_, ticks, __, ___, step) => ticks.map((tick) => tickLabel(tick, log ? 0 : step)) },
+      { ...axisColours("optimizer step"), space: 80, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
+      { ...axisColours(up), size: 62, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}), values: (_, ticks) => tickLabels(ticks) },
     ],
     plugins: [eventMarks(marks), wheelAndPan()],
   }, data, box);
@@ -270,8 +298,8 @@ function chart(place, { title, series, data, bands, log, key }, marks, height = 
 // Where only data has changed a chart keeps its element, and in any case its zoom.
 function drawCharts(place, wanted, marks, height) {
   const kept = place.charts ?? [], zoom = kept.map(({ plot }) => isZoomed(plot) ? { ...plot.scales.x } : null).find(Boolean);
-  const drawn = wanted.map(({ name, title, steps, lines }) => {
-    const next = prepared(title ?? labelOf(name), steps, lines, view.log && !view.state.catalog[name].is_signed), old = kept.find((one) => one.key === next.key);
+  const drawn = wanted.map((one) => {
+    const next = prepared(one, view.log && !view.state.catalog[one.name].is_signed), old = kept.find((one) => one.key === next.key);
     if (!old) return chart(place, next, marks, height);
     old.plot.setData(next.data, !zoom);
     place.append(old.box);

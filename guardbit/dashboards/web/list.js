@@ -45,8 +45,6 @@ function drawList({ folder, runs }) {
   }));
 }
 
-const colourOf = (index) => index < 3 ? lineColour(index) : css("--ink");
-
 function choose(id, wanted) {
   view.chosen = wanted ? [...view.chosen, id].slice(0, MOST) : view.chosen.filter((one) => one !== id);
   history.replaceState(null, "", view.chosen.length ? `#runs=${view.chosen.join(",")}` : "#");

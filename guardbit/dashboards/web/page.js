@@ -89,10 +89,10 @@ async function drawRun() {
     }
     select.value = view.indicator;
     for (const name of new Set(["w_q_spectral_norm", view.indicator].filter((name) => indicators.includes(name)))) {
-      const title = `${labelOf(name)}: all heads (grey: 5 to 95 %), and those to watch`;
-      wanted.push({ title, ...curvesOf(name, await ask(`curves?indicator=${name}`)) });
+      wanted.push(curvesOf(name, await ask(`curves?indicator=${name}`)));
     }
   }
+  drawKey(view.state.marks);
   drawCharts($("run-charts"), wanted, () => view.state.marks);
 }
 

@@ -12,9 +12,10 @@ async function ask(question) {
 
 // The story: what happened to the loss, and below it the heads that matter.
 function drawStory() {
-  const { run, indicators } = view.state, wanted = run.loss ? [runCurve("loss")] : [];
+  const { run, indicators, marks } = view.state, wanted = run.loss ? [runCurve("loss")] : [];
+  drawKey(marks);
   for (const name of ["w_q_spectral_norm", "max_logit"]) if (indicators.includes(name)) wanted.push(curvesOf(name, data.curves[name]));
-  drawCharts($("story-charts"), wanted, () => view.state.marks, 170);
+  drawCharts($("story-charts"), wanted, () => view.state.marks, 250);
 }
 
 function drawAll() {
@@ -95,12 +96,13 @@ function startRun() {
 
 // Runs side by side: one line a run.
 function drawOverlays() {
-  drawCharts($("overlays"), data.overlays.map(({ name, title, steps, lines }) => ({ name, title, steps,
-    lines: lines.map(({ label, values }, index) => ({ label, high: values, colour: index < 3 ? lineColour(index) : css("--ink"), dash: DASHES[index] ?? [2, 3] })) })), () => []);
+  drawKey(data.marks);
+  drawCharts($("overlays"), data.overlays.map((one) => ({ ...one,
+    lines: one.lines.map(({ label, values }, index) => ({ label, high: values, colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) })), () => data.marks);
 }
 
 const draw = data.overlays ? drawOverlays : drawEverything;
-if (data.overlays) { view.state = { catalog: data.catalog, marks: [] }; drawOverlays(); } else if (data.state) startRun();
+if (data.overlays) { view.state = { catalog: data.catalog }; drawOverlays(); } else if (data.state) startRun();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 let width = window.innerWidth;
 window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; for (const place of document.querySelectorAll(".charts")) forget(place); draw(); } });
