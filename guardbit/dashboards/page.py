@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -14,6 +15,7 @@ import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
+from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.excess import EXCESS_INDICATORS, lower_quantile
 from guardbit.dashboards.history import History
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
@@ -26,10 +28,10 @@ Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
 
 #: Heads named in the list of the worst, and drawn in a curve.
-_WORST, _DRAWN = 12, len(HIGHLIGHTS)
+_WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
 #: thousands of alarms.
-_MOST_EVENTS = 200
+_MOST_EVENTS = 40
 #: How many heads, evenly spread, the typical range of an indicator is computed from.
 _TYPICAL_HEADS = 1024
 #: Indicators of heads that are drawn of several runs at once, beside the loss.
@@ -76,17 +78,21 @@ class RunPage:
     def forget_samples(self) -> None:
         """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
         self._history, self._evidence = History(self._buckets), Evidence()
+        self._losses: deque[float] = deque(maxlen=SAMPLES_AVERAGED)
         self._layers: dict[str, int] = {}  # of each site
 
     @property
     def has_samples(self) -> bool:
-        return self._history.last_step >= 0
+        return self._evidence.steps is not None
 
-    def take(self, rows: pd.DataFrame) -> None:
-        """Adds samples, with the columns of `guardbit.read_run`."""
+    def take(self, rows: pd.DataFrame, *, curves: bool = True) -> None:
+        """Adds samples, with the columns of `guardbit.read_run`; to be judged only, or drawn."""
+        self._evidence.add(samples_of(rows))
+        self._losses.extend(rows.loc[rows["indicator"] == "loss", "value"])
+        if not curves:
+            return
         of_heads = (rows["site"] != "").to_numpy()
         measured = rows.loc[of_heads]
-        self._evidence.add(samples_of(rows))
         sites = measured[["site", "layer"]].drop_duplicates()
         for site, layer in sites.itertuples(index=False, name=None):
             self._layers.setdefault(site, int(layer))
@@ -184,7 +190,7 @@ class RunPage:
         }
 
     def largest(self) -> Json:
-        """Returns the loss, the middle of each bucket, and the largest sizes over all heads."""
+        """Returns the loss, the largest sizes over all heads, and the first mark of each kind."""
         history = self._history
         lines: Json = {}
         if "loss" in history.high:
@@ -195,7 +201,8 @@ class RunPage:
             if name in history.high:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
                 lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
-        return {"steps": _steps(history), "lines": lines}
+        firsts = {mark["kind"]: mark for mark in reversed(self._state["marks"])}
+        return {"steps": _steps(history), "lines": lines, "marks": list(firsts.values())}
 
     def answers(self) -> Json:
         """Returns everything that the page can ask for, for a page without a server."""
@@ -267,6 +274,7 @@ class RunPage:
             "headline": waiting or found.headline,
             "headline_running": waiting or found.headline_running,
             "departed": found.departed,
+            "loss": _last_loss(self._losses),
             "verdict": f"Verdict {found.verdict}: {found.why}" if found.num_alarms else "",
         }
 
@@ -348,6 +356,14 @@ def thinned(series: pd.Series, most: int = 400) -> pd.Series:
 def plain_numbers(values: Floats) -> list[float | None]:
     """Values as JSON has them: four significant digits, which are more than a screen shows."""
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _last_loss(losses: Sequence[float]) -> float | str | None:
+    """The median of the last losses, None without any."""
+    if not losses:
+        return None
+    (median,) = plain_numbers(np.median(losses, keepdims=True))
+    return "not finite" if median is None else median
 
 
 def _farthest(excess: Floats) -> list[Head]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from guardbit.dashboards import marks
 from guardbit.dashboards.page import Json, RunPage
@@ -34,7 +35,8 @@ class LiveRun:
     Attributes:
         name: What the list calls it.
         problem: Why it cannot be read; "" where it can.
-        is_open: Whether its samples are read.
+        is_open: Whether its curves are wanted, and not its judgement alone.
+        is_stopped: Whether nothing more is to be read.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class LiveRun:
         self.name = name or place_of_run(self.path).name
         self.problem = ""
         self.is_open = is_open
+        self.is_stopped = False
         self._lock = threading.RLock()
         self._changed: int | None = None
         self._alarms: list[Event] = []
@@ -53,21 +56,31 @@ class LiveRun:
         self._page.update_state()
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
+        #: What the page holds of the samples, None before any is read: nothing of a run that is over
+        #: and was judged, so that a long list needs little memory.
+        self._held: Literal["nothing", "evidence", "curves"] | None = None
+        self._is_behind = True
 
-    def look(self) -> list[Event]:
-        """Reads what is new; returns the new alarms among the first of each head."""
+    def look(self, read: bool = True) -> list[Event]:
+        """Reads what is new, with the samples or without; returns the new first alarms of heads."""
         before = self._changed
         try:
             self._changed = os.stat(folder_of_run(self.path)).st_mtime_ns
         except FileNotFoundError:
             if before is not None:
                 raise
-        if not self.is_open and self._changed == before:
+        if not self.is_open and self._changed == before and not (read and self._is_behind):
             return []
-        if self._follower.look():
+        wanted = "curves" if self.is_open else "evidence"
+        if starts_over := read and self._held != wanted:
+            if self._held is not None:
+                self._follower = RunFollower(self.path)
+            self._held = wanted
+        if self._follower.look() or starts_over:
             with self._lock:
                 self._page.forget_samples()
-        has_changed = self.is_open and self._read_samples()
+        has_changed = read and self._read_samples()
+        self._is_behind = not read
         about = self._follower.metadata, self._follower.end or "not closed"
         has_changed |= (self._page.metadata, self._page.ended) != about
         alarms: list[Event] = []
@@ -80,6 +93,10 @@ class LiveRun:
             # Samples are shown whatever is wrong with the events.
             if has_changed:
                 self._update_state()
+            if read and not self.is_open and self._is_over:
+                self._held = "nothing"
+                with self._lock:
+                    self._page.forget_samples()
         self._last_step = max(self._follower.last_step(), self._last_step)
         return alarms
 
@@ -106,13 +123,12 @@ class LiveRun:
             return {"name": self.name, **self._page.largest()}
 
     def row(self) -> Json:
-        """Returns the run's row in the list; with a headline if its samples were read."""
+        """Returns the run's row in the list; with a headline once its samples were read."""
         first = self._alarms[0] if self._alarms else None
-        silent = self._seconds_silent() or 0.0
         row: Json = {
             "name": self.name,
             "end": self._follower.end,
-            "seconds_silent": silent,
+            "seconds_silent": self._seconds_silent() or 0.0,
             "last_step": self._last_step,
             "problem": self.problem,
             "alarms": len(self._alarms),
@@ -121,12 +137,15 @@ class LiveRun:
             "heads": list(first.heads) if first else [],
         }
         with self._lock:
-            if self._page.has_samples:
-                state = self._page.state()
-                is_over = self._follower.end or silent > SILENT_AFTER
-                row["headline"] = state["headline" if is_over else "headline_running"]
-                row["outcome"] = state["outcome"]
+            state = self._page.state()
+        if state["outcome"] != "waiting":
+            row["headline"] = state["headline" if self._is_over else "headline_running"]
+            row |= {name: state[name] for name in ("outcome", "loss")}
         return row
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self._follower.end) or (self._seconds_silent() or 0.0) > SILENT_AFTER
 
     def _read_samples(self) -> bool:
         """Reads new samples; returns whether there are any."""
@@ -136,12 +155,12 @@ class LiveRun:
         try:
             for batch in self._follower.batches():
                 with self._lock:
-                    self._page.take(batch.to_pandas())
+                    self._page.take(batch.to_pandas(), curves=self._held == "curves")
                 has_changed = True
                 if time.monotonic() - updated > UPDATE_EVERY:
                     self._update_state()
                     updated = time.monotonic()
-                if not self.is_open:
+                if self.is_stopped:
                     break
         finally:
             self._is_reading = False
@@ -208,17 +227,21 @@ class LiveRuns:
         """Stops following; what was read stays."""
         self._stop.set()
         for run in self._runs:
-            run.is_open = False
+            run.is_stopped = True
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
     def look(self) -> None:
-        """Reads what is new of each run; the thread calls it every `LOOK_EVERY` seconds."""
+        """Reads what is new of each run; the thread calls it every `LOOK_EVERY` seconds.
+
+        The samples of runs that nobody has opened are read as long as that takes no longer.
+        """
+        until = time.monotonic() + LOOK_EVERY
         if self.is_list and time.monotonic() - self._searched >= SEARCH_EVERY:
             self._search()
-        for run in self._runs:
+        for run in sorted(self._runs, key=lambda run: not run.is_open):
             try:
-                alarms = run.look()
+                alarms = run.look(read=run.is_open or time.monotonic() < until)
                 run.problem = ""
                 # Alarms from before the start are not new.
                 if alarms and self._tell is not None and not self._is_first:
@@ -236,7 +259,7 @@ class LiveRuns:
         return {"folder": str(self.folder), "runs": rows}
 
     def opened(self, number: int = 0) -> LiveRun:
-        """Returns a run, whose samples are read from now on."""
+        """Returns a run, whose curves are kept from now on."""
         if not 0 <= number < len(self._runs):
             raise LookupError(f"there is no run {number} in the list")
         self._runs[number].is_open = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -91,6 +90,7 @@ def _page(document: Document, folder: str) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.from_string(asset("report.html")).render(
         document=document,
         folder=folder,
@@ -98,7 +98,5 @@ def _page(document: Document, folder: str) -> str:
         style=asset("uPlot.min.css") + asset("theme.css"),
         policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'",
-        # Within a script element nothing but its end is markup.
-        data=json.dumps(document["answers"] or {}, separators=(",", ":")).replace("<", "\\u003c"),
         script=script,
     )

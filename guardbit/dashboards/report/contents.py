@@ -160,12 +160,15 @@ def tiles(run: LoadedRun) -> list[Tile]:
     lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
     loss = tables.of_run(frame, "loss")
     averaged = min(effect.SAMPLES_AVERAGED, len(loss))
+    last = _last_loss(loss)
     median = f"median of the last {averaged} samples" if averaged else ""
+    if last == "not finite":
+        median = "in the last sample"
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
         Tile("Heads switched", f"{outcome.switched:,}", "; ".join(filter(None, switched))),
-        Tile("Loss at the end", _last_loss(loss), median),
+        Tile("Loss at the end", last, median),
     ]
 
 

@@ -2,8 +2,14 @@
 // The list of runs: asks every two seconds how they are doing, and draws those that are ticked.
 
 const ASK_EVERY = 2000, MOST = 4;
-const TITLES = { loss: "Training loss", w_q_spectral_norm: "W_Q spectral norm, largest head", max_logit: "Max logit, largest head", multiple_maxima_bf16: "Rows with several maxima (BF16), largest head" };
-const view = { chosen: [], log: true, smoothing: 0, drawn: null, state: { catalog: {}, marks: [] } };
+// Of each indicator that is drawn its title and what its axis is called.
+const TITLES = {
+  loss: ["Training loss", "loss"],
+  w_q_spectral_norm: ["Largest W_Q spectral norm", "largest singular value"],
+  max_logit: ["Largest max logit", "largest logit"],
+  multiple_maxima_bf16: ["Largest share of rows with several maxima, BF16", "share of rows"],
+};
+const view = { chosen: [], log: true, smoothing: 0, drawn: null, state: { catalog: {} } };
 
 // What the store knows: how the run ended; of one without an end, whether it still writes.
 function stateOf(run) {
@@ -14,19 +20,34 @@ function stateOf(run) {
 }
 
 function alarmsOf(run) {
-  if (run.headline) return run.headline;
-  if (run.first_alarm == null) return "none";
+  if (run.first_alarm == null) return "";
   const heads = run.heads.length ? `, head${run.heads.length > 1 ? "s" : ""} ${run.heads.join(", ")}` : "";
   const more = run.alarms > 1 ? `, and ${run.alarms - 1} more` : "";
-  return `step ${run.first_alarm.toLocaleString("en")}: ${run.where || "the whole run"}${heads}${more}`;
+  return `first alarm at step ${run.first_alarm.toLocaleString("en")}: ${run.where || "the whole run"}${heads}${more}`;
+}
+
+// The worst first, as a report orders them.
+const WORST = ["lost", "learning-rate", "alarmed", "switched", "warning", "unclear", "saved", "healthy"];
+const ORDERS = {
+  written: (run) => run.seconds_silent,
+  name: (run) => run.name,
+  outcome: (run) => run.outcome ? WORST.indexOf(run.outcome) : WORST.length,
+  loss: (run) => typeof run.loss === "number" ? run.loss : Infinity,
+  step: (run) => -run.last_step,
+};
+
+function chosenRows(runs) {
+  const wanted = $("filter").value.toLowerCase(), key = ORDERS[$("sort").value];
+  const compare = (a, b) => typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a < b ? -1 : a > b ? 1 : 0;
+  return runs.filter((run) => `${run.name} ${run.headline ?? ""}`.toLowerCase().includes(wanted)).sort((a, b) => compare(key(a), key(b)));
 }
 
 function drawList({ folder, runs }) {
   $("title").textContent = folder;
   const running = runs.filter((run) => stateOf(run)[0] === "alive").length, alarmed = runs.filter((run) => run.first_alarm != null).length;
   $("headline").textContent = runs.length ? `${runs.length} run${runs.length > 1 ? "s" : ""}: ${running} running, ${alarmed} with alarms` : "No run yet";
-  $("runs").tBodies[0].replaceChildren(...runs.map((run) => {
-    const row = element("tr"), box = element("input"), tick = element("td"), name = element("td"), state = element("td"), link = element("a", run.name), alarms = element("td", alarmsOf(run));
+  $("runs").tBodies[0].replaceChildren(...chosenRows(runs).map((run) => {
+    const row = element("tr"), box = element("input"), tick = element("td"), name = element("td"), state = element("td"), link = element("a"), outcome = element("td");
     box.type = "checkbox"; box.checked = view.chosen.includes(run.id);
     box.disabled = !box.checked && view.chosen.length >= MOST;
     box.setAttribute("aria-label", `draw ${run.name}`);
@@ -35,11 +56,14 @@ function drawList({ folder, runs }) {
     if (at >= 0) box.style.accentColor = colourOf(at);
     tick.append(box);
     link.href = `run/${run.id}/`;
+    link.append(...run.name.split("/").flatMap((part, at) => at ? ["/", element("wbr"), part] : [part]));
     name.append(link);
     const [kind, word, more] = stateOf(run);
     state.append(element("span", word, `chip ${kind}`), element("small", more));
-    if (run.outcome) alarms.className = `outcome ${run.outcome}`;
-    row.append(tick, name, state, alarms, element("td", run.last_step < 0 ? "–" : run.last_step.toLocaleString("en"), "number"));
+    outcome.append(element("span", run.headline ?? (run.problem ? "–" : "reading"), run.outcome && `outcome ${run.outcome}`), element("small", alarmsOf(run)));
+    const loss = element("td", typeof run.loss === "number" ? number(run.loss) : run.loss ?? "–", "number"), step = element("td", run.last_step < 0 ? "–" : run.last_step.toLocaleString("en"), "number");
+    loss.dataset.label = "loss"; step.dataset.label = "last step";
+    row.append(tick, name, outcome, loss, step, state);
     row.dataset.id = run.id; row.className = run.first_alarm == null ? "" : "has-alarm";
     return row;
   }));
@@ -79,26 +103,31 @@ function together(runs, name) {
 function drawOverlays() {
   const runs = view.drawn?.runs ?? [], wanted = [];
   $("over").hidden = !runs.length;
-  for (const [name, title] of Object.entries(TITLES)) {
+  for (const [name, [title, axis]] of Object.entries(TITLES)) {
     if (!runs.some((run) => run.lines[name])) continue;
     view.state.catalog[name] = { label: title, is_signed: false };
     const { steps, columns } = together(runs, name);
     if (!steps.length) continue;
-    wanted.push({ name, title, steps, lines: runs.map((run, index) => ({ label: run.name, high: columns[index], colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) });
+    wanted.push({ name, title, axis, steps, lines: runs.map((run, index) => ({ label: run.name, high: columns[index], colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) });
   }
-  drawCharts($("overlays"), wanted, () => []);
+  $("reading").hidden = wanted.length > 0;
+  const marks = () => (view.drawn?.runs ?? []).flatMap((run, index) => run.marks.map((mark) => ({ ...mark, run: index })));
+  drawKey(marks());
+  drawCharts($("overlays"), wanted, marks);
 }
 
 async function update() {
   const list = await ask("runs");
   if (view.chosen.length) view.drawn = await ask(`overlay?runs=${view.chosen.join(",")}`);
   else view.drawn = null;
+  view.list = list;
   drawList(list);
   drawOverlays();
   $("status").textContent = `${list.runs.length} runs`; $("status").className = "alive";
   document.body.dataset.ready = "yes";
 }
 
+for (const control of ["filter", "sort"]) $(control).addEventListener("input", () => view.list && drawList(view.list));
 $("log").addEventListener("change", (event) => { view.log = event.target.checked; drawOverlays(); });
 $("smoothing").addEventListener("input", (event) => {
   view.smoothing = Number(event.target.value);

@@ -67,6 +67,11 @@ function follow() {
   else if (location.hash.length > 1 && !wanted.has("step")) document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", "");
 }
 
+// A fold is filled when it is opened.
+document.addEventListener("toggle", ({ target }) => {
+  for (const place of target.querySelectorAll(":scope > [data-fold]")) place.outerHTML = data.folds[place.dataset.fold];
+}, true);
+
 let playing = null;
 function play() {
   if (playing) { clearInterval(playing); playing = null; }

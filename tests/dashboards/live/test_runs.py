@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from guardbit.dashboards.live import LiveRuns
-from guardbit.records import Event
+from guardbit.records import Event, Sample
 
 
 @pytest.fixture
@@ -49,6 +49,46 @@ def test_a_run_that_cannot_be_read_hides_no_other(folder):
     rows = {row["name"]: row for row in runs.rows()["runs"]}
     assert "on" in rows["on"]["problem"] and rows["a/done"]["problem"] == ""
     assert {name: row["id"] for name, row in rows.items()} == ids, "addresses stay"
+
+
+def test_runs_that_nobody_has_opened_are_judged_and_still_drawn_whole_later(tmp_path, recorder):
+    done, on = recorder(tmp_path / "done"), recorder(tmp_path / "on", ill_from=40)
+    done.record(range(0, 100, 10))
+    done.close("finished")
+    on.record(range(0, 60, 10))
+    runs = LiveRuns(tmp_path)
+
+    def rows():
+        runs.look()
+        return {row["name"]: row for row in runs.rows()["runs"]}
+
+    assert rows()["done"]["headline"] == "Healthy: no alarm up to step 90"
+    assert rows()["on"]["headline"] == "Running, healthy: no alarm up to step 50"
+    on.record(range(60, 80, 10))
+    on.alarm(70)
+    found = rows()
+    assert found["done"]["outcome"] == "healthy" and found["on"]["outcome"] == "switched"
+    # The recorder's loss is 3 less a thousandth a step; the middle of the last five.
+    assert [found[name]["loss"] for name in ("done", "on")] == pytest.approx([2.93, 2.95])
+    runs.overlay([row["id"] for row in found.values()])
+    runs.look()
+    for one in runs.overlay([row["id"] for row in found.values()])["runs"]:
+        assert one["steps"] == list(range(0, found[one["name"]]["last_step"] + 1, 10))
+        assert [mark["kind"] for mark in one["marks"]] == ["switch", "alarm"] * (
+            one["name"] == "on"
+        )
+
+
+def test_a_loss_that_is_no_number_is_called_so_in_the_list(tmp_path, recorder):
+    with recorder(tmp_path / "one") as writer:
+        writer.add(
+            [Sample(step, "", -1, "loss", (3.0 if step < 50 else np.nan,)) for step in range(60)]
+        )
+    runs = LiveRuns(tmp_path)
+    runs.look()
+    (row,) = runs.rows()["runs"]
+    assert (row["loss"], row["outcome"]) == ("not finite", "lost")
+    json.dumps(row, allow_nan=False)
 
 
 def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):

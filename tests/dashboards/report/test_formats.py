@@ -1,3 +1,4 @@
+import json
 import re
 
 import numpy as np
@@ -70,7 +71,8 @@ def comparison(run, tmp_path_factory):
 
 def test_runs_stand_side_by_side(comparison):
     page = comparison.read_text(encoding="utf-8")
-    text = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    text = re.sub(r' data-label="[^"]*"', "", page + "".join(json.loads(data)["folds"]))
     assert '<h1 class="outcome alarmed">2 runs: 1 alarmed, 1 healthy</h1>' in text
     assert '<dt>ill</dt><dd class="outcome alarmed">Alarmed</dd>' in text
     assert "Healthy: no alarm up to step 4,950" in text
