@@ -364,14 +364,15 @@ def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path):
 
 
 def test_runs_are_called_after_their_log_directories(tmp_path, plain_run):
-    runs = [tmp_path / f"version_{number}" / "guardbit" for number in (0, 1)]
+    above = "my_model/lightning_logs"  # Lightning's own names say nothing of a run
+    runs = [tmp_path / above / f"version_{number}" / "guardbit" for number in (0, 1)]
     for run in runs:
         shutil.copytree(plain_run, run)
     assert invoke("report", *runs, "--output", tmp_path / "both.html").exit_code == 0
     text = (tmp_path / "both.html").read_text()
-    assert "<span>version_0 · version_1</span><span>2 runs</span>" in text
+    assert f"<span>{above}/version_0 · {above}/version_1</span><span>2 runs</span>" in text
     assert invoke("report", runs[0], "--output", tmp_path / "one.html").exit_code == 0
-    assert "<span>version_0</span>" in (tmp_path / "one.html").read_text()
+    assert f"<span>{above}/version_0</span>" in (tmp_path / "one.html").read_text()
 
 
 def test_an_output_without_a_suffix_is_a_folder(plain_run, small_run, tmp_path):

@@ -30,6 +30,12 @@ def diagnose(
         Path | None,
         typer.Option(help="Folder of the figures, by default `diagnosis` in the run's folder."),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="Print what each rounding and each stabilizer leaves of the error."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")
     ] = False,
@@ -56,7 +62,7 @@ def diagnose(
             found = diagnose_head([one.inputs for one in kept])
             told.append(text.as_json(kept, found))
             if not as_json:
-                for line in text.page(kept, found):
+                for line in text.page(kept, found, verbose=verbose):
                     typer.echo(printable(line) if line else "")
                 place = figures / text.file_name(kept[-1])
                 typer.echo(f"Figure: {printable(str(_draw(kept, found, place)))}\n")

@@ -67,10 +67,11 @@ def report(
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
     from guardbit.dashboards.report import write_reports
+    from guardbit.store.files import names_of_runs
 
     with user_errors(OSError, ValueError):
         place = _report_path(paths, output, format)
-        named = zip(_names(paths), paths, strict=True)
+        named = zip(names_of_runs(paths), paths, strict=True)
         runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
         with writing_to(place):
             written = write_reports(runs, place, format=format.value)
@@ -89,25 +90,7 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
         return output / name if is_folder else output
     if len(paths) > 1:
         return Path(name)
+    from guardbit.store.files import stem_of_run
+
     path = paths[0]
-    return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
-
-
-def _name(path: Path) -> str:
-    return path.name.removesuffix(".gz").removesuffix(".csv")
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Returns a name for each run, with as many parent folders as make the names differ."""
-    from guardbit.store import place_of_run
-
-    places = [place_of_run(path) for path in paths]
-    for path, place in zip(paths, places, strict=True):
-        if places.count(place) > 1:
-            raise ValueError(f"{path} is given twice, and runs are compared with others only")
-    names = [_name(place) for place in places]
-    folders = [place.parent for place in places]
-    while len(set(names)) < len(names) and any(folder.name for folder in folders):
-        names = [f"{folder.name}/{name}" for folder, name in zip(folders, names, strict=True)]
-        folders = [folder.parent for folder in folders]
-    return names
+    return path / name if path.is_dir() else path.with_name(f"{stem_of_run(path)}-{name}")

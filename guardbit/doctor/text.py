@@ -230,8 +230,8 @@ def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
     return f"{last.site} head {last.head}, {when}: {rows}"
 
 
-def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
-    """Yields the page of a head: the answer first, then the tables."""
+def page(kept: Sequence[KeptHead], found: Diagnosis, *, verbose: bool = False) -> Iterator[str]:
+    """Yields the page of a head: the answer, and the numbers behind it where they are wanted."""
     yield heading(kept, found)
     yield from sentences(found)
     if kept[-1].stabilizer != "none":
@@ -239,9 +239,10 @@ def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
             f"The head ran {kept[-1].stabilizer}: what its own kernel would have returned is not"
             " known, FlashAttention-2's roundings stand in for it."
         )
-    yield ""
-    yield from tables(found)
-    yield ""
+    if verbose:
+        yield ""
+        yield from tables(found)
+        yield ""
 
 
 def file_name(one: KeptHead) -> str:
@@ -285,4 +286,5 @@ def _numbers(measures: Measures) -> dict[str, float | None]:
 
 
 def _percent(part: float) -> str:
-    return f"{100 * part:.3g} %"
+    """A part in percent; beyond ten times the whole its size says nothing more."""
+    return "over 1,000 %" if part > 10 else f"{100 * part:.3g} %"

@@ -43,6 +43,8 @@ _ABANDONED = 600.0
 #: How deep runs are searched below a folder, how many are listed, and how many an error names.
 _DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
 
+#: Names that Lightning's loggers give to a folder of any run.
+_NUMBERED = re.compile(r"(version_\d+|lightning_logs)(/|$)")
 _SEGMENT_NAME = re.compile(
     r"(?P<kind>samples|events)-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})"
     r"-(?P<first>\d{8,12})-(?P<last>\d{8,12})\.(parquet|jsonl)"
@@ -114,6 +116,27 @@ def place_of_run(path: Path) -> Path:
     """Returns the folder that a run is named after: the log directory that holds its `guardbit`."""
     path = Path(os.path.realpath(path))  # unlike `Path.resolve`, it takes a loop of links
     return path.parent if path.name == RUN_FOLDER and path.parent.name else path
+
+
+def stem_of_run(path: Path) -> str:
+    """The name of a run's folder or CSV."""
+    return path.name.removesuffix(".gz").removesuffix(".csv")
+
+
+def names_of_runs(paths: Sequence[Path]) -> list[str]:
+    """A name for each run, with as many parent folders as tell them apart from all others."""
+    places = [place_of_run(path) for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise ValueError(f"{path} is given twice, and runs are compared with others only")
+    names = [stem_of_run(place) for place in places]
+    folders = [place.parent for place in places]
+    while any(folder.name for folder in folders) and (
+        len(set(names)) < len(names) or any(map(_NUMBERED.match, names))
+    ):
+        names = [f"{folder.name}/{name}" for folder, name in zip(folders, names, strict=True)]
+        folders = [folder.parent for folder in folders]
+    return names
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:

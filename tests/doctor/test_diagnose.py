@@ -45,7 +45,7 @@ def test_the_answer_comes_first_and_figures_are_drawn(run):
     assert lines[0] == "h.1.attn head 1, steps 3 to 4: 2 samples, 512 rows"
     assert lines[1].startswith("Rounding of delta: dQ is wrong by")
     assert lines[2].startswith("The error adds up: it makes W_Q grow")
-    assert "Rounding is not the cause" in result.stdout
+    assert "Rounding is not the cause" in result.stdout and "std devs" not in result.stdout
     assert "the largest key_common_mode at step 3, which is early, is 0.200 (layer 1)" in lines[-1]
     assert lines[-2] == f"The rules' own verdict on the run is {NOT_MEASURED}"
     drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
@@ -81,16 +81,17 @@ def test_the_answer_is_in_the_report(run):
         "<h3>h/0 attn head 0, step 4</h3>"
     )
     assert "Rounding of delta: dQ is wrong by" in text
-    (line,) = [line for line in text.splitlines() if "<td>remedy exact" in line]
+    (line,) = [line for line in text.splitlines() if ">remedy exact" in line]
     assert line.count("%") == 2
     (run / "diagnosis" / "diagnosis.json").write_text("{")
     assert kept in report()
 
 
 def test_one_head_and_another_place(run, tmp_path):
-    result = invoke(run, "--head", "h/0 attn:0", "--output", tmp_path / "there")
+    result = invoke(run, "--head", "h/0 attn:0", "--output", tmp_path / "there", "--verbose")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("h/0 attn head 0, step 4: 1 samples, 256 rows")
+    assert "std devs" in result.stdout and "remedy row_max" in result.stdout
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["h_0_attn-head0.png"]
 
 

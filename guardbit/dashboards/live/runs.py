@@ -13,7 +13,8 @@ from typing import Literal
 from guardbit.dashboards import marks
 from guardbit.dashboards.page import Json, RunPage
 from guardbit.records import Event
-from guardbit.store import RunFollower, folder_of_run, is_run, place_of_run, read_events, runs_below
+from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
+from guardbit.store.files import names_of_runs
 
 log = logging.getLogger("guardbit")
 
@@ -43,7 +44,7 @@ class LiveRun:
         self, path: str | Path, name: str = "", *, buckets: int = 400, is_open: bool = True
     ) -> None:
         self.path = Path(path)
-        self.name = name or place_of_run(self.path).name
+        self.name = name or names_of_runs([self.path])[0]
         self.problem = ""
         self.is_open = is_open
         self.is_stopped = False
@@ -52,12 +53,12 @@ class LiveRun:
         self._alarms: list[Event] = []
         self._last_step = -1
         self._follower = RunFollower(self.path)
-        self._page = RunPage(place_of_run(self.path).name, buckets)
+        self._page = RunPage(self.name, buckets)
         self._page.update_state()
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
-        #: What the page holds of the samples, None before any is read: nothing of a run that is over
-        #: and was judged, so that a long list needs little memory.
+        #: What the page holds of the samples, None before any is read. A run that is over keeps
+        #: nothing once it was judged, so that a long list needs little memory.
         self._held: Literal["nothing", "evidence", "curves"] | None = None
         self._is_behind = True
 

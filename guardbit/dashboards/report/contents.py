@@ -361,7 +361,7 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     rows = [
         [
             name,
-            *(f"{100 * one['left'][name]:.3g} %" if name in one["left"] else "–" for one in shown),
+            *(words.percent(one["left"][name]) if name in one["left"] else "–" for one in shown),
         ]
         for name in dict.fromkeys(name for one in shown for name in one["left"])
     ]

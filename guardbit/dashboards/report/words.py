@@ -76,6 +76,11 @@ def value(indicator: str, number_: float) -> str:
     return number(100 * number_ if BY_NAME[indicator].unit == SHARE_OF_ROWS else number_)
 
 
+def percent(part: float) -> str:
+    """A part in percent; beyond ten times the whole its size says nothing more."""
+    return "over 1,000 %" if part > 10 else f"{100 * part:.3g} %"
+
+
 def number(value: float) -> str:
     """Three significant digits, without an exponent where that stays short."""
     if math.isnan(value):

@@ -348,6 +348,14 @@ def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
         assert page.locator("#runs .chip.alive").count() == 1
         assert "step 220: h.1.attn, head 2" in text(page, "#runs")
         assert page.locator("#over").is_hidden()
+        wait(page, "document.querySelector('#runs').innerText.includes('Running, switched: 1 of')")
+        page.select_option("#sort", "name")
+        assert page.locator("#runs a").all_inner_texts() == ["one", "two"]
+        page.select_option("#sort", "outcome")
+        assert page.locator("#runs a").all_inner_texts() == ["two", "one"], "the worst first"
+        page.fill("#filter", "HEALTHY")
+        assert page.locator("#runs a").all_inner_texts() == ["one"]
+        page.fill("#filter", "")
         for name in ("one", "two"):
             # The list is drawn anew all the time: what was found may be gone when it is clicked.
             page.evaluate(f"""document.querySelector('[aria-label="draw {name}"]').click()""")
