@@ -37,7 +37,8 @@ def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
             series = cast(pd.Series, table[head]).dropna()
             found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
         if found:
-            rows.append((indicator, *max(found, key=_size_before)))
+            largest = max(found, key=lambda row: -1.0 if math.isnan(row[2]) else abs(row[2]))
+            rows.append((indicator, *largest))
     for indicator in RUN_INDICATORS if switched else ():
         series = of_run(frame, indicator)
         if not series.empty:
@@ -52,7 +53,3 @@ def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[flo
     before = series.loc[:step].tail(samples)
     after = series.loc[step + 1 : end].tail(samples)
     return float(before.mean()), float(after.mean())
-
-
-def _size_before(row: tuple[int, int, float, float]) -> float:
-    return -1.0 if math.isnan(row[2]) else abs(row[2])

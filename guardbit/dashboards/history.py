@@ -28,25 +28,20 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class History:
-    """The known indicators of every head, and those of the whole run.
-
-    Attributes:
-        steps: (buckets,), the last recorded step of each bucket, -1 while it has none.
-        low: Indicator of heads -> its smallest values, float32 (buckets, len(heads)), NaN where
-            nothing was measured; of the run, float64 (buckets, 1). Only heads that were recorded
-            take memory: one row with a broken number costs one column.
-        high: The same for the largest values.
-        moved: Head that has alarmed or was switched -> the first step at which it did.
-    """
+    """The known indicators of every head, and those of the whole run."""
 
     def __init__(self, buckets: int = 400) -> None:
         self._buckets = buckets
         self._width = 1
         self._origin: int | None = None
         self._columns: dict[tuple[int, int], int] = {}
+        # The last recorded step of each bucket, -1 while it has none.
         self.steps = np.full(buckets, -1, dtype=np.int64)
+        # Indicator of heads -> (buckets, heads), float32, NaN where nothing was measured; of the
+        # run, (buckets, 1), float64. Only heads that were recorded take memory.
         self.low: dict[str, Floats] = {}
         self.high: dict[str, Floats] = {}
+        # Head that has alarmed or was switched -> the first step at which it did.
         self.moved: dict[tuple[int, int], int] = {}
 
     @property
@@ -56,21 +51,17 @@ class History:
 
     @property
     def num_layers(self) -> int:
-        """One more than the largest layer recorded."""
         return 1 + max((layer for layer, _ in self._columns), default=-1)
 
     @property
     def num_heads(self) -> int:
-        """One more than the largest head recorded."""
         return 1 + max((head for _, head in self._columns), default=-1)
 
     def column_of(self, layer: int, head: int) -> int:
-        """The column of a head; -1 where it was not recorded."""
         return self._columns.get((layer, head), -1)
 
     @property
     def known(self) -> Integers:
-        """The buckets that have a step, ascending."""
         return np.flatnonzero(self.steps >= 0)
 
     @property
@@ -80,7 +71,6 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The last recorded step, -1 without any."""
         return int(self.steps.max())
 
     def bucket_of(self, step: int) -> int:
@@ -120,10 +110,7 @@ class History:
         return self.low[indicator][known, column], self.high[indicator][known, column]
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
-        """Returns the excess up to a bucket, the index of its indicator, and all indicators.
-
-        The first two are (layers, heads).
-        """
+        """The excess up to a bucket by layer and head, the index of its indicator, their names."""
         names = [name for name in EXCESS_INDICATORS if name in self.high]
         worst = np.full(len(self._columns), np.nan)
         which = np.zeros(worst.shape, dtype=np.int64)

@@ -69,13 +69,6 @@ def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
     return departed(events_of(events), evidence)
 
 
-def between(events: pd.DataFrame | None, first: int, last: int) -> pd.DataFrame | None:
-    """The events from one step to another, both included."""
-    if events is None or events.empty:
-        return events
-    return rows_of(events, (events["step"] >= first) & (events["step"] <= last))
-
-
 def mark_of(event: Event) -> Mark | None:
     """What a figure marks the event as; None for refusals, verdicts and errors."""
     if event.kind == "alarm":

@@ -32,6 +32,8 @@ _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
 #: thousands of alarms.
 _MOST_EVENTS = 40
+#: Alarms that a report tells of.
+MOST_ALARMS = 40
 #: How many heads, evenly spread, the typical range of an indicator is computed from.
 _TYPICAL_HEADS = 1024
 #: Indicators of heads that are drawn of several runs at once, beside the loss.
@@ -57,20 +59,13 @@ def asset(name: str) -> str:
 
 
 class RunPage:
-    """The samples and events of a run, and what its page asks about them.
-
-    Attributes:
-        events: The events, ordered by step.
-        metadata: What describes the run.
-        ended: How the run ended; None where that is not known.
-        version: How often the state was updated; each state has its own.
-    """
+    """The samples and events of a run, and what its page asks about them."""
 
     def __init__(self, title: str, buckets: int) -> None:
         self.events: list[Event] = []
         self.metadata: Mapping[str, Any] = {}
         self.ended: Ended | None = None
-        self.version = 0
+        self.version = 0  # each state has its own
         self._title, self._buckets = title, buckets
         self._state: Json = {}
         self.forget_samples()
@@ -212,12 +207,18 @@ class RunPage:
         known = [one["map"]["step"] for one in maps]
         at = len(maps) if alarm is None else int(np.searchsorted(known, alarm))
         return {
-            "state": {**state, "events": [], "version": 0},
+            "state": {**state, "events": self._timeline(), "version": 0},
             "maps": maps,
             "start": min(at, len(maps) - 1),
             "curves": {name: self.curves(name) for name in state["indicators"]},
             "heads": self._histories(),
         }
+
+    def _timeline(self) -> list[Json]:
+        """The events in their order, later alarms left out; an alarm before what answers it."""
+        alarms = [event for event in self.events if event.kind == "alarm"][:MOST_ALARMS]
+        others = [event for event in self.events if event.kind != "alarm"]
+        return [_event(one) for one in sorted([*alarms, *others], key=lambda event: event.step)]
 
     def _maps(self) -> list[Json]:
         steps = self._state["steps"]
@@ -274,7 +275,7 @@ class RunPage:
             "headline": waiting or found.headline,
             "headline_running": waiting or found.headline_running,
             "departed": found.departed,
-            "loss": _last_loss(self._losses),
+            "loss": last_loss(self._losses),
             "verdict": f"Verdict {found.verdict}: {found.why}" if found.num_alarms else "",
         }
 
@@ -358,12 +359,12 @@ def plain_numbers(values: Floats) -> list[float | None]:
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
-def _last_loss(losses: Sequence[float]) -> float | str | None:
-    """The median of the last losses, None without any."""
+def last_loss(losses: Sequence[float]) -> float | str | None:
+    """The median of the last losses, "not finite" if the very last is not, None without any."""
     if not losses:
         return None
-    (median,) = plain_numbers(np.median(losses, keepdims=True))
-    return "not finite" if median is None else median
+    median = float(np.median(losses))
+    return median if np.isfinite([median, losses[-1]]).all() else "not finite"
 
 
 def _farthest(excess: Floats) -> list[Head]:

@@ -61,9 +61,10 @@ def moved_heads(
 ) -> dict[Head, int]:
     """Head that has alarmed or was switched up to a step -> the step of the first time."""
     alarmed, switched = (first_events(frame, events, mark) for mark in ("alarm", "switch"))
-    found = {head: event.step for head, event in switched.items()}
-    for head, event in alarmed.items():
-        found[head] = min(event.step, found.get(head, event.step))
+    found = {
+        head: min(first[head].step for first in (alarmed, switched) if head in first)
+        for head in {**alarmed, **switched}
+    }
     return {head: at for head, at in found.items() if step is None or at <= step}
 
 

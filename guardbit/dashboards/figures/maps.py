@@ -90,7 +90,7 @@ def model_map(
     cells[layer, head] = table["excess"]
     if not np.isfinite(cells).any():
         return None
-    known = marks.between(events, 0, step)
+    known = None if events is None else events.loc[events["step"] <= step]
     current = marks.current_stabilizers(frame, known)
     stabilized = [head for head, stabilizer in current.items() if stabilizer != "none"]
     alarmed = list(marks.first_events(frame, known, "alarm"))

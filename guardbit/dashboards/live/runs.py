@@ -31,22 +31,15 @@ Tell = Callable[[str, Sequence[Event]], None]
 
 
 class LiveRun:
-    """Follows one run, which need not have written anything yet.
-
-    Attributes:
-        name: What the list calls it.
-        problem: Why it cannot be read; "" where it can.
-        is_open: Whether its curves are wanted, and not its judgement alone.
-        is_stopped: Whether nothing more is to be read.
-    """
+    """Follows one run, which need not have written anything yet."""
 
     def __init__(
         self, path: str | Path, name: str = "", *, buckets: int = 400, is_open: bool = True
     ) -> None:
         self.path = Path(path)
         self.name = name or names_of_runs([self.path])[0]
-        self.problem = ""
-        self.is_open = is_open
+        self.problem = ""  # why it cannot be read
+        self.is_open = is_open  # whether its curves are wanted, and not its judgement alone
         self.is_stopped = False
         self._lock = threading.RLock()
         self._changed: int | None = None
@@ -109,17 +102,14 @@ class LiveRun:
             return {**self._page.state(step), "status": self._status()}
 
     def head(self, layer: int, head: int) -> Json:
-        """Returns every indicator of one head."""
         with self._lock:
             return self._page.head(layer, head)
 
     def curves(self, indicator: str) -> Json:
-        """Returns one indicator: the heads that matter most, and the range of all."""
         with self._lock:
             return self._page.curves(indicator)
 
     def largest(self) -> Json:
-        """Returns the loss and the largest head's values over steps."""
         with self._lock:
             return {"name": self.name, **self._page.largest()}
 
@@ -203,11 +193,7 @@ def _identity(event: Event) -> tuple[object, ...]:
 
 
 class LiveRuns:
-    """Follows the run of a folder, or all runs below it, in a thread of its own.
-
-    Attributes:
-        is_list: Whether the folder held several runs at the start.
-    """
+    """Follows the run of a folder, or all runs that it holds, in a thread of its own."""
 
     def __init__(self, folder: str | Path, tell: Tell | None = None) -> None:
         self.folder = Path(folder)
@@ -233,10 +219,7 @@ class LiveRuns:
             self._thread.join(timeout=5)
 
     def look(self) -> None:
-        """Reads what is new of each run; the thread calls it every `LOOK_EVERY` seconds.
-
-        The samples of runs that nobody has opened are read as long as that takes no longer.
-        """
+        """Reads what is new of each run; of one that nobody has opened, samples if time is left."""
         until = time.monotonic() + LOOK_EVERY
         if self.is_list and time.monotonic() - self._searched >= SEARCH_EVERY:
             self._search()
@@ -254,9 +237,8 @@ class LiveRuns:
         self._is_first = False
 
     def rows(self) -> Json:
-        """Returns the rows of the list, the run that wrote last first."""
+        """Returns the rows of the list."""
         rows = [{"id": number, **run.row()} for number, run in enumerate(list(self._runs))]
-        rows.sort(key=lambda row: row["seconds_silent"])
         return {"folder": str(self.folder), "runs": rows}
 
     def opened(self, number: int = 0) -> LiveRun:

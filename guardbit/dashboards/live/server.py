@@ -52,12 +52,7 @@ _REFUSAL = "Not found. The address ends in a token and a slash, and is new after
 
 
 class LiveServer:
-    """Serves a run's live page, or a list of runs with a page of each, on 127.0.0.1.
-
-    Attributes:
-        address: The page's address, with its token.
-        port: The port it listens on.
-    """
+    """Serves a run's live page, or a list of runs with a page of each, on 127.0.0.1."""
 
     def __init__(self, runs: LiveRuns, *, port: int = 0) -> None:
         self._runs = runs

@@ -56,8 +56,6 @@ def write_reports(
 
 
 def _check_place(output: Path, format: Format) -> None:
-    if format not in FORMATS:
-        raise ValueError(f"A report's format is one of {', '.join(FORMATS)}, got {format!r}.")
     if format == "png" and output.is_file():
         raise ValueError(f"PNGs need a folder to be written to, but {output} is a file.")
     if format == "html" and output.is_dir():

@@ -9,8 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures import model_map, runs_over_steps
+from guardbit.dashboards import ranking, tables
+from guardbit.dashboards.figures import runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import fork_of, outcomes_of
 from guardbit.dashboards.loading import LoadedRun
@@ -31,10 +31,7 @@ _WORST_LAST = (
     "healthy", "saved", "unclear", "warning", "switched", "alarmed", "learning-rate", "lost",
 )  # fmt: skip
 #: Names of all figures a comparison may have.
-PICTURES = (
-    *[f"runs_{overlay[0]}" for overlay in OVERLAYS],
-    *[f"run_{number}_model_map" for number in range(len(RUN_LINES))],
-)
+PICTURES = tuple(f"runs_{overlay[0]}" for overlay in OVERLAYS)
 
 
 def compared(runs: Sequence[LoadedRun]) -> Document:
@@ -53,8 +50,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
-    document: Document = dict.fromkeys(("effect", "diagnosed", "not_drawn", "timeline"))
-    return document | {
+    return {
         "title": " · ".join(titles),
         "extent": words.count(len(runs), "run"),
         "headline": f"{words.count(len(runs), 'run')}: {told}",
@@ -66,7 +62,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
             Tile(name, _short(outcome.state).capitalize(), outcome.headline, outcome.state)
             for name, outcome in outcomes.items()
         ],
-        "pictures": _pictures(runs, samples, outcomes),
+        "pictures": _pictures(samples, outcomes),
         "answers": _answers(samples, outcomes),
         "runs": [contents.heads_of(run) for run in runs],
         "settings": _settings(runs),
@@ -157,9 +153,7 @@ def _marked(outcome: Judgement) -> dict[str, int]:
 
 
 def _pictures(
-    runs: Sequence[LoadedRun],
-    samples: Mapping[str, pd.DataFrame],
-    outcomes: Mapping[str, Judgement],
+    samples: Mapping[str, pd.DataFrame], outcomes: Mapping[str, Judgement]
 ) -> dict[str, Figure]:
     said = {"alarm": "alarm", "switch": "switched", "departed": "✕ loss diverged"}
     marked = {
@@ -172,11 +166,6 @@ def _pictures(
         for indicator, title, label in OVERLAYS
         if samples
     }
-    for number, run in enumerate(runs):
-        if not run.samples.empty:
-            step = marks.first_step(run.samples, run.events, "alarm")
-            figure = model_map(run.samples, run.events, step, name=run.name)
-            pictures[f"run_{number}_model_map"] = figure
     return {name: figure for name, figure in pictures.items() if figure is not None}
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
 from guardbit.dashboards.loading import Diagnosed, LoadedRun
-from guardbit.dashboards.page import RunPage
+from guardbit.dashboards.page import MOST_ALARMS, RunPage, last_loss
 from guardbit.dashboards.report import words
 from guardbit.judgement import Judgement
 from guardbit.records import Event
@@ -31,7 +28,6 @@ HEAD_COLUMNS = (
     "delta_bias_cumulative",
     "dq_relative_error",
 )
-MOST_ALARMS = 40
 #: Steps that the page resolves, even.
 BUCKETS = 300
 #: Diagnosed heads that are shown.
@@ -67,7 +63,6 @@ def document_of(run: LoadedRun) -> Document:
     """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
     frame, events = tables.check_samples(run.samples), run.events
     judgement = run.judgement
-    pictures, not_drawn = _figures(frame, events, judgement)
     page = RunPage(run.name, BUCKETS)
     page.metadata, page.events = run.metadata, marks.events_of(events)
     page.ended = run.ended
@@ -80,15 +75,13 @@ def document_of(run: LoadedRun) -> Document:
         "outcome": judgement.state,
         "lede": summary(run),
         "tiles": tiles(run),
-        "pictures": pictures,
+        "pictures": _figures(frame, events, judgement),
         "answers": None if frame.empty else page.answers(),
         "runs": [heads_of(run)],
         "settings": settings(run.metadata),
         "side_by_side": None,
         "effect": _before_and_after(frame, events),
         "diagnosed": _why_heads_diverge(run.diagnosed),
-        "not_drawn": not_drawn,
-        **timeline(page.events),
     }
 
 
@@ -96,18 +89,14 @@ def heads_of(run: LoadedRun) -> Document:
     """What became of the heads: their alarms, and those to worry about."""
     frame = tables.check_samples(run.samples)
     alarms = _alarms_by_head(frame, run.events)
+    more = len(alarms) - MOST_ALARMS
     return {
         "run": run.name,
         "summary": summary(run),
         "alarms": alarms[:MOST_ALARMS],
-        "alarms_note": _hidden(len(alarms), "head", " that alarmed later"),
+        "alarms_note": f"{words.count(more, 'head')} that alarmed later not shown." * (more > 0),
         **_heads_to_watch(frame, run.events),
     }
-
-
-def _hidden(number: int, noun: str, which: str = "") -> str:
-    hidden = number - MOST_ALARMS
-    return f"{words.count(hidden, noun)}{which} not shown." if hidden > 0 else ""
 
 
 def extent(frame: pd.DataFrame) -> str:
@@ -132,10 +121,6 @@ def summary(run: LoadedRun) -> list[str]:
         sentences.append(
             f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
         )
-    loss = tables.of_run(frame, "loss")
-    lost = loss.index.to_numpy()[~np.isfinite(loss.to_numpy())]
-    if len(lost):
-        sentences.append(f"The loss was first not finite at step {int(lost[0]):,}.")
     return sentences if frame.empty else [*sentences, judgement.risk.sentence]
 
 
@@ -158,25 +143,16 @@ def tiles(run: LoadedRun) -> list[Tile]:
     if outcome.departed is not None:
         departed = f"the loss diverged at step {outcome.departed:,}"
     lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
-    loss = tables.of_run(frame, "loss")
-    averaged = min(effect.SAMPLES_AVERAGED, len(loss))
-    last = _last_loss(loss)
-    median = f"median of the last {averaged} samples" if averaged else ""
-    if last == "not finite":
-        median = "in the last sample"
+    losses = tables.of_run(frame, "loss").tail(effect.SAMPLES_AVERAGED).tolist()
+    last = last_loss(losses)
+    median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
+    loss = words.number(last) if isinstance(last, float) else last or "–"
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
         Tile("Heads switched", f"{outcome.switched:,}", "; ".join(filter(None, switched))),
-        Tile("Loss at the end", last, median),
+        Tile("Loss at the end", loss, median),
     ]
-
-
-def _last_loss(loss: pd.Series) -> str:
-    last = loss.tail(effect.SAMPLES_AVERAGED).to_numpy()
-    if not len(last):
-        return "–"
-    return words.number(float(np.median(last))) if np.isfinite(last[-1]) else "not finite"
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
@@ -272,53 +248,17 @@ def times(excess: float) -> str:
     return "> 1,000 ×" if excess > 1000 else f"{excess:.2g} ×" if excess < 10 else f"{excess:.0f} ×"
 
 
-def timeline(happened: Sequence[Event]) -> Document:
-    """The events in their order. Later alarms are cut; a switch of many modules is one line."""
-    alarms = [event for event in happened if event.kind == "alarm"]
-    others = [event for event in happened if event.kind != "alarm"]
-    # Alarms first: where a step has both, the alarm is what the switch answers.
-    shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
-    moments = [
-        {
-            "step": some[0].step,
-            "kind": marks.mark_or_kind(some[0]),
-            "what": words.what(some),
-            "why": some[0].why,
-        }
-        for some in _together(shown)
-    ]
-    note = _hidden(len(alarms), "later alarm") if happened else "No event was recorded."
-    return {"timeline": moments, "timeline_note": note}
-
-
-def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Groups switches in a row, or refusals, that differ in their heads alone."""
-
-    def without_heads(event: Event) -> Event:
-        is_switch = event.kind in ("switch", "refusal")
-        return replace(event, site="", heads=()) if is_switch else event
-
-    for _, group in groupby(events, without_heads):
-        yield list(group)
-
-
 def _figures(
     frame: pd.DataFrame, events: pd.DataFrame | None, judgement: Judgement
-) -> tuple[dict[str, Figure], list[str]]:
-    """The figures by the stem of their files, and a sentence for each that cannot be drawn."""
-    drawn: dict[str, Figure] = {}
-    missing: list[str] = []
-    for chart in CHARTS:
-        is_story = chart.draw is story
-        figure = story(frame, events, judgement) if is_story else chart.draw(frame, events)
-        if figure is not None:
-            drawn[chart.name] = figure
-            continue
-        why = f"the run holds no sample of {' or '.join(chart.needs)} that can be drawn"
-        if chart.name == "switch_before_and_after" and {*frame["indicator"]} & {*chart.needs}:
-            why = "no head was switched"
-        missing.append(f"{chart.title}: {why}.")
-    return drawn, missing
+) -> dict[str, Figure]:
+    """The figures that can be drawn, by the stem of their files."""
+    drawn = {
+        chart.name: story(frame, events, judgement)
+        if chart.draw is story
+        else chart.draw(frame, events)
+        for chart in CHARTS
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def settings(metadata: Mapping[str, Any]) -> list[tuple[str, Table]]:

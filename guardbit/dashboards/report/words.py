@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
-from guardbit.dashboards import marks
 from guardbit.records import Event
 
 #: Key of the metadata -> its title, where that is another word.
@@ -21,25 +20,6 @@ def _label(indicator: Indicator) -> str:
 
 
 LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
-
-
-def what(events: Sequence[Event]) -> str:
-    """An event in a few words, or several that differ in their heads alone."""
-    event = events[0]
-    kind = marks.mark_or_kind(event)
-    happened = {
-        "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
-        "switch": f"Switched to {event.stabilizer}",
-        "undo": "Switched back to plain attention",
-        "refusal": f"Not switched to {event.stabilizer}" if event.stabilizer else "Not switched",
-        "monitor_error": "Error in the monitor",
-    }.get(kind, kind.replace("_", " ").capitalize())  # a newer version's kind
-    if len(events) > 1:
-        counted = count(len(events), "attention module")
-        if all(one.heads for one in events):
-            counted += f", {count(sum(len(one.heads) for one in events), 'head')}"
-        return f"{happened} · {counted}"
-    return f"{happened} · {where(event)}" if event.site else happened
 
 
 def where(event: Event) -> str:

@@ -380,3 +380,33 @@ function drawWorst() {
   }));
 }
 
+
+// --- events ----------------------------------------------------------------------------------
+
+// A switch of the whole model is one event for each attention module: those that differ in their heads alone are one line.
+function together(events) {
+  const lines = [];
+  for (const event of events) {
+    const before = lines.at(-1)?.[0];
+    const alike = before && ["switch", "undo", "refusal"].includes(event.kind) && ["kind", "step", "stabilizer", "why"].every((key) => event[key] === before[key]);
+    if (alike) lines.at(-1).push(event);
+    else lines.push([event]);
+  }
+  return lines;
+}
+
+function where(line) {
+  const [{ site, heads }] = line;
+  if (line.length > 1) return `${line.length} attention modules, ${line.reduce((sum, event) => sum + event.heads.length, 0)} heads`;
+  return site ? `${site}${heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : ""}` : "the whole run";
+}
+
+function drawEvents(lines) {
+  $("events").replaceChildren(...lines.map((line) => {
+    const [event] = line, item = element("li", null, event.kind);
+    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: `not switched${event.stabilizer && ` to ${event.stabilizer}`}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
+    item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(line)}`), element("span", event.why));
+    return item;
+  }));
+  if (!lines.length) $("events").append(element("li", "none so far"));
+}

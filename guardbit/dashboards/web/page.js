@@ -13,24 +13,6 @@ function select(head) {
 
 // --- words -----------------------------------------------------------------------------------
 
-// A switch of the whole model is one event for each attention module: those that differ in their heads alone are one line.
-function together(events) {
-  const lines = [];
-  for (const event of events) {
-    const before = lines.at(-1)?.[0];
-    const alike = before && ["switch", "undo", "refusal"].includes(event.kind) && ["kind", "step", "stabilizer", "why"].every((key) => event[key] === before[key]);
-    if (alike) lines.at(-1).push(event);
-    else lines.push([event]);
-  }
-  return lines;
-}
-
-function where(line) {
-  const [{ site, heads }] = line;
-  if (line.length > 1) return `${line.length} attention modules, ${line.reduce((sum, event) => sum + event.heads.length, 0)} heads`;
-  return site ? `${site}${heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : ""}` : "the whole run";
-}
-
 // What has become of the run is final once it has ended, or has been silent for long.
 function drawHeadline(status) {
   const { headline, headline_running, outcome } = view.state;
@@ -52,19 +34,8 @@ function drawWords() {
   }
   if (verdict) sentences.push(`${verdict}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
-  drawEvents(events, num_events, lines);
-}
-
-function drawEvents(events, num_events, lines) {
   $("event-count").textContent = num_events > events.length ? `${events.length} of ${num_events.toLocaleString("en")}: the newest, and all first alarms and switches` : "";
-  const list = $("events");
-  list.replaceChildren(...lines.toReversed().map((line) => {
-    const [event] = line, item = element("li", null, event.kind);
-    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: `not switched${event.stabilizer && ` to ${event.stabilizer}`}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
-    item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(line)}`), element("span", event.why));
-    return item;
-  }));
-  if (!events.length) list.append(element("li", "none so far"));
+  drawEvents(lines.toReversed());
 }
 
 function drawStatus(status) {

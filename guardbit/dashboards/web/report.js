@@ -69,6 +69,11 @@ function follow() {
 
 // A fold is filled when it is opened.
 document.addEventListener("toggle", ({ target }) => {
+  if ($("events") && target.contains($("events")) && data.state) {
+    const { events, num_events } = data.state;
+    $("event-count").textContent = num_events > events.length ? `${num_events - events.length} later alarms not shown.` : "";
+    drawEvents(together(events));
+  }
   for (const place of target.querySelectorAll(":scope > [data-fold]")) place.outerHTML = data.folds[place.dataset.fold];
 }, true);
 

@@ -111,6 +111,12 @@ def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_
     ]
     # What is seen before anything is unfolded; the appendix is folded.
     assert len(page.inner_text("main").split()) <= 1200
+    # The timeline is made when it is opened, and tells of the first forty alarms.
+    assert page.locator("#events li").count() == 0
+    page.locator("summary", has_text="Timeline").click()
+    lines = page.locator("#events li")
+    assert lines.first.inner_text() == "step 3,000 alarm: norm_growth, h.0.attn, head 0\nIt grew 0."
+    assert (lines.count(), page.inner_text("#event-count")) == (40, "260 later alarms not shown.")
     sentence = page.locator(".alarms p", has_text="It grew 0.").first
     assert sentence.is_hidden()
     page.locator(".alarms > details > summary").first.click()
@@ -123,5 +129,9 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     page = visit(write_reports(runs, tmp_path / "comparison.html"))
     wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
     assert page.inner_text("h1") == "2 runs: 1 alarmed, 1 healthy"
+    # In its colour: the run's alarm and switch.
+    drawn = page.evaluate("document.querySelector('#overlays').charts[0].plot.drawnMarks")
+    assert drawn == [{"kind": "alarm", "step": 2950}, {"kind": "switch", "step": 3100}]
+    assert page.inner_text("#key") == "▼\u00a0first alarm of a head · ◆\u00a0switch"
     labels = page.locator("#overlays .u-legend").first.inner_text()
     assert "ill" in labels and "well" in labels
