@@ -146,7 +146,7 @@ def tiles(run: LoadedRun) -> list[Tile]:
     losses = tables.of_run(frame, "loss").tail(effect.SAMPLES_AVERAGED).tolist()
     last = last_loss(losses)
     median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
-    loss = words.number(last) if isinstance(last, float) else last or "–"
+    loss = words.number(last) if isinstance(last, int | float) else last or "–"
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),

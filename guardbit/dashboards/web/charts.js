@@ -284,7 +284,7 @@ function chart(place, { heading, up, isLoss, isOne, series, data, bands, log, ke
     cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log, isLoss) } },
     axes: [
-      { ...axisColours("optimizer step"), space: 80, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
+      { ...axisColours("optimizer step"), space: 58, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
       { ...axisColours(up), size: 62, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}), values: (_, ticks) => tickLabels(ticks) },
     ],
     plugins: [eventMarks(marks), wheelAndPan()],
