@@ -7,6 +7,7 @@ These commands make them:
     guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz \
         --output docs/images/failing --format png
     guardbit report guardbit/recorded/lost --output docs/images/lost --format png
+    guardbit report guardbit/recorded/{lost,saved} --output docs/images/lost_and_saved --format png
     guardbit report tests/data/runs/{fails-sdpa,stable-fa2numerics}-lr1.5e-3.csv.gz \
         --output docs/images/side_by_side --format png
     guardbit demo --recorded --run-dir runs/recorded

@@ -131,8 +131,8 @@ def runs_over_steps(
     axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
     ranges = [tables.steps(frame) for frame in runs.values()]
     set_steps(axes, min(first for first, _ in ranges), max(last for _, last in ranges))
-    rows = {name: steps for name, steps in (marked or {}).items() if steps}
-    for row, (name, steps) in enumerate(reversed(rows.items())):
+    rows = [(name, steps) for name, steps in (marked or {}).items() if steps]
+    for row, (name, steps) in enumerate(reversed(rows)):
         _mark_run(axes, steps, colours[name][0], above(axes, 0.06 + 0.17 * row))
     # Not at the ends of the lines: runs end at different steps and have long names.
     axes.legend(handlelength=2.6)

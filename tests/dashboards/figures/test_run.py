@@ -71,3 +71,21 @@ def test_more_runs_than_lines_are_refused(run):
     runs = {str(number): run.frame for number in range(5)}
     with pytest.raises(ValueError, match="At most 4 runs"):
         runs_over_steps(runs, "loss", "Loss", "loss")
+
+
+def test_what_is_marked_of_each_run_is_named_in_its_colour(run):
+    marked = {
+        "a": {"alarm": 1000, "switched": 1000},
+        "b": {"alarm": 2000, "gone": 4900, "far": 9999},
+    }
+    runs = dict.fromkeys(marked, run.frame)
+    (axes,) = runs_over_steps(runs, "loss", "Loss", "loss", marked).axes
+    colour = {name: line.get_color() for name, line in lines_of(axes).items()}
+    said = [(text.get_position()[0], text.get_text(), text.get_color()) for text in axes.texts]
+    assert sorted(said) == [
+        (1000, "alarm, switched", colour["a"]),
+        (2000, "alarm", colour["b"]),
+        (4900, "gone", colour["b"]),
+    ]
+    places = [line.get_xdata()[0] for line in axes.get_lines() if line.get_gid() == "marked"]
+    assert sorted(places) == [1000, 2000, 4900]
