@@ -8,8 +8,6 @@ These commands make them:
         --output docs/images/failing --format png
     guardbit report guardbit/recorded/lost --output docs/images/lost --format png
     guardbit report guardbit/recorded/{lost,saved} --output docs/images/lost_and_saved --format png
-    guardbit report tests/data/runs/{fails-sdpa,stable-fa2numerics}-lr1.5e-3.csv.gz \
-        --output docs/images/side_by_side --format png
     guardbit demo --recorded --run-dir runs/recorded
     python docs/report_screenshot.py runs/recorded/lost.html docs/images/reports/lost.png
     python docs/report_screenshot.py runs/recorded/saved.html docs/images/reports/saved.png --dark

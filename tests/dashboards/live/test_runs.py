@@ -1,5 +1,6 @@
 """The list of runs below a folder."""
 
+import json
 import os
 
 import numpy as np
