@@ -10,8 +10,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels import engines
+from guardbit.monitor.interception import references
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,9 +32,15 @@ gc.disable()
 
 
 def pytest_collection_finish():
-    """Takes what there is for permanent."""
+    """Takes what there is for permanent, and the modules without attention for such."""
     gc.freeze()
     gc.enable()
+    everywhere = references._variables_of_modules
+    sought = {getattr(entry.owner, entry.name_there, None) for entry in ENTRY_POINTS} | {checkpoint}
+    sought = set(map(id, sought - {None}))
+    without = {id(x): x for x in everywhere() if sought.isdisjoint(map(id, x.values()))}
+    # Thousands of modules, in which each of thousands of sessions would look twice.
+    references._variables_of_modules = lambda: (x for x in everywhere() if id(x) not in without)
 
 
 def pytest_sessionfinish():

@@ -5,8 +5,8 @@ the compilers. So `compiled.csv` holds it, found by a hash of those. After a cha
 tiles `--record` compiles what is new. With another compiler all are compiled, and Triton's cache
 keeps the results.
 
-    python tests/kernels/compiling.py ARCHITECTURE           # prints a line of JSON a variant
-    python tests/kernels/compiling.py ARCHITECTURE --anew    # without the record and the cache
+    python tests/kernels/compiling.py 80 89 90 100           # prints a line of JSON a variant
+    python tests/kernels/compiling.py 90 --anew              # without the record and the cache
     python tests/kernels/compiling.py --record               # writes the record
 """
 
@@ -257,10 +257,15 @@ def hash_of(variant, target):
 
 def compiled(variant, target):
     """Compiles a variant; returns `RESULTS`, None where not asked."""
+    from triton import knobs
+
     source, options = variant.source, variant.options
-    found = dict.fromkeys(RESULTS) | examine(source, target, options, variant.with_code)
-    if variant.both:
-        found["early"] = examine(source, target, options, False)["shared"]
+    with (
+        knobs.nvidia.scope()
+    ):  # else what `examine` tells Triton stays, and belongs to the compiler
+        found = dict.fromkeys(RESULTS) | examine(source, target, options, variant.with_code)
+        if variant.both:
+            found["early"] = examine(source, target, options, False)["shared"]
     return found
 
 
@@ -327,9 +332,7 @@ def filled(architecture):
 
 def write_record():
     """Compiles what the record lacks, and drops variants that no longer exist."""
-    # A process an architecture: what `examine` tells Triton stays, and belongs to the compiler.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         found = [row for rows in pool.map(filled, ARCHITECTURES) for row in rows]
     with RECORD.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -339,15 +342,16 @@ def write_record():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architecture", type=int, nargs="?", choices=ARCHITECTURES)
+    parser.add_argument("architectures", type=int, nargs="*", choices=ARCHITECTURES)
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
     if asked.record:
         write_record()
         return
-    for row in look_up(asked.architecture, anew=asked.anew):
-        print(json.dumps(row), flush=True)
+    for architecture in asked.architectures:
+        for row in look_up(architecture, anew=asked.anew):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

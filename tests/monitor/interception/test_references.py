@@ -8,8 +8,9 @@ import itertools
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -21,16 +22,9 @@ import guardbit
 from guardbit.kernels import engines
 from guardbit.monitor.interception import references
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, sdpa
+from tests import toys
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_put_aside():
-    """Unfreezes what the suite froze for a faster garbage collector, so that it is searched."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 def test_aliases_are_covered(tiny, tokens, instrument):
@@ -101,35 +95,12 @@ def test_garbage_that_imports_while_references_are_looked_for_does_no_harm(tiny,
 
 # --- what lies outside modules and their classes -------------------------------------------------
 
-STOCK = F.scaled_dot_product_attention
-TABLE = {"fused": {"causal": F.scaled_dot_product_attention}}
-LIST = [F.scaled_dot_product_attention]
-PAIRS = [("fused", F.scaled_dot_product_attention)]
-PARTIAL = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-GIVEN = functools.partial(lambda attend, *args: attend(*args), F.scaled_dot_product_attention)
-Backend = collections.namedtuple("Backend", "name attend")
-NAMED = {"fused": Backend("fused", F.scaled_dot_product_attention)}
 
+class Holder(NamedTuple):
+    """What holds the function; it is called through `call`, or as what is held."""
 
-class Registry:
-    known: ClassVar = {"fused": F.scaled_dot_product_attention}
-    plain = F.scaled_dot_product_attention  # built in, so it takes no `self`
-    static = staticmethod(F.scaled_dot_product_attention)
-
-
-@dataclasses.dataclass
-class Processor:
-    attend: object = F.scaled_dot_product_attention
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    attend: object
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    attend: object
+    held: Callable[[], object]
+    call: Callable[..., torch.Tensor] | None = None
 
 
 class ReadOnly:
@@ -147,10 +118,6 @@ class ReadOnly:
         raise RuntimeError("not to be changed")
 
 
-READ_ONLY = [ReadOnly(F.scaled_dot_product_attention)]
-FROZEN = Frozen(F.scaled_dot_product_attention)
-
-
 class Private:
     __slots__ = ("__attend",)
 
@@ -162,101 +129,136 @@ class Private:
         return self.__attend
 
 
-PRIVATE = Private(F.scaled_dot_product_attention)
-FAST, FASTEST = {F.scaled_dot_product_attention}, frozenset({F.scaled_dot_product_attention})
-SCALES = {"other": 1.0, F.scaled_dot_product_attention: 0.25, "third": 2.0}
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    attend: object
 
 
-def default(q, k, v, attend=F.scaled_dot_product_attention):
-    return attend(q, k, v)
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    attend: object
 
 
-def default_by_name(*args, attend=F.scaled_dot_product_attention):
-    return attend(*args)
+@pytest.fixture
+def holders():
+    """Holders by name, made here: what there was when tests began is not searched (`conftest`)."""
+    table = {"fused": {"causal": F.scaled_dot_product_attention}}
+    one = [F.scaled_dot_product_attention]
+    pairs = [("fused", F.scaled_dot_product_attention)]
+    backend = collections.namedtuple("Backend", "name attend")
+    named = {"fused": backend("fused", F.scaled_dot_product_attention)}
+    partial = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    given = functools.partial(lambda f, *args: f(*args), F.scaled_dot_product_attention)
+    slotted, frozen = (kind(F.scaled_dot_product_attention) for kind in (Slotted, Frozen))
+    private = Private(F.scaled_dot_product_attention)
+    few, fewest = {F.scaled_dot_product_attention}, frozenset({F.scaled_dot_product_attention})
+    scales = {"other": 1.0, F.scaled_dot_product_attention: 0.25, "third": 2.0}
+    read_only = [ReadOnly(F.scaled_dot_product_attention)]
+
+    class Registry:
+        known: ClassVar = {"fused": F.scaled_dot_product_attention}
+        plain = F.scaled_dot_product_attention  # built in, so it takes no `self`
+        static = staticmethod(F.scaled_dot_product_attention)
+
+    @dataclasses.dataclass
+    class Processor:
+        attend: object = F.scaled_dot_product_attention
+
+    processor = Processor()
+
+    def default(q, k, v, attend=F.scaled_dot_product_attention):
+        return attend(q, k, v)
+
+    def default_by_name(*args, attend=F.scaled_dot_product_attention):
+        return attend(*args)
+
+    def closing_over(attend):
+        return lambda *args: attend(*args)
+
+    closure = closing_over(F.scaled_dot_product_attention)
+    yield {
+        "dict in a dict": Holder(lambda: table["fused"]["causal"]),
+        "list": Holder(lambda: one[0]),
+        "tuple in a list": Holder(lambda: pairs[0][1]),
+        "named tuple": Holder(lambda: named["fused"].attend),
+        "partial": Holder(lambda: partial.func, partial),
+        "argument of a partial": Holder(lambda: given.args[0], given),
+        "dict of a class": Holder(lambda: Registry.known["fused"]),
+        "attribute of an object": Holder(lambda: processor.attend),
+        "default of a class": Holder(lambda: Processor.attend),
+        "frozen dataclass": Holder(lambda: frozen.attend),
+        "slot": Holder(lambda: slotted.attend),
+        "attribute of a class": Holder(
+            lambda: vars(Registry)["plain"], lambda *args: Registry().plain(*args)
+        ),
+        "static method": Holder(
+            lambda: vars(Registry)["static"].__func__, lambda *args: Registry().static(*args)
+        ),
+        "default by name": Holder(
+            lambda: default_by_name.__kwdefaults__["attend"], default_by_name
+        ),
+        "default argument": Holder(lambda: default.__defaults__[0], default),
+        "closure": Holder(lambda: closure.__closure__[0].cell_contents, closure),
+        "private slot": Holder(lambda: private.attend),
+        "set": Holder(lambda: next(iter(few))),
+        "frozen set": Holder(lambda: next(iter(fewest))),
+        "key of a dict": Holder(lambda: list(scales)[1]),
+    }
+    assert read_only
 
 
-def closing_over(attend):
-    return lambda *args: attend(*args)
-
-
-PROCESSOR, SLOTTED = Processor(), Slotted(F.scaled_dot_product_attention)
-CLOSURE = closing_over(F.scaled_dot_product_attention)
-
-HOLDERS = {
-    "variable": lambda *args: STOCK(*args),
-    "dict in a dict": lambda *args: TABLE["fused"]["causal"](*args),
-    "list": lambda *args: LIST[0](*args),
-    "tuple in a list": lambda *args: PAIRS[0][1](*args),
-    "named tuple": lambda *args: NAMED["fused"].attend(*args),
-    "partial": lambda *args: PARTIAL(*args),
-    "argument of a partial": lambda *args: GIVEN(*args),
-    "dict of a class": lambda *args: Registry.known["fused"](*args),
-    "attribute of an object": lambda *args: PROCESSOR.attend(*args),
-    "default of a class": lambda *args: Processor.attend(*args),
-    "frozen dataclass": lambda *args: FROZEN.attend(*args),
-    "slot": lambda *args: SLOTTED.attend(*args),
-    "attribute of a class": lambda *args: Registry().plain(*args),
-    "static method": lambda *args: Registry().static(*args),
-    "default by name": lambda *args: default_by_name(*args),
-    "default argument": lambda *args: default(*args),
-    "closure": lambda *args: CLOSURE(*args),
-    "private slot": lambda *args: PRIVATE.attend(*args),
-    "set": lambda *args: next(iter(FAST))(*args),
-    "frozen set": lambda *args: next(iter(FASTEST))(*args),
-    "key of a dict": lambda *args: list(SCALES)[1](*args),
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_reference_is_found_wherever_it_lies_and_given_back(holder, tiny, tokens, instrument):
+def test_references_are_found_wherever_they_lie_and_given_back(holders, tiny, instrument):
     class Layer(tiny.Attention):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
         def attend(self, q, k, v):
-            return HOLDERS[holder](q, k, v)
+            holder = holders[self.name]
+            return (holder.call or holder.held())(q, k, v)
 
-    def held():
-        yield from (STOCK, TABLE["fused"]["causal"], LIST[0], PAIRS[0], NAMED["fused"])
-        yield from (PARTIAL.func, GIVEN.args, Registry.known["fused"], PROCESSOR.attend)
-        yield from (Processor.attend, SLOTTED.attend, FROZEN.attend, default.__defaults__)
-        yield from (CLOSURE.__closure__[0].cell_contents, PRIVATE.attend, *FAST)
-        yield from (*FASTEST, *SCALES, Registry.plain, vars(Registry)["static"])
-        yield from default_by_name.__kwdefaults__.values()
-
-    model, before = tiny.GPT(attention=Layer), list(held())
-    expected = tiny.step(model, tokens)
+    model, x = toys.Model(*map(Layer, holders)), torch.randn(2, 5, tiny.WIDTH)
+    before = {name: holder.held() for name, holder in holders.items()}
+    expected = tiny.step(model, x)
     inst = instrument(model)
-    assert tiny.equal(tiny.step(model, tokens), expected)
-    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    assert tiny.equal(tiny.step(model, x), expected)
+    assert [inst.sites[name].module.name for name in inst.sites] == list(holders)
     inst.switch("*", "exact_delta")
-    tiny.step(model, tokens)
-    assert inst.stabilizers()["h.1.attn"] == ["exact_delta"] * 4
+    tiny.step(model, x)
+    assert {tuple(names) for names in inst.stabilizers().values()} == {("exact_delta",) * 4}
     inst.remove()
-    assert all(now is then for now, then in zip(held(), before, strict=True))
+    assert {name: holder.held() for name, holder in holders.items()} == before
 
 
-LOOK_UPS = {
-    "key of a dict": lambda attend: SCALES.get(attend, 0.5),
-    "set": lambda attend: 0.25 if attend in FAST else 0.5,
-    "frozen set": lambda attend: 0.25 if attend in FASTEST else 0.5,
-}
+def test_what_is_looked_up_by_the_function_is_found(tiny, instrument):
+    scales = {"other": 1.0, F.scaled_dot_product_attention: 0.25, "third": 2.0}
+    few, fewest = {F.scaled_dot_product_attention}, frozenset({F.scaled_dot_product_attention})
 
-
-@pytest.mark.parametrize("look_up", LOOK_UPS)
-def test_what_is_looked_up_by_the_function_is_found(look_up, tiny, tokens, instrument):
     class Layer(tiny.Attention):
+        def __init__(self, look_up):
+            super().__init__()
+            self.look_up = look_up
+
         def attend(self, q, k, v):
             attend = F.scaled_dot_product_attention
-            return attend(q, k, v, is_causal=True, scale=LOOK_UPS[look_up](attend))
+            return attend(q, k, v, is_causal=True, scale=self.look_up(attend))
 
-    model = tiny.GPT(attention=Layer)
-    expected = tiny.step(model, tokens)
+    look_ups = (
+        lambda attend: scales.get(attend, 0.5),
+        lambda attend: 0.25 if attend in few else 0.5,
+        lambda attend: 0.25 if attend in fewest else 0.5,
+    )
+    model, x = toys.Model(*map(Layer, look_ups)), torch.randn(2, 5, tiny.WIDTH)
+    expected = tiny.step(model, x)
     instrument(model)
-    assert tiny.equal(tiny.step(model, tokens), expected)
+    assert tiny.equal(tiny.step(model, x), expected)
 
 
 def test_a_second_monitor_finds_what_a_tuple_holds_too():
     # In a process of its own, where nothing else refers to the function.
     code = """
-import torch, torch.nn.functional as F
+import gc, torch, torch.nn.functional as F
+gc.freeze()
 def attend(q, attend=F.scaled_dot_product_attention):
     return attend(q, q, q)
 class Attention(torch.nn.Linear):
@@ -399,7 +401,8 @@ def test_a_function_that_stands_in_pytorchs_place_is_left_alone(
 )
 def test_a_function_that_was_replaced_before_guardbit_was_imported_is_no_original(attribute):
     code = f"""
-import torch, torch.nn.functional as F
+import gc, torch, torch.nn.functional as F
+gc.freeze()
 def other(*args, torchs=F.{attribute}, **kwargs):
     return torchs(*args, **kwargs)
 torchs = other.__kwdefaults__["torchs"]
