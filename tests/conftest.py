@@ -48,6 +48,13 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_earlier_tests_left_is_put_aside():
+    """Every session looks through all objects; those of modules that tests import are a million."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def attention_is_given_back():
     """No test leaves its instrumentation to the next."""

@@ -1,15 +1,17 @@
-"""What a head runs where its stabilizer does not support the call."""
+"""What a head runs where its stabilizer does not support the call, and where its delta is new."""
 
 import pytest
 import torch
 
-from guardbit.kernels import engines, heads
+from guardbit import records
+from guardbit.kernels import engines, heads, op
 from guardbit.kernels.attention_call import Call
 from guardbit.kernels.engines.proof import Proof
 from guardbit.kernels.heads import resolve
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
-from tests.oracle import packed
+from tests.kernels.exact_delta_cases import KINDS, make
+from tests.oracle import attend, packed
 
 SPECS = {
     "window": AttentionSpec(0.25, window=(3, 0)),
@@ -68,3 +70,66 @@ def test_what_serves_no_new_field_refuses_it(field):
         resolve(call, ("none", "none"), None, True)
     with pytest.raises(ValueError, match=f"has no argument for {field}"):
         engines.choose(call.q, call.k, call.v, call.spec, True)
+
+
+# --- a new kind of delta --------------------------------------------------------------------------
+
+
+SHAPE = 2, 4, 4, 64, 32
+
+
+@pytest.fixture
+def zero_delta(monkeypatch):
+    """A stabilizer whose heads have delta 0 in every row, so that dS is P * dP."""
+
+    def zeros(d_out, q, k, v, out, lse, spec, head_ids, into):
+        carried = out.clone() if into is None else into
+        carried[:, list(head_ids)] = 0
+        return carried
+
+    monkeypatch.setattr(op, "STABILIZERS", (*records.STABILIZERS, "zero_delta"))
+    monkeypatch.setitem(heads.DELTAS, "zero_delta", zeros)
+    heads.plan_of.cache_clear()
+    yield
+    heads.plan_of.cache_clear()
+
+
+@pytest.mark.usefixtures("zero_delta")
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_of_a_new_delta_get_it_and_the_others_theirs(kind):
+    case = make(kind, torch.bfloat16, SHAPE, "cpu")
+    native = case.native()
+    exact, _ = case.switched(("none", "none", "exact_delta", "none"))
+    found, state = case.switched(("zero_delta", "none", "exact_delta", "none"))
+    assert state.ran == ("zero_delta", "none", "exact_delta", "none"), state.substituted
+    assert state.launches["backward", "zero_delta"] == 1
+    weights = attend(case.q, case.k, case.v, case.spec).weights
+    d_weights = case.d_out.double() @ case.v.double().mT
+    dq = (weights * d_weights) @ case.k.double() * case.spec.scale
+    # BF16 rounds P dP and dQ by 2^-9 each.
+    torch.testing.assert_close(found[1][:, 0].double(), dq[:, 0], rtol=0.02, atol=0.02)
+    assert torch.equal(found[0], native[0]) and torch.equal(found[3], native[3])
+    for mine, with_exact in zip(found[1:3], exact[1:3], strict=True):
+        assert torch.equal(mine[:, 1:], with_exact[:, 1:])
+
+
+@pytest.mark.usefixtures("zero_delta")
+def test_an_engine_that_is_not_proved_does_not_get_it(monkeypatch):
+    monkeypatch.setattr(heads, "proof_of", lambda *_: Proof("FLASH", "here", 0.0, 0.0, "it lies"))
+    engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.empty(1, 16))
+    call = call_of(AttentionSpec(0.25))
+    names, shared, why = resolve(call, ("zero_delta", "none"), engine, False)
+    assert (names, shared) == (("none", "none"), False)
+    assert why.startswith("zero_delta is not possible") and why.endswith("it lies")
+    names, _, why = resolve(call, ("zero_delta", "none"), engine, True)
+    assert names == ("compensated", "none")
+    assert why.startswith("compensated runs instead of zero_delta")
+
+
+@pytest.mark.usefixtures("zero_delta")
+def test_our_own_kernels_know_what_they_dropped():
+    call = call_of(AttentionSpec(0.25, dropout_p=0.1))
+    names, _, why = resolve(call, ("zero_delta", "exact_delta"), None, True)
+    assert names == ("compensated", "compensated")
+    for name in ("zero_delta", "exact_delta"):
+        assert f"compensated runs instead of {name}, which knows no dropout" in why

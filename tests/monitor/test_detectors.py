@@ -16,7 +16,7 @@ from guardbit.monitor.detectors import (
     LossDeparture,
     ModelLogits,
 )
-from guardbit.records import Role, Sample
+from guardbit.records import SUBJECTS, Alarm, Role, Sample, event_of
 
 NAN, INF = math.nan, math.inf
 
@@ -61,6 +61,18 @@ def test_the_alarms_of_a_renamed_rule_carry_its_role():
     }  # fmt: skip
     losses = [sample(step, "loss", [1.0 if step < 10 else 9.0], "") for step in range(20)]
     assert {alarm.role for alarm in detectors.update(losses)} == {Role("loss")}
+
+
+@pytest.mark.parametrize("judges", SUBJECTS)
+def test_an_alarm_is_recorded_with_what_it_judges(judges):
+    alarm = Alarm(7, "h.0", (1,), "my_own", "It grew", Role(judges))
+    event = event_of(alarm, ", though it runs exact_delta")
+    assert (event.kind, event.rule, event.judges) == ("alarm", "my_own", judges)
+    assert event.why == "It grew, though it runs exact_delta"
+
+
+def test_an_advisory_is_none_of_the_alarms():
+    assert event_of(Alarm(7, "h.0", (1,), "r", "w", Role(is_advisory=True))).kind == "advisory"
 
 
 def test_model_logits_need_three_quarters_of_the_layers():

@@ -1,9 +1,15 @@
+"""Which steps are sampled, and what a loop that begins or ends its steps wrongly is told."""
+
 import itertools
+import logging
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from guardbit import MonitorSession
 from guardbit.monitor.schedule import Schedule, checked_step
 
 
@@ -53,3 +59,130 @@ def test_a_step_that_is_abandoned_never_was_and_may_begin_again():
 def test_a_step_that_is_no_whole_number_is_refused(step):
     with pytest.raises(ValueError, match="it must be a whole number, 0 or more"):
         checked_step(step)
+
+
+# --- one warning for a loop that is wrong, none for one that is right ----------------------------
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def schedule(said):
+    return Schedule(100, said.append)
+
+
+def test_steps_that_begin_and_end_need_no_word(schedule, said):
+    for step in range(10):
+        for _ in range(3):  # micro-batches
+            schedule.begin(step, False)
+            schedule.use("loss")
+        schedule.end()
+    schedule.begin(3, False)  # back to an older checkpoint
+    schedule.end()
+    schedule.close()
+    assert said == []
+
+
+def test_steps_that_an_error_cut_short_are_no_mistake(schedule, said):
+    for step in (0, 1, 2):  # the loop caught errors in steps 0 and 1
+        schedule.begin(step, False)
+    schedule.end()
+    for _ in range(2):  # a step that is done once more
+        schedule.begin(3, False)
+        schedule.end()
+    for _ in range(5):  # and one that takes several tries
+        schedule.begin(4, False)
+        schedule.abandon()
+    schedule.begin(4, False)
+    schedule.end()
+    schedule.close()
+    assert said == []
+
+
+def test_steps_that_never_end_are_told_once(schedule, said):
+    for step in range(10):
+        schedule.begin(step, False)
+    schedule.close()
+    (line,) = said
+    assert line.startswith("3 steps in a row have begun and not ended, the last of them step 2: ")
+
+
+@pytest.mark.parametrize("steps", [[0], [0, 1], [0] * 20])
+def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, steps):
+    for step in steps:
+        schedule.begin(step, False)
+    schedule.close()
+    (line,) = said
+    assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: nothing")
+
+
+def test_more_micro_batches_than_anybody_has_are_told_while_the_run_goes_on(schedule, said):
+    for _ in range(1024):
+        schedule.begin(0, False)
+    assert said == []
+    schedule.begin(0, False)
+    (line,) = said
+    assert line.startswith("step 0 has begun 1024 times and not ended")
+
+
+def test_a_number_that_does_not_move_is_told_once(schedule, said):
+    for _ in range(10):
+        schedule.begin(7, False)
+        schedule.end()
+    (line,) = said
+    assert line.startswith("step 7 has begun and ended 2 times, and begins again")
+
+
+@pytest.mark.parametrize("what", ["loss", "end_step"])
+def test_what_comes_without_a_step_is_told_once(schedule, said, what):
+    for _ in range(3):
+        schedule.end() if what == "end_step" else schedule.use(what)
+    schedule.close()
+    (line,) = said
+    assert line.startswith(
+        f"{what}() was called, but no step has begun: call begin_batch(step) before"
+    )
+
+
+def test_a_session_without_a_step_says_so_at_its_end(schedule, said):
+    schedule.close()
+    (line,) = said
+    assert line.startswith("no step was watched, because none has begun")
+
+
+def watched(begin, end):
+    model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    session = MonitorSession(model, every_n_train_steps=2)
+    for step in range(6):
+        if begin:
+            session.begin_batch(step)
+        loss = model(torch.ones(2, 4, 32)).square().mean()
+        loss.backward()
+        session.loss(loss)
+        if end:
+            session.end_step()
+    session.close()
+    session.end_step()  # only then a step that goes on lets the model go
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "said"),
+    [
+        (False, True, "loss() was called, but no step has begun"),
+        (True, False, "3 steps in a row have begun and not ended"),
+        (False, False, "loss() was called, but no step has begun"),
+    ],
+)
+def test_a_session_that_sees_no_step_is_not_silent(begin, end, said, caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        watched(begin, end)
+    assert [record.message for record in caplog.records if said in record.message] != []
+
+
+def test_a_good_loop_hears_nothing(caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        watched(begin=True, end=True)
+    assert "step" not in caplog.text
