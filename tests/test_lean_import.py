@@ -32,18 +32,17 @@ def loaded(code, names):
     return done.stdout.strip()
 
 
-def test_importing_the_package_loads_nothing():
+def test_the_package_its_readers_and_all_lean_modules_load_nothing_heavy():
     light = ("numpy", "pandas", "pyarrow", "matplotlib", *HEAVY)
-    assert loaded("import guardbit; dir(guardbit)", light) == "[]"
-
-
-def test_reading_telemetry_needs_no_torch():
-    code = "from guardbit import INDICATORS, read_events, read_metadata, read_run"
-    assert loaded(code, HEAVY) == "[]"
-
-
-def test_all_lean_modules_together_load_nothing_heavy():
-    code = "\n".join(f"import {module}" for module in LEAN)
+    modules = "\n".join(f"import {module}" for module in LEAN)
+    code = f"""
+import sys
+import guardbit; dir(guardbit)
+assert not set({light}) & set(sys.modules)
+from guardbit import INDICATORS, read_events, read_metadata, read_run
+assert not set({HEAVY}) & set(sys.modules)
+{modules}
+"""
     assert loaded(code, HEAVY) == "[]"
 
 
