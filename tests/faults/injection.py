@@ -1,7 +1,4 @@
-"""Raises an exception at a chosen line of GuardBit, the n-th time that it runs.
-
-Python 3.12 and later watch single lines by `sys.monitoring`; before, `sys.settrace` does it.
-"""
+"""Raises an exception at a chosen line of GuardBit, the n-th time that it runs."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class Lines:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _stop()
+        sys.settrace(None)
 
     def _line(self, file: str, line: int) -> None:
         self.counts[file, line] += 1
@@ -82,7 +79,7 @@ class Injection:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _stop()
+        sys.settrace(None)
 
     def disarm(self) -> None:
         """Lets it never fire in this process."""
@@ -105,29 +102,10 @@ def choose(counts: dict[tuple[str, int], int], chance: random.Random) -> Point:
     return Point(file, line, chance.randrange(count))
 
 
-_TOOL = 4
 _holds: dict[CodeType, bool] = {}
 
 
 def _watch(observed: Any, point: Point | None) -> None:
-    if sys.version_info >= (3, 12):
-        _watch_by_monitoring(observed, point)
-    else:
-        _watch_by_tracing(observed, point)
-
-
-def _stop() -> None:
-    if sys.version_info >= (3, 12):
-        monitoring = sys.monitoring
-        monitoring.set_events(_TOOL, 0)
-        monitoring.register_callback(_TOOL, monitoring.events.LINE, None)
-        monitoring.free_tool_id(_TOOL)
-        monitoring.restart_events()
-    else:
-        sys.settrace(None)
-
-
-def _watch_by_tracing(observed: Any, point: Point | None) -> None:
     _holds.clear()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -151,17 +129,3 @@ def _is_wanted(code: CodeType, point: Point | None) -> bool:
     if code.co_filename != point.file:
         return False
     return any(line == point.line for _, _, line in code.co_lines())
-
-
-def _watch_by_monitoring(observed: Any, point: Point | None) -> None:
-    monitoring = sys.monitoring  # pyright: ignore[reportAttributeAccessIssue]
-    monitoring.use_tool_id(_TOOL, "guardbit faults")
-
-    def each_line(code: CodeType, line: int) -> Any:
-        file = code.co_filename
-        if not is_ours(file) or (point is not None and (file, line) != point[:2]):
-            return monitoring.DISABLE
-        return observed(file, line)
-
-    monitoring.register_callback(_TOOL, monitoring.events.LINE, each_line)
-    monitoring.set_events(_TOOL, monitoring.events.LINE)
