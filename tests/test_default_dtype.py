@@ -62,7 +62,7 @@ def test_a_run_is_the_same_under_any_default_dtype(
 
     def run(name):
         loop = Loop(
-            every_n_train_steps=1, rules=(Always(after=2),), dirpath=tmp_path / name, strict=True,
+            every_n_train_steps=1, rules=(Always(since=2),), dirpath=tmp_path / name, strict=True,
             policy=Policy(stabilizer=stabilizer), preflight=30,
         )  # fmt: skip
         return loop.run(range(6))

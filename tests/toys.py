@@ -15,6 +15,7 @@ from guardbit import MonitorSession, read_events
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.sites import Instrumentation
+from guardbit.records import Role
 
 
 @contextmanager
@@ -114,19 +115,25 @@ class Model(nn.Module):
         return x
 
 
+#: Of a rule that judges heads.
+HEADS = Role()
+
+
 @dataclass(frozen=True)
 class Fires:
-    """A rule that names heads of a module in each of its samples, or in one, counted from 1."""
+    """A rule that names heads of a module in its samples: in one, counted from 1, or `since`."""
 
     site: str
     heads: tuple[int, ...] = (1,)
     sample: int | None = None
+    since: int = 0
     why: str = "it is time"
     indicator: str = "max_logit"
     name: str = "fires"
+    role: Role = HEADS
 
     def examine(self, snapshot, state):
-        if self.site not in snapshot.of(self.indicator):
+        if snapshot.step < self.since or self.site not in snapshot.of(self.indicator):
             return []
         state["seen"] = state.get("seen", 0) + 1
         is_due = self.sample in (None, state["seen"])

@@ -1,51 +1,25 @@
 """A session widens a switch and names a checkpoint to go back to; advisories are no alarms."""
 
 import json
-from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.monitor.detectors import CommonMode, Detectors, Finding
+from guardbit.monitor.detectors import CommonMode, Detectors
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role, Sample
-from tests.toys import Attention, recorded
+from tests.toys import Attention, Fires, recorded
 
 
 def attention(heads=2):
     return Attention(heads, width=16 * heads, has_out=False)
 
 
-ALARM, ADVISORY = Role(), Role(is_advisory=True)
-
-
-@dataclass(frozen=True)
-class Advises:
-    """Names four heads of the first layer in every sample: an advisory."""
-
-    name: str = "advises"
-    reads: ClassVar[tuple[str, ...]] = ()
-    role: Role = ADVISORY
-
-    def examine(self, snapshot, state):
-        return [Finding("0", (0, 1, 2, 3), "")] if snapshot.of("max_logit") else []
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names head 1 of the second layer in every sample from `after` on."""
-
-    after: int = 0
-    name: str = "names"
-    reads: ClassVar[tuple[str, ...]] = ()
-    role: Role = ALARM
-
-    def examine(self, snapshot, state):
-        due = snapshot.step >= self.after and snapshot.of("max_logit")
-        return [Finding("1", (1,), "it always does")] if due else []
+Names = partial(Fires, "1", why="it always does", name="names")
+ADVISES = Fires("0", (0, 1, 2, 3), why="", name="advises", role=Role(is_advisory=True))
 
 
 def session_of(folder, state=None, **settings):
@@ -79,7 +53,7 @@ STEPS = (0, 500, 1000, 1500, 2000, 2500, 3000, 3500, 4000, 4500, 5000)
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     policy = Policy("exact_delta", scope="head")
-    model, session = session_of(tmp_path, rules=(Names(500),), policy=policy, dry_run=dry_run)
+    model, session = session_of(tmp_path, rules=(Names(since=500),), policy=policy, dry_run=dry_run)
     states = run(model, session, STEPS)
     session.close()
     kind = "refusal" if dry_run else "switch"
@@ -92,7 +66,7 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     # Resumed it goes on, and the advice names the step of the last state before the first alarm.
     again = tmp_path / "again"
     model, session = session_of(
-        again, states[5000], rules=(Names(500),), policy=policy, dry_run=dry_run
+        again, states[5000], rules=(Names(since=500),), policy=policy, dry_run=dry_run
     )
     run(model, session, (5500, 6000, 6500, 7000))
     session.close()
@@ -119,7 +93,7 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
 
 
 def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_so(tmp_path):
-    model, session = session_of(tmp_path, rules=(Names(500),), policy=Policy(always=True))
+    model, session = session_of(tmp_path, rules=(Names(since=500),), policy=Policy(always=True))
     run(model, session, STEPS[:6])
     session.close()
     ((why,),) = recorded(tmp_path, "advisory", "why")
@@ -130,7 +104,7 @@ def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_s
 
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, scope):
-    model, session = session_of(tmp_path, rules=(Names(500),), policy=Policy(scope=scope))
+    model, session = session_of(tmp_path, rules=(Names(since=500),), policy=Policy(scope=scope))
     model[1].dropout_p = 1.0  # of such calls none can be switched
     states = run(model, session, STEPS)
     session.close()
@@ -145,25 +119,29 @@ def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, 
 
 @pytest.mark.parametrize("known", ["another format", "the heads alone"])
 def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog, known):
-    model, session = session_of(tmp_path / "old", rules=(Names(500),), policy=Policy())
+    model, session = session_of(tmp_path / "old", rules=(Names(since=500),), policy=Policy())
     old = {**run(model, session, (0, 500, 1000))[1000], "format": 2}
     session.close()
     if known == "the heads alone":
         old = {"stabilizers": old["stabilizers"]}
     caplog.clear()
-    model, session = session_of(tmp_path, old, rules=(Names(9000),), policy=Policy(scope="head"))
+    model, session = session_of(
+        tmp_path, old, rules=(Names(since=9000),), policy=Policy(scope="head")
+    )
     (told,) = [message for message in caplog.messages if "another version" in message]
     assert told.endswith("; alarms on those of 1 no longer widen what is switched")
     # Whatever is taken now, it was alarmed before: also in the state of the state.
     state = run(model, session, (1500, 2000))[2000]
     session.close()
-    model, session = session_of(tmp_path, state, rules=(Names(9000),), policy=Policy(scope="head"))
+    model, session = session_of(
+        tmp_path, state, rules=(Names(since=9000),), policy=Policy(scope="head")
+    )
     assert run(model, session, (2500,))[2500]["sound_step"] is None
     session.close()
 
 
 def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
-    rule = Names(500, role=Role(is_advisory=True))
+    rule = Names(since=500, role=Role(is_advisory=True))
     model, session = session_of(tmp_path, rules=(rule,), policy=Policy())
     raised = []
     for step in STEPS[:4]:
@@ -185,7 +163,7 @@ def test_of_many_advised_heads_two_a_module_are_audited_besides(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(attention(6)).bfloat16()
     session = MonitorSession(
-        model, every_n_train_steps=500, rules=(Advises(),), dirpath=tmp_path, strict=True
+        model, every_n_train_steps=500, rules=(ADVISES,), dirpath=tmp_path, strict=True
     )
     for step in (0, 500, 1000, 1500):
         with session.step(step):

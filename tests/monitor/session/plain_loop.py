@@ -1,6 +1,7 @@
 """A small model in a plain loop that a `MonitorSession` watches, and what was recorded of it."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Role
-from tests.toys import Attention, Model, recorded
+from tests.toys import Attention, Fires, Model, recorded
 
 SITES = ["layers.0", "layers.1"]
 
@@ -85,17 +86,8 @@ def sampled(path):
     return sorted(set(frame[frame.indicator == "max_logit"].step))
 
 
-@dataclass(frozen=True)
-class Always:
-    """Names head 1 of the second layer at every sample, as soon as it has seen `after`."""
-
-    after: int = 0
-    name: str = "always"
-
-    def examine(self, frame, state):
-        state["seen"] = state.get("seen", 0) + 1
-        due = state["seen"] > self.after and SITES[1] in frame.of("max_logit")
-        return [Finding(SITES[1], (1,), "it always does")] if due else []
+#: Names head 1 of the second layer at every sample.
+Always = partial(Fires, SITES[1], why="it always does", name="always")
 
 
 @dataclass(frozen=True)

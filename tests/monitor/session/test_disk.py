@@ -164,7 +164,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
         folder = folder / "inside"
     loop = Loop(
         every_n_train_steps=1,
-        rules=(Always(3),),
+        rules=(Always(since=4),),
         dirpath=folder,
         policy=Policy("compensated", scope="head"),
     )

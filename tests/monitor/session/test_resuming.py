@@ -16,7 +16,7 @@ from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, ev
 
 @pytest.mark.parametrize("stabilizer", ["compensated", "exact_delta", "centered_keys"])
 def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
-    settings = {"every_n_train_steps": 3, "rules": (Always(2),), "strict": True}
+    settings = {"every_n_train_steps": 3, "rules": (Always(since=6),), "strict": True}
 
     def loop(folder):
         return Loop(dirpath=tmp_path / folder, policy=Policy(stabilizer, scope="head"), **settings)
@@ -47,7 +47,7 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
 
 
 def test_a_resumed_run_knows_what_its_first_alarms_were_about():
-    rules = (Always(2500), LossAtStep(500))
+    rules = (Always(since=10**9), LossAtStep(500))
     loop = Loop(every_n_train_steps=500, rules=rules).run([0, 500], close=False)
     state = json.loads(json.dumps(loop.session.state_dict()))
     loop.session.close()
@@ -76,7 +76,7 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
 
 
 def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
-    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(3),)}
+    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(since=3),)}
     first = Loop(**settings).run(range(3), close=False)
     state = first.session.state_dict()
     first.run([3, 4])
