@@ -408,7 +408,8 @@ def test_kernels_of_hugging_faces_hub_are_refused_at_setup():
 def test_the_share_is_shown_where_logging_is_not_set_up():
     """By itself Python shows warnings alone; who has set a level gets what he asks for."""
     code = (
-        "import logging, sys, torch, guardbit\n"
+        "import gc, logging, sys, torch, guardbit\n"
+        "gc.freeze()\n"
         "class Attention(torch.nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
