@@ -10,11 +10,8 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels import engines
-from guardbit.monitor.interception import references
-from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,6 +19,9 @@ if not torch.cuda.is_available():
 # Tensors are small, and tests run side by side; so are the processes that tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+#: A module that gets functions of attention when a model is loaded.
+FILLED_LATER = "transformers.modeling_flash_attention_utils"
 
 # No test cuts the power. Bad descriptors are still refused.
 os.fsync = os.fstat
@@ -31,12 +31,14 @@ os.fsync = os.fstat
 gc.disable()
 
 
-#: A module that gets functions of attention when a model is loaded.
-FILLED_LATER = "transformers.modeling_flash_attention_utils"
-
-
 def pytest_collection_finish():
     """Takes what there is for permanent, and the modules without attention for such."""
+    # Not above: these import triton.
+    from torch.utils.checkpoint import checkpoint
+
+    from guardbit.monitor.interception import references
+    from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+
     gc.freeze()
     gc.enable()
     everywhere = references._variables_of_modules

@@ -1,5 +1,7 @@
 """Tensors to try kernels on, and what attention makes of them."""
 
+import math
+
 import torch
 
 from tests.oracle import DEVICE
@@ -57,6 +59,37 @@ def library_inputs(spec, kv_heads, length, width, sharpness, on="cpu"):
     if rows == keys:
         q = q + sharpness * k.repeat_interleave(4 // kv_heads, 1)
     return [x.bfloat16() for x in (d_out, q, k, v)]
+
+
+def masks(rows, keys):
+    """Dense masks by name, for a batch of 2 and 4 heads; in some rows one sees no key."""
+    generator = torch.Generator().manual_seed(7)
+    # Quarters, so that FP32 scores are those of FP64 but for the order of their sums.
+    additive = torch.randint(-8, 9, (2, 1, rows, keys), generator=generator) / 4
+    additive[:, :, 3] = -math.inf
+    additive[:, :, :, 11] = -math.inf
+    boolean = torch.rand(1, 4, rows, keys, generator=generator) < 0.7
+    boolean[:, :, 5] = False
+    lowest = additive.masked_fill(boolean.logical_not(), torch.finfo(torch.bfloat16).min)
+    lowest[:, :, 5] = torch.finfo(torch.bfloat16).min
+    distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
+    slopes = torch.tensor([0.5, 2.0, 16.0, 0.0])[:, None, None]
+    found = {
+        "boolean": boolean,
+        "one matrix": boolean[0, 0],
+        "one column": boolean[:, :1, :, :1],
+        "padding": (torch.arange(keys) < torch.tensor([[keys], [keys - 9]]))[:, None, None],
+        "additive": additive.bfloat16(),
+        "additive, last axis apart": additive.mT.contiguous().mT,
+        "lowest": lowest[:1].bfloat16(),
+        # What Swin adds between windows, and BERT to padding.
+        "hundred": additive.masked_fill(~boolean[:, :1], -100.0).bfloat16(),
+        "ten thousand": torch.where(boolean, 0.0, -1e4).bfloat16(),
+        "distance": (-slopes * distance).bfloat16(),
+        # T5's are learned: here the highest score of a row comes now from the mask, now from q k.
+        "far apart": torch.randint(-80, 81, (1, 4, rows, keys), generator=generator).bfloat16(),
+    }
+    return {name: mask.to(DEVICE) for name, mask in found.items()}
 
 
 def gradients(attention, tensors, d_out):

@@ -14,6 +14,7 @@ from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.tensors import backward_inputs as inputs
+from tests.kernels.tensors import masks
 from tests.oracle import DEVICE, dense
 
 BOTH = pytest.mark.parametrize("module", [plain, kernels], ids=["torch", "triton"])
@@ -80,27 +81,10 @@ def test_delta_agrees_with_fp64(module, shape, dtype, causal):
     check_delta(module, inputs(shape, dtype), AttentionSpec(0.25, causal), [shape[1] - 1, 0])
 
 
-def masks(generator):
-    """Masks over N = 20, M = 37, by what they broadcast over."""
-    additive = torch.randn(2, 1, 20, 37, generator=generator)
-    additive[:, :, 3] = -math.inf
-    additive[:, :, 5, ::2] = -math.inf
-    lowest = additive.to(BF16).masked_fill(additive < 0, torch.finfo(BF16).min)
-    boolean = torch.rand(1, 4, 20, 37, generator=generator) < 0.7
-    boolean[:, :, 7] = False
-    padding = torch.arange(37) < torch.tensor([[30], [37]])[:, :, None, None]
-    return {
-        "boolean by head": boolean,
-        "padding": padding.reshape(2, 1, 1, 37),
-        "one matrix": boolean[0, 0],
-        "one column": boolean[:, :1, :, :1],
-        "additive by batch": additive,
-        "lowest bf16": lowest,
-        "additive, last axis apart": additive.mT.contiguous().mT,
-    }
-
-
-MASKS = sorted(masks(torch.Generator()))
+MASKS = (
+    "boolean", "padding", "one matrix", "one column", "additive", "lowest",
+    "additive, last axis apart",
+)  # fmt: skip
 
 
 @BOTH
@@ -108,7 +92,7 @@ MASKS = sorted(masks(torch.Generator()))
 @pytest.mark.parametrize("name", MASKS)
 def test_delta_with_a_dense_mask(module, name, causal):
     tensors = inputs((2, 4, 2, 20, 37, 16, 16))
-    mask = masks(torch.Generator().manual_seed(3))[name].to(DEVICE)
+    mask = masks(20, 37)[name]
     check_delta(module, tensors, AttentionSpec(0.25, causal, mask), [1, 3])
 
 

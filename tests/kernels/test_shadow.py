@@ -303,40 +303,18 @@ def test_the_largest_size_is_seen_below_0_and_behind_a_mask(module, scale):
     assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
 
 
-def masks(rows, keys):
-    """Dense masks by name, for a batch of 2 and 4 heads; in some rows one sees no key."""
-    generator = torch.Generator().manual_seed(7)
-    # Quarters, so that FP32 scores are those of FP64 but for the order of their sums.
-    additive = torch.randint(-8, 9, (2, 1, rows, keys), generator=generator) / 4
-    additive[:, :, 3] = -math.inf
-    additive[:, :, :, 11] = -math.inf
-    boolean = torch.rand(1, 4, rows, keys, generator=generator) < 0.7
-    boolean[:, :, 5] = False
-    lowest = additive.masked_fill(boolean.logical_not(), torch.finfo(torch.bfloat16).min)
-    lowest[:, :, 5] = torch.finfo(torch.bfloat16).min
-    distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
-    slopes = torch.tensor([0.5, 2.0, 16.0, 0.0])[:, None, None]
-    return {
-        "boolean": boolean,
-        "padding": (torch.arange(keys) < torch.tensor([[keys], [keys - 9]]))[:, None, None],
-        "additive": additive.bfloat16(),
-        "lowest": lowest[:1].bfloat16(),
-        # What Swin adds between windows, and BERT to padding.
-        "hundred": additive.masked_fill(~boolean[:, :1], -100.0).bfloat16(),
-        "ten thousand": torch.where(boolean, 0.0, -1e4).bfloat16(),
-        "distance": (-slopes * distance).bfloat16(),
-        # T5's are learned: here the highest score of a row comes now from the mask, now from q k.
-        "far apart": torch.randint(-80, 81, (1, 4, rows, keys), generator=generator).bfloat16(),
-    }
+MASKS = (
+    "boolean", "padding", "additive", "lowest", "hundred", "ten thousand", "distance", "far apart",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", sorted(masks(12, 12)))
+@pytest.mark.parametrize("name", MASKS)
 @BOTH
 def test_dense_masks(module, name, causal):
     q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
     q *= 8  # scores of 8 and more, that no mask hides by chance
-    spec = AttentionSpec(0.25, causal, masks(40, 70)[name].to(DEVICE))
+    spec = AttentionSpec(0.25, causal, tensors.masks(40, 70)[name])
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
     result = module.shadow(q, k, v, spec=spec, query_ids=rows)
     exact = attend(q, k, v, spec)
