@@ -1,6 +1,5 @@
 """The exact dQ against FP64: plain torch, and Triton interpreted or compiled."""
 
-
 import pytest
 import torch
 
