@@ -507,12 +507,9 @@ class Judgement:
         if self.first_alarm is not None:
             parts.append(f"first alarm at step {self.first_alarm:,}")
         if self.alarmed:
-            named = [self.name_of(head) for head in self.alarmed[:3]]
-            if self.num_heads > self.num_layers:
-                # Once in full: the others are then understood.
-                named[0] += " (layer {}, head {})".format(*self.alarmed[0])
-            more = f" and {len(self.alarmed) - 3} more" if len(self.alarmed) > 3 else ""
-            parts.append(f"in {', '.join(named)}{more}")
+            first = " and ".join(self.name_of(head) for head in self.alarmed[:2])
+            more = f" and {len(self.alarmed) - 2} more" if len(self.alarmed) > 2 else ""
+            parts.append(f"in {first}{more}")
         if self.departed is not None:
             parts.append(f"loss diverged at step {self.departed:,}")
             if self.lead is not None:
@@ -525,10 +522,14 @@ class Judgement:
         return parts
 
     def name_of(self, head: Head) -> str:
-        """A short name: "head 2.6" is head 6 of layer 2."""
+        """Its layer and number."""
         layer, number = head
         # One value a layer may be the largest over its heads: their numbers are then not known.
-        return f"head {layer}.{number}" if self.num_heads > self.num_layers else f"layer {layer}"
+        return (
+            f"layer {layer}, head {number}"
+            if self.num_heads > self.num_layers
+            else f"layer {layer}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
@@ -790,7 +791,7 @@ def _rising(evidence: Evidence) -> str:
     logit, before = _logits(evidence)
     if logit is None or (logit < HIGH_LOGIT and not _logits_rise(evidence)):
         return ""
-    since = "" if before is None else f", {before:,.0f} {RISE_STEPS:,} steps before"
+    since = "" if before is None else f" and was {before:,.0f} {RISE_STEPS:,} steps earlier"
     return f"the largest logit is {logit:,.0f}{since}"
 
 

@@ -141,11 +141,30 @@ class Event:
     judges: str = ""  # of an alarm or an advisory, what its rule judges: `SUBJECTS`; else ""
 
 
+def named(heads: Iterable[int]) -> str:
+    """Heads in words: "head 6", "heads 0 to 11", "heads 6, 11".
+
+    >>> named([7, 0, 1, 2, 4, 5])
+    'heads 0 to 2, 4, 5, 7'
+    """
+    rows: list[list[int]] = []
+    for head in sorted(heads):
+        if rows and head == rows[-1][-1] + 1:
+            rows[-1].append(head)
+        else:
+            rows.append([head])
+    parts = (
+        [f"{row[0]} to {row[-1]}"] if len(row) > 2 else [str(head) for head in row] for row in rows
+    )
+    listed = ", ".join(part for some in parts for part in some)
+    return f"head {listed}" if listed.isdecimal() else f"heads {listed}"
+
+
 def line_of(alarm: Alarm | Event, advice: str = "") -> str:
     """An alarm's line: of its sentence the first clauses that leave room for what to do."""
     why, end = printable(alarm.why), f"; {advice}" if advice else ""
     # The sentence mostly names the heads.
-    heads = "" if why.startswith("head ") else f" heads {list(alarm.heads)}"
+    heads = "" if why.startswith("head ") else f" {named(alarm.heads)}"
     where = f" {alarm.site}{heads}" if alarm.site else ""
     begin = printable(f"GuardBit: step {alarm.step:,}: alarm{where}: ")
     clauses = re.split(r"(?<=[^;,])(?=[;,] )", why)

@@ -418,7 +418,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     result = invoke("report", plain_run, other)
     assert (result.exit_code, result.stdout) == (0, "comparison.html\n")
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
-    assert "<th>version_1/run</th>" in text
+    assert f"<th>{tmp_path.name}/version_1/run</th>" in text
 
 
 def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path):
@@ -507,7 +507,7 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
     # Their outcomes are those of the study, `studies/rescue/results/runs.csv`.
     assert "Lost: the loss diverged at step 8,360, 3,910 steps after the first alarm" in text
     assert "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed" in text
-    assert "head 2.6" in text and "head 2.11" in text
+    assert "layer 2, head 6" in text and "layer 2, head 11" in text
     pages = {path.name for path in tmp_path.glob("*.html")}
     assert pages == {"comparison.html", "lost.html", "saved.html"}
     data = Path(guardbit.__file__).parent / "recorded"

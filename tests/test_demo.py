@@ -43,4 +43,4 @@ def test_the_saved_run_is_a_copy_that_was_switched_at_its_own_alarm(monkeypatch)
     monkeypatch.setattr(sys.modules["guardbit.cli.demo"], "_show_recorded", lambda folder: None)
     said = " ".join(CliRunner().invoke(app, ["demo", "--recorded"]).stdout.split())
     assert "a copy of lost from step 4,000 on" in said
-    assert "its own first alarm, at step 6,750 in head 2.11" in said
+    assert "its own first alarm, at step 6,750 in layer 2, head 11" in said

@@ -83,10 +83,13 @@ def test_without_an_alarm_a_run_is_healthy():
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ({"logit": lambda step: 5000.0}, "the largest logit is 5,000, 5,000 1,000 steps before"),
+        (
+            {"logit": lambda step: 5000.0},
+            "the largest logit is 5,000 and was 5,000 1,000 steps earlier",
+        ),
         (
             {"logit": lambda step: 10.0 if step < 9500 else 1500.0},
-            "the largest logit is 1,500, 10 1,000 steps before",
+            "the largest logit is 1,500 and was 10 1,000 steps earlier",
         ),
         (
             {"loss": lambda step: 3.0 if step < 9000 else 3.2, "every": 10},

@@ -19,7 +19,7 @@ RUNS = {
 #: How the two are related, and why other commands name other steps.
 WHICH_IS_WHICH = (
     "saved is a copy of lost from step 4,000 on. Its heads were switched at its own first alarm, at"
-    " step 6,750 in head 2.11; up to there its loss was like the other's, but not bit by bit.\n"
+    " step 6,750 in layer 2, head 11; up to there its loss was like the other's, not bit by bit.\n"
     "The alarms above are those of the rules of then, and so are those of guardbit report. Of lost"
     " alone the report has a lead of 7,148 steps, to the alarm on its own loss; guardbit replay"
     " asks today's rules: first alarm at step 3,800, lead 10,060."

@@ -99,7 +99,7 @@ def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
 
 def head_label(layer: int, head: int, heads_in_layer: int) -> str:
     """The name of a head in figures and tables."""
-    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer} · head {head}"
+    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer}, head {head}"
 
 
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:

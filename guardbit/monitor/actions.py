@@ -21,7 +21,7 @@ from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.sites import Instrumentation, Site
-from guardbit.records import Alarm, Decision, Event, Sample
+from guardbit.records import Alarm, Decision, Event, Sample, named
 
 #: Name of an attention module -> one stabilizer a head.
 Stabilizers = dict[str, list[str]]
@@ -239,7 +239,7 @@ class SwitchReports:
         if not reported.some and reason and (is_mixed or (is_turn and reported.turns >= 2)):
             reported.some = True
             why = (
-                f"heads {list(_switched_heads(asked))} of {site.name} run what they are switched to"
+                f"{named(_switched_heads(asked))} of {site.name} run what they are switched to"
                 f" in some calls only: {reason}"
             )
             yield Event(step, "monitor_error", "", (), why)

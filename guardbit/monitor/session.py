@@ -57,7 +57,7 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.records import Alarm, Event, RunEnd, Sample, event_of
+from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, named
 
 T = TypeVar("T")
 
@@ -1000,7 +1000,7 @@ def _is_number(value: object) -> bool:
 def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:
     """Names the heads of each module that are switched, and what to; "" if none is."""
     return "; ".join(
-        f"{site} heads {[h for h, n in enumerate(names) if n == name]} to {name}"
+        f"{site} {named(h for h, n in enumerate(names) if n == name)} to {name}"
         for site, names in stabilizers.items()
         for name in dict.fromkeys(names)
         if name != "none"

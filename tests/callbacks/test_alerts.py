@@ -55,7 +55,7 @@ def test_a_webhook_gets_one_json_with_one_line_that_slack_takes(hook):
     ((kind, body),) = got
     assert kind == "application/json" and list(body) == ["text"]
     assert body["text"] == (
-        "GuardBit: step 4,450: alarm net.h.2.attn heads [6, 7]: It\\ngrew (and 1 more); runs/a"
+        "GuardBit: step 4,450: alarm net.h.2.attn heads 6, 7: It\\ngrew (and 1 more); runs/a"
     )
 
 
@@ -140,7 +140,7 @@ def test_each_way_to_train_tells_the_webhook(trains, tmp_path, hook, monkeypatch
     run(trains, folder, site)
     # The alarm is raised at three samples, and news at the first.
     alarm, end = (body["text"] for _, body in got)
-    assert alarm.startswith(f"GuardBit: step 0: alarm {site} heads [1]: it is time")
+    assert alarm.startswith(f"GuardBit: step 0: alarm {site} head 1: it is time")
     assert end.startswith(f"GuardBit: run finished. Alarmed: 1 of {heads} heads since step 0")
     assert all(text.endswith(f"; {folder}") for text in (alarm, end))
 
@@ -190,7 +190,7 @@ def test_severity_is_the_level(monkeypatch, severities, level):
     worst = "critical" if "critical" in severities else "warning"
     assert (title, got) == (f"GuardBit: {worst} alarm", level)
     more = f" (and {len(alarms) - 1} more)" if len(alarms) > 1 else ""
-    assert text == f"GuardBit: step 5: alarm h.0 heads [0]: it grew{more}; runs/a"
+    assert text == f"GuardBit: step 5: alarm h.0 head 0: it grew{more}; runs/a"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_alarms_go_to_reporters_as_text_and_leave_the_bar_whole(tmp_path, termin
     finally:
         log.removeHandler(handler)
     shown = console.shown()
-    begin = f"GuardBit: step 0: alarm {SITE} heads [1]: it is time"
+    begin = f"GuardBit: step 0: alarm {SITE} head 1: it is time"
     for line in (begin, "GuardBit: run finished. "):
         assert [said for said in shown if line in said] == [s for s in shown if s.startswith(line)]
         assert any(said.startswith(line) for said in shown)
@@ -151,9 +151,7 @@ def test_alarms_go_to_reporters_as_text_and_leave_the_bar_whole(tmp_path, termin
     (key,) = [key for key in events.Tags()["tensors"] if "guardbit/alarms" in key]
     (text,) = events.Tensors(key)  # each alarm once
     told = text.tensor_proto.string_val[0].decode()
-    assert text.step == 0 and told.startswith(
-        f"GuardBit: step 0: alarm {SITE} heads [1]: it is time"
-    )
+    assert text.step == 0 and told.startswith(f"GuardBit: step 0: alarm {SITE} head 1: it is time")
 
 
 def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, monkeypatch):

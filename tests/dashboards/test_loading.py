@@ -30,7 +30,7 @@ def test_a_run_says_what_became_of_it(run):
     assert repr(run).splitlines() == [f"{run.name}: {said}", why, "Go on training."]
     html = run._repr_html_()
     assert all(line in html for line in (said, why, "Go on training."))
-    assert "head 2.11" in html and "144 switched to compensated" in html
+    assert "layer 2, head 11" in html and "144 switched to compensated" in html
     run.name, name = "<b>", run.name
     assert "&lt;b&gt;" in run._repr_html_()
     run.name = name

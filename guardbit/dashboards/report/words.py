@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
-from guardbit.records import Event
+from guardbit.records import Event, named
 
 #: Key of the metadata -> its title, where that is another word.
 TITLES = {"sites": "attention modules"}
@@ -25,23 +24,7 @@ LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
 def where(event: Event) -> str:
     if not event.site:
         return "the whole run"
-    if not event.heads:
-        return event.site
-    return f"{event.site}, head{'s' * (len(event.heads) > 1)} {_listed(event.heads)}"
-
-
-def _listed(heads: Sequence[int]) -> str:
-    """Heads, three or more in a row as a range."""
-    rows: list[list[int]] = []
-    for head in sorted(heads):
-        if rows and head == rows[-1][-1] + 1:
-            rows[-1].append(head)
-        else:
-            rows.append([head])
-    parts = (
-        [f"{row[0]} to {row[-1]}"] if len(row) > 2 else [str(head) for head in row] for row in rows
-    )
-    return ", ".join(part for some in parts for part in some)
+    return f"{event.site}, {named(event.heads)}" if event.heads else event.site
 
 
 def count(number: int, noun: str) -> str:

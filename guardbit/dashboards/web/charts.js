@@ -22,7 +22,7 @@ const times = (x) => x == null ? "–" : x > 1000 ? "> 1,000 ×" : `${x < 10 ? x
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const lineColour = (index) => css(`--highlight-${index}`);
 const labelOf = (indicator) => view.state.catalog[indicator].label;
-const nameOf = (layer, head) => `layer ${layer} · head ${head}`;
+const nameOf = (layer, head) => `layer ${layer}, head ${head}`;
 
 function element(tag, text, kind) {
   const made = document.createElement(tag);

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_a_colour_is_one_head_in_all_figures(drawn):
                 if line.get_color() in HIGHLIGHTS:
                     heads.setdefault(line.get_color(), set()).add(name)
     # In the order of their first alarms; no other head is above its baseline at the first.
-    assert heads == {HIGHLIGHTS[0]: {"layer 2 · head 7"}, HIGHLIGHTS[1]: {"layer 2 · head 3"}}
+    assert heads == {HIGHLIGHTS[0]: {"layer 2, head 7"}, HIGHLIGHTS[1]: {"layer 2, head 3"}}
 
 
 @pytest.mark.parametrize("name", ["w_q_spectral_norm_heads", "max_logit", "story"])
@@ -166,13 +167,13 @@ def test_the_heat_map_leaves_infinite_cells_blank():
 def test_heads_of_the_alarmed_layer_are_drawn_and_the_alarmed_ones_stand_out(run, drawn):
     (axes,) = drawn["w_q_spectral_norm_heads"].axes
     lines = lines_of_heads(axes)
-    assert set(lines) == {f"layer 2 · head {head}" for head in range(12)}
+    assert set(lines) == {f"layer 2, head {head}" for head in range(12)}
     for head in range(12):
-        line = lines[f"layer 2 · head {head}"]
+        line = lines[f"layer 2, head {head}"]
         np.testing.assert_array_equal(line.get_xdata(), run.steps)
         np.testing.assert_array_equal(line.get_ydata(), run.values["w_q_spectral_norm"][2, head])
-    peak = f"layer 2 · head {run.values['w_q_spectral_norm'][2].max(axis=1).argmax()}"
-    assert highlighted(axes) >= {"layer 2 · head 7", "layer 2 · head 3"}
+    peak = f"layer 2, head {run.values['w_q_spectral_norm'][2].max(axis=1).argmax()}"
+    assert highlighted(axes) >= {"layer 2, head 7", "layer 2, head 3"}
     # The figure's own peak is never grey.
     named = [line for line in lines.values() if line.get_gid() == NAMED]
     assert peak in {str(line.get_label()) for line in named}
@@ -190,7 +191,7 @@ def test_the_layer_is_the_worst_one_without_alarms_and_the_callers_where_given(r
     frame = run.frame
     assert "layer 2" in figures.spectral_norm_of_heads(frame).axes[0].get_title(loc="left")
     figure = figures.spectral_norm_of_heads(frame, run.events, layer=5)
-    assert set(lines_of_heads(figure.axes[0])) == {f"layer 5 · head {head}" for head in range(12)}
+    assert set(lines_of_heads(figure.axes[0])) == {f"layer 5, head {head}" for head in range(12)}
     assert figures.spectral_norm_of_heads(frame, run.events, layer=77) is None
 
 
@@ -201,9 +202,9 @@ def test_max_logit_draws_every_head_on_a_log_axis(run, drawn):
     assert len(lines) == 144
     for layer in range(12):
         for head in range(12):
-            line = lines[f"layer {layer} · head {head}"]
+            line = lines[f"layer {layer}, head {head}"]
             np.testing.assert_array_equal(line.get_ydata(), run.values["max_logit"][layer, head])
-    assert {"layer 2 · head 7", "layer 2 · head 3"} == highlighted(axes)
+    assert {"layer 2, head 7", "layer 2, head 3"} == highlighted(axes)
 
 
 def test_max_logit_leaves_out_what_a_log_axis_cannot_show():
@@ -218,8 +219,8 @@ def test_a_line_spans_the_steps_at_which_only_other_heads_were_measured():
     other = one_head([1.0, 2.0, 3.0]).assign(head=1)
     table = pd.concat([one_head([5.0, 6.0, 70.0]).drop(index=1), other])
     lines = lines_of_heads(figures.max_logit(table).axes[0])
-    assert lines["layer 0 · head 0"].get_xdata().tolist() == [0, 2]
-    assert lines["layer 0 · head 1"].get_xdata().tolist() == [0, 1, 2]
+    assert lines["layer 0, head 0"].get_xdata().tolist() == [0, 2]
+    assert lines["layer 0, head 1"].get_xdata().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_multiple_maxima_stand_in_percent_over_the_loss(run, drawn, name, kind):
     axes, loss_axes = drawn[name].axes
     assert kind in axes.get_title(loc="left")
     for label, line in lines_of_heads(axes).items():
-        layer, head = (int(word) for word in label.split() if word.isdigit())
+        layer, head = map(int, re.findall(r"\d+", label))
         # Percent of a share: one rounding.
         np.testing.assert_allclose(line.get_ydata(), 100 * run.values[name][layer, head], 1e-15)
     (loss,) = loss_axes.get_lines()
@@ -252,18 +253,18 @@ def test_fp32_and_bf16_maxima_never_stand_in_for_each_other(run):
 def test_delta_bias_keeps_its_sign(run, drawn):
     (axes,) = drawn["delta_bias_cumulative"].axes
     lines = lines_of_heads(axes)
-    assert lines["layer 2 · head 7"].get_ydata()[-1] > 10
-    assert lines["layer 2 · head 3"].get_ydata()[-1] < -5
+    assert lines["layer 2, head 7"].get_ydata()[-1] > 10
+    assert lines["layer 2, head 3"].get_ydata()[-1] < -5
     for head in (3, 7):
         np.testing.assert_array_equal(
-            lines[f"layer 2 · head {head}"].get_ydata(),
+            lines[f"layer 2, head {head}"].get_ydata(),
             run.values["delta_bias_cumulative"][2, head],
         )
     low, high = axes.get_ylim()
     assert low < -5 and high > 10
     assert any(np.array_equal(line.get_ydata(), [0, 0]) for line in axes.get_lines())
     # A head that drifts down is as notable as one that drifts up, with no alarm to name it.
-    assert "layer 2 · head 3" in highlighted(figures.delta_bias(run.frame).axes[0])
+    assert "layer 2, head 3" in highlighted(figures.delta_bias(run.frame).axes[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -274,7 +275,7 @@ def test_a_head_without_a_finite_value_does_not_hide_the_others(run, value):
     for draw in (figures.max_logit, figures.delta_bias, figures.multiple_maxima):
         lines = lines_of_heads(draw(frame, run.events).axes[0])
         assert len(lines) == 143
-        assert "layer 2 · head 7" not in lines
+        assert "layer 2, head 7" not in lines
 
 
 def test_loss_and_gradient_norm_with_their_running_medians(run, drawn):

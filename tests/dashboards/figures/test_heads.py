@@ -17,7 +17,7 @@ def test_entropy_of_every_head_and_the_lowest_stand_out(run):
     values = run.values["attention_entropy"]
     for layer in range(12):
         for head in range(12):
-            line = lines[f"layer {layer} · head {head}"]
+            line = lines[f"layer {layer}, head {head}"]
             np.testing.assert_array_equal(line.get_ydata(), values[layer, head])
     assert axes.get_ylabel() == "mean entropy of a row (nats)"
     assert axes.get_ylim()[0] == 0
@@ -25,7 +25,7 @@ def test_entropy_of_every_head_and_the_lowest_stand_out(run):
     first = next(
         line for line in without_alarms.get_lines() if line.get_color() == HIGHLIGHTS[0][0]
     )
-    assert first.get_label() == "layer 2 · head 7"  # the sick head's entropy falls the most
+    assert first.get_label() == "layer 2, head 7"  # the sick head's entropy falls the most
 
 
 def test_a_warm_up_peak_does_not_stand_out():
@@ -33,16 +33,16 @@ def test_a_warm_up_peak_does_not_stand_out():
     warming, steady = np.where(steps < 5, 1000.0, 1.0), np.ones(40)
     (axes,) = figures.max_logit(of_heads(warming, 2 * steady, 1.0 + steps, 3 * steady)).axes
     named = [line.get_label() for line in axes.get_lines() if line.get_gid() == NAMED]
-    assert named == ["layer 0 · head 2"]
+    assert named == ["layer 0, head 2"]
 
 
 def test_a_peak_that_is_no_head_of_the_story_stands_out_in_ink():
     steady = np.full((3, 40), [[1.0], [9.0], [50.0]])
     (axes,) = figures.max_logit(of_heads(1.0 + np.arange(40), *steady)).axes
     named = {line.get_label(): line for line in axes.get_lines() if line.get_gid() == NAMED}
-    assert list(named) == ["layer 0 · head 0", "layer 0 · head 3"]
-    assert named["layer 0 · head 0"].get_color() == HIGHLIGHTS[0][0]
-    assert named["layer 0 · head 3"].get_color() == INK
+    assert list(named) == ["layer 0, head 0", "layer 0, head 3"]
+    assert named["layer 0, head 0"].get_color() == HIGHLIGHTS[0][0]
+    assert named["layer 0, head 3"].get_color() == INK
 
 
 def band_of(axes):
@@ -62,7 +62,7 @@ def test_the_band_is_that_of_errors_that_cancel():
     # The drifting head's own: 1.96 times the root of the sum of its squared errors.
     expected = 1.96 * np.sqrt([np.sum(drifting[: n + 1] ** 2) for n in range(100)])
     np.testing.assert_allclose(width, expected)
-    assert "layer 0 · head 1" in axes.texts[0].get_text()
+    assert "layer 0, head 1" in axes.texts[0].get_text()
 
 
 def test_sums_of_cancelling_errors_stay_in_their_band_as_often_as_it_says():

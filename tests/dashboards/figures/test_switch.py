@@ -23,7 +23,7 @@ def test_the_switched_heads_around_the_switch(run):
     ):
         colours = {colour for colour, _ in HIGHLIGHTS}
         lines = [line for line in axes.get_lines() if line.get_color() in colours]
-        assert [line.get_label() for line in lines] == ["layer 2 · head 7", "layer 2 · head 3"]
+        assert [line.get_label() for line in lines] == ["layer 2, head 7", "layer 2, head 3"]
         for line, head in zip(lines, (7, 3), strict=True):
             shown = (run.steps >= 1150) & (run.steps <= 4950)
             np.testing.assert_array_equal(line.get_xdata(), run.steps[shown])
@@ -71,7 +71,7 @@ def test_only_the_heads_of_the_first_switch_are_drawn(run):
     (axes, *_) = before_and_after(run.frame, journal(first, later)).axes
     colours = {colour for colour, _ in HIGHLIGHTS}
     drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
-    assert drawn == ["layer 2 · head 3"]
+    assert drawn == ["layer 2, head 3"]
 
 
 def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
@@ -90,7 +90,7 @@ def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
     (axes, *_) = before_and_after(values, journal(*events)).axes
     colours = {colour for colour, _ in HIGHLIGHTS}
     drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
-    assert drawn == [f"layer 2 · head {head}" for head in (7, 9, 4)]
+    assert drawn == [f"layer 2, head {head}" for head in (7, 9, 4)]
 
 
 def test_heads_without_samples_do_no_harm(run):

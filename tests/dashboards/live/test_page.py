@@ -124,14 +124,14 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
         # What the data says stays text.
         assert "<b>left</b> its trend" in text(page, "#events")
         assert max(colour(page, 1, 2)) < 60 and min(colour(page, 0, 0)) > 220
-        assert "layer 1 · head 2" in text(page, "#worst tbody tr:first-child")
+        assert "layer 1, head 2" in text(page, "#worst tbody tr:first-child")
         assert page.get_attribute("#worst tbody tr:first-child", "class") == "alarmed"
 
         # Click through to the head's history, and close it.
         assert page.locator("#detail").is_hidden()
         click_cell(page, 1, 2)
         page.wait_for_selector("#detail .uplot")
-        assert "layer 1 · head 2" in text(page, "#detail-title")
+        assert "layer 1, head 2" in text(page, "#detail-title")
         assert "First alarm at step 300" in text(page, "#detail-note")
         titles = page.locator("#detail h3").all_inner_texts()
         assert titles == ["W_Q spectral norm", "max logit"]
@@ -266,7 +266,7 @@ def test_eighty_layers_of_sixty_four_heads(page, serve, recorder, tmp_path):
         assert max(colour(page, 33, 17)) < 60
         click_cell(page, 33, 17)
         page.wait_for_selector("#detail .uplot")
-        assert "layer 33 · head 17" in text(page, "#detail-title")
+        assert "layer 33, head 17" in text(page, "#detail-title")
 
 
 def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):

@@ -97,7 +97,7 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
         assert watcher.state(-1, None)["headline"] == f"H{said}{ended}"
         assert watcher.state(-1, None)["headline_running"] == f"Running, h{said}"
         # Metadata come with samples, in a session that has begun before.
-        writer.update_metadata({"unseen": ["h.1.attn"], "settings": {"rules": []}})
+        writer.update_metadata({"unseen": ["h.1.attn"], "settings": {"heads_judged_by": {}}})
         writer.add([Sample(100, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
         writer.flush()
         watcher.look()

@@ -98,12 +98,12 @@ def test_the_player_the_cells_and_the_links(visit, report):
     # A cell opens its head's history, and the address names both.
     page.evaluate("select({ layer: 2, head: 7 })")
     wait(page, "!document.getElementById('detail').hidden")
-    assert "layer 2 · head 7" in page.inner_text("#detail-title")
+    assert "layer 2, head 7" in page.inner_text("#detail-title")
     assert "First alarm at step 2,950" in page.inner_text("#detail-note")
     assert page.evaluate("location.hash").endswith("&head=2.7")
     other = visit(report, "#step=4000&head=2.3")
     wait(other, "!document.getElementById('detail').hidden")
-    assert "layer 2 · head 3" in other.inner_text("#detail-title")
+    assert "layer 2, head 3" in other.inner_text("#detail-title")
     assert abs(other.evaluate("view.state.map.step") - 4000) <= 130
 
 
@@ -116,7 +116,7 @@ def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_
     rows = page.locator(".alarms > details")
     assert rows.count() == 11  # ten, and one that folds the others
     assert page.locator(".alarms > details > summary").first.inner_text().split("\n") == [
-        "layer 0 · head 0",
+        "layer 0, head 0",
         "norm_growth × 5",
         "steps 3,000 to 3,240",
     ]
@@ -131,7 +131,7 @@ def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_
     sentence = page.locator(".alarms p", has_text="It grew 0.").first
     assert sentence.is_hidden()
     page.locator(".alarms > details > summary").first.click()
-    assert sentence.is_visible()
+    sentence.wait_for(state="visible")
 
 
 def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):

@@ -212,7 +212,7 @@ def test_before_and_after_are_the_runs_own_figures(run, page):
     head = max((3, 7), key=lambda head: share[head, at])
     end = {3: int(np.flatnonzero(run.steps == 4500)[0]), 7: -1}  # head 3 was switched back
     before, after = share[head, at], share[head, end[head]]
-    assert cells[row + 1] == f"layer 2 · head {head}"
+    assert cells[row + 1] == f"layer 2, head {head}"
     # Three significant digits are shown.
     assert float(cells[row + 2]) == pytest.approx(before, rel=5e-3)
     assert float(cells[row + 3]) == pytest.approx(after, rel=5e-3)
@@ -225,7 +225,7 @@ def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
     cells = page.of("td", "small")
     start = cells.index("h.2.attn") - 1
     assert cells[start : start + 5] == [
-        "layer 2 · head 7",
+        "layer 2, head 7",
         "h.2.attn",
         "step\N{NO-BREAK SPACE}2,950",
         "norm_trend",
@@ -236,7 +236,7 @@ def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
     assert float(cells[start + 6]) == pytest.approx(
         run.values["w_q_spectral_norm"][2, 7, -1], rel=5e-3
     )
-    assert "−" in cells[cells.index("layer 2 · head 3", start) + 10]  # its cumulative delta bias
+    assert "−" in cells[cells.index("layer 2, head 3", start) + 10]  # its cumulative delta bias
     assert "10 of 144 shown" in page.text
 
 

@@ -175,7 +175,7 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     # An alarm's whole sentence is for those who ask for it.
     assert levels == ["WARNING", "INFO", "WARNING", "WARNING"]
     assert "step 4: verdict rounding: for a test" in caplog.messages
-    assert "step 4: alarm layers.1 heads [1]: for a test" in caplog.messages
-    alarm = "GuardBit: step 4: alarm layers.1 heads [1]: for a test; attach a policy to correct it"
+    assert "step 4: alarm layers.1 head 1: for a test" in caplog.messages
+    alarm = "GuardBit: step 4: alarm layers.1 head 1: for a test; attach a policy to correct it"
     assert alarm in caplog.messages
-    assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
+    assert "step 3: switch layers.1 head 1 to row_max: for a test" in caplog.messages
