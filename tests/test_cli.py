@@ -504,9 +504,8 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
     result = invoke("demo", "--recorded", "--run-dir", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
-    # Their outcomes are those of the study, `studies/rescue/results/runs.csv`.
-    assert "Lost: the loss diverged at step 8,360, 3,910 steps after the first alarm" in text
-    assert "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed" in text
+    assert "Lost: the loss diverged at step 13,860, 10,060 steps after the first alarm" in text
+    assert "Saved: 2 of 144 heads alarmed, the first at step 3,800, corrected, loss" in text
     assert "layer 2, head 6" in text and "layer 2, head 11" in text
     pages = {path.name for path in tmp_path.glob("*.html")}
     assert pages == {"comparison.html", "lost.html", "saved.html"}

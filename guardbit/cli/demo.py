@@ -14,15 +14,13 @@ from guardbit.cli.common import user_errors
 #: The two recorded runs of the package, and what they are.
 RUNS = {
     "lost": "GPT-2 small, left alone",
-    "saved": "a copy from step 4,000 on, its heads switched at its own first alarm",
+    "saved": "a copy from step 4,000 on, its heads switched at step 6,750",
 }
-#: How the two are related, and why other commands name other steps.
+#: How the two are related.
 WHICH_IS_WHICH = (
-    "saved is a copy of lost from step 4,000 on. Its heads were switched at its own first alarm, at"
-    " step 6,750 in layer 2, head 11; up to there its loss was like the other's, not bit by bit.\n"
-    "The alarms above are those of the rules of then, and so are those of guardbit report. Of lost"
-    " alone the report has a lead of 7,148 steps, to the alarm on its own loss; guardbit replay"
-    " asks today's rules: first alarm at step 3,800, lead 10,060."
+    "saved is a copy of lost from step 4,000 on, with the same losses up to there. At step 6,750,"
+    " the first alarm of the rules that it was made with, all its heads were switched. Alarms are"
+    " those of today's rules."
 )
 
 
@@ -62,7 +60,6 @@ def _show_recorded(run_dir: Path) -> None:
     """Writes reports of the recorded runs, prints their outcomes, opens the comparison."""
     from rich.console import Console
 
-    from guardbit.dashboards.forks import outcomes_of
     from guardbit.dashboards.loading import load
     from guardbit.dashboards.report import write_reports
 
@@ -71,13 +68,10 @@ def _show_recorded(run_dir: Path) -> None:
         with resources.as_file(resources.files("guardbit") / "recorded" / name) as folder:
             runs.append(load(folder))
     console = Console(highlight=False)
-    for name, outcome in outcomes_of({run.name: run for run in runs}).items():
-        console.print(f"\n[bold]{outcome.headline}[/bold]  ({RUNS[name]})")
-        console.print(" · ".join(outcome.facts))
-    console.print(
-        "\nSide by side, a loss has diverged where it leaves the other copy's; by itself, where it"
-        " leaves its own best, which is later. Writing the reports ..."
-    )
+    for run in runs:
+        console.print(f"\n[bold]{run.judgement.headline}[/bold]  ({RUNS[run.name]})")
+        console.print(" · ".join(run.judgement.facts))
+    console.print("\nWriting the reports ...")
     comparison = write_reports(runs, run_dir / "comparison.html")
     for run in runs:
         write_reports([run], run_dir / f"{run.name}.html")

@@ -57,13 +57,12 @@ def report(
 ) -> None:
     """Write the report of a run, or of several side by side."""
     if as_json:
-        from guardbit.dashboards.forks import outcomes_of
-
         with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
-            judged = outcomes_of({str(path): load_with_events(path) for path in paths})
-        outcomes = [{"run": path, **outcome.as_json()} for path, outcome in judged.items()]
+            outcomes = [
+                {"run": str(path), **load_with_events(path).judgement.as_json()} for path in paths
+            ]
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
     from guardbit.dashboards.report import write_reports

@@ -1,5 +1,7 @@
 """Thins a failed run and its rescued copy for the package: what `guardbit demo --recorded` shows.
 
+Alarms are those of today's rules, in place of those of the rules that the runs were made with.
+
 python -m studies.rescue.thin studies/rescue/results guardbit/recorded
 """
 
@@ -8,7 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from guardbit.records import Event
+from guardbit.monitor.replay import normalised_sites, replay
+from guardbit.records import Event, event_of
 from guardbit.store import RunWriter, read_events, read_metadata, read_run
 from guardbit.store.samples import samples_of
 from studies.rescue.packed import squeeze
@@ -28,25 +31,33 @@ INDICATORS = (
 )
 #: Steps between the samples kept, of heads and of the loss; those of first alarms are kept besides.
 HEADS_EVERY, LOSS_EVERY = 200, 20
+#: Why heads were switched.
+WHY = "at the first alarm of the rules that the run was made with"
 #: Significant digits.
 DIGITS = 4
 
 
 def thin(source: Path, target: Path) -> None:
-    """Writes the thin copy of a run; all its events are kept."""
+    """Writes the thin copy of a run, with its switches and today's alarms."""
     frame, events = read_run(source), read_events(source)
     alarms = set(events.loc[events["kind"] == "alarm"].drop_duplicates("site")["step"])
     of_run = frame["site"] == ""
-    kept = (of_run & (frame["step"] % LOSS_EVERY == 0)) | (
+    is_kept = (of_run & (frame["step"] % LOSS_EVERY == 0)) | (
         ~of_run & ((frame["step"] % HEADS_EVERY == 0) | frame["step"].isin(alarms))
     )
-    frame = frame[kept & frame["indicator"].isin(INDICATORS)]
+    frame = frame[is_kept & frame["indicator"].isin(INDICATORS)]
     frame = frame.assign(value=[float(f"{value:.{DIGITS}g}") for value in frame["value"]])
     metadata = {**read_metadata(source), "recorded": f"a thin copy of {source.name}"}
+    found = replay(frame, normalised=normalised_sites(metadata))
+    metadata["settings"]["heads_judged_by"] = found.judged_by
+    kept = events[~events["kind"].isin(("alarm", "advisory", "verdict"))].to_dict("records")
+    happened = [Event(**{**event, "why": WHY}) for event in kept if event["kind"] == "switch"]
+    happened += [Event(**event) for event in kept if event["kind"] != "switch"]
+    happened += map(event_of, found.alarms)
     with RunWriter(target, metadata=metadata, flush_every=10**6) as writer:
         writer.add(samples_of(frame))
-        for event in events.to_dict("records"):
-            writer.event(Event(**event))
+        for event in sorted(happened, key=lambda event: event.step):
+            writer.event(event)
     squeeze(target)
 
 

@@ -12,7 +12,6 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures import runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
-from guardbit.dashboards.forks import fork_of, outcomes_of
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
 from guardbit.dashboards.report import contents, words
@@ -30,6 +29,8 @@ OVERLAYS = (
 _WORST_LAST = (
     "healthy", "saved", "unclear", "warning", "switched", "alarmed", "learning-rate", "lost",
 )  # fmt: skip
+#: Losses in common that make runs copies of one.
+FEWEST_SHARED = 20
 #: Names of all figures a comparison may have.
 PICTURES = tuple(f"runs_{overlay[0]}" for overlay in OVERLAYS)
 
@@ -46,7 +47,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
     fork = fork_of({run.name: tables.of_run(run.samples, "loss") for run in runs})
     samples = {run.name: _from(fork, run) for run in runs}
-    outcomes = outcomes_of({run.name: run for run in runs})
+    outcomes = {run.name: run.judgement for run in runs}
     kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
@@ -68,6 +69,14 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         "settings": _settings(runs),
         "side_by_side": _side_by_side(runs, outcomes),
     }
+
+
+def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
+    """The last step up to which all losses are equal; None if they share too few or all of them."""
+    table = pd.concat(losses, axis=1, join="inner").dropna()
+    same = table.nunique(axis=1).to_numpy() == 1
+    shared = int(same.argmin()) if len(same) else 0
+    return int(table.index[shared - 1]) if shared >= FEWEST_SHARED else None
 
 
 def _short(state: str) -> str:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
+from guardbit.dashboards.report.comparison import fork_of
 from guardbit.dashboards.report.words import LABELS
 from tests.dashboards.made import SAMPLES, journal, samples
 from tests.dashboards.report.writing import write_report
@@ -397,3 +398,17 @@ def test_a_folder_is_no_page(tmp_path):
 
 def test_every_indicator_has_a_label():
     assert set(LABELS) == set(INDICATORS)
+
+
+def test_the_fork_of_copies_is_the_last_step_in_common():
+    steps = np.arange(0, 10_000, 20)
+
+    def loss(seed, fork):
+        noise = np.random.default_rng(seed).normal(0, 0.01, steps.size)
+        return pd.Series(3 - steps / 5000 + np.where(fork < steps, noise, 0), index=steps)
+
+    assert fork_of({"a": loss(1, 4000), "b": loss(2, 4000), "c": loss(3, 6000)}) == 4000
+    # What never parts has no fork, nor what shares no beginning.
+    assert fork_of({"a": loss(1, 4000), "b": loss(1, 4000).loc[:3000]}) is None
+    assert fork_of({"a": loss(1, -1), "b": loss(2, -1)}) is None
+    assert fork_of({"a": loss(1, 4000), "b": pd.Series(dtype=float)}) is None
