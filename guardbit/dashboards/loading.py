@@ -20,12 +20,12 @@ from guardbit.records import nearest
 from guardbit.store import (
     folder_of_run,
     is_run,
-    place_of_run,
     read_end,
     read_events,
     read_metadata,
     read_run,
 )
+from guardbit.store.files import names_of_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     if frame.empty:
         raise ValueError(f"the run at {path} holds no samples yet")
     return LoadedRun(
-        place_of_run(Path(path)).name,
+        names_of_runs([Path(path)])[0],
         frame,
         read_events(path),
         read_metadata(path),

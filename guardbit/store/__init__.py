@@ -24,7 +24,7 @@ its first sample or event: a run that dies before it has recorded anything hides
 of hidden steps stay on disk.
 """
 
-from guardbit.store.files import RUN_FOLDER, folder_of_run, is_run, place_of_run, runs_below
+from guardbit.store.files import RUN_FOLDER, folder_of_run, is_run, runs_below
 from guardbit.store.following import RunFollower
 from guardbit.store.reading import read_end, read_events, read_metadata, read_run
 from guardbit.store.writing import RunWriter
@@ -35,7 +35,6 @@ __all__ = [
     "RunWriter",
     "folder_of_run",
     "is_run",
-    "place_of_run",
     "read_end",
     "read_events",
     "read_metadata",

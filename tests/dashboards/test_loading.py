@@ -11,7 +11,8 @@ import guardbit
 from guardbit.dashboards import figures
 from guardbit.dashboards.figures.style import pixels
 from guardbit.records import Sample
-from guardbit.store import RunWriter, place_of_run
+from guardbit.store import RunWriter
+from guardbit.store.files import place_of_run
 
 RESULTS = Path(__file__).parents[2] / "studies" / "rescue" / "results"
 
