@@ -68,7 +68,6 @@ class Measurement:
         self.directions: dict[str, Tensor] = {}
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
         self._next_audited = 0
-        self._num_joined = 0  # sites of all ranks, if each has sites of its own
         self._running_sums = RunningSums()
 
     @property
@@ -80,10 +79,6 @@ class Measurement:
     def needs_calls(self) -> bool:
         """Whether anything wanted is measured in attention calls."""
         return bool(self._plan.calls)
-
-    @property
-    def num_sites(self) -> int:
-        return max(len(self._known), self._num_joined)
 
     def begin(self) -> None:
         if self._metric is not None:
@@ -183,7 +178,6 @@ class Measurement:
             return None, []
         table = joined_tables(ranks.of_each_part(own, own))
         self._layers |= {site.name: site.layer for site in table}
-        self._num_joined = len(table)
         # A rank without any attention has nothing to add.
         is_ready = usable and (measured_here or not self._instrumentation.sites)
         if not table or not ranks.all_agree(is_ready, table):
