@@ -489,6 +489,10 @@ class Judgement:
             return "Look at the learning rate and the data: switching does not help."
         if self.state == "alarmed" and self.switched >= self.num_heads:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
+        if self.state == "alarmed" and self.alarmed_and_switched == len(self.alarmed):
+            return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
+        if self.state == "unclear" and not self.num_heads:
+            return "Nothing is judged before attention is watched: the log says what is missing."
         if self.state == "lost" and self.lead is None:
             return "Resume from a checkpoint before the loss diverged; look at the data there."
         return _ADVICE[self.state]
@@ -921,7 +925,7 @@ _ENDS: dict[Ended | None, str] = {
 _ADVICE: dict[State, str] = {
     "healthy": "Nothing is to be done.",
     "unclear": "Go on until heads have been sampled twice by indicators that the rules read.",
-    "warning": "Attach a policy; look at the loss and at the heads with the largest logits.",
+    "warning": "See that a policy is attached; look at the loss and the largest logits.",
     "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
     "saved": "Go on training.",

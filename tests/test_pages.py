@@ -49,13 +49,14 @@ def test_lightning(monkeypatch):
 
 
 def test_hugging_face(monkeypatch):
-    names = {"model": 1, "arguments": 2, "data": 3}
+    monkeypatch.setattr(transformers.TrainingArguments, "__post_init__", lambda _: None)
     made, train = mock.Mock(return_value=None), mock.Mock()
     monkeypatch.setattr(transformers.Trainer, "__init__", made)
     monkeypatch.setattr(transformers.Trainer, "train", train)
-    watch = run("quickstart.md", "Hugging Face", **names)["watch"]
+    watch = run("quickstart.md", "Hugging Face", model=1, data=3)["watch"]
     assert isinstance(watch, HuggingFaceMonitor)
-    made.assert_called_once_with(1, 2, train_dataset=3, callbacks=[watch])
+    (model, arguments), kwargs = made.call_args
+    assert model == 1 and arguments.bf16 and kwargs == {"train_dataset": 3, "callbacks": [watch]}
     train.assert_called_once_with()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self._run = None
         end(self, "crashed")  # a session is still open if the last run did not end
         trainers: list[Trainer] = []
-        reporters, trained = [], []
+        reporters, trained, checkpoint = [], [], None
         with suppress(Exception):  # of other code's frames
-            trainers = [each for each in _callers() if isinstance(each, Trainer)]
+            callers = [each for each in _callers() if isinstance(each.get("self"), Trainer)]
+            trainers = [each["self"] for each in callers]
+            # It may lie in the folder of another run.
+            given = (each.get("resume_from_checkpoint") for each in callers)
+            checkpoint = next((one for one in given if isinstance(one, str | os.PathLike)), None)
             trained = list(_training)
             kinds = tuple(INTEGRATION_TO_CALLBACK.values())
             beside = trainers[0].callback_handler.callbacks
@@ -111,11 +116,14 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             self._run = model, trainers[0]
             _training.add(self)
         if state.global_step > 0:
-            path = _state_path(args, state)
+            path = Path(checkpoint, STATE_FILE) if checkpoint else _state_path(args, state)
             try:
                 saved = json.loads(path.read_text())
             except (OSError, ValueError, RecursionError) as error:
-                log.warning("the run goes on, and GuardBit begins anew: %s: %s", path, error)
+                log.warning(
+                    "the run goes on, and GuardBit begins anew, with no head switched: %s: %s",
+                    path, error,
+                )  # fmt: skip
             else:
                 session.load_state_dict(saved)
 
@@ -192,11 +200,11 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             end(self)
 
 
-def _callers() -> Iterator[object]:
-    """The objects whose methods are running in this thread, innermost first."""
+def _callers() -> Iterator[Mapping[str, Any]]:
+    """The variables of the functions that are running in this thread, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_locals.get("self")
+        yield frame.f_locals
         frame = frame.f_back
 
 

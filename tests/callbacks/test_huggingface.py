@@ -273,8 +273,9 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
     whole = train(tmp_path / "whole", monitor())
     train(tmp_path / "parts", monitor(), steps=8)
     checkpoint = tmp_path / "parts" / "checkpoint-6"
+    other = train(tmp_path / "other", monitor(), resume=str(checkpoint))
     resumed = train(tmp_path / "parts", monitor(), resume=str(checkpoint))
-    assert same_weights(whole, resumed)
+    assert same_weights(whole, resumed) and same_weights(whole, other)
     runs = [tmp_path / name / "guardbit" for name in ("whole", "parts")]
     pd.testing.assert_frame_equal(*map(read_run, runs))
     pd.testing.assert_frame_equal(*map(read_events, runs))
