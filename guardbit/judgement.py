@@ -494,7 +494,10 @@ class Judgement:
         if self.state == "unclear" and not self.num_heads:
             return "Nothing is judged before attention is watched: the log says what is missing."
         if self.state == "lost" and self.lead is None:
-            return "Resume from a checkpoint before the loss diverged; look at the data there."
+            return (
+                "Resume from a checkpoint before the loss diverged, with a lower rate; look at the"
+                " data there."
+            )
         return _ADVICE[self.state]
 
     @property

@@ -235,7 +235,8 @@ def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path):
             writer.add([Sample(step, "", -1, "loss", (3.0,))])
             writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
     result = invoke("report", tmp_path / "run")
-    assert (result.exit_code, result.stderr) == (0, "")
+    said = "run: Healthy: no alarm up to step 1. Nothing is to be done.\n"
+    assert (result.exit_code, result.stderr) == (0, said)
 
 
 def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkeypatch):
@@ -329,7 +330,7 @@ def test_a_broken_segment_is_one_line_on_stderr(tmp_path):
 
 def test_report_writes_a_page_into_the_runs_folder(small_run):
     result = invoke("report", small_run)
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr.count("\n")) == (0, 1)
     page = small_run / "report.html"
     assert result.stdout == f"{page}\n"
     text = page.read_text(encoding="utf-8")
@@ -417,6 +418,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     shutil.copytree(plain_run, other)
     result = invoke("report", plain_run, other)
     assert (result.exit_code, result.stdout) == (0, "comparison.html\n")
+    assert f"{tmp_path.name}/version_1/run: " in result.stderr
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert f"<th>{tmp_path.name}/version_1/run</th>" in text
 
@@ -424,7 +426,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
 def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path):
     page = tmp_path / "r.html"
     result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.exit_code == 0 and "Alarmed: 2 of 12 layers" in result.stderr
     text = page.read_text(encoding="utf-8")
     assert ">Alarmed: 2 of 12 layers since step 7,200, none switched" in text
     assert "found in the samples" in text

@@ -74,6 +74,9 @@ def report(
         runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
         with writing_to(place):
             written = write_reports(runs, place, format=format.value)
+    for run in runs:  # not to stdout, which has the place alone
+        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}"
+        typer.echo(printable(said), err=True)
     typer.echo(printable(str(written)))
     if open_it:
         typer.launch(written.resolve().as_uri())
