@@ -747,10 +747,16 @@ def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
     layers = sorted(layer for layer, mode in modes.items() if mode >= min(largest, AT_RISK))
     why = (
         f"the largest key_common_mode at step {step:,}{when and f', which is {when},'} is"
-        f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}); of the"
-        f" study's eight kinds of model the three above {AT_RISK} at step {RISK_STEP:,} were at"
-        f" risk, the five below {HARDLY_AT_RISK} hardly: a statistic, no promise"
+        f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
     )
+    if when == "early":
+        why += f"; it tells from step {RISK_STEP:,} on"
+    else:
+        why += (
+            f"; of the study's eight kinds of model the three above {AT_RISK} at step"
+            f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly: a statistic, no"
+            " promise"
+        )
     return Risk(what, why, largest, step, tuple(layers))
 
 
