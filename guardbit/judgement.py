@@ -40,6 +40,8 @@ LOSS_SAMPLES, COME_BACK = 8, 0.1
 #: It rises when the median of this many last ones lies further above the smallest such median, and
 #: further than so many times their scatter: of many noisy losses some window is always low.
 RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
+#: Before there are so many losses: nats by which `LOSS_SAMPLES` of them must lie above the best.
+SURELY_ABOVE = 1.0
 #: A switched head is still alarming with an alarm in so many last steps; one within so many steps
 #: of its switch is of the failure before.
 LASTING = 1000
@@ -194,6 +196,9 @@ class Losses:
         self.is_back = few <= self._least_of_few + COME_BACK
         if self._count >= RISING_SAMPLES:
             self._look_for_rise()
+        elif self._count >= LOSS_SAMPLES:  # too few to know their scatter
+            above = few - self._least_of_few
+            self.rise = above if above > SURELY_ABOVE else 0.0
         is_critical = self.lost is not None or self.rise > 0
         if is_critical != (bool(self.critical) and self.critical[-1][1]):
             self.critical.append((step, is_critical))

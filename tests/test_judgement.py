@@ -95,6 +95,10 @@ def test_without_an_alarm_a_run_is_healthy():
             {"loss": lambda step: 3.0 if step < 9000 else 3.2, "every": 10},
             "the loss is 0.2 above its best",
         ),
+        (
+            {"loss": lambda step: 4.0 if step < 6000 else 30.0, "every": 1000},
+            "the loss is 26 above its best",
+        ),
     ],
 )
 def test_what_rises_without_an_alarm_is_a_warning(made, said):
