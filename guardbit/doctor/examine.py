@@ -74,6 +74,12 @@ class Finding(_OfEngine):
     advice: str  # what to do, a sentence; "" where nothing need be done
     is_broken: bool  # whether what the engine returns is wrong
 
+    def __str__(self) -> str:
+        engine, *call = self.place
+        return f"{engine}, {' '.join(call)}: {self.why}" + (
+            f" {self.advice}" if self.advice else ""
+        )
+
 
 @dataclass(frozen=True)
 class Row(_OfEngine):

@@ -115,8 +115,10 @@ class Burst:
     def want(self, site: str, heads: Iterable[int], is_alarm: bool = True) -> None:
         """Begins to measure heads of an attention module, as far as there is room.
 
-        A head is measured once for an advisory and once for an alarm.
+        A head is measured once for an advisory and once for an alarm, on the ranks that have it.
         """
+        if site not in self._sites():
+            return
         for head in heads:
             room = MOST_HEADS - sum(map(len, self.heads.values()))
             is_new = (site, head, is_alarm) not in self._seen
@@ -156,7 +158,7 @@ class Burst:
         """Takes one attention call, inside its backward."""
         sites = self._sites()
         for name, heads in list(self.heads.items()):
-            if sites[name].number == call.site:
+            if name in sites and sites[name].number == call.site:
                 try:
                     self._consume(sites[name], call, heads)
                 except LayoutUnavailable as unavailable:

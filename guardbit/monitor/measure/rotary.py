@@ -35,7 +35,7 @@ def turns_of(model: nn.Module, size: int, positions: int, device: torch.device) 
         positions: Tokens of a sequence, at positions from 0 on.
         device: Where the turns will be used.
     """
-    cos = torch.ones(positions, size, device=device)
+    cos = torch.ones(positions, size, dtype=torch.float32, device=device)
     turns = [Turn(cos, torch.zeros_like(cos), torch.arange(size, device=device))]
     for name, table in (*model.named_buffers(), *model.named_parameters()):
         angles = _angles(table.detach(), positions) if "freq" in name else None

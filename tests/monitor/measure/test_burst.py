@@ -305,7 +305,7 @@ def test_a_resumed_run_measures_anew(tmp_path):
 
 
 def test_there_is_room_for_some_heads_and_an_alarm_begins_anew():
-    burst = Burst(dict, nn.Module())
+    burst = Burst(lambda: dict.fromkeys("ab"), nn.Module())
     burst.want("a", range(5), is_alarm=False)
     burst.want("b", range(5), is_alarm=False)
     assert burst.heads == {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2]} and MOST_HEADS == 8
