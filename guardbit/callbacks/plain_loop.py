@@ -78,7 +78,11 @@ class MonitorSession(Session):
         super().__init__(model, **settings)
         if not self._is_void:
             every = settings.get("every_n_train_steps", Settings.every_n_train_steps)
-            self._say(lambda: first_line(every, self._logged.place))
+            try:
+                self._say(lambda: first_line(every, self._logged.place))
+            except BaseException:  # Ctrl-C: nobody will have the session, to close it
+                super().close("interrupted")
+                raise
 
     @guard.method(nothing)
     def close(self, end: RunEnd = "finished") -> None:
