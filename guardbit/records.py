@@ -160,12 +160,17 @@ def named(heads: Iterable[int]) -> str:
     return f"head {listed}" if listed.isdecimal() else f"heads {listed}"
 
 
+def place_of(event: Alarm | Event) -> str:
+    """The module of an event and its heads, "" where it is of the whole run."""
+    return f"{event.site} {named(event.heads)}" if event.heads else event.site
+
+
 def line_of(alarm: Alarm | Event, advice: str = "") -> str:
     """An alarm's line: of its sentence the first clauses that leave room for what to do."""
     why, end = printable(alarm.why), f"; {advice}" if advice else ""
     # The sentence mostly names the heads.
-    heads = "" if why.startswith("head ") else f" {named(alarm.heads)}"
-    where = f" {alarm.site}{heads}" if alarm.site else ""
+    where = alarm.site if why.startswith("head ") else place_of(alarm)
+    where = f" {where}" if where else ""
     begin = printable(f"GuardBit: step {alarm.step:,}: alarm{where}: ")
     clauses = re.split(r"(?<=[^;,])(?=[;,] )", why)
     kept = clauses[0]

@@ -44,4 +44,7 @@ def test_the_saved_run_is_a_copy_that_was_switched_and_alarms_are_those_of_today
     # It has its test.
     monkeypatch.setattr(sys.modules["guardbit.cli.demo"], "_show_recorded", lambda folder: None)
     said = " ".join(CliRunner().invoke(app, ["demo", "--recorded"]).stdout.split())
-    assert "a copy of lost from step 4,000 on" in said and "At step 6,750" in said
+    assert (
+        "a copy of lost from step 4,000 on" in said
+        and "at step 6,750, when the rules of that time first" in said
+    )

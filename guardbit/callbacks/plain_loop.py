@@ -45,7 +45,7 @@ class MonitorSession(Session):
         model: The model; it is instrumented here, before its first forward.
         writer: Gets the scalars that `AttentionMonitor` documents, on rank 0: anything with
             `add_scalar`, such as a TensorBoard `SummaryWriter`, or a function of a dict and a step,
-            such as `wandb.log`. An error in it is told once and ends its use.
+            such as `wandb.log`. An error in it is logged once and ends its use.
         **settings: The `guardbit.monitor.settings.Settings`, with `dirpath=None` to keep no
             telemetry, as on other ranks than 0.
 

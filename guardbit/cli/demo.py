@@ -18,9 +18,9 @@ RUNS = {
 }
 #: How the two are related.
 WHICH_IS_WHICH = (
-    "saved is a copy of lost from step 4,000 on, with the same losses up to there. At step 6,750,"
-    " the first alarm of the rules that it was made with, all its heads were switched. Alarms are"
-    " those of today's rules."
+    "saved is a copy of lost from step 4,000 on, with the same losses up to there. All its heads"
+    " were switched at step 6,750, when the rules of that time first alarmed. The alarms shown are"
+    " those of today's rules, which come earlier."
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import Event, RunEnd, Sample, line_of, named, printable
+from guardbit.records import Event, RunEnd, Sample, line_of, place_of, printable
 from guardbit.store import RunWriter, folder_of_run, is_run, read_events
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Journal:
         # A verdict quotes its first alarm, which stands in the log already.
         for quoted in self._said.values() if event.kind == "verdict" else ():
             why = why.replace(f": {quoted}", "")
-        where = f" {event.site} {named(event.heads)}" if event.site else ""
+        where = f" {place_of(event)}" if event.site else ""
         verdict = f" {event.verdict}" if event.kind == "verdict" else ""
         switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
         line = f"step {event.step}: {event.kind}{where}{verdict}{switch}: {why}"

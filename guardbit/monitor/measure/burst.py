@@ -21,7 +21,7 @@ leave, and which E gets as well. Where it is not, nothing is measured.
 
 Of ranks that average their gradients each sees its own E only. The slope is the mean of theirs, so
 that of one rank estimates it, with a wider interval. Its gradient is not the parameter's; there the
-proof is that A and b leave next to nothing of y, which has more features than x.
+proof is that A and b leave next to nothing of y, beside what they would leave of any other y.
 
 `docs/rules.md` says on which runs the measure was chosen and tried.
 """
@@ -78,7 +78,7 @@ class _Product(NamedTuple):
     gradients: Tensor  # FP64 `(h, d, C)`, that of the calls
     errors: Tensor  # the same, of dQ's error
     is_corrected: Tensor  # bool `(h,)`
-    unexplained: Tensor  # FP64, the part of q and k that least squares leave
+    unexplained: Tensor  # FP64, see `Burst._turn_of`
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """The heads' rows of the parameter, or of what has its shape, FP64 `(h, d, C)`."""
@@ -101,7 +101,7 @@ class Burst:
         self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
         self._products: dict[str, _Product] = {}
         # Module and number of tokens -> how positions turn its queries and keys.
-        self._turns: dict[tuple[str, int], tuple[Turn, Tensor]] = {}
+        self._turns: dict[tuple[str, int], tuple[Turn | None, Tensor]] = {}
         # Module and head -> what each step gave: r, c, and the proof.
         self._series: dict[tuple[str, int], list[Tensor]] = {}
         self._in_vain: Counter[str] = Counter()  # steps in a row that gave nothing
@@ -190,7 +190,7 @@ class Burst:
         shown = _shown(projected, turn)
         # FP32 sums over all rows; what the solve does with them is FP64.
         sums = torch.stack([
-            torch.einsum("bhnd,bnf->hdf", turn.undo(side), shown).double() @ whole
+            torch.einsum("bhnd,bnf->hdf", _undone(side, turn), shown).double() @ whole
             for side in (dq, as_kernel - exact)
         ])  # fmt: skip
         gradients, errors = torch.cholesky_solve(sums.flatten(0, 2).mT, factor).mT.view_as(sums)
@@ -206,9 +206,15 @@ class Burst:
 
     def _turn_of(
         self, name: str, projected: Sequence[_Projected], whole: Tensor, factor: Tensor
-    ) -> tuple[Turn, Tensor]:
-        """How positions turn a module's queries and keys, and the part that is unexplained then."""
+    ) -> tuple[Turn | None, Tensor]:
+        """How positions turn queries and keys, None where they do not, and what is unexplained.
+
+        That is the part of q and k that least squares leave, over the part they leave of noise;
+        they leave nothing of anything where q and k have no more features than x.
+        """
         *_, tokens, size = projected[0][0].shape
+        features, inputs = whole.shape
+        of_noise = max(1 - inputs / features, 0.0) ** 0.5
         if (name, tokens) not in self._turns:
             turns = turns_of(self._model, size, tokens, whole.device)
             first = [(x[:1], rows, parameters) for x, rows, parameters in projected]
@@ -216,11 +222,14 @@ class Burst:
             for turn in turns:
                 shown = _shown(first, turn)[0].double()
                 x = torch.cholesky_solve((shown @ whole).mT, factor)
-                unexplained.append((shown - (whole @ x).mT).norm() / shown.norm())
+                left = (shown - (whole @ x).mT).norm() / shown.norm()
+                unexplained.append(
+                    left / of_noise if of_noise else torch.full_like(left, torch.inf)
+                )
             # Chosen on the device: the host waits for nothing.
             least, best = torch.stack(unexplained).min(0, keepdim=True)
             parts = (torch.stack(of).index_select(0, best)[0] for of in zip(*turns, strict=True))
-            self._turns[name, tokens] = Turn(*parts), least[0]
+            self._turns[name, tokens] = Turn(*parts) if len(turns) > 1 else None, least[0]
         return self._turns[name, tokens]
 
     @torch.no_grad()
@@ -325,11 +334,15 @@ def _largest(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sigmas, lefts, rights / sigmas[:, None]
 
 
-def _shown(projected: Iterable[_Projected], turn: Turn) -> Tensor:
+def _undone(x: Tensor, turn: Turn | None) -> Tensor:
+    return x.float() if turn is None else turn.undo(x.float())
+
+
+def _shown(projected: Iterable[_Projected], turn: Turn | None) -> Tensor:
     """What projections made before positions turned it, less biases, FP32 `(B, N, features)`."""
     found = []
     for x, rows, (_, *biases) in projected:
-        found.append(turn.undo(x.float()).transpose(1, 2).flatten(2))
+        found.append(_undone(x, turn).transpose(1, 2).flatten(2))
         if biases:
             found[-1] = found[-1] - biases[0].detach().float().flatten()[rows.rows].flatten()
     return torch.cat(found, dim=-1)

@@ -334,6 +334,19 @@ def test_the_share_is_a_slope_and_its_interval_covers():
     assert all(x.isnan() for x in share_of(torch.stack([added, changes, 0.5 * torch.ones(200)], 1)))
 
 
+@pytest.mark.parametrize("layer", [partial(Turned, width=32), partial(Attention, width=64)])
+def test_of_ranks_nothing_is_measured_without_a_proof(layer, tmp_path, monkeypatch):
+    """Of queries that no table turns back; of q and k that have no more features than x."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(measure_burst, "ranks", SimpleNamespace(world_size=lambda: 2))
+    session = session_of(model := Model(layer(2)), tmp_path)
+    copies = layer.keywords["width"] // 32
+    run(model, LEAST_STEPS + 21, session, forward=lambda x: model(x.repeat(1, 1, copies)))
+    cause = session.judgement.cause
+    session.close()
+    assert cause.what == "not measured" and "does not give W_Q's gradient" in cause.why
+
+
 @pytest.mark.parametrize("error, what", [(3.0, "rounding"), (0.1, "not rounding")])
 def test_of_ranks_that_average_gradients_one_is_enough(error, what, faulty, tmp_path, monkeypatch):
     torch.manual_seed(0)
