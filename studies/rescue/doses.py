@@ -2,14 +2,16 @@
 
     python -m studies.rescue.doses --seeds 8 12 --again 16 --rounds 3 --minutes 24
     python -m studies.rescue.doses --seeds 4 10 --again 40 --rounds 5 --ways losses
+    python -m studies.rescue.doses --seeds 4 --again 60 --rounds 1 --ways twins
 
 The starts run side by side on cuDNN without a switch. The one that is alarmed first goes on; the
 others end as soon as it is known that they are not it. From its last checkpoint before that alarm
-copies go on for 1,800 steps (`--ways losses`: 1,500), in rounds: one that nothing is done to, and
-one of each other way. `doses` hand on multiples of delta's error (`errors.py`), and
-`dose_response.py` compares them; `losses` compare what corrections of the layers that the first
-alarm names are worth, and `paired.py` does. The first round has the next number after the starts'.
-When the time is up, what runs is stopped; what it has recorded stays.
+copies go on, in rounds: one of each way. `doses` hand on multiples of delta's error (`errors.py`),
+and `dose_response.py` compares them; `losses` compare what corrections of the layers that the first
+alarm names are worth, and `paired.py` does. `twins` correct all heads, and `causes.py` compares
+them with the start itself. `low` is for a low rate: it begins before the first advisory, and
+`counterfactual.py` compares. The first round has the next number after the starts'. When the time
+is up, what runs is stopped; what it has recorded stays.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from studies.rescue.jobs import (
     reached,
 )
 from studies.rescue.packed import step_of
-from studies.rescue.train import parse, run_name
+from studies.rescue.train import NETS, parse, run_name
 
 #: How a round's copies differ, as arguments of `train.py`.
 WAYS = {
@@ -45,11 +47,13 @@ WAYS = {
         ("--arm", "qk_clip", "--bound", "1000"),
         ("--arm", "late_layers", "--stabilizer", "row_max"),
     ),
+    "twins": (("--arm", "late", "--stabilizer", "exact_delta"),),
+    "low": (("--arm", "stock"), ("--arm", "late", "--stabilizer", "exact_delta")),
 }
 
-#: How far copies go.
+#: How far copies go. Twins: 600 steps after the alarm, whichever checkpoint they are of.
 STEPS = 1800
-STEPS_OF = {"doses": STEPS, "losses": 1500}
+STEPS_OF = {"doses": STEPS, "losses": 1500, "twins": CHECKPOINT_EVERY + 600, "low": 2000}
 
 
 def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, int]:
@@ -63,7 +67,7 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
         The seed that was copied and the step from which.
 
     Raises:
-        SystemExit: If no start is alarmed by step `STEP`, after its first checkpoint.
+        SystemExit: If no start is alarmed by step `--by`, after its first checkpoint.
     """
     kept = options.folder / "frozen"
     if kept.exists():
@@ -72,9 +76,11 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
     jobs = Jobs(options.folder / "logs", command, options.minutes, options.gpus)
     try:
         common = ["--backend", "cudnn", "--snapshot-megabytes", "0", "--updates-every",
-                  str(options.updates_every), "--corpus", str(options.corpus)]  # fmt: skip
+                  str(options.updates_every), "--corpus", str(options.corpus),
+                  "--architecture", options.architecture,
+                  "--learning-rate", str(options.learning_rate)]  # fmt: skip
         seed, run = _first(options, jobs, common)
-        alarm = first_alarm(run)
+        alarm = first_alarm(run, kinds=_kinds(options))
         before = [step for p in run.glob("step=*.ckpt") if (step := step_of(p)) < (alarm or 0)]
         if not before:
             raise SystemExit(f"{run} was alarmed at step {alarm} and has no checkpoint before")
@@ -100,7 +106,7 @@ def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[
     for seed in options.seeds:
         arguments = [*common, "--folder", str(options.folder), "--arm", "stock", "--again",
                      str(options.again), "--seed", str(seed),
-                     "--steps", str(STEP + STEPS_OF[options.ways]),
+                     "--steps", str(options.by + STEPS_OF[options.ways]),
                      "--checkpoint-every", str(CHECKPOINT_EVERY)]  # fmt: skip
         runs[seed] = options.folder / run_name(parse(arguments), "stock")
         jobs.start(f"seed{seed}", "train", arguments)
@@ -108,8 +114,11 @@ def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[
     while going_on:
         jobs.look()
         at = {seed: reached(runs[seed]) for seed in going_on}
-        alarms = {s: first_alarm(runs[s], STEP) if at[s] else None for s in going_on}
-        for seed in out_of_it(alarms, at, 1):
+        alarms = {
+            s: first_alarm(runs[s], options.by, _kinds(options)) if at[s] else None
+            for s in going_on
+        }
+        for seed in out_of_it(alarms, at, 1, options.by):
             jobs.stop(f"seed{seed}")
             going_on.remove(seed)
         # A clock after the alarm's step is a sign that all up to it is written.
@@ -119,7 +128,12 @@ def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[
         for seed in [s for s in going_on if f"seed{s}" not in jobs.running]:
             print(f"seed {seed} ended at {at[seed]}", flush=True)
             going_on.remove(seed)
-    raise SystemExit(f"no start was alarmed by step {STEP}")
+    raise SystemExit(f"no start was alarmed by step {options.by}")
+
+
+def _kinds(options: argparse.Namespace) -> tuple[str, ...]:
+    """The kinds of events that copies have to begin before."""
+    return ("alarm", "advisory") if options.ways == "low" else ("alarm",)
 
 
 def _copy(options: argparse.Namespace, jobs: Jobs, common: list[str], run: Path, end: int) -> None:
@@ -147,6 +161,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--again", type=int, required=True, help="number of the starts")
     parser.add_argument("--rounds", type=int, default=3, help="of copies")
     parser.add_argument("--ways", choices=WAYS, default="doses")
+    parser.add_argument("--architecture", choices=NETS, default="gpt2")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--by", type=int, default=STEP, help="no alarm counts after this step")
     parser.add_argument("--updates-every", type=int, default=200, help="steps")
     parser.add_argument("--slots", type=int, default=6, help="runs side by side, 12 GB each")
     parser.add_argument("--gpus", type=int, nargs="+", default=(), help="to spread runs over")

@@ -115,9 +115,11 @@ class Jobs:
         return (self.end - time.monotonic()) / 60
 
 
-def first_alarm(folder: Path, until: float = float("inf")) -> int | None:
+def first_alarm(
+    folder: Path, until: float = float("inf"), kinds: Sequence[str] = ("alarm",)
+) -> int | None:
     """The step of a run's first alarm of a head, None if there is none up to a step."""
-    alarms = read_events(folder).query("kind == 'alarm' and site != '' and step <= @until")["step"]
+    alarms = read_events(folder).query("kind in @kinds and site != '' and step <= @until")["step"]
     return None if alarms.empty else int(alarms.min())
 
 
@@ -142,19 +144,22 @@ def chosen(alarms: dict[int, int | None], most: int) -> list[int]:
     return [seed for _, seed in found][:most]
 
 
-def out_of_it(alarms: dict[int, int | None], at: dict[int, int], most: int) -> set[int]:
+def out_of_it(
+    alarms: dict[int, int | None], at: dict[int, int], most: int, by: int = STEP
+) -> set[int]:
     """The starts of which it is known that they will not be copied.
 
     They have passed the step by which they would have had to be alarmed.
 
     Args:
-        alarms: Seed -> step of its first alarm, up to `STEP`.
+        alarms: Seed -> step of its first alarm, up to `by`.
         at: Seed -> step that it has reached.
         most: How many are copied at most.
+        by: No alarm counts after this step.
     """
     found = chosen(alarms, most)
     steps = [step for seed in found if (step := alarms[seed]) is not None]
-    limit = max(steps) if len(found) == most else STEP
+    limit = max(steps) if len(found) == most else by
     return {seed for seed in alarms if seed not in found and at[seed] > limit}
 
 

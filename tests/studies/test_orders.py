@@ -60,7 +60,8 @@ def perform(study, prepared, seeds, **changes):
     given = {
         "seeds": seeds, "again": 16, "slots": 4, "minutes": 2.0, "folder": folder / "runs",
         "corpus": folder / "corpus", "most": 3, "steps": 7600, "push_steps": 400, "rounds": 2,
-        "updates_every": 200, "ways": "doses", "gpus": (),
+        "updates_every": 200, "ways": "doses", "gpus": (), "architecture": "gpt2",
+        "learning_rate": 1.5e-3, "by": 6400,
     }  # fmt: skip
     return study(
         argparse.Namespace(**{**given, **changes}),
