@@ -29,8 +29,8 @@ _HOW_TO_SHOW = (
 )
 
 _FUNCTIONS = (
-    "F.scaled_dot_product_attention, varlen_attn, flex_attention, a function of flash_attn or"
-    " guardbit.flash_attention"
+    "F.scaled_dot_product_attention, varlen_attn, flex_attention, a function of flash_attn,"
+    " TransformerEngine's FusedAttnFunc or guardbit.flash_attention"
 )
 
 #: How many sampled steps have to pass a module by. Of layers that are dropped at random, a few do

@@ -5,8 +5,8 @@ backward computes delta = rowsum(dO * O) from the O that it is handed, as theirs
 from GuardBit's own references.
 
 `install` puts it under the ops that PyTorch's `varlen_attn` calls, and makes modules like those of
-flash_attn 2, 3 and 4 of it, with the parameters that these have, and modules like those that the
-package `kernels` makes of kernels of Hugging Face's hub.
+flash_attn 2, 3 and 4 of it, with the parameters that these have, modules like those that the
+package `kernels` makes of kernels of Hugging Face's hub, and TransformerEngine's.
 """
 
 import sys
@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 
 import torch
 
+from tests.flash_stand_in import transformer_engine
 from tests.flash_stand_in import version_2 as v2
 from tests.flash_stand_in import versions_3_and_4 as v3
 from tests.flash_stand_in.aten import aten_kernels
@@ -54,6 +55,7 @@ def modules():
         "flash_attn.cute.interface": {
             **public_4, "_flash_attn_fwd": v3.forward_4, "_flash_attn_bwd": v3.backward_4
         },
+        **transformer_engine.contents(v2.flash_attn_func),
     }  # fmt: skip
     hub_2, hub_3, hub_4 = (
         {name: _copy(x) for name, x in public.items()}

@@ -1,4 +1,4 @@
-"""Kernels of libraries: PyTorch's packed attention, and FlashAttention 2, 3 and 4.
+"""Kernels of libraries: PyTorch's packed attention, FlashAttention 2 to 4, TransformerEngine.
 
 FlashAttention comes from the packages of its authors, or as a kernel of Hugging Face's hub,
 `kernels.get_kernel(...)`. Each is called by the functions that its own autograd functions call.
@@ -16,7 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +27,13 @@ from torch.nn.attention import SDPBackend
 from guardbit.kernels.engines.base import Engine, Gradients, Inputs, philox_of
 from guardbit.kernels.spec import AttentionSpec
 
-#: The parameters by which a call chooses how its work is spread, where its library has them.
-SCHEDULING = ("num_splits", "pack_gqa", "sm_margin")
+#: The parameters by which a call chooses how its work is spread, where its library has them; and
+#: whether its tensors are (tokens, batch, heads, head size), as TransformerEngine's may be.
+SCHEDULING = ("num_splits", "pack_gqa", "sm_margin", "tokens_first")
+
+#: The layout of tensors: (batch, heads, tokens, head size), (batch, tokens, heads, head size),
+#: (tokens, batch, heads, head size), or, for packed sequences, (tokens, heads, head size).
+Layout = Literal["BHND", "BNHD", "NBHD", "NHD"]
 
 _aten = torch.ops.aten
 
@@ -63,20 +68,28 @@ class LibraryEngine(Engine):
         """What messages call its kernel."""
         return f"the kernel of {self.label}"
 
+    def layout(self, spec: AttentionSpec) -> Layout:
+        """Returns how its functions have the tensors of a call."""
+        return "BNHD" if spec.documents is None else "NHD"
+
     def why_missing(self, is_packed: bool) -> str | None:
         """Returns why the installed release cannot be called, a clause, or None."""
         # On ROCm, LSE may have another layout.
         return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
 
 
-def to_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Returns a view of `(B, H, N, D)` in the layout of libraries."""
-    return x.transpose(1, 2) if spec.documents is None else x.squeeze(0).transpose(0, 1)
+def as_given(x: Tensor, layout: Layout) -> Tensor:
+    """Views `(B, H, N, D)` in another layout."""
+    if layout in ("BHND", "NBHD"):
+        return x if layout == "BHND" else x.permute(2, 0, 1, 3)
+    return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)
 
 
-def from_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Undoes `to_library_layout`."""
-    return x.transpose(1, 2) if spec.documents is None else x.transpose(0, 1).unsqueeze(0)
+def heads_first(x: Tensor, layout: Layout) -> Tensor:
+    """Views a tensor of another layout as `(B, H, N, D)`."""
+    if layout in ("BHND", "NBHD"):
+        return x if layout == "BHND" else x.permute(1, 2, 0, 3)
+    return x.transpose(1, 2) if layout == "BNHD" else x.transpose(0, 1).unsqueeze(0)
 
 
 def library_function(home: str, attribute: str) -> Callable[..., Any] | None:
@@ -132,22 +145,22 @@ class Varlen(LibraryEngine):
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, _, _ = inputs
-        q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
+        q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *_documents(spec), 0.0, spec.causal is True, False, **_range(spec),
             **self.scheduled,
         )  # fmt: skip
-        return from_library_layout(out, spec), lse.unsqueeze(0)
+        return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
-        tensors = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
+        tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         philox = philox_of(drawn, q.device).view(torch.uint64)
         gradients = _aten._flash_attention_backward(
             *tensors, lse.squeeze(0), *_documents(spec), 0.0, spec.causal is True, philox,
             q.new_empty(0), **_range(spec),
         )  # fmt: skip
-        return Gradients(*(from_library_layout(x, spec) for x in gradients))
+        return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
 
 
 def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
@@ -188,16 +201,17 @@ class _FlashAttn(LibraryEngine):
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, _ = inputs
-        q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
+        layout = self.layout(spec)
+        q, k, v = (as_given(x, layout) for x in (q, k, v))
         function = self.functions(spec.documents is not None)[0]
         out, lse, *rest = call_library(function, q=q, k=k, v=v, **self.arguments(spec))
         if drawn is not None:
             drawn.philox.copy_(rest[-1].view(torch.int64))
-        return from_library_layout(out, spec), lse if spec.documents is None else lse.unsqueeze(0)
+        return heads_first(out, layout), lse if spec.documents is None else lse.unsqueeze(0)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
-        d_out, q, k, v, out = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
+        d_out, q, k, v, out = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         lse = lse if spec.documents is None else lse.squeeze(0)
         dq, dk, dv = empty_gradients(q, k, v)
         returned = call_library(
@@ -216,7 +230,7 @@ class _FlashAttn(LibraryEngine):
             rng_state=philox_of(drawn, q.device),
             **self.arguments(spec),
         )
-        gradients = (from_library_layout(x, spec) for x in (dq, dk, dv))
+        gradients = (heads_first(x, self.layout(spec)) for x in (dq, dk, dv))
         return Gradients(*gradients, d_sinks=None if spec.sinks is None else returned[3])
 
     def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
@@ -276,6 +290,73 @@ class FlashAttn4(_FlashAttn):
             "learnable_sink": spec.sinks,
             "return_lse": True,
         }
+
+
+class TransformerEngine(_FlashAttn):
+    """The cuDNN kernels of TransformerEngine, from 2.4 on, for sequences of one length."""
+
+    label = "transformer_engine"
+    home = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+    names = "fused_attn_fwd", "fused_attn_bwd"
+    needs = frozenset({"attn_scale", "dropout", "qkv_layout", "attn_mask_type", "window_size"})
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        # A first forward under activation checkpointing, too, is one in training.
+        function, _ = self.functions(False)
+        out, saved, *_ = call_library(function, is_training=True, **self._asked(inputs))
+        if inputs.drawn is not None:
+            inputs.drawn.philox.copy_(saved[1].view(torch.int64))
+        return heads_first(out, self.layout(inputs.spec)), saved[0].squeeze(-1)
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        dtypes: Any = library_function("transformer_engine.pytorch.constants", "TE_DType")
+        found = call_library(
+            self.functions(False)[1],
+            o=as_given(out, self.layout(inputs.spec)).contiguous(),
+            d_o=as_given(d_out, self.layout(inputs.spec)).contiguous(),
+            aux_ctx_tensors=[lse.unsqueeze(-1), philox_of(inputs.drawn, lse.device)],
+            dqkv_dtype=dtypes[out.dtype] if dtypes else None,  # until 2.14
+            deterministic=self.deterministic,
+            **self._asked(inputs),
+        )
+        return Gradients(*(heads_first(x, self.layout(inputs.spec)) for x in found[:3]))
+
+    def layout(self, spec: AttentionSpec) -> Layout:
+        return "NBHD" if self.scheduled.get("tokens_first") else "BNHD"
+
+    def _asked(self, inputs: Inputs) -> dict[str, Any]:
+        """Returns the arguments that forward and backward share."""
+        spec, layout = inputs.spec, self.layout(inputs.spec)
+        rows, keys = inputs.q.size(2), inputs.k.size(2)
+        form = "sbhd" if layout == "NBHD" else "bshd"
+        name, q, k, v = _named(form, *(as_given(x, layout) for x in inputs[:3]))
+        starts = torch.arange(len(inputs.q) + 1, dtype=torch.int32, device=q.device)
+        causal = "causal" if rows == keys else "causal_bottom_right"
+        mask, kernels = causal if spec.causal else "no_mask", sys.modules[self.home]
+        return {
+            "q": q, "k": k, "v": v, "fake_dtype": q.dtype, "attn_scale": spec.scale,
+            "fused_attention_backend": kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
+            "max_seqlen_q": rows, "max_seqlen_kv": keys,
+            "cu_seqlens_q": starts * rows, "cu_seqlens_kv": starts * keys,
+            "qkv_layout": name, "dqkv_layout": name, "o_format": form, "do_format": form,
+            "dropout": spec.dropout_p, "attn_mask_type": mask,
+            "window_size": (spec.window[0], 0 if spec.causal else spec.window[1]),
+            "bottom_right_diagonal": mask != "causal",
+        }  # fmt: skip
+
+
+def _named(form: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    """Returns the name of how q, k and v lie in memory, as parts of one tensor or contiguous."""
+    for before, parts in (("", (q, k, v)), (f"{form}_", (k, v))):
+        number, first = len(parts), parts[0]
+        for axis in (2, 3):
+            whole = torch.empty((*first.shape[:axis], number, *first.shape[axis:]), device="meta")
+            strides, step = whole.select(axis, 0).stride(), whole.stride(axis) * q.itemsize
+            places = [(x.stride(), x.data_ptr() - first.data_ptr()) for x in parts]
+            are_parts = places == [(strides, i * step) for i in range(number)]
+            if are_parts and (not before or q.is_contiguous()):
+                return f"{before}{form[:axis]}{number}{form[axis:]}", q, k, v
+    return f"{form}_{form}_{form}", q.contiguous(), k.contiguous(), v.contiguous()
 
 
 # --- of the hub ----------------------------------------------------------------------------------
@@ -344,7 +425,8 @@ def hub_kernel_is_loaded() -> bool:
 LIBRARIES: dict[str, type[LibraryEngine]] = {
     engine.label: engine
     for engine in (
-        Varlen, FlashAttn2, FlashAttn3, FlashAttn4, HubFlashAttn2, HubFlashAttn3, HubFlashAttn4
+        Varlen, FlashAttn2, FlashAttn3, FlashAttn4, HubFlashAttn2, HubFlashAttn3, HubFlashAttn4,
+        TransformerEngine,
     )
 }  # fmt: skip
 

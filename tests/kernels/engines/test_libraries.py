@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import varlen
 
 from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
-from guardbit.kernels.engines.libraries import to_library_layout
+from guardbit.kernels.engines.libraries import as_given
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
@@ -205,7 +205,7 @@ def test_what_an_observer_is_told_is_the_call(site):
 def test_tensors_are_handed_over_as_views(engine):
     spec = CASES["documents"][0]
     q = tensors(spec, 2)[1]
-    seen = to_library_layout(q, spec)
+    seen = as_given(q, library_engine(engine, False).layout(spec))
     assert seen.shape == (len(q[0, 0]), 4, 32) and seen.data_ptr() == q.data_ptr()
     out, lse = library_engine(engine, False).forward(Inputs(q, q, q, spec), True)
     assert out.shape == q.shape and lse.shape == q.shape[:-1]

@@ -36,7 +36,7 @@ def install(monkeypatch):
     """
     take_back = flash_stand_in.install(monkeypatch)
     for entry in ENTRY_POINTS:
-        if entry.home.startswith("flash_attn") or "kernels/" in entry.name:
+        if entry.home.startswith(("flash_attn", "transformer_engine")) or "kernels/" in entry.name:
             monkeypatch.setattr(entry, "original", None)
     module = type(sys)("borrower")
     for entry in LIBRARY:

@@ -25,7 +25,7 @@ LOADED = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", 
 def library(monkeypatch):
     take_back = flash_stand_in.install(monkeypatch)
     for entry in ENTRY_POINTS:
-        if entry.home.startswith("flash_attn"):
+        if entry.home.startswith(("flash_attn", "transformer_engine")):
             monkeypatch.setattr(entry, "original", None)
     monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: True)
     for name in ("_loaded_implementation", "_process_flash_kwargs_fn", *LOADED):

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from guardbit import MonitorSession
-from tests.monitor.entry_points import library_models, test_observing, test_transformers_eager
+from tests.monitor.entry_points import (
+    library_models,
+    test_observing,
+    test_transformer_engine,
+    test_transformers_eager,
+)
 
 HEADS, WIDTH, HEAD = 4, 64, 16
 
@@ -118,6 +123,11 @@ def of_eager(name: str) -> Callable[[nn.Module], Tensor]:
     return lambda m: rows(m[0].model.get_submodule(f"{site}.{name}").weight, 0, 1)
 
 
+def of_transformer_engine(part: int) -> Callable[[nn.Module], Tensor]:
+    # Its layer has q, k and v of each head one after the other.
+    return lambda model: model[0].qkv.weight.unflatten(0, (HEADS, 3, HEAD))[:, part]
+
+
 def of_library(part: int) -> Callable[[nn.Module], Tensor]:
     def slice_(model: nn.Module) -> Tensor:
         kv = model[0].kv_heads
@@ -161,6 +171,7 @@ def observed(by: str) -> Callable[[], tuple[nn.Module, Tensor]]:
 
 PYTORCH = "PyTorch on the CPU"
 STAND_IN = "a stand-in only"
+SIGNATURES = "a stand-in with its signatures only"
 #: Of `flash_attn.cute` tests/kernels/test_libraries_gpu.py runs both functions.
 STAND_IN_AND_H200 = "a stand-in; FlashAttention 4 on an H200"
 
@@ -193,6 +204,10 @@ CASES = [
             of_library(1), _against(entry), breaks_graph=entry.is_of_hub,
         )
         for entry in library_models.LIBRARY
+    ),
+    Case(
+        "transformer_engine.FusedAttnFunc", lambda: test_transformer_engine.build("sbh3d"),
+        of_transformer_engine(0), of_transformer_engine(1), SIGNATURES, breaks_graph=True,
     ),
     *(
         Case(

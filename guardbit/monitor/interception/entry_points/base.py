@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
-from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.base import drawing_once
+from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given, heads_first
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
@@ -42,10 +42,6 @@ from guardbit.monitor.interception.seen import (
 )
 from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.watching import Watch
-
-#: The layout of the caller's tensors: (batch, heads, tokens, head size), (batch, tokens, heads,
-#: head size), or, for packed sequences, (tokens, heads, head size).
-Layout = Literal["BHND", "BNHD", "NHD"]
 
 #: What is done in an eager call instead of calling the original, see `guard.stand_in`.
 Before = Callable[[Args, Kwargs], Around | Result | None]
@@ -181,19 +177,6 @@ def _written_as(function: Any) -> tuple[str, str]:
         return str(function.__globals__.get("__name__")), code.co_qualname
     kind = function if isinstance(function, types.BuiltinFunctionType) else type(function)
     return str(kind.__module__), kind.__qualname__
-
-
-def heads_first(x: Tensor, layout: Layout) -> Tensor:
-    """Views a caller's tensor as `(B, H, N, D)`."""
-    if layout == "BHND":
-        return x
-    return x.transpose(1, 2) if layout == "BNHD" else x.transpose(0, 1).unsqueeze(0)
-
-
-def as_given(x: Tensor, layout: Layout) -> Tensor:
-    if layout == "BHND":
-        return x
-    return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)
 
 
 def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
+    Layout,
     Refusal,
     as_given,
     heads_first,
@@ -40,11 +41,11 @@ from guardbit.monitor.interception.entry_points.refusals import (
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
-#: Parameter of `varlen_attn` -> the name that flash_attn has for it.
+#: Parameter of `varlen_attn` or TransformerEngine -> the name that flash_attn has for it.
 _MEANS = {
     "query": "q", "key": "k", "value": "v", "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k",
     "max_q": "max_seqlen_q", "max_k": "max_seqlen_k", "scale": "softmax_scale",
-    "is_causal": "causal",
+    "is_causal": "causal", "attn_scale": "softmax_scale",
 }  # fmt: skip
 
 #: The parameters that GuardBit understands.
@@ -53,6 +54,10 @@ _KNOWN = frozenset({
     "max_seqlen", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal",
     "window_size", "softcap", "deterministic", "learnable_sink", "enable_gqa", "return_aux",
     "return_attn_probs",
+    # Of TransformerEngine; some change nothing.
+    "max_seqlen_kv", "cu_seqlens_kv", "attn_mask_type", "bottom_right_diagonal", "qkv_layout",
+    "fused_attention_backend", "fast_zero_fill", "fp8_meta", "quantizers", "layer_number",
+    "packed_qkv", "packed_kv",
 })  # fmt: skip
 
 #: Parameter -> why a call that sets it stays with the library; others get a general sentence.
@@ -61,6 +66,7 @@ _WHY = {
         "it adds ALiBi slopes to its scores, which GuardBit does not compute: W_Q and W_K are all"
         " that is watched"
     ),
+    "is_training": "it is inference, which keeps nothing for a backward",
     "block_table": "its keys are in pages, which is inference",
     "page_table": "its keys are in pages, which is inference",
     "return_lse": "it returns its LSE, which may have a gradient",
@@ -161,16 +167,16 @@ class LibraryEntryPoint(EntryPoint):
 
     def _bound(self, args: Args, kwargs: Kwargs, is_unread: bool) -> Bound | Refusal:
         given = self.given(args, kwargs)
-        unknown = self._why_unknown(given)
-        asked = {**self.defaults, **given}
-        if self.engine == "varlen_attn":
-            asked = {_MEANS.get(name, name): x for name, x in asked.items()}
+        asked = {_MEANS.get(name, name): x for name, x in {**self.defaults, **given}.items()}
         for name in ("cu_seqlens", "max_seqlen"):
             if name in asked:
                 asked = {**asked, f"{name}_q": asked[name], f"{name}_k": asked[name]}
-        inputs = _inputs(asked, self.is_packed)
+        unknown = self._why_unknown(given) or self.why_asked(asked)
+        layout: Layout = "NBHD" if asked.get("tokens_first") else "BNHD"
+        layout = "NHD" if self.is_packed else layout
+        inputs = _inputs(asked, layout)
         if isinstance(inputs, str):
-            return Refusal(inputs)
+            return Refusal(unknown or inputs)
         q, k, v = inputs
         why = (
             self.missing
@@ -178,8 +184,6 @@ class LibraryEntryPoint(EntryPoint):
             or unknown
             or _why_inputs(q, k, v)
             or why_groups(q, k, are_allowed=asked.get("enable_gqa", True))
-            or _why_asked(asked)
-            or _why_window(asked, self.defaults)
             or why_now(q, k, v)
             or (_why_documents(asked, q) if self.is_packed else None)
         )
@@ -191,7 +195,19 @@ class LibraryEntryPoint(EntryPoint):
             engine = library_engine(self.engine, engine.deterministic, scheduling)
         # A length on the device makes the host wait, so it is read only if it is needed.
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
-        return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
+        return Bound(q, k, v, spec, layout, engine)
+
+    def why_asked(self, asked: Mapping[str, Any]) -> str | None:
+        """Returns why a call stays with the library, whatever its tensors are, or None."""
+        dropout_p = asked.get("dropout_p", 0.0)
+        if dropout_p and asked.get("return_attn_probs", False):
+            return "it returns what it dropped"
+        if dropout_p and torch.compiler.is_compiling():
+            return "it drops entries of P in a compiled graph"
+        sinks = asked.get("learnable_sink")
+        if sinks is not None and not (isinstance(sinks, Tensor) and sinks.dim() == 1):
+            return "its sinks are not one number a head"
+        return why_dropout(dropout_p) or _why_window(asked, self.defaults)
 
     def result(self, out: Tensor, lse: Tensor, args: Args, kwargs: Kwargs) -> Any:
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
@@ -219,10 +235,10 @@ class LibraryEntryPoint(EntryPoint):
 
 
 def _is_same(x: Any, default: Any) -> bool:
-    return isinstance(x, bool | int | float | tuple | list) and x == default
+    return isinstance(x, bool | int | float | str | tuple | list) and x == default
 
 
-def _inputs(asked: Mapping[str, Any], is_packed: bool) -> tuple[Tensor, Tensor, Tensor] | str:
+def _inputs(asked: Mapping[str, Any], layout: Layout) -> tuple[Tensor, Tensor, Tensor] | str:
     """Returns the tensors of a call as `(B, H, N, D)`, or why they cannot be found."""
     names = ("qkv",) if "qkv" in asked else ("q", "kv") if "kv" in asked else ("q", "k", "v")
     parts = [asked[name] for name in names]
@@ -232,9 +248,9 @@ def _inputs(asked: Mapping[str, Any], is_packed: bool) -> tuple[Tensor, Tensor, 
         parts = _apart(asked["qkv"], asked.get("num_heads_q"))
     elif "kv" in asked:
         parts = [asked["q"], *asked["kv"].unbind(-3)]
-    if len(parts) != 3 or any(x.dim() != (3 if is_packed else 4) for x in parts):
+    if len(parts) != 3 or any(x.dim() != len(layout) for x in parts):
         return "its inputs are not of the shape that its documentation asks for"
-    q, k, v = (heads_first(x, "NHD" if is_packed else "BNHD") for x in parts)
+    q, k, v = (heads_first(x, layout) for x in parts)
     return q, k, v
 
 
@@ -254,18 +270,6 @@ def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.size(3) % 8:
         return f"its head size {q.size(3)} is no multiple of 8, so that the library pads it"
     return why_tensors(q, k, v)
-
-
-def _why_asked(asked: Mapping[str, Any]) -> str | None:
-    dropout_p = asked.get("dropout_p", 0.0)
-    if dropout_p and asked.get("return_attn_probs", False):
-        return "it returns what it dropped"
-    if dropout_p and torch.compiler.is_compiling():
-        return "it drops entries of P in a compiled graph"
-    sinks = asked.get("learnable_sink")
-    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.dim() == 1):
-        return "its sinks are not one number a head"
-    return why_dropout(dropout_p)
 
 
 def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:

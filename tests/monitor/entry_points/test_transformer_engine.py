@@ -1,0 +1,274 @@
+"""TransformerEngine's attention inside models, with a stand-in that has its signatures only.
+
+The stand-in is `tests.flash_stand_in.transformer_engine`, which names the release and the files.
+"""
+
+import functools
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import guardbit
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception.entry_points.transformer_engine import FUSED
+from tests.flash_stand_in.transformer_engine import (
+    KERNELS,
+    FlashAttention,
+    FusedAttention,
+    FusedAttnFunc,
+)
+from tests.monitor.entry_points.library_models import install
+from tests.oracle import dense
+from tests.toys import instrumented
+
+HEADS, WIDTH = 4, 16
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    _, take_back = install(monkeypatch)
+    yield
+    take_back()
+
+
+class Layer(nn.Module):
+    """Projects tokens and attends; its q, k and v lie in memory as a layout says."""
+
+    def __init__(self, layout, core=None, mask="causal", rows=None, **call):
+        super().__init__()
+        self.rows = rows  # the last tokens alone are queries
+        self.qkv = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
+        self.layout, self.call = layout, {"attn_mask_type": mask, **call}
+        self.core = FusedAttention() if core is None else core
+
+    def forward(self, x):
+        part = self.layout.split("_")[-1]
+        x = self.qkv(x.transpose(0, 1).contiguous() if part.startswith("s") else x)
+        if "h3d" in part or "h2d" in part:
+            q, k, v = x.unflatten(-1, (HEADS, 3 * WIDTH)).chunk(3, -1)
+        else:
+            q, k, v = x.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        if "3" not in part:
+            q, k, v = (y.contiguous() for y in (q, k, v))
+        if "h2d" in part:
+            q, (k, v) = q.contiguous(), torch.cat((k, v), -1).chunk(2, -1)
+        if self.rows is not None:
+            q = q[-self.rows :]
+        if isinstance(self.core, FlashAttention):
+            return self.core(q, k, v)
+        return self.core(q, k, v, self.layout, **self.call)
+
+
+def build(*args, **call):
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(*args, **call)).bfloat16()
+    with torch.no_grad():
+        model[0].qkv.weight.mul_(3)  # rounding O then shows in dQ
+    return model, torch.randn(2, 24, HEADS * WIDTH).bfloat16()
+
+
+def noting(kernel, handed):
+    """A kernel that notes the numbers and words that it is called with, and tensors' strides."""
+
+    @functools.wraps(kernel)
+    def noted(*args, **named):
+        given = inspect.signature(kernel).bind(*args, **named)
+        given.apply_defaults()
+        strides = {name: x.stride() for name, x in given.arguments.items() if hasattr(x, "stride")}
+        handed.append({**given.arguments, **strides, "aux_ctx_tensors": None})
+        return kernel(*args, **named)
+
+    return noted
+
+
+LAYOUTS = ("sbhd_sbhd_sbhd", "sb3hd", "sbh3d", "sbhd_sbh2d", "bshd_bshd_bshd", "bs3hd")
+CALLS = {
+    **{layout: (layout, {}) for layout in LAYOUTS},
+    "no mask": ("sbh3d", {"mask": "no_mask"}),
+    "window": ("sbhd_sbhd_sbhd", {"window_size": (5, 0)}),
+    "bottom right": ("sbhd_sbhd_sbhd", {"mask": "causal_bottom_right", "rows": 9}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_keeps_its_bits_until_its_heads_are_switched(case, tiny, monkeypatch):
+    layout, asked = CALLS[case]
+    model, x = build(layout, **asked)
+    handed, kernels = [], sys.modules[KERNELS]
+    for name in ("fused_attn_fwd", "fused_attn_bwd"):
+        monkeypatch.setattr(kernels, name, noting(getattr(kernels, name), handed))
+    before, calls = tiny.step(model, x), []
+    of_library = handed.copy()
+    with instrumented(model, calls.append) as inst:
+        tiny.step(model, x)  # the first proves the kernel
+        handed.clear()
+        calls.clear()
+        assert tiny.equal(tiny.step(model, x), before)
+        assert handed == of_library
+        inst.switch("0.core", "exact_delta", heads=[1, 2])
+        switched = tiny.step(model, x)
+        assert inst.sites["0.core"].launches["backward", "transformer_engine"] == 3
+    assert torch.equal(switched["loss"], before["loss"])
+    assert tiny.equal(tiny.step(model, x), before)
+    left, _ = asked.get("window_size", (-1, 0))
+    spec = AttentionSpec(WIDTH**-0.5, asked.get("mask") != "no_mask", window=(left, -1))
+    plain, exact = calls
+    truth = dense(plain.d_out, plain.q, plain.k, plain.v, spec)
+    # O is rounded to BF16, by 0.166 % in the mean square.
+    assert (plain.out.double() - truth.out).norm() < 4e-3 * truth.out.norm()
+    assert exact.stabilizers == ("none", "exact_delta", "exact_delta", "none")
+    assert torch.equal(exact.dq[:, ::3], plain.dq[:, ::3])
+    errors = [(call.dq.double() - truth.dq)[:, 1:3].norm() for call in calls]
+    assert errors[1] < 0.8 * errors[0]
+
+
+class Shifted(nn.Module):
+    """Attention whose O lies little above a BF16 number in every row, so that all round down."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = torch.randn(3, 128, 2, HEADS, WIDTH, generator=generator).unbind()
+        # BF16 steps by 2^-7 from 1 on. A quarter of the values is a step higher.
+        v = 1 + 2**-7 * (v > 0.67)
+        self.q, self.k, self.v = (nn.Parameter(x.bfloat16()) for x in (q / 4, k + 1, v))
+        self.core = FusedAttention()
+
+    def forward(self):
+        return self.core(self.q, self.k, self.v, "sbhd_sbhd_sbhd", "no_mask")
+
+
+def test_exact_delta_takes_away_what_adds_up_over_rows():
+    model, calls = Shifted(), []
+    d_out = torch.rand(128, 2, HEADS * WIDTH, generator=torch.Generator().manual_seed(1)) + 0.5
+    with instrumented(model, calls.append) as inst:
+        for name in ("none", "exact_delta"):
+            inst.switch("core", name) if calls else None
+            model().backward(d_out.bfloat16())
+            assert calls[-1].stabilizers == (name,) * HEADS
+    plain = calls[0]
+    truth = dense(plain.d_out, plain.q, plain.k, plain.v, plain.spec)
+    assert (plain.out.double() <= truth.out).all()
+    delta_error = (plain.d_out.double() * (plain.out.double() - truth.out)).sum(-1)
+    assert (delta_error < 0).all()
+    # Too small a delta adds P K, and the keys have a mean of 1.
+    first, second = ((call.dq.double() - truth.dq).sum((2, 3)) for call in calls)
+    assert (first > 0).all()
+    assert second.abs().max() < first.min() / 50
+
+
+def test_dropout_is_watched_and_not_switched(tiny):
+    model, x = build("sbh3d", FusedAttention(attention_dropout=0.3))
+    before = tiny.step(model, x)
+    with instrumented(model, lambda call: None) as inst:
+        assert tiny.equal(tiny.step(model, x), before)
+        inst.switch("0.core", "exact_delta")
+        assert tiny.equal(tiny.step(model, x), before)
+        assert inst.sites["0.core"].refusal is None
+        assert inst.stabilizers()["0.core"] == ["none"] * HEADS
+
+
+REFUSED = {
+    "FP8": ({"fp8": True}, "`fp8`"),
+    "bias": ({"attn_bias_type": "post_scale_bias"}, "`attn_bias_type`"),
+    "ALiBi": ({"attn_bias_type": "alibi"}, "`attn_bias_type`"),
+    "sinks": ({"softmax_type": "learnable"}, "`softmax_type`"),
+    "largest logits": ({"return_max_logit": True}, "`return_max_logit`"),
+    "padding": ({"attn_mask_type": "padding_causal"}, "its mask is padding_causal"),
+    "packed": ({"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding"}, "as thd_thd_thd"),
+    "other kernels": ({"fused_attention_backend": 0}, "kernels that GuardBit does not know"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_stays_with_the_library_and_is_said_once(
+    case, tiny, tmp_path, caplog
+):
+    options, why = REFUSED[case]
+    model, x = build("sbh3d", FusedAttention(**options))
+    before = tiny.step(model, x)
+    with instrumented(model, lambda call: None) as inst:
+        assert tiny.equal(tiny.step(model, x), before)
+        assert why in inst.sites["0.core"].refusal
+    session = guardbit.MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    for step in range(3):
+        with session.step(step):
+            model(x).float().square().mean().backward()
+    session.close()
+    said = [text for record in caplog.records if why in (text := record.getMessage())]
+    assert [text.partition(" at 0.core")[0] for text in said] == [
+        "no head can be switched", "nothing of the calls is watched"
+    ]  # fmt: skip
+
+
+def test_evaluation_keeps_its_bits_and_says_nothing_of_training(tiny):
+    model, x = build("sbh3d")
+    with torch.no_grad():
+        before = model.eval()(x)
+        with instrumented(model, lambda call: None) as inst:
+            assert torch.equal(model(x), before)
+            with torch.enable_grad():
+                tiny.step(model.train(), x)
+            inst.switch("0.core", "exact_delta")
+            assert torch.equal(model.eval()(x), before)
+            assert inst.sites["0.core"].refusal is None
+
+
+def test_the_function_is_put_back():
+    forward, apply = FusedAttnFunc.forward, FusedAttnFunc.apply
+    with instrumented(build("sbh3d")[0]):
+        assert FusedAttnFunc.apply is FUSED.stand_in
+    assert FusedAttnFunc.apply == apply and FusedAttnFunc.forward is forward
+
+
+#: What other releases have that 2.18 has not, and have not.
+RELEASES = {
+    "v2.4": (
+        [], ["softmax_type", "bottom_right_diagonal", "softmax_offset", "fp8_output",
+             "layer_number", "return_max_logit"],
+    ),
+    "d0067d0 of 2026-08-22": (["bf16_backward", "packed_qkv", "packed_kv"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_arguments_are_known_by_the_names_of_the_release(release, monkeypatch):
+    more, less = RELEASES[release]
+    signature = inspect.signature(FusedAttnFunc.forward)
+    names = [name for name in signature.parameters if name not in less] + more
+
+    def other(*args):
+        raise NotImplementedError
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    other.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    monkeypatch.setattr(FusedAttnFunc, "forward", staticmethod(other))
+    assert FUSED.find()
+    x = torch.zeros(6, 2, HEADS, WIDTH).bfloat16()
+    given = {
+        "is_training": True, "max_seqlen_q": 6, "max_seqlen_kv": 6, "attn_scale": 0.5,
+        **dict.fromkeys("qkv", x), "dropout_p": 0.25, "qkv_layout": "sbhd_sbhd_sbhd",
+        "attn_bias_type": "no_bias", "attn_mask_type": "causal", "softmax_type": "vanilla",
+        "window_size": (3, 0), "bottom_right_diagonal": False, "fused_attention_backend": 1,
+        "deterministic": True, "packed_qkv": x, "use_FAv2_bwd": False, "fp8": False,
+        **dict.fromkeys(("fp8_output", "bf16_backward", "return_max_logit"), False),
+    }  # fmt: skip
+    bound = FUSED.bind(*(given.get(name) for name in names[1:]))
+    assert bound.q.shape == (2, HEADS, 6, WIDTH) and bound.library.deterministic
+    assert (bound.spec.scale, bound.spec.causal, bound.spec.window) == (0.5, True, (3, -1))
+    assert (bound.spec.dropout_p, bound.layout) == (0.25, "NBHD")
+
+
+def test_its_flash_backend_is_seen_as_flash_attn(tiny):
+    model, x = build("bshd_bshd_bshd", FlashAttention())
+    before = tiny.step(model, x)
+    with instrumented(model, lambda call: None) as inst:
+        assert tiny.equal(tiny.step(model, x), before)
+        inst.switch("0.core", "exact_delta")
+        assert not tiny.equal(tiny.step(model, x), before)
+        site = inst.sites["0.core"]
+        assert site.entry == "flash_attn.flash_attn_func"
+        assert site.launches["backward", "exact_delta"] == 1
