@@ -157,7 +157,7 @@ def library_candidates(call: ExaminedCall) -> Candidates:
     """Returns the engines of libraries, which are imported if they are installed."""
     engines: list[Engine] = []
     refused: dict[str, str] = {}
-    for name in (name for name, engine in LIBRARIES.items() if engine.home):
+    for name in (n for n, x in LIBRARIES.items() if x.home and x.takes_documents):
         reason = why_not(name, call)
         if reason is None:
             engines.append(library_engine(name, deterministic=False))

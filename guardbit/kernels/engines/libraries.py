@@ -49,6 +49,7 @@ class LibraryEngine(Engine):
     label: str
     #: The module that `guardbit doctor` imports for it; "" where no name is known.
     home: str = ""
+    takes_documents: bool = True  # see `spec.Documents`
 
     def __init__(self, deterministic: bool = False, scheduling: tuple[int, ...] = ()) -> None:
         self.deterministic = deterministic
@@ -295,6 +296,7 @@ class FlashAttn4(_FlashAttn):
 class TransformerEngine(_FlashAttn):
     """The cuDNN kernels of TransformerEngine, from 2.4 on, for sequences of one length."""
 
+    takes_documents = False
     label = "transformer_engine"
     home = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     names = "fused_attn_fwd", "fused_attn_bwd"
