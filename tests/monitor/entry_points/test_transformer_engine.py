@@ -6,12 +6,14 @@ The stand-in is `tests.flash_stand_in.transformer_engine`, which names the relea
 import functools
 import inspect
 import sys
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import guardbit
+from guardbit.kernels.engines import Inputs, library_engine
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points.transformer_engine import FUSED
 from tests.flash_stand_in.transformer_engine import (
@@ -251,15 +253,43 @@ def test_arguments_are_known_by_the_names_of_the_release(release, monkeypatch):
     given = {
         "is_training": True, "max_seqlen_q": 6, "max_seqlen_kv": 6, "attn_scale": 0.5,
         **dict.fromkeys("qkv", x), "dropout_p": 0.25, "qkv_layout": "sbhd_sbhd_sbhd",
-        "attn_bias_type": "no_bias", "attn_mask_type": "causal", "softmax_type": "vanilla",
-        "window_size": (3, 0), "bottom_right_diagonal": False, "fused_attention_backend": 1,
-        "deterministic": True, "packed_qkv": x, "use_FAv2_bwd": False, "fp8": False,
+        "attn_bias_type": "_".join(("no", "bias")), "attn_mask_type": "causal",
+        "softmax_type": "vanilla", "window_size": (3, 0), "bottom_right_diagonal": False,
+        "fused_attention_backend": 1, "deterministic": True, "packed_qkv": x, "fp8": False,
+        "use_FAv2_bwd": False,
         **dict.fromkeys(("fp8_output", "bf16_backward", "return_max_logit"), False),
     }  # fmt: skip
-    bound = FUSED.bind(*(given.get(name) for name in names[1:]))
+
+    def bind(**others):
+        return FUSED.bind(*({**given, **others}.get(name) for name in names[1:]))
+
+    bound = bind()
     assert bound.q.shape == (2, HEADS, 6, WIDTH) and bound.library.deterministic
     assert (bound.spec.scale, bound.spec.causal, bound.spec.window) == (0.5, True, (3, -1))
     assert (bound.spec.dropout_p, bound.layout) == (0.25, "NBHD")
+    assert "aligned to the first key" in bind(max_seqlen_kv=9).why
+    assert "thd_thd_thd" in bind(q=x[:, 0], qkv_layout="thd_thd_thd").why
+
+
+def test_kernels_until_2_14_are_told_the_format_of_gradients(monkeypatch):
+    kernel, told = sys.modules[KERNELS].fused_attn_bwd, []
+    parameters = list(inspect.signature(kernel).parameters.values())
+
+    def older(*args, dqkv_dtype, **named):
+        told.append(dqkv_dtype)
+        return kernel(*args, **named)
+
+    asked = inspect.Parameter("dqkv_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    older.__signature__ = inspect.Signature([*parameters[:10], asked, *parameters[10:]])
+    monkeypatch.setattr(sys.modules[KERNELS], "fused_attn_bwd", older)
+    constants = types.SimpleNamespace(TE_DType={torch.bfloat16: "kBFloat16"})
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.constants", constants)
+    q = torch.randn(1, 2, 8, WIDTH).bfloat16()
+    inputs = Inputs(q, q, q, AttentionSpec(0.25))
+    engine = library_engine("transformer_engine", False)
+    out, lse = engine.forward(inputs, training=True)
+    engine.backward(inputs, q, out, lse)
+    assert told == ["kBFloat16"]
 
 
 def test_its_flash_backend_is_seen_as_flash_attn(tiny):
