@@ -22,37 +22,24 @@ import csv
 import math
 import random
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.common import SHAPES, Shape, inputs, machine, write
 from guardbit.kernels.device import backward, carrier, delta, forward, shadow
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 
-Shape = tuple[int, int, int, int, int]
-
-#: B, H, H_kv, N, D: a small batch; the four that all changes are measured at; grouped; long.
-SHAPES: list[Shape] = [
-    (8, 12, 12, 512, 64),
-    (32, 12, 12, 1024, 64),
-    (8, 16, 16, 4096, 64),
-    (32, 16, 16, 1024, 128),
-    (4, 16, 16, 8192, 128),
-    (4, 32, 8, 4096, 128),
-    (2, 16, 16, 16384, 128),
-]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 OWN = ("none", "compensated", "row_max")
 #: In how many heads which stabilizer takes cuDNN's backward; None for all.
@@ -82,19 +69,8 @@ class Kernel(NamedTuple):
     both: Run | None
 
 
-def inputs(batch: int, heads: int, kv_heads: int, rows: int, width: int) -> list[Tensor]:
-    """q, k, v and d_out, (B, H, N, D)."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [
-        torch.randn(batch, rows, count, width, generator=generator, device="cuda")
-        .bfloat16()
-        .transpose(1, 2)
-        for count in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
 def of_pytorch(name: str, tensors: list[Tensor]) -> Kernel:
-    """One of PyTorch's kernels, or compiled FlexAttention; the backward re-uses one graph."""
+    """One of PyTorch's kernels, or compiled FlexAttention."""
     *leaves, d_out = tensors
     q, k, v = (x.detach().requires_grad_() for x in leaves)
     grouped = q.shape[1] != k.shape[1]
@@ -115,11 +91,16 @@ def of_pytorch(name: str, tensors: list[Tensor]) -> Kernel:
                     F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped),
                 )
 
+    return with_autograd(run_forward, (q, k, v), d_out)
+
+
+def with_autograd(run_forward: Run, leaves: tuple[Tensor, ...], d_out: Tensor) -> Kernel:
+    """A forward with PyTorch's backward of it, which re-uses one graph."""
     (out,) = run_forward()
     return Kernel(
         run_forward,
-        lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True),
-        lambda: torch.autograd.grad(run_forward(), (q, k, v), d_out),
+        lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True),
+        lambda: torch.autograd.grad(run_forward(), leaves, d_out),
     )
 
 
@@ -181,15 +162,11 @@ def of_switched(name: str, tensors: list[Tensor]) -> Kernel:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return (attention_at_site(q, k, v, site, spec)[0],)
 
-    (out,) = run_forward()
-    torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    kernel = with_autograd(run_forward, (q, k, v), d_out)
+    kernel.backward()
     if state.substituted or state.failure:
         raise RuntimeError(f"{name}: {state.substituted or state.failure}")
-    return Kernel(
-        run_forward,
-        lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True),
-        lambda: torch.autograd.grad(run_forward(), (q, k, v), d_out),
-    )
+    return kernel
 
 
 def of_parts(name: str, tensors: list[Tensor]) -> Kernel:
@@ -217,10 +194,7 @@ def of_parts(name: str, tensors: list[Tensor]) -> Kernel:
 
 def has_fa4() -> bool:
     """Whether FlashAttention-4 is installed."""
-    try:
-        return find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
-        return False
+    return bool(find_spec("flash_attn") and find_spec("flash_attn.cute"))
 
 
 def kernel_of(name: str, tensors: list[Tensor]) -> Kernel:
@@ -294,20 +268,6 @@ def timings(runs: dict[str, Run]) -> dict[str, list[float]]:
     return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
 
 
-def machine() -> dict[str, str]:
-    """What the times hold for."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": str(torch.version.cuda),
-        "torch": torch.__version__, "triton": triton.__version__,
-    }  # fmt: skip
-
-
 def measure(shape: Shape, names: list[str]) -> list[dict[str, str | int]]:
     """The named kernels at one shape: a row a kernel and pass."""
     # Otherwise the eighth shape would be run by FlexAttention without compiling.
@@ -363,81 +323,59 @@ def measure(shape: Shape, names: list[str]) -> list[dict[str, str | int]]:
     return rows
 
 
+class Column(NamedTuple):
+    """A column of a Markdown table: what it shows of a kernel's passes."""
+
+    title: str
+    kernel: str
+    passes: Iterable[str]
+    entry: str
+    form: str
+    is_inverse: bool = False
+
+
+def markdown(rows: list[dict[str, str]], columns: list[Column]) -> str:
+    """A table with a row for each shape; "-" is what was not timed."""
+    places: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
+    for row in rows:
+        sizes = (str(row[key]) for key in ("batch", "heads", "kv_heads", "length", "head_dim"))
+        places.setdefault(", ".join(sizes), {})[row["kernel"], row["pass"]] = row
+
+    def cell(found: dict[tuple[str, str], dict[str, str]], column: Column) -> str:
+        entries = (found.get((column.kernel, part), {}).get(column.entry) for part in column.passes)
+        values = (entry and float(entry) ** (-1 if column.is_inverse else 1) for entry in entries)
+        return " / ".join(f"{value:{column.form}}" if value else "-" for value in values)
+
+    lines = [["B, H, H_kv, N, D", *(column.title for column in columns)]]
+    lines += [[place, *(cell(found, c) for c in columns)] for place, found in places.items()]
+    texts = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([texts[0], "|---" * len(lines[0]) + "|", *texts[1:]])
+
+
 def table(rows: list[dict[str, str]]) -> str:
     """Two Markdown tables: the peers' times and the cost of each stabilizer."""
-    by_place: dict[tuple[str, ...], dict[tuple[str, str], dict[str, str]]] = {}
-    for row in rows:
-        shape = tuple(row[key] for key in ("batch", "heads", "kv_heads", "length", "head_dim"))
-        by_place.setdefault(shape, {})[row["kernel"], row["pass"]] = row
-
-    def cell(entries: dict, kernel: str, column: str, show: Callable[[float], str]) -> str:
-        """A kernel's passes, "-" for one that was not timed."""
-        values = [
-            entries.get((kernel, part), {}).get(column)
-            for part in PRODUCTS
-            if kernel != "shadow" or part == "forward"
-        ]
-        return " / ".join(show(float(value)) if value else "-" for value in values)
-
-    def lines(header: list[str], cells: Callable[[dict], list[str]]) -> list[str]:
-        return [
-            "| " + " | ".join(["B, H, H_kv, N, D", *header]) + " |",
-            "|---" * (1 + len(header)) + "|",
-            *(f"| {', '.join(shape)} | {' | '.join(cells(x))} |" for shape, x in by_place.items()),
-        ]
-
-    peers = ["flash", "cudnn", "flex", "none"]
-    costs = ["compensated", "row_max", "shadow"]
-    return "\n".join(
-        [
-            *lines(
-                [*peers, "`none`: speed over flash", "over cudnn"],
-                lambda entries: [
-                    *(cell(entries, name, "p50", lambda ms: f"{ms:.3f}") for name in peers),
-                    cell(entries, "none", "speed_over_flash", lambda ratio: f"{ratio:.2f}"),
-                    cell(entries, "none", "speed_over_cudnn", lambda ratio: f"{ratio:.2f}"),
-                ],
-            ),
-            "",
-            *lines(
-                costs,
-                lambda entries: [
-                    cell(entries, name, "speed_over_none", lambda ratio: f"{1 / ratio:.3f}")
-                    for name in costs
-                ],
-            ),
-        ]
-    )
+    peers = [
+        Column(name, name, PRODUCTS, "p50", ".3f") for name in ("flash", "cudnn", "flex", "none")
+    ]
+    speeds = [
+        Column("`none`: speed over flash", "none", PRODUCTS, "speed_over_flash", ".2f"),
+        Column("over cudnn", "none", PRODUCTS, "speed_over_cudnn", ".2f"),
+    ]
+    costs = [
+        Column(name, name, passes, "speed_over_none", ".3f", is_inverse=True)
+        for name, passes in (*((name, PRODUCTS) for name in OWN[1:]), ("shadow", ["forward"]))
+    ]
+    return markdown(rows, peers + speeds) + "\n\n" + markdown(rows, costs)
 
 
 def switched_table(rows: list[dict[str, str]]) -> str:
     """Ratios over cuDNN, and the host's microseconds: one Markdown table, a row a shape."""
-    columns = [
-        *((name, "both", "speed_over_cudnn") for name in ("fa4", *SWITCHED)),
-        *((name, "forward", "speed_over_cudnn") for name in PARTS),
-        *((name, "host", "p50") for name in ("cudnn", *SWITCHED)),
-    ]
-    found = {(row["kernel"], row["pass"]): {} for row in rows}
-    for row in rows:
-        shape = tuple(row[key] for key in ("batch", "heads", "kv_heads", "length", "head_dim"))
-        found[row["kernel"], row["pass"]][shape] = row
-    shapes = list(dict.fromkeys(shape for entries in found.values() for shape in entries))
-
-    def cell(shape: tuple[str, ...], name: str, part: str, column: str) -> str:
-        value = found.get((name, part), {}).get(shape, {}).get(column)
-        if not value:
-            return "-"
-        if part == "host":
-            return f"{float(value):.0f}"
-        # Of a part its share of a forward, of the whole its speed.
-        return f"{1 / float(value) if name in PARTS else float(value):.2f}"
-
-    lines = ["| B, H, H_kv, N, D | " + " | ".join(f"{name} {part}" for name, part, _ in columns)]
-    lines.append("|---" * (1 + len(columns)))
-    for shape in shapes:
-        cells = [cell(shape, *column) for column in columns]
-        lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(cells))
-    return "\n".join(f"{line} |" if line[-1] != "-" else f"{line}|" for line in lines)
+    over = "speed_over_cudnn"
+    both = [Column(f"{n} both", n, ["both"], over, ".2f") for n in ("fa4", *SWITCHED)]
+    # Of a part its share of a forward, of the whole its speed.
+    parts = [Column(f"{n} forward", n, ["forward"], over, ".2f", is_inverse=True) for n in PARTS]
+    host = [Column(f"{n} host", n, ["host"], "p50", ".0f") for n in ("cudnn", *SWITCHED)]
+    return markdown(rows, both + parts + host)
 
 
 def shape_of(text: str) -> Shape:
@@ -477,10 +415,7 @@ def main() -> None:
     versions = machine()
     rows = [row | versions for shape in options.shapes for row in measure(shape, options.kernels)]
     if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write(options.csv, rows)
     if options.switched:
         print(switched_table(rows))
 

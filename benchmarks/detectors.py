@@ -76,11 +76,6 @@ class Recorded(NamedTuple):
         found = (s.values for s in self.samples if s.indicator == "max_logit")
         return max(abs(value) for values in found for value in values if not math.isnan(value))
 
-    @property
-    def length(self) -> int:
-        """Steps recorded."""
-        return self.samples[-1].step - self.samples[0].step
-
 
 def recorded() -> list[Recorded]:
     """The runs without a switch, or with delta corrected from the start."""

@@ -20,11 +20,9 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import itertools
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -38,9 +36,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-import triton
 from torch import Tensor, nn
 
+from benchmarks.common import machine, timed, write
 from guardbit import MonitorSession, Policy
 
 WARM_UP = 4
@@ -288,26 +286,12 @@ def timed_block(training: Training, arm: Arm, length: int) -> Timed:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with attached(training, arm) as (session, number):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(length + 1)] if cuda else []
-        clock = []
+        numbers = range(number, number + length)
         training.wait()
         start = time.perf_counter()
-        for index in range(length):
-            if cuda:
-                marks[index].record()
-            clock.append(time.perf_counter())
-            training.step(number + index, session)
-        if cuda:
-            marks[length].record()
-        training.wait()
-        clock.append(time.perf_counter())
-    steps = (
-        [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-        if cuda
-        else [1000 * (b - a) for a, b in itertools.pairwise(clock)]
-    )
-    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
-    return Timed(1000 * (clock[-1] - start) / length, steps, peak)
+        steps = timed(lambda number: training.step(number, session), numbers, training.device)
+        mean = 1000 * (time.perf_counter() - start) / length
+    return Timed(mean, steps, torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, str | int]]:
@@ -358,19 +342,6 @@ def row(
     result["peak_ratio"] = f"{peak / plain_peak:.4f}" if peak else ""
     result["kernels"] = kernels
     return result
-
-
-def machine(device: str) -> dict[str, str]:
-    """What the times hold for."""
-    versions = {
-        "cuda": str(torch.version.cuda or ""), "torch": torch.__version__,
-        "triton": triton.__version__,
-    }  # fmt: skip
-    if device == "cpu":
-        return {"gpu": "", "driver": "", **versions}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver, **versions}
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -424,10 +395,7 @@ def main() -> None:
     rows = [entry | versions for entry in measure(options)]
     print(table([{key: str(value) for key, value in entry.items()} for entry in rows]))
     if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write(options.csv, rows)
 
 
 if __name__ == "__main__":

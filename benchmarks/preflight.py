@@ -10,9 +10,10 @@ FlexAttention is examined at one shape, as it is compiled for it.
 from __future__ import annotations
 
 import argparse
-import csv
+from dataclasses import fields
 from pathlib import Path
 
+from benchmarks.common import write
 from guardbit.doctor import text
 from guardbit.doctor.inputs import DTYPES, parse_shape
 from guardbit.doctor.machine import this_machine
@@ -27,15 +28,8 @@ UNEXAMINED = (
 
 def joined(first: Preflight, second: Preflight) -> Preflight:
     """Puts two examinations together."""
-    return Preflight(
-        first.findings + second.findings,
-        first.rows + second.rows,
-        first.refused | second.refused,
-        first.delta | second.delta,
-        first.chosen | second.chosen,
-        first.examined + second.examined,
-        first.left_out | second.left_out,
-    )
+    pairs = ((getattr(first, f.name), getattr(second, f.name)) for f in fields(Preflight))
+    return Preflight(*(a | b if isinstance(a, dict) else a + b for a, b in pairs))
 
 
 def main() -> None:
@@ -65,31 +59,19 @@ def main() -> None:
             worst = max(mine, key=lambda row: row.of_bound)
             lines.append(
                 {
-                    "engine": engine,
-                    "shape": shape,
-                    "mask": mask,
-                    "dtype": dtype,
-                    "tensor": tensor,
-                    "error": f"{mine[0].error:.3e}",
-                    "of_bound": f"{worst.of_bound:.3g}",
-                    "inputs": worst.inputs,
-                    "head": worst.worst_head,
-                    "row": worst.worst_row,
+                    "engine": engine, "shape": shape, "mask": mask, "dtype": dtype,
+                    "tensor": tensor, "error": f"{mine[0].error:.3e}",
+                    "of_bound": f"{worst.of_bound:.3g}", "inputs": worst.inputs,
+                    "head": worst.worst_head, "row": worst.worst_row,
                     "nonfinite": max(row.nonfinite for row in mine),
-                    "repeats": all(row.repeats for row in mine),
-                    "units": worst.units,
+                    "repeats": all(row.repeats for row in mine), "units": worst.units,
                     "delta": result.delta.get(f"{engine} {shape} {mask} {dtype}", ""),
-                    "verdict": text.verdict(result, *place),
-                    "gpu": machine.gpu or "",
-                    **versions,
+                    "verdict": text.verdict(result, *place), "gpu": machine.gpu or "", **versions,
                 }
-            )
+            )  # fmt: skip
     for why, places in result.refused.items():
         lines += [{"shape": place, "verdict": why, "gpu": machine.gpu or ""} for place in places]
-    with arguments.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]), restval="")
-        writer.writeheader()
-        writer.writerows(lines)
+    write(arguments.csv, lines)
     for part in (text.describe_machine(machine), text.table(result), text.explain(result)):
         print(*part, sep="\n")
 

@@ -23,10 +23,7 @@ from guardbit.kernels.device import audit, backward, carrier, delta, forward, sh
 from guardbit.kernels.reference import Forward
 from guardbit.kernels.spec import AttentionSpec, Documents
 
-TOOLS = {
-    "memcheck": ["--padding", "512"],
-    "racecheck": ["--racecheck-report", "analysis"],
-}
+TOOLS = {"memcheck": ["--padding", "512"], "racecheck": ["--racecheck-report", "analysis"]}
 #: Lengths of queries and keys: less than a tile; not a multiple of one, with and without rows that
 #: see no key; several whole tiles.
 LENGTHS = [(1, 1), (17, 17), (129, 200), (200, 129), (256, 256)]
@@ -52,12 +49,8 @@ def call_all(width: int, causal: bool) -> None:
         plain = AttentionSpec(options["scale"], causal)
         shown = torch.rand(1, 1, length, keys, device="cuda") < 0.9
         added = torch.randn(length, keys, dtype=dtype, device="cuda")
-        for spec in (
-            plain,
-            replace(plain, mask=shown),
-            replace(plain, mask=added),
-            with_every_field(plain, length, keys),
-        ):
+        masked = [replace(plain, mask=mask) for mask in (shown, added)]
+        for spec in (plain, *masked, with_every_field(plain, length, keys)):
             check_measures(spec, d_out, q, k, v, result)
         into = result.out.clone()
         carrier.carry_compensated_delta(d_out, result.out, result.residual, into=into, head_ids=[1])

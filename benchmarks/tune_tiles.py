@@ -19,6 +19,7 @@ from operator import itemgetter
 import torch
 import triton
 
+from benchmarks.common import inputs
 from guardbit.kernels import tiles
 from guardbit.kernels.device import backward, forward
 from guardbit.kernels.tiles import Kernel, Tile
@@ -27,34 +28,23 @@ from guardbit.kernels.tiles import Kernel, Tile
 SHAPES = {64: [(32, 12, 1024), (8, 16, 4096)], 128: [(32, 16, 1024), (4, 16, 8192)]}
 OTHER_SHAPE = [(8, 16, 2048)]
 
-#: Rows, keys, warps, stages and, to let more programs share a multiprocessor, registers.
-CANDIDATES: dict[Kernel, list[Tile]] = {
-    "forward": [
-        Tile(rows, keys, warps, stages, registers)
-        for rows, keys, warps, registers in [
-            (64, 64, 4, None), (64, 64, 4, 128), (128, 64, 8, None), (128, 64, 8, 128),
-            (128, 64, 4, None), (64, 128, 4, None), (128, 128, 8, None),
-            (64, 32, 4, None), (64, 32, 8, None), (128, 32, 8, None),
-        ]
-        for stages in (2, 3)
-    ],
+#: Rows, keys, warps and, to let more programs share a multiprocessor, registers.
+SIZES: dict[Kernel, list[tuple[int, int, int, int | None]]] = {
     "query_gradients": [
-        Tile(rows, keys, warps, stages, registers)
-        for rows, keys, warps, registers in [
-            (64, 64, 4, None), (64, 64, 4, 128), (128, 64, 8, None), (128, 64, 8, 128),
-            (128, 64, 4, None), (64, 128, 4, None), (128, 128, 8, None),
-        ]
-        for stages in (2, 3)
+        (64, 64, 4, None), (64, 64, 4, 128), (128, 64, 8, None), (128, 64, 8, 128),
+        (128, 64, 4, None), (64, 128, 4, None), (128, 128, 8, None),
     ],
     "key_gradients": [
-        Tile(rows, keys, warps, stages, registers)
-        for rows, keys, warps, registers in [
-            (64, 64, 4, None), (64, 64, 4, 168), (32, 64, 4, None), (32, 64, 4, 168),
-            (64, 64, 8, None), (64, 128, 8, None), (32, 128, 8, None), (128, 128, 8, None),
-        ]
-        for stages in (2, 3)
+        (64, 64, 4, None), (64, 64, 4, 168), (32, 64, 4, None), (32, 64, 4, 168),
+        (64, 64, 8, None), (64, 128, 8, None), (32, 128, 8, None), (128, 128, 8, None),
     ],
 }  # fmt: skip
+NARROW = [(64, 32, 4, None), (64, 32, 8, None), (128, 32, 8, None)]
+SIZES["forward"] = [*SIZES["query_gradients"], *NARROW]
+CANDIDATES = {
+    kernel: [Tile(*size[:3], stages, size[3]) for size in sizes for stages in (2, 3)]
+    for kernel, sizes in SIZES.items()
+}
 
 #: What runs with a pass's entries; an entry must serve them all.
 STABILIZERS: dict[Kernel, list[str]] = {
@@ -62,16 +52,6 @@ STABILIZERS: dict[Kernel, list[str]] = {
     "query_gradients": ["none", "compensated"],
     "key_gradients": ["none"],
 }
-
-
-def inputs(batch: int, heads: int, rows: int, width: int) -> list[torch.Tensor]:
-    """q, k, v and d_out, (B, H, N, D) with heads adjacent in memory, as models have them."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (batch, rows, heads, width)
-    return [
-        torch.randn(shape, generator=generator, device="cuda").bfloat16().transpose(1, 2)
-        for _ in range(4)
-    ]
 
 
 def entries(kernel: Kernel) -> dict[int, Tile]:
@@ -98,7 +78,7 @@ def compile_one(job: tuple[Kernel, int, Tile, str]) -> str:
     entries(kernel)[width] = tile
     try:
         # As many rows as any tile divides and strides as at the shapes timed: one specialisation.
-        call(kernel, inputs(1, 16, 256, width), name)()
+        call(kernel, inputs(1, 16, 16, 256, width), name)()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-80:]}"
@@ -138,8 +118,8 @@ def main(widths: list[int]) -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         failures = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
     for width in widths:
-        for shape in SHAPES.get(width, OTHER_SHAPE):
-            tensors = inputs(*shape, width)
+        for batch, heads, rows in SHAPES.get(width, OTHER_SHAPE):
+            tensors = inputs(batch, heads, heads, rows, width)
             for kernel, names in STABILIZERS.items():
                 for name in names:
                     running = [

@@ -138,7 +138,7 @@ class _Known:
     refusal: _TracedRefusal | None = None
     entry: str = ""
     share: tuple[Share | str, int] | None = None
-    parts: int = 1
+    parts: int = 0
 
 
 # By number of the site, by type, and by type and whether ranks spread the weights.
@@ -206,7 +206,7 @@ def weighted_module(number: int) -> nn.Module:
 
 
 def parts(number: int) -> int:
-    """Returns over how many ranks tensor parallelism spreads a site's weights; 1 without it."""
+    """Returns over how many ranks tensor parallelism spreads a site's weights; 0 without it."""
     return _known.get(number, _NOTHING).parts
 
 

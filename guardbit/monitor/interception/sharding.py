@@ -37,7 +37,7 @@ WHOLE = Share(0, 1)
 def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
     """Returns which heads of a running module are on this rank, or why that is unknown."""
     spread = _spread(module)
-    if not spread:
+    if parts_of(module) <= 1:
         return WHOLE
     shards = [(p, at.dim) for p, _, at in spread if isinstance(at, Shard)]
     places = {(p.device_mesh, dim) for p, dim, _ in spread}
@@ -61,8 +61,8 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def parts_of(module: nn.Module) -> int:
-    """Returns over how many ranks tensor parallelism spreads a running module's weights."""
-    return max((p.device_mesh.size(dim) for p, dim, _ in _spread(module)), default=1)
+    """Returns over how many ranks tensor parallelism spreads a running module's weights, or 0."""
+    return max((p.device_mesh.size(dim) for p, dim, _ in _spread(module)), default=0)
 
 
 def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:

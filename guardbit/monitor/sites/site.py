@@ -130,7 +130,7 @@ class Site:
     @property
     def parts(self) -> int:
         """Number of ranks over which tensor parallelism spreads its weights; 1 without it."""
-        return interception.parts(self.number)
+        return max(1, interception.parts(self.number))
 
     # --- its weights -----------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Site:
                 continue
             rerun = functools.partial(interception.rerun, self.number, module, inputs)
             try:
-                found = settle(module, rerun, is_shared=len(self.own_heads) < self.num_heads)
+                found = settle(module, rerun, is_shared=interception.parts(self.number) > 0)
                 self.state.calls_are_alike = found[0].calls_are_alike
                 return found
             except LayoutUnavailable as unavailable:
