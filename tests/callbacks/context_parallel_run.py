@@ -1,8 +1,8 @@
 """One of two ranks that share the tokens of a batch; started by `test_context_parallel`.
 
-    python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py FOLDER
+    python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py FOLDER cpu|cuda
 
-Trains over gloo in PyTorch's `context_parallel`, in each of the ways of `WAYS`, and writes what
+Trains in PyTorch's `context_parallel`, in each of the ways of `WAYS`, and writes what
 each rank saw to FOLDER/WAY/RANK.json.
 """
 
@@ -10,7 +10,6 @@ import sys
 from contextlib import ExitStack
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,24 +18,28 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import LayoutUnavailable, MonitorSession
-from tests.callbacks.several_ranks import logged, on_gloo
+from tests.callbacks.several_ranks import begin, keep, logged
 from tests.toys import Attention
 
-HEADS, SIZE, WIDTH, TOKENS, STEPS = 4, 16, 32, 16, 3
+# On a GPU the kernel pads what it returns of the rows to a multiple of 32.
+HEADS, SIZE, WIDTH, TOKENS, STEPS = 4, 16, 32, 128, 3
+
+#: What the ring runs in FP32.
+KERNELS = {"cpu": SDPBackend.FLASH_ATTENTION, "cuda": SDPBackend.EFFICIENT_ATTENTION}
 
 #: math: PyTorch's math kernel on DTensors, which take no causal mask there. allgather, alltoall:
 #: its ring, causal, with the tokens of both ends of the sequence on a rank.
 WAYS = ("math", "allgather", "alltoall")
 
 
-def model_of(way):
+def model_of(way, device="cpu"):
     torch.manual_seed(0)
     model = nn.Sequential(
         *(Attention(HEADS, head_dim=SIZE, width=WIDTH, is_fused=False, bias=False) for _ in "01")
     )
     for layer in model:
         layer.is_causal = way != "math"
-    return model
+    return model.to(device)
 
 
 def batch(step):
@@ -46,11 +49,12 @@ def batch(step):
 def steps(model, mesh, way, session=None, samples=None):
     """Loss of each step on this rank's tokens, and the sums of the gradients of all steps."""
     losses = []
-    kernel = SDPBackend.MATH if way == "math" else SDPBackend.FLASH_ATTENTION
+    device = next(model.parameters()).device
+    kernel = SDPBackend.MATH if way == "math" else KERNELS[device.type]
     for step in range(STEPS):
         if session is not None:
             session.begin_batch(step)
-        x = batch(step)
+        x = batch(step).to(device)
         with ExitStack() as stack:
             if mesh is not None:
                 stack.enter_context(context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]))
@@ -71,12 +75,12 @@ def close_inside(mesh):
     """Losses of two models in one context, between which a session of the first one is closed."""
     losses = []
     for is_watched in (False, True):
-        models = [model_of("allgather") for _ in range(2)]
+        models = [model_of("allgather", mesh.device_type) for _ in range(2)]
         session = MonitorSession(models[0], strict=True) if is_watched else None
-        x = batch(0)
+        x = batch(0).to(mesh.device_type)
         with (
             context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
-            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            sdpa_kernel(KERNELS[mesh.device_type]),
         ):
             losses.append([models[0](x).square().mean().item()])
             if session is not None:
@@ -90,8 +94,8 @@ def train(way, mesh):
     if way != "math":
         set_rotate_method(way)
     with logged() as lines:
-        plain = steps(model_of(way), mesh, way)
-        model, samples = model_of(way), []
+        plain = steps(model_of(way, mesh.device_type), mesh, way)
+        model, samples = model_of(way, mesh.device_type), []
         session = MonitorSession(model, every_n_train_steps=1, strict=True)
         watched = steps(model, mesh, way, session, samples)
         try:
@@ -146,11 +150,12 @@ def let_the_ring_run_on_cpus():
     ring.custom_ops |= {forward_op: forward, backward_op: backward}
 
 
-def main(folder):
-    torch.distributed.init_process_group("gloo")
-    let_the_ring_run_on_cpus()
-    mesh = init_device_mesh("cpu", (2,))
-    on_gloo(folder, WAYS, lambda _, way: train(way, mesh))
+def main(folder, accelerator):
+    begin(accelerator)
+    if accelerator == "cpu":
+        let_the_ring_run_on_cpus()
+    mesh = init_device_mesh(accelerator, (2,))
+    keep(folder, WAYS, lambda _, way: train(way, mesh))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """One of the ranks that have shards of a model's weights; started by `test_fsdp`.
 
-    python -m torch.distributed.run --nproc-per-node 2 fsdp_run.py FOLDER
-    python -m torch.distributed.run --nproc-per-node 4 fsdp_run.py FOLDER    # shared heads
+    python -m torch.distributed.run --nproc-per-node 2 fsdp_run.py FOLDER cpu|cuda
+    python -m torch.distributed.run --nproc-per-node 4 fsdp_run.py FOLDER cpu|cuda  # shared heads
 
-Trains over gloo under FSDP2, once for each of `MODELS`, and writes what each rank saw to
+Trains under FSDP2, once for each of `MODELS`, and writes what each rank saw to
 FOLDER/MODEL/RANK.json.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from guardbit import MonitorSession
-from tests.callbacks.several_ranks import on_gloo
+from tests.callbacks.several_ranks import begin, keep
 from tests.toys import Attention
 
 SIZE, WIDTH, STEPS = 16, 34, 3
@@ -76,7 +76,7 @@ MODELS = {
 
 def model_of(name, mesh):
     torch.manual_seed(0)
-    model = nn.Sequential(MODELS[name]())
+    model = nn.Sequential(MODELS[name]()).to(mesh.device_type)
     data = mesh["data"]
     if mesh.ndim == 2:
         plan = {n: ColwiseParallel() for n in NAMES} | {"out": RowwiseParallel()}
@@ -107,7 +107,7 @@ def steps(model, place, session=None, samples=None):
     for step in range(STEPS):
         if session is not None:
             session.begin_batch(step)
-        loss = model(batch(step, place)).square().mean()
+        loss = model(batch(step, place).to(next(model.parameters()).device)).square().mean()
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -164,12 +164,12 @@ def train(name, mesh):
     }
 
 
-def main(folder):
-    torch.distributed.init_process_group("gloo")
+def main(folder, accelerator):
+    begin(accelerator)
     is_shared = torch.distributed.get_world_size() == 4
     shape, names = ((2, 2), ("data", "heads")) if is_shared else ((2,), ("data",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    on_gloo(folder, ["whole"] if is_shared else MODELS, lambda _, name: train(name, mesh))
+    mesh = init_device_mesh(accelerator, shape, mesh_dim_names=names)
+    keep(folder, ["whole"] if is_shared else MODELS, lambda _, name: train(name, mesh))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One of three ranks that have a stage of a model each; started by `test_pipeline`.
 
-    python -m torch.distributed.run --nproc-per-node 3 pipeline_run.py FOLDER
+    python -m torch.distributed.run --nproc-per-node 3 pipeline_run.py FOLDER cpu|cuda
 
 The first two have a layer with attention each, the third has the loss. Nothing goes from one to the
 next, which GuardBit does not see anyway. Writes what each rank saw to FOLDER/RANK.json.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, Policy
-from tests.callbacks.several_ranks import logged
+from tests.callbacks.several_ranks import begin, logged
 from tests.toys import Attention, Fires
 
 SIZE, WIDTH, STEPS = 16, 32, 3
@@ -43,9 +43,13 @@ def batch(step):
     return torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def watch(folder, rank, steps, state=None):
+def loss_of(model, step, device):
+    return model(batch(step).to(device).requires_grad_()).square().mean()
+
+
+def watch(folder, rank, device, steps, state=None):
     """Kernels that ran after each step, and the state in the end."""
-    model = Stage(rank)
+    model = Stage(rank).to(device)
     session = MonitorSession(
         model,
         every_n_train_steps=1,
@@ -59,8 +63,7 @@ def watch(folder, rank, steps, state=None):
     ran = []
     for step in steps:
         with session.step(step) as record:
-            loss = model(batch(step).requires_grad_()).square().mean()
-            loss.backward()
+            loss_of(model, step, device).backward()
             if rank == len(HEADS):
                 record.loss(float(step))
         sites = session.instrumentation.sites.values()
@@ -70,29 +73,28 @@ def watch(folder, rank, steps, state=None):
     return ran, state
 
 
-def watch_same_names(folder, rank, seed):
+def watch_same_names(folder, rank, device, seed):
     """A module that all ranks call by the same name; its weights depend on the seed."""
     torch.manual_seed(seed)
-    model = nn.ModuleDict({"layer": attention(2)})
+    model = nn.ModuleDict({"layer": attention(2)}).to(device)
     path = folder if rank == 0 else None
     session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True)
     for step in range(2):
         with session.step(step):
-            model["layer"](batch(step).requires_grad_()).square().mean().backward()
+            loss_of(model["layer"], step, device).backward()
     session.close()
 
 
-def main(folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def main(folder, device):
+    begin(device)
     rank, folder = torch.distributed.get_rank(), Path(folder)
     with logged() as lines:
-        ran, state = watch(folder / "run", rank, range(STEPS))
+        ran, state = watch(folder / "run", rank, device, range(STEPS))
     box = [state]
     torch.distributed.broadcast_object_list(box)  # all read what rank 0 has written
-    again, _ = watch(folder / "resumed", rank, range(STEPS, STEPS + 1), box[0])
-    watch_same_names(folder / "replicas", rank, 0)
-    watch_same_names(folder / "stages", rank, rank)
+    again, _ = watch(folder / "resumed", rank, device, range(STEPS, STEPS + 1), box[0])
+    watch_same_names(folder / "replicas", rank, device, 0)
+    watch_same_names(folder / "stages", rank, device, rank)
     found = {"ran": ran, "again": again, "lines": [text for _, text in lines]}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """Runs a script on several processes, and takes what each rank saw from one to the tests."""
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -13,6 +14,13 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed
+
+#: Of the ranks: gloo on the CPU, and NCCL on a GPU for each.
+ACCELERATORS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
 #: Imported once, in a process that every rank is a fork of: seconds a rank otherwise.
 IMPORTED = ["lightning.pytorch", "guardbit.callbacks.monitoring", "guardbit.callbacks.stabilizing"]
 
@@ -20,8 +28,11 @@ IMPORTED = ["lightning.pytorch", "guardbit.callbacks.monitoring", "guardbit.call
 def launch(script, ranks, *arguments, **environment):
     """Runs a script once a rank, with arguments; fails with what it printed if it fails.
 
+    With "cuda" among the arguments each rank needs a GPU, without which the test is skipped.
     The environment is that of `torch.distributed.run`, whose own process would import it all again.
     """
+    if "cuda" in arguments and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -29,6 +40,7 @@ def launch(script, ranks, *arguments, **environment):
         **os.environ, **environment,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS need not repeat itself
     }  # fmt: skip
     command = [str(x) for x in (script, *arguments)]
     context = multiprocessing.get_context("forkserver")
@@ -42,14 +54,18 @@ def launch(script, ranks, *arguments, **environment):
         assert codes == [0] * ranks, (codes, log.read()[-6000:])
 
 
-def on_gloo(folder, ways, train):
-    """Calls `train(way)` for each way, on a rank of a group, and keeps what it returns."""
-    import torch
-
+def begin(accelerator):
+    """Makes the group of the ranks; a rank's GPU is its default one."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
+    if accelerator == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.distributed.init_process_group("nccl" if accelerator == "cuda" else "gloo")
+
+
+def keep(folder, ways, train):
+    """Calls `train(path, way)` for each way, on a rank of a group, and keeps what it returns."""
     for way in ways:
         path = Path(folder) / way
         path.mkdir(exist_ok=True)
@@ -100,4 +116,5 @@ def run(command, environment, log):
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
+    gc.freeze()  # else each collection would visit, and so copy, all that comes from the fork
     runpy.run_path(command[0], run_name="__main__")

@@ -1,8 +1,8 @@
 """One of two ranks that share the heads of a model; started by `test_tensor_parallel`.
 
-    python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER
+    python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER cpu|cuda
 
-with the repository's root in PYTHONPATH. Trains over gloo, with q, k and v of `ColwiseParallel`, in
+with the repository's root in PYTHONPATH. Trains with q, k and v of `ColwiseParallel`, in
 each of the ways of `WAYS`, and writes what each rank saw to FOLDER/WAY/RANK.json.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit import LayoutUnavailable, MonitorSession, Policy
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.detectors import DEFAULT_RULES
-from tests.callbacks.several_ranks import logged, on_gloo
+from tests.callbacks.several_ranks import begin, keep, logged
 from tests.oracle import attend
 from tests.toys import Fires
 
@@ -29,8 +29,9 @@ HEADS, SIZE, WIDTH, STEPS = 4, 16, 32, 4
 SEQUENCES = 1 if torch.__version__ < "2.12" else 2
 
 #: local: plain tensors with this rank's heads reach attention. dtensor: DTensors do. one_key: every
-#: rank has the one key head. gathered: all heads are put together before attention.
-WAYS = ("local", "compiled", "dtensor", "one_key", "gathered")
+#: rank has the one key head. gathered: all heads are put together before attention. one_rank: the
+#: mesh has one rank, beside another mesh of one.
+WAYS = ("local", "compiled", "dtensor", "one_key", "gathered", "one_rank")
 
 #: Those of which the rounding errors of BF16 are measured.
 ROUNDED = ("local", "one_key", "gathered")
@@ -71,6 +72,7 @@ class Model(nn.Module):
         self.shared = Attention(1 if way == "one_key" else HEADS)
         self.whole = Attention()
         if mesh is not None:
+            self.to(mesh.device_type)
             column = {
                 "dtensor": {"use_local_output": False},
                 "gathered": {"output_layouts": Replicate()},
@@ -92,13 +94,17 @@ def batch(step):
     return torch.randn(SEQUENCES, 12, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
+def loss_of(model, step):
+    return model(batch(step).to(next(model.parameters()).device)).float().square().mean()
+
+
 def steps(model, after=lambda step: None, session=None):
     """Loss of each step, and the sum of the gradients of all steps."""
     losses = []
     for step in range(STEPS):
         if session is not None:
             session.begin_batch(step)
-        loss = model(batch(step)).square().mean()
+        loss = loss_of(model, step)
         loss.backward()
         losses.append(loss.item())
         if session is not None:
@@ -163,7 +169,7 @@ def train(folder, way, mesh):
     )
     session.load_state_dict(kept)
     session.begin_batch(STEPS)
-    compiled(model)(batch(STEPS)).square().mean().backward()
+    loss_of(compiled(model), STEPS).backward()
     session.end_step()
     site = session.instrumentation.sites["shared.core"]
     resumed = site.launches.get(("forward", "compensated"), 0), site.stabilizers
@@ -199,8 +205,8 @@ def rounding(way, mesh):
         model.get_submodule(site).register_forward_hook(show(site))
     session = MonitorSession(model, every_n_train_steps=1, strict=True)
     session.begin_batch(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(batch(0)).float().square().mean()
+    with torch.autocast(mesh.device_type, torch.bfloat16):
+        loss = loss_of(model, 0)
     loss.backward()
     session.end_step()
     found = {}
@@ -217,15 +223,17 @@ def rounding(way, mesh):
     return found
 
 
-def main(folder):
-    mesh = init_device_mesh("cpu", (2,))
+def main(folder, accelerator):
+    begin(accelerator)
+    meshes = init_device_mesh(accelerator, (2, 1), mesh_dim_names=("heads", "one_rank"))
 
     def seen(path, way):
+        mesh = meshes["one_rank" if way == "one_rank" else "heads"]
         with logged() as lines:
             found = train(path, way, mesh)
         return {**found, "lines": lines, "rounding": rounding(way, mesh) if way in ROUNDED else {}}
 
-    on_gloo(folder, WAYS, seen)
+    keep(folder, WAYS, seen)
 
 
 if __name__ == "__main__":

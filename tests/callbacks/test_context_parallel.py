@@ -1,4 +1,4 @@
-"""Two gloo processes that share the tokens of a batch: norms are watched, the run keeps its bits.
+"""Two processes that share the tokens of a batch: norms are watched, the run keeps its bits.
 
 PyTorch's ring is its own, around the kernel of the CPU, which it does not know by itself.
 """
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.callbacks import context_parallel_run as script
-from tests.callbacks.several_ranks import launch, seen
+from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
 
 REASON = (
     "context parallelism spreads its tokens over several ranks, so that no rank has whole rows of"
@@ -17,10 +17,10 @@ REASON = (
 NORMS = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    launch(script.__file__, 2, folder)
+    launch(script.__file__, 2, folder, request.param)
     return folder
 
 

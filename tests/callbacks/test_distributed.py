@@ -1,9 +1,8 @@
 """Two processes under Lightning: DDP, and FSDP2 through `ModelParallelStrategy`.
 
-On the CPU with gloo; on two GPUs with NCCL by `benchmarks/two_gpus.py`.
+On the CPU with gloo, and on two GPUs with NCCL.
 """
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,32 +10,24 @@ import pytest
 import torch
 
 from guardbit import read_run
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import ACCELERATORS, launch
 from tests.toys import recorded
 
 SITE = "net.h.1.attn"
 
 
-RUNS = [
-    pytest.param(
-        (strategy, accelerator),
-        id=f"{strategy}-{accelerator}",
-        marks=pytest.mark.gpu if accelerator == "cuda" else (),
-    )
-    for strategy, accelerator in itertools.product(("ddp", "fsdp2"), ("cpu", "cuda"))
-]
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def accelerator(request):
+    return request.param
 
 
-@pytest.fixture(scope="module", params=RUNS)
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=("ddp", "fsdp2"))
+def run(request, accelerator, tmp_path_factory):
     """The strategy, its folder, and what both ranks saw."""
-    strategy, accelerator = request.param
-    if accelerator == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    strategy = request.param
     folder = tmp_path_factory.mktemp(strategy)
     script = Path(__file__).with_name("distributed_run.py")
-    # Without the workspace setting cuBLAS need not repeat itself.
-    launch(script, 2, strategy, accelerator, folder, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    launch(script, 2, strategy, accelerator, folder)
     ranks = [torch.load(folder / f"{strategy}-{rank}.pt") for rank in range(2)]
     assert [rank["backend"] for rank in ranks] == ["nccl" if accelerator == "cuda" else "gloo"] * 2
     return strategy, folder, ranks
@@ -46,17 +37,15 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(run, record_property):
+def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(run):
     _, _, ranks = run
-    record_property("figure", f"{len(ranks[0]['plain'])} tensors on 2 ranks")
     assert same(ranks[0]["plain"], ranks[1]["plain"])
     for rank in ranks:
         assert same(rank["plain"], rank["watched"])
 
 
-def test_all_ranks_switch_at_the_same_step(run, record_property):
+def test_all_ranks_switch_at_the_same_step(run):
     strategy, folder, ranks = run
-    record_property("figure", f"switched at steps {[rank['switched'] for rank in ranks]}")
     assert ranks[0]["switched"] == ranks[1]["switched"] == [4, 5, 6]
     assert same(ranks[0]["acted"], ranks[1]["acted"])
     assert not same(ranks[0]["acted"], ranks[0]["plain"]), "the switch must have had an effect"
@@ -74,18 +63,15 @@ def test_callbacks_find_the_same_values_on_all_ranks(run):
     assert found == [(0, True)] * 3 + [(1, True)] * 4
 
 
-def test_norms_are_those_of_the_gathered_weights(run, record_property):
+def test_norms_are_those_of_the_gathered_weights(run):
     strategy, folder, ranks = run
     frame = read_run(folder / f"{strategy}-watched")
     frame = frame[(frame["indicator"] == "w_q_spectral_norm") & (frame["site"] == SITE)]
     assert set(frame["step"]) == {0, 3, 6}
-    largest = 0.0
     for step, rows in frame.groupby("step"):
         expected = np.array(ranks[0]["norms"][step])
-        deviation = rows.sort_values("head")["value"].to_numpy() / expected - 1
-        largest = max(largest, np.abs(deviation).max())
-    record_property("figure", f"largest relative deviation {largest:.1e}")
-    assert largest < 1e-5  # FP32 Gram matrices against FP64 singular values
+        # FP32 Gram matrices against FP64 singular values.
+        np.testing.assert_allclose(rows.sort_values("head")["value"], expected, rtol=1e-5)
 
 
 def test_both_ranks_rows_are_counted(run):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.callbacks import fsdp_run as script
-from tests.callbacks.several_ranks import launch, seen
+from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
 
 HEAD = script.SIZE * script.WIDTH
 #: Rows of heads that lie on both ranks of two, which are put together: of W_Q and of W_K.
@@ -14,20 +14,19 @@ PUT_TOGETHER = {
 }
 
 
-def run(folder, ranks):
-    launch(script.__file__, ranks, folder)
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def two(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    launch(script.__file__, 2, folder, request.param)
     return folder
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def four(request, tmp_path_factory):
     """Two ranks share the heads, and two the weights of these."""
-    return run(tmp_path_factory.mktemp("four"), 4)
+    folder = tmp_path_factory.mktemp("four")
+    launch(script.__file__, 4, folder, request.param)
+    return folder
 
 
 def check_norms(ranks):

@@ -1,4 +1,4 @@
-"""Three gloo processes with a stage of a model each: all are watched, and rank 0 records all."""
+"""Three processes with a stage of a model each: all are watched, and rank 0 records all."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from guardbit import read_run
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
 from tests.callbacks import pipeline_run as script
-from tests.callbacks.several_ranks import launch, seen
+from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
 from tests.oracle import scores_of
 from tests.toys import recorded
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def run(request, tmp_path_factory):
     """The folder, and what the ranks saw."""
     folder = tmp_path_factory.mktemp("run")
-    launch(script.__file__, 3, folder)
+    launch(script.__file__, 3, folder, request.param)
     return folder, seen(folder)
 
 

@@ -1,4 +1,4 @@
-"""Two gloo processes that share the heads of a layer: heads are numbered over both."""
+"""Two processes that share the heads of a layer: heads are numbered over both."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from guardbit import read_run
 from guardbit.kernels.spec import AttentionSpec
 from tests.callbacks import tensor_parallel_run as script
-from tests.callbacks.several_ranks import launch, seen
+from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
 from tests.oracle import attend
 from tests.toys import recorded
 
@@ -16,14 +16,14 @@ SITE = "shared.core"
 OWN = [[0, 1], [2, 3]]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    launch(script.__file__, 2, folder)
+    launch(script.__file__, 2, folder, request.param)
     return folder
 
 
-@pytest.fixture(params=[way for way in script.WAYS if way != "gathered"])
+@pytest.fixture(params=[way for way in script.WAYS if way not in ("gathered", "one_rank")])
 def shared(request, runs):
     """A way in which each rank has two of the four heads."""
     folder = runs / request.param
@@ -83,6 +83,13 @@ def test_norms_are_those_of_the_rank_that_has_the_head(shared):
                 assert norm == pytest.approx(norms[head], rel=1e-5)
             else:
                 assert "is on another rank" in norm
+
+
+def test_a_mesh_of_one_rank_has_all_heads(runs):
+    norms = expected("one_rank")[0]
+    for rank in seen(runs / "one_rank"):
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        assert all(own == [0, 1, 2, 3] for _, own, *_ in rank["seen"])
 
 
 def test_a_switch_reaches_the_rank_that_has_the_head_at_the_next_step(shared):
