@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,52 +47,76 @@ def all_agree(holds: bool, about: object) -> bool:
     """Whether something holds on every rank, and about the same thing."""
     if world_size() == 1:
         return holds
-    mine = torch.tensor([int(holds), zlib.crc32(repr(about).encode())], dtype=torch.int64)
-    answers = [other.tolist() for other in _exchanged("agree", mine)]
-    return all(answers[0][1] == about and bool(holds) for holds, about in answers)
+    answers = _told("agree", holds, _digest(repr(about)))
+    return all(holds == 1 and about == answers[0][1] for holds, about in answers)
 
 
 def extremes(*values: float) -> list[tuple[float, float]]:
-    """Returns the smallest and the largest of each value over all ranks."""
+    """Returns the smallest and the largest of each of two values over all ranks."""
     if world_size() == 1:
         return [(value, value) for value in values]
-    everyone = torch.stack(_exchanged("extremes", torch.tensor(values, dtype=torch.float64)))
-    lowest, highest = everyone.amin(0).tolist(), everyone.amax(0).tolist()
-    return list(zip(lowest, highest, strict=True))
+    return [(min(of_all), max(of_all)) for of_all in zip(*_told("extremes", *values), strict=True)]
 
 
 def of_each_part(value: T, part: object) -> list[T]:
     """Returns one value for each part of a model, on all ranks."""
     if world_size() == 1:
         return [value]
-    mine = torch.tensor([zlib.crc32(repr(part).encode())], dtype=torch.int64)
-    parts = [int(x) for x in _exchanged("parts", mine)]
-    speakers = [parts.index(one) for one in dict.fromkeys(parts)]
-    said = pickle.dumps(value) if rank() in speakers else b""
-    sizes = [int(x) for x in _exchanged("sizes", torch.tensor([len(said)], dtype=torch.int64))]
-    padded = torch.frombuffer(bytearray(said.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    everyone = _exchanged("values", padded)
-    return [
-        pickle.loads(everyone[speaker][: sizes[speaker]].numpy().tobytes()) for speaker in speakers
-    ]
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    parts, sizes = zip(*_told("parts", _digest(repr(part)), len(mine)), strict=True)
+    said: list[Tensor] = []
+    with _own_group() as own:
+        # The first rank of each part speaks for it.
+        for speaker in (parts.index(one) for one in dict.fromkeys(parts)):
+            size = int(sizes[speaker])
+            said.append(mine if rank() == speaker else torch.empty(size, dtype=torch.uint8))
+            own.broadcast(said[-1], speaker).wait()
+    return [pickle.loads(one.numpy().tobytes()) for one in said]
 
 
-def gathered(x: Tensor, group: object = None) -> list[Tensor]:
-    """Returns a tensor of each rank, all of one shape."""
-    return [other.to(x.device) for other in _exchanged("tensors", x.detach().cpu().contiguous())]
+def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns sums, FP64, and maxima over all ranks; NaN where a rank has NaN."""
+    # As gloo's maximum may lose NaN, it is added to the sums instead.
+    is_nan = maxima.isnan()
+    parts = sums, is_nan.double(), maxima.masked_fill(is_nan, -torch.inf).double()
+    state = torch.cat([part.flatten() for part in parts]).cpu()  # in one copy
+    added, larger = state.split([sums.numel() + maxima.numel(), maxima.numel()])
+    _told(f"state of {len(state)}")
+    with _own_group() as own:
+        own.allreduce(added, torch.distributed.ReduceOp.SUM).wait()
+        if len(larger):
+            own.allreduce(larger, torch.distributed.ReduceOp.MAX).wait()
+    state = state.to(sums.device)
+    found, is_nan, highest = state.split([sums.numel(), maxima.numel(), maxima.numel()])
+    highest = highest.masked_fill(is_nan > 0, torch.nan).to(maxima.dtype)
+    return found.view_as(sums), highest.view_as(maxima)
 
 
-def _exchanged(what: str, mine: Tensor) -> list[Tensor]:
+def _told(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:
+    """Returns two numbers of each rank, which must all take part in the same exchange."""
+    mine = torch.tensor([_digest(what), first, second], dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(world_size())]
+    with _own_group() as own:
+        own.allgather(found, mine).wait()
+        answers = [other.tolist() for other in found]
+        if any(other[0] != mine[0] for other in answers):
+            raise RuntimeError("it takes part in another exchange")
+    return [(first, second) for _, first, second in answers]
+
+
+def _digest(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+@contextmanager
+def _own_group() -> Iterator[Any]:
+    """Yields the ranks' own group; after any error in it the other ranks count as lost."""
     global _are_lost
     default = torch.distributed.group.WORLD
     if _are_lost is default:
         raise RanksLostError("another rank was lost before; nothing is exchanged any more")
     try:
-        own = _own_group(default)
-        head = torch.tensor([zlib.crc32(what.encode()), mine.nbytes], dtype=torch.int64)
-        if any(not other.equal(head) for other in _all_gather(own, head)):
-            raise RuntimeError("it takes part in another exchange")
-        return _all_gather(own, mine)
+        yield _group_beside(default)
     except BaseException as error:
         _are_lost = default  # whatever it was: the others may wait in the middle of it
         if isinstance(error, RuntimeError):
@@ -103,15 +129,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _all_gather(own: Any, mine: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(mine) for _ in range(world_size())]
-    options = c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
-    options.timeout = timedelta(seconds=PATIENCE)
-    own.allgather([found], [mine], options).wait(options.timeout)
-    return found
-
-
-def _own_group(default: Any) -> Any:
+def _group_beside(default: Any) -> Any:
     global _group, _num_groups
     if _group is None or _group[1] is not default:
         # Not by `new_group`: that counts groups, and the count has to stay the same on all ranks.

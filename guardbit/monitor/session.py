@@ -428,7 +428,9 @@ class Session(Guarded):
 
     def _agree(self) -> bool:
         """Whether all ranks go on watching."""
-        for stage in (_WATCHING, "capture", "metrics"):
+        stages = (_WATCHING, "capture", "metrics")
+        are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
+        for stage in () if are_on else stages:
             if not ranks.all_agree(stage not in self._stages.off, stage):
                 self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
         if self._exchange.are_parts():

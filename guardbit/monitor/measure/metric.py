@@ -93,9 +93,7 @@ class AttentionMetric:
         self.finish()
         sums, maxima = self.sums, self.maxima
         if ranks.world_size() > 1:
-            sums = torch.stack(ranks.gathered(sums)).sum(0)
-            if self._maxima:
-                maxima = torch.stack(ranks.gathered(maxima)).amax(0)
+            sums, maxima = ranks.reduced(sums, maxima)
         state = dict(zip((*self._sums, *self._maxima), (*sums, *maxima), strict=True))
         found: dict[str, Tensor] = {}
         for probe in self.probes:
