@@ -294,25 +294,33 @@ class _HeadShards:
     """
 
     def __init__(self, rows: HeadRows, axis: int, group: ProcessGroup) -> None:
-        self._rows = rows
-        self._group = group
-        self._device = rows.rows.device
-        own = group.rank()
+        self._rows, self._group = rows, group
+        own, device = group.rank(), rows.rows.device
         size = -(-rows.shape[axis] // group.size())
         self._is_whole_rows = axis != rows.input_axis
         if not self._is_whole_rows:
-            self._counted = torch.arange(len(rows.rows), device=self._device)
+            self._counted = torch.arange(len(rows.rows), device=device)
             return
         others = (n for i, n in enumerate(rows.shape) if i not in (axis, rows.input_axis))
         size *= math.prod(others)
         holder = rows.rows // size
-        self._is_here = holder == own
-        self._local = rows.rows - own * size
         is_split = (holder != holder[:, :1]).any(dim=1)
-        self._split = is_split.nonzero()[:, 0]
-        self._whole = (self._is_here[:, 0] & ~is_split).nonzero()[:, 0]
-        self._own_split = self._is_here[self._split, 0].nonzero()[:, 0]
-        self._counted = torch.cat([self._whole, self._split[self._own_split]])
+        computes = holder[:, 0] == own
+        whole, split = ((computes & x).nonzero()[:, 0] for x in (~is_split, is_split))
+        self._counted = torch.cat([whole, split])
+        self._whole = rows.rows[whole] - own * size
+        self._are_any_split = bool(is_split.any())
+        # The rows of the other heads that are here, by the rank that computes their head, and those
+        # that it gets, by the rank that has them.
+        is_here = is_split[:, None] & (holder == own)
+        target, self._num_sent = self._by_rank(holder[:, :1].expand_as(holder)[is_here])
+        self._sent = (rows.rows[is_here] - own * size)[target]
+        self._got, self._num_got = self._by_rank(holder[split].flatten())
+
+    def _by_rank(self, ranks_of_rows: Tensor) -> tuple[Tensor, list[int]]:
+        """Returns the order of rows by rank, and how many each rank has."""
+        counts = torch.bincount(ranks_of_rows, minlength=self._group.size())
+        return ranks_of_rows.argsort(stable=True), counts.tolist()
 
     def gram_matrices(self, shard: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the Gram matrices of all heads; all ranks of the group call it together."""
@@ -325,14 +333,16 @@ class _HeadShards:
     def _counted_rows(self, matrix: Tensor) -> Tensor:
         if not self._is_whole_rows:
             return matrix[self._rows.rows].float()
-        whole = matrix[self._local[self._whole]].float()
-        if not len(self._split):
+        whole = matrix[self._whole].float()
+        if not self._are_any_split:
             return whole
-        is_here = self._is_here[self._split]
-        split = matrix.new_zeros(*is_here.shape, matrix.size(1), dtype=torch.float32)
-        split[is_here] = matrix[self._local[self._split][is_here]].float()
-        torch.distributed.all_reduce(split, group=self._group)
-        return torch.cat([whole, split[self._own_split]])
+        sent = matrix[self._sent].float()
+        got = sent.new_empty(len(self._got), matrix.size(1))
+        torch.distributed.all_to_all_single(
+            got, sent, self._num_got, self._num_sent, group=self._group
+        )
+        split = torch.empty_like(got).index_copy_(0, self._got, got)
+        return torch.cat([whole, split.view(-1, *whole.shape[1:])])
 
 
 def _shards_of(rows: HeadRows, parameter: DTensor, is_shared: bool) -> _HeadShards | None:

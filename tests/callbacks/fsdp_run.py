@@ -126,11 +126,12 @@ def steps(model, place, session=None, samples=None):
 
 
 class Exchanges:
-    """What is gathered from DTensors, and summed over ranks, in numbers each time."""
+    """What is gathered from DTensors, summed over ranks, and sent here, in numbers each time."""
 
     def __enter__(self):
-        self.numbers = {"gathered": [], "summed": []}
+        self.numbers = {"gathered": [], "summed": [], "sent": []}
         self.full_tensor, self.all_reduce = DTensor.full_tensor, torch.distributed.all_reduce
+        self.all_to_all = torch.distributed.all_to_all_single
 
         def full_tensor(x, *args, **kwargs):
             self.numbers["gathered"].append(x.numel())
@@ -140,11 +141,17 @@ class Exchanges:
             self.numbers["summed"].append(x.numel())
             return self.all_reduce(x, *args, **kwargs)
 
+        def all_to_all(got, *args, **kwargs):
+            self.numbers["sent"].append(got.numel())
+            return self.all_to_all(got, *args, **kwargs)
+
         DTensor.full_tensor, torch.distributed.all_reduce = full_tensor, all_reduce
+        torch.distributed.all_to_all_single = all_to_all
         return self
 
     def __exit__(self, *_):
         DTensor.full_tensor, torch.distributed.all_reduce = self.full_tensor, self.all_reduce
+        torch.distributed.all_to_all_single = self.all_to_all
 
 
 def train(name, mesh):

@@ -7,7 +7,7 @@ from tests.callbacks import fsdp_run as script
 from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
 
 HEAD = script.SIZE * script.WIDTH
-#: Rows of heads that lie on both ranks of two, which are put together: of W_Q and of W_K.
+#: Rows of heads that lie on both ranks of two, which the first puts together: of W_Q and of W_K.
 PUT_TOGETHER = {
     "straddling": [HEAD, HEAD],  # of heads of 16 rows in 24 a rank, and the one of 8 a rank
     "fused straddling": [HEAD],  # the second of W_K, in 72 of 144 rows a rank
@@ -51,14 +51,15 @@ def test_norms_are_those_of_slices_of_the_whole_weights(two, name):
 @pytest.mark.parametrize("name", script.MODELS)
 def test_only_gram_matrices_and_heads_that_straddle_are_exchanged(two, name):
     grams = {script.SIZE**2 * heads for heads in (1, 2, 3, 4)}
-    for rank in seen(two / name):
+    for place, rank in enumerate(seen(two / name)):
         first, *later = rank["exchanged"]
         assert first["gathered"], "where the rows lie is found out with whole weights"
         for numbers in later:
             assert numbers["gathered"] == []
-            weights = [n for n in numbers["summed"] if n >= script.SIZE**2]
-            assert [n for n in weights if n not in grams] == PUT_TOGETHER.get(name, [])
-            assert len([n for n in weights if n in grams]) == 2
+            together = PUT_TOGETHER.get(name, [])
+            assert numbers["sent"] == (together if place == 0 else [0] * len(together))
+            assert len(numbers["summed"]) == 2
+            assert grams.issuperset(numbers["summed"])
 
 
 def test_norms_where_the_heads_are_shared_out_too(four):
