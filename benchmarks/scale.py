@@ -53,7 +53,7 @@ def model_of(strategy: str, device: torch.device, options: argparse.Namespace) -
         model: Any = LlamaForCausalLM(config)
     layers = model.model.layers
     if strategy == "tp":
-        plan = {f"*.{name}_proj": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+        plan: Any = {f"*.{name}_proj": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
         plan |= {f"*.{name}_proj": RowwiseParallel() for name in ("o", "down")}
         mesh = init_device_mesh(device.type, (options.gpus,))
         for layer in layers:

@@ -297,9 +297,9 @@ class _HeadShards:
         self._rows, self._group = rows, group
         own, device = group.rank(), rows.rows.device
         size = -(-rows.shape[axis] // group.size())
-        self._is_whole_rows = axis != rows.input_axis
-        if not self._is_whole_rows:
-            self._counted = torch.arange(len(rows.rows), device=device)
+        if axis == rows.input_axis:
+            self._counted, self._whole = torch.arange(len(rows.rows), device=device), rows.rows
+            self._are_any_split = False
             return
         others = (n for i, n in enumerate(rows.shape) if i not in (axis, rows.input_axis))
         size *= math.prod(others)
@@ -331,8 +331,6 @@ class _HeadShards:
         return grams
 
     def _counted_rows(self, matrix: Tensor) -> Tensor:
-        if not self._is_whole_rows:
-            return matrix[self._rows.rows].float()
         whole = matrix[self._whole].float()
         if not self._are_any_split:
             return whole

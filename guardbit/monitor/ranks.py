@@ -47,7 +47,7 @@ def all_agree(holds: bool, about: object) -> bool:
     """Whether something holds on every rank, and about the same thing."""
     if world_size() == 1:
         return holds
-    answers = _told("agree", holds, _digest(repr(about)))
+    answers = _told("agree", holds, zlib.crc32(repr(about).encode()))
     return all(holds == 1 and about == answers[0][1] for holds, about in answers)
 
 
@@ -63,7 +63,7 @@ def of_each_part(value: T, part: object) -> list[T]:
     if world_size() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    parts, sizes = zip(*_told("parts", _digest(repr(part)), len(mine)), strict=True)
+    parts, sizes = zip(*_told("parts", zlib.crc32(repr(part).encode()), len(mine)), strict=True)
     said: list[Tensor] = []
     with _own_group() as own:
         # The first rank of each part speaks for it.
@@ -94,7 +94,7 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 def _told(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:
     """Returns two numbers of each rank, which must all take part in the same exchange."""
-    mine = torch.tensor([_digest(what), first, second], dtype=torch.float64)
+    mine = torch.tensor([zlib.crc32(what.encode()), first, second], dtype=torch.float64)
     found = [torch.empty_like(mine) for _ in range(world_size())]
     with _own_group() as own:
         own.allgather(found, mine).wait()
@@ -102,10 +102,6 @@ def _told(what: str, first: float = 0, second: float = 0) -> list[tuple[float, f
         if any(other[0] != mine[0] for other in answers):
             raise RuntimeError("it takes part in another exchange")
     return [(first, second) for _, first, second in answers]
-
-
-def _digest(text: str) -> int:
-    return zlib.crc32(text.encode())
 
 
 @contextmanager
@@ -146,10 +142,3 @@ def _group_beside(default: Any) -> Any:
             ) from error
         _group = own, default
     return _group[0]
-
-
-def device() -> torch.device:
-    """Returns the device of what ranks measure."""
-    if torch.distributed.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -183,7 +183,7 @@ class Measurement:
         if not table or not ranks.all_agree(is_ready, table):
             return None, []
         if metric is None:
-            metric = AttentionMetric(self._plan.calls, 0, 0, ranks.device())
+            metric = AttentionMetric(self._plan.calls, 0, 0)
         places = {(site.name, site.num_heads): site.place for site in table}
         metric = metric.on_table(
             [places.get((site.name, site.num_heads)) for site in own],
