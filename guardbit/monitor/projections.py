@@ -318,7 +318,6 @@ class _HeadShards:
         self._got, self._num_got = self._by_rank(holder[split].flatten())
 
     def _by_rank(self, ranks_of_rows: Tensor) -> tuple[Tensor, list[int]]:
-        """Returns the order of rows by rank, and how many each rank has."""
         counts = torch.bincount(ranks_of_rows, minlength=self._group.size())
         return ranks_of_rows.argsort(stable=True), counts.tolist()
 
