@@ -8,7 +8,6 @@ A seed's runs share weights and batches.
 
 from __future__ import annotations
 
-import math
 import sys
 from itertools import product
 
@@ -84,21 +83,6 @@ def chance_of_pairs(ratios: np.ndarray) -> float:
     return float(np.mean(np.array(sums) >= ratios.sum() - 1e-12))
 
 
-def chance_of_groups(one: np.ndarray, other: np.ndarray) -> float:
-    """How often a random split would part two groups as far as they are, if they do not overlap.
-
-    Args:
-        one: Values of the group that is larger.
-        other: Those of the other.
-
-    Raises:
-        ValueError: If they overlap.
-    """
-    if min(one) <= max(other):
-        raise ValueError(f"the groups overlap: {min(one):.4g} is not above {max(other):.4g}")
-    return 1 / math.comb(len(one) + len(other), len(one))
-
-
 def main(arguments: list[str]) -> None:
     """Prints the table and what chance would do."""
     found = table(load(options_of(__doc__, arguments).results))
@@ -106,8 +90,7 @@ def main(arguments: list[str]) -> None:
     one, other = (np.log(found[name].to_numpy()) for name in ("logit", "logit_corrected"))
     factor = np.exp((one - other).mean())
     print(f"{factor:.3g} times as large in the geometric mean")
-    print(f"chance, by pairs: {chance_of_pairs(one - other):.4g}; ", end="")
-    print(f"by groups: {chance_of_groups(one, other):.4g}")
+    print(f"chance, by pairs: {chance_of_pairs(one - other):.4g}")
 
 
 if __name__ == "__main__":

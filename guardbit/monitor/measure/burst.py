@@ -48,9 +48,10 @@ from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from guardbit.monitor.sites import Site
 from guardbit.records import Sample
 
-#: Heads that are measured at once, and the steps after which that ends: the first number where the
-#: share is settled by then, else the second.
-MOST_HEADS, LEAST_STEPS, MOST_STEPS = 8, 100, 400
+#: Heads that are measured at once, and the least and the most steps that it takes. It ends early
+#: where two looks in a row, so many steps apart, settle on the same side of one half: with one,
+#: shares of a half would be settled twice as often.
+MOST_HEADS, LEAST_STEPS, MOST_STEPS, LOOK_EVERY = 8, 100, 400, 50
 #: Steps that are added up, as the momentum spreads an error over about as many.
 WINDOW = 10
 #: Steps in a row without one of an optimizer on W_Q, after which nothing more is expected.
@@ -106,6 +107,8 @@ class Burst:
         self._turns: dict[tuple[str, int], tuple[Turn | None, Tensor]] = {}
         # Module and head -> what each step gave: r, c, and the proof.
         self._series: dict[tuple[str, int], list[Tensor]] = {}
+        # Module and head -> steps at the last look, and the side of one half: 1, -1, or 0 for none.
+        self._looks: dict[tuple[str, int], tuple[int, int]] = {}
         self._in_vain: Counter[str] = Counter()  # steps in a row that gave nothing
         self._unhook: Callable[[], None] | None = None
 
@@ -146,6 +149,7 @@ class Burst:
         self._after.clear()
         self._turns.clear()
         self._series.clear()
+        self._looks.clear()
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
@@ -299,13 +303,17 @@ class Burst:
             if head not in self.heads.get(site, ()) or (site, _SHARES[0]) not in values:
                 continue
             share, low, high = (values[site, name][head] for name in _SHARES)
-            is_proved = share == share
-            is_settled = not is_proved or low > 0.5 or high < 0.5
+            number, is_proved = len(self._series[site, head]), bool(share == share)
             if not is_proved:
                 self.why_not = _NOT_ITS_GRADIENT
-            if is_settled or len(self._series[site, head]) >= MOST_STEPS:
+            last, before = self._looks.get((site, head), (0, 0))
+            side = int(low > 0.5) - int(high < 0.5)
+            is_look = number >= last + LOOK_EVERY
+            if is_look:
+                self._looks[site, head] = number, side
+            if not is_proved or number >= MOST_STEPS or (is_look and side == before != 0):
                 self.heads[site].remove(head)
-                del self._series[site, head]
+                del self._series[site, head], self._looks[site, head]
         self._told.clear()
         self.heads = {site: heads for site, heads in self.heads.items() if heads}
         if not self.heads:
@@ -315,6 +323,7 @@ class Burst:
         self.why_not = why
         for head in self.heads.pop(site, ()):
             self._series.pop((site, head), None)
+            self._looks.pop((site, head), None)
         self._products.pop(site, None)
         self._in_vain.pop(site, None)
 
