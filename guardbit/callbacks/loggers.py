@@ -36,7 +36,8 @@ def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str
 def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:
     """Says what was found, and which command writes the report."""
     judgement = session.judgement
-    if session.sampled_step is None or judgement is None:
+    # Of a resumed run the folder may hold samples although this process has taken none.
+    if judgement is None or (session.sampled_step is None and not judgement.head_samples):
         found = "no step was sampled"
     else:
         found = replace(judgement, ended=None).headline

@@ -56,13 +56,17 @@ def report(
     ] = False,
 ) -> None:
     """Write the report of a run, or of several side by side."""
+    from guardbit.store import resumptions
+
     if as_json:
         with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
-            outcomes = [
-                {"run": str(path), **load_with_events(path).judgement.as_json()} for path in paths
-            ]
+            runs = [load_with_events(path) for path in paths]
+        outcomes = [
+            {"run": str(path), "resumed": resumptions(run.metadata), **run.judgement.as_json()}
+            for path, run in zip(paths, runs, strict=True)
+        ]
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
     from guardbit.dashboards.report import write_reports
@@ -75,7 +79,8 @@ def report(
         with writing_to(place):
             written = write_reports(runs, place, format=format.value)
     for run in runs:  # not to stdout, which has the place alone
-        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}"
+        resumed = f" The run was {run.resumed}." if run.resumed else ""
+        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
         typer.echo(printable(said), err=True)
     typer.echo(printable(str(written)))
     if open_it:

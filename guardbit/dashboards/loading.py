@@ -24,6 +24,7 @@ from guardbit.store import (
     read_events,
     read_metadata,
     read_run,
+    resumptions,
 )
 from guardbit.store.files import names_of_runs
 
@@ -36,6 +37,10 @@ DIAGNOSIS = Path("diagnosis", "diagnosis.json")
 
 # What `guardbit.dashboards.figures` exports that `Plots` has as a method, or that draws no run.
 _NO_FIGURES = ("story", "model_map", "CHARTS", "Chart", "runs_over_steps")
+
+
+#: How many of the steps at which a run was resumed are named.
+_RESUMPTIONS = 5
 
 
 class Diagnosed(NamedTuple):
@@ -125,6 +130,16 @@ class LoadedRun:
     def judgement(self) -> Judgement:
         """What became of the run, what moved its heads, and what to do."""
         return marks.judgement_of(self.samples, self.events, self.metadata, self.ended)
+
+    @property
+    def resumed(self) -> str:
+        """How often the run went on from a checkpoint, and where; "" if it never did."""
+        steps = resumptions(self.metadata)
+        if len(steps) < 2:
+            return f"resumed at step {steps[0]:,}" if steps else ""
+        named = ", ".join(f"{step:,}" for step in steps[-_RESUMPTIONS:])
+        which = "at steps" if len(steps) <= _RESUMPTIONS else "last at steps"
+        return f"resumed {len(steps)} times, {which} {named}"
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""

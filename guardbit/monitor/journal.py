@@ -6,17 +6,27 @@ import importlib.metadata
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, RunEnd, Sample, line_of, place_of, printable
-from guardbit.store import RunWriter, folder_of_run, is_run, read_events
+from guardbit.store import (
+    RunFollower,
+    RunWriter,
+    folder_of_run,
+    is_run,
+    read_events,
+    read_metadata,
+    resumptions,
+)
+from guardbit.store.samples import samples_of
 
 T = TypeVar("T")
 
@@ -65,9 +75,13 @@ class Journal:
         self._stages = stages
         self._writer: RunWriter | None = None
         self._described: dict[str, dict[str, Any]] = {}
-        #: What a judgement of the run reads: alarms and switches without their sentences, metadata.
+        #: What a judgement of the run reads: samples, alarms and switches without their sentences,
+        #: metadata. Of a run that goes on in its folder, what that holds is among it.
+        self.evidence = Evidence()
         self.events: list[Event] = []
         self.metadata: dict[str, Any] = {"settings": settings}
+        # Only the first rank has it, so nothing that ranks must do alike may depend on it.
+        self._earlier_metadata: dict[str, Any] = {}
         self._warned: set[tuple[str, str, str]] = set()
         #: The sentence of the first alarm of each rule and attention module, once logged.
         self._said: dict[tuple[str, str], str] = {}
@@ -109,11 +123,19 @@ class Journal:
         goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
-        writer = RunWriter(
-            self._dirpath,
-            metadata={"settings": dict(self._settings), "versions": versions},
-            start_step=first_step - 1 if first_step else None,
-        )
+        with _readers_warnings_logged():
+            self._earlier_metadata = read_metadata(self._dirpath) if goes_on else {}
+            resumed = resumptions(self._earlier_metadata) if first_step else []
+            resumed += [first_step] if is_resumed else []
+            settings = dict(self._settings)
+            metadata = {"settings": settings, "versions": versions, "resumed": resumed or None}
+            writer = RunWriter(
+                self._dirpath,
+                metadata=metadata,
+                start_step=first_step - 1 if first_step else None,
+            )
+            recorded = _recorded(self._dirpath, first_step)
+            self._stages.attempt("judgement", lambda: self._take_samples_before(first_step))
         if goes_on and not is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: it"
@@ -130,7 +152,6 @@ class Journal:
                 f" of it: its telemetry begins at step {first_step}; to go on in {before}, pass"
                 " that as dirpath"
             )
-        recorded = _recorded(self._dirpath, first_step)
         missing = _missing(remembered, recorded, first_step)
         self.events[:0] = [replace(event, why="") for event in recorded]
         for event in missing:
@@ -141,6 +162,20 @@ class Journal:
         return next(
             (event.verdict for event in reversed(recorded) if event.kind == "verdict"), "stable"
         )
+
+    def _take_samples_before(self, step: int) -> None:
+        """Judges the run from its first step on; a part at a time, as a folder may be large."""
+        assert self._dirpath is not None
+        self.evidence, follower = Evidence(), RunFollower(self._dirpath)
+        follower.look()
+        for batch in follower.batches() if step else ():
+            rows = batch.to_pandas()
+            self.evidence.add(samples_of(rows[rows["step"] < step]))
+        self.evidence.add(self._samples)  # those of this run that could not be written so far
+
+    def judgement(self, ended: Ended | None) -> Judgement:
+        """Judges the run so far."""
+        return judge(self.evidence, self.events, self._earlier_metadata | self.metadata, ended)
 
     def record(self, event: Event) -> None:
         self._log(event)
@@ -169,7 +204,8 @@ class Journal:
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, self.advice)))
 
     def add(self, samples: list[Sample]) -> None:
-        """Writes samples, to be read at once; samples of a failed try are written with the next."""
+        """Takes samples, to be read at once; those of a failed write are written with the next."""
+        self._stages.attempt("judgement", lambda: self.evidence.add(samples))
         if self._is_kept():
             self._failures += 1  # unless it succeeds
             self._try_to_write(samples)
@@ -284,17 +320,22 @@ def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
             writer.event(Event(0, "monitor_error", "", (), why))
 
 
+@contextmanager
+def _readers_warnings_logged() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as left_out:
+        warnings.simplefilter("always")
+        yield
+    for message in dict.fromkeys(str(warning.message) for warning in left_out):
+        log.warning("%s", message)
+
+
 def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """Reads the events before a step from a folder; logs a warning for what is unreadable."""
+    """Reads the events before a step from a folder."""
     try:
-        with warnings.catch_warnings(record=True) as left_out:
-            warnings.simplefilter("always")
-            events = read_events(dirpath).to_dict("records")
+        events = read_events(dirpath).to_dict("records")
     except (OSError, ValueError) as error:
         log.warning("the run goes on without its earlier events: %s", error)
         return []
-    for warning in left_out:
-        log.warning("%s", warning.message)
     return [Event(**event) for event in events if event["step"] < first_step]
 
 
