@@ -39,10 +39,6 @@ DIAGNOSIS = Path("diagnosis", "diagnosis.json")
 _NO_FIGURES = ("story", "model_map", "CHARTS", "Chart", "runs_over_steps")
 
 
-#: How many of the steps at which a run was resumed are named.
-_RESUMPTIONS = 5
-
-
 class Diagnosed(NamedTuple):
     """What a run's folder holds to explain why heads diverge."""
 
@@ -133,13 +129,9 @@ class LoadedRun:
 
     @property
     def resumed(self) -> str:
-        """How often the run went on from a checkpoint, and where; "" if it never did."""
-        steps = resumptions(self.metadata)
-        if len(steps) < 2:
-            return f"resumed at step {steps[0]:,}" if steps else ""
-        named = ", ".join(f"{step:,}" for step in steps[-_RESUMPTIONS:])
-        which = "at steps" if len(steps) <= _RESUMPTIONS else "last at steps"
-        return f"resumed {len(steps)} times, {which} {named}"
+        """The steps at which the run went on from a checkpoint, in words; "" if it never did."""
+        steps = [f"{step:,}" for step in resumptions(self.metadata)]
+        return f"resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""

@@ -6,11 +6,15 @@ The policy goes by the roles that alarms carry, never by the names of their rule
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from guardbit.records import STABILIZERS, Alarm, Decision
+from guardbit.records import STABILIZERS, Alarm, Decision, nearest
+
+F = TypeVar("F", bound=Callable[..., None])
 
 #: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
 #: of the model.
@@ -37,6 +41,34 @@ def check_settings(owner: object, must_be: Mapping[str, tuple[Callable[[Any], An
         value = getattr(owner, name)
         if not is_right(value):
             raise ValueError(f"{name} is {value!r}; it must be {words}")
+
+
+def check_arguments(
+    signature: inspect.Signature,
+    owner: object,
+    args: Sequence[Any],
+    settings: Mapping[str, Any],
+    hint: Callable[[str, Iterable[str]], str] = nearest,
+) -> None:
+    """Refuses a constructor's arguments as Python does, and says which one was meant."""
+    try:
+        signature.bind(owner, *args, **settings)
+    except TypeError as error:
+        # Python refuses the first unknown one.
+        unknown = [name for name in settings if name not in signature.parameters]
+        meant = hint(unknown[0], signature.parameters) if unknown else ""
+        raise TypeError(f"{type(owner).__name__}.__init__() {error}{meant}") from None
+
+
+def _says_what_was_meant(init: F) -> F:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(self: object, *args: Any, **settings: Any) -> None:
+        check_arguments(signature, self, args, settings)
+        init(self, *args, **settings)
+
+    return checked  # pyright: ignore[reportReturnType]
 
 
 def _is_bound(bound: Any) -> bool:
@@ -115,6 +147,7 @@ class Policy:
             `qk_clip` without `escalate`.
     """
 
+    @_says_what_was_meant
     def __init__(
         self,
         stabilizer: str = "exact_delta",

@@ -85,7 +85,7 @@ def test_the_last_line_is_of_the_whole_run(run, tmp_path, capsys, caplog):
     assert report["resumed"] == [FIRST]
 
 
-def test_the_report_says_how_often_a_run_was_resumed_until_it_begins_anew(tmp_path):
+def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path):
     def said():
         document = document_of(guardbit.load(tmp_path))
         console = CliRunner().invoke(app, ["report", str(tmp_path)]).stderr
@@ -94,7 +94,7 @@ def test_the_report_says_how_often_a_run_was_resumed_until_it_begins_anew(tmp_pa
 
     state = Loop(dirpath=tmp_path, **SETTINGS).run([0, 1], close=False).leave()
     assert said() == ""
-    for more in ("at step 2", "2 times, at steps 2, 4"):
+    for more in ("at step 2", "at steps 2, 4"):
         loop = Loop(dirpath=tmp_path, **SETTINGS)
         loop.session.load_state_dict(state)
         first = state["last_step"] + 1
