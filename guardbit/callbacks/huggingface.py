@@ -20,11 +20,13 @@ from transformers.integrations.integration_utils import (
     TensorBoardCallback,
     WandbCallback,
 )
+from transformers.trainer_utils import IntervalStrategy
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
+from guardbit.judgement import LOSS_SAMPLES
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
 from guardbit.records import line_of
@@ -112,6 +114,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self.session = session
         if session is None:
             return
+        if state.is_world_process_zero:
+            session.attempt("notices", lambda: _warn_of_few_losses(args, state))
         if trainers:
             self._run = model, trainers[0]
             _training.add(self)
@@ -198,6 +202,22 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             )
             self._run = None
             end(self)
+
+
+def _warn_of_few_losses(args: TrainingArguments, state: TrainerState) -> None:
+    kind = IntervalStrategy(args.logging_strategy)
+    of_epochs = 0 if kind is IntervalStrategy.NO else state.num_train_epochs
+    is_by_step = kind is IntervalStrategy.STEPS
+    losses = state.max_steps // state.logging_steps if is_by_step else of_epochs
+    if losses < LOSS_SAMPLES <= state.max_steps:
+        log.warning(
+            "the Trainer will log %s in %d steps, and GuardBit reads no other: to have the loss"
+            " judged, which takes %d of them, set logging_steps=%d",
+            f"{losses or 'no'} loss{'es' * (losses > 1)}",
+            state.max_steps,
+            LOSS_SAMPLES,
+            min(10, state.max_steps // LOSS_SAMPLES),
+        )
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:
