@@ -501,7 +501,7 @@ class Judgement:
             return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
         if self.state == "unclear" and not self.num_heads:
             return "Nothing is judged before attention is watched: the log says what is missing."
-        if self.state == "lost" and self.lead is None:
+        if self.state == "lost" and (self.lead is None or self.cause.what == "not rounding"):
             return (
                 "Resume from a checkpoint before the loss diverged, with a lower rate; look at the"
                 " data there."
@@ -942,8 +942,7 @@ _ENDS: dict[Ended | None, str] = {
 
 _RESUME = "resume from the last checkpoint with this folder as dirpath"
 _GOING_ON: dict[Ended | None, str] = {
-    "crashed": f"To go on, {_RESUME}.",
-    "interrupted": f"To go on, {_RESUME}.",
+    **dict.fromkeys(("crashed", "interrupted"), f"To go on, {_RESUME}."),
     "not closed": f"If it was killed, {_RESUME}: nothing after step {{:,}} was recorded.",
 }
 

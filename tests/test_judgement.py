@@ -574,6 +574,17 @@ def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what,
     assert told["cause"]["what"] == what and told["verdict"] == verdict
 
 
+@pytest.mark.parametrize(
+    ("measured", "advice"),
+    [((0.6, 1.5, 2.4), "with the alarmed heads switched"), ((-0.1, 0.1, 0.4), "with a lower rate")],
+)
+def test_what_to_change_after_a_loss_goes_by_the_cause(measured, advice):
+    made = [*samples(loss=rising_from(5000)), *shares(*measured)]
+    found = judged(alarm(900), loss_alarm(5000), of=made)
+    assert (found.state, found.lead) == ("lost", 4100)
+    assert advice in found.advice
+
+
 def test_a_share_of_before_the_alarm_is_no_cause_of_it():
     made = [*samples(logit=falling), *shares(-0.1, 0.1, 0.4)]
     found = judged(alarm(LAST + 1), of=made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -114,8 +115,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self.session = session
         if session is None:
             return
-        if state.is_world_process_zero:
-            session.attempt("notices", lambda: _warn_of_few_losses(args, state))
+        session.attempt("notices", lambda: _warn_of_few_losses(args, state))
         if trainers:
             self._run = model, trainers[0]
             _training.add(self)
@@ -205,19 +205,15 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
 
 def _warn_of_few_losses(args: TrainingArguments, state: TrainerState) -> None:
-    kind = IntervalStrategy(args.logging_strategy)
-    of_epochs = 0 if kind is IntervalStrategy.NO else state.num_train_epochs
-    is_by_step = kind is IntervalStrategy.STEPS
-    losses = state.max_steps // state.logging_steps if is_by_step else of_epochs
-    if losses < LOSS_SAMPLES <= state.max_steps:
+    every = {IntervalStrategy.NO: math.inf, IntervalStrategy.STEPS: state.logging_steps}
+    of_epoch = state.max_steps / max(state.num_train_epochs, 1)
+    losses = int(state.max_steps // every.get(IntervalStrategy(args.logging_strategy), of_epoch))
+    if state.is_world_process_zero and losses < LOSS_SAMPLES <= state.max_steps:
         log.warning(
-            "the Trainer will log %s in %d steps, and GuardBit reads no other: to have the loss"
-            " judged, which takes %d of them, set logging_steps=%d",
-            f"{losses or 'no'} loss{'es' * (losses > 1)}",
-            state.max_steps,
-            LOSS_SAMPLES,
-            min(10, state.max_steps // LOSS_SAMPLES),
-        )
+            "GuardBit judges the losses that the Trainer logs, and needs %d of them: in %d steps"
+            " there will be %d, so set logging_steps=%d",
+            LOSS_SAMPLES, state.max_steps, losses, min(10, state.max_steps // LOSS_SAMPLES),
+        )  # fmt: skip
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

@@ -43,10 +43,6 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
         found = replace(judgement, ended=None).headline
         if judgement.num_alarms and session.policy is None and not judgement.switched:
             found += "; no stabilizer is attached"
-        begins = judgement.first_step
-        if judgement.first_alarm is not None and begins is not None:
-            is_resumed = judgement.first_alarm < begins
-            found += f" (judged from step {begins:,} on)" if is_resumed else ""
     off = sorted(session.stages_off)
     if off:
         found += f" (off after an error: {', '.join(off)})"

@@ -56,17 +56,13 @@ def report(
     ] = False,
 ) -> None:
     """Write the report of a run, or of several side by side."""
-    from guardbit.store import resumptions
-
     if as_json:
         with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
-            runs = [load_with_events(path) for path in paths]
-        outcomes = [
-            {"run": str(path), "resumed": resumptions(run.metadata), **run.judgement.as_json()}
-            for path, run in zip(paths, runs, strict=True)
-        ]
+            outcomes = [
+                {"run": str(path), **load_with_events(path).judgement.as_json()} for path in paths
+            ]
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
     from guardbit.dashboards.report import write_reports

@@ -24,9 +24,9 @@ from guardbit.store import (
     read_events,
     read_metadata,
     read_run,
-    resumptions,
 )
 from guardbit.store.files import names_of_runs
+from guardbit.store.reading import resumptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

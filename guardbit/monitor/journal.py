@@ -6,8 +6,8 @@ import importlib.metadata
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,8 @@ from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, RunEnd, Sample, line_of, place_of, printable
-from guardbit.store import (
-    RunFollower,
-    RunWriter,
-    folder_of_run,
-    is_run,
-    read_events,
-    read_metadata,
-    resumptions,
-)
+from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
+from guardbit.store.reading import resumptions
 from guardbit.store.samples import samples_of
 
 T = TypeVar("T")
@@ -80,8 +73,7 @@ class Journal:
         self.evidence = Evidence()
         self.events: list[Event] = []
         self.metadata: dict[str, Any] = {"settings": settings}
-        # Only the first rank has it, so nothing that ranks must do alike may depend on it.
-        self._earlier_metadata: dict[str, Any] = {}
+        self._earlier_metadata: dict[str, Any] = {}  # of rank 0, so ranks must not act on it
         self._warned: set[tuple[str, str, str]] = set()
         #: The sentence of the first alarm of each rule and attention module, once logged.
         self._said: dict[tuple[str, str], str] = {}
@@ -123,19 +115,11 @@ class Journal:
         goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
-        with _readers_warnings_logged():
-            self._earlier_metadata = read_metadata(self._dirpath) if goes_on else {}
-            resumed = resumptions(self._earlier_metadata) if first_step else []
-            resumed += [first_step] if is_resumed else []
-            settings = dict(self._settings)
-            metadata = {"settings": settings, "versions": versions, "resumed": resumed or None}
-            writer = RunWriter(
-                self._dirpath,
-                metadata=metadata,
-                start_step=first_step - 1 if first_step else None,
-            )
-            recorded = _recorded(self._dirpath, first_step)
-            self._stages.attempt("judgement", lambda: self._take_samples_before(first_step))
+        writer = RunWriter(
+            self._dirpath,
+            metadata={"settings": dict(self._settings), "versions": versions},
+            start_step=first_step - 1 if first_step else None,
+        )
         if goes_on and not is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: it"
@@ -152,6 +136,9 @@ class Journal:
                 f" of it: its telemetry begins at step {first_step}; to go on in {before}, pass"
                 " that as dirpath"
             )
+        recorded = self._take_past(first_step)
+        resumed = resumptions(self._earlier_metadata) if first_step else []
+        self._notes["resumed"] = [*resumed, first_step] if is_resumed else resumed or None
         missing = _missing(remembered, recorded, first_step)
         self.events[:0] = [replace(event, why="") for event in recorded]
         for event in missing:
@@ -163,15 +150,25 @@ class Journal:
             (event.verdict for event in reversed(recorded) if event.kind == "verdict"), "stable"
         )
 
-    def _take_samples_before(self, step: int) -> None:
-        """Judges the run from its first step on; a part at a time, as a folder may be large."""
+    def _take_past(self, step: int) -> list[Event]:
+        """Takes what the folder holds of earlier steps, a part at a time; returns its events."""
         assert self._dirpath is not None
-        self.evidence, follower = Evidence(), RunFollower(self._dirpath)
-        follower.look()
-        for batch in follower.batches() if step else ():
-            rows = batch.to_pandas()
-            self.evidence.add(samples_of(rows[rows["step"] < step]))
+        follower, self.evidence, events = RunFollower(self._dirpath), Evidence(), []
+        with warnings.catch_warnings(record=True) as left_out:
+            warnings.simplefilter("always")
+            try:
+                follower.look()
+                for batch in follower.batches() if step else ():
+                    rows = batch.to_pandas()
+                    self.evidence.add(samples_of(rows[rows["step"] < step]))
+                events = read_events(self._dirpath).to_dict("records")
+            except (OSError, ValueError) as error:
+                log.warning("the run goes on without some of what its folder holds: %s", error)
+        for message in dict.fromkeys(str(warning.message) for warning in left_out):
+            log.warning("%s", message)
+        self._earlier_metadata = follower.metadata
         self.evidence.add(self._samples)  # those of this run that could not be written so far
+        return [Event(**event) for event in events if event["step"] < step]
 
     def judgement(self, ended: Ended | None) -> Judgement:
         """Judges the run so far."""
@@ -318,25 +315,6 @@ def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
     if dirpath is not None and ranks.rank() == 0 and not is_run(dirpath):
         with RunWriter(dirpath) as writer:
             writer.event(Event(0, "monitor_error", "", (), why))
-
-
-@contextmanager
-def _readers_warnings_logged() -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as left_out:
-        warnings.simplefilter("always")
-        yield
-    for message in dict.fromkeys(str(warning.message) for warning in left_out):
-        log.warning("%s", message)
-
-
-def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """Reads the events before a step from a folder."""
-    try:
-        events = read_events(dirpath).to_dict("records")
-    except (OSError, ValueError) as error:
-        log.warning("the run goes on without its earlier events: %s", error)
-        return []
-    return [Event(**event) for event in events if event["step"] < first_step]
 
 
 def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:

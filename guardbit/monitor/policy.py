@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -43,29 +44,25 @@ def check_settings(owner: object, must_be: Mapping[str, tuple[Callable[[Any], An
             raise ValueError(f"{name} is {value!r}; it must be {words}")
 
 
-def check_arguments(
-    signature: inspect.Signature,
-    owner: object,
-    args: Sequence[Any],
-    settings: Mapping[str, Any],
+def says_what_was_meant(
+    init: F,
+    signature: inspect.Signature | None = None,
     hint: Callable[[str, Iterable[str]], str] = nearest,
-) -> None:
-    """Refuses a constructor's arguments as Python does, and says which one was meant."""
-    try:
-        signature.bind(owner, *args, **settings)
-    except TypeError as error:
-        # Python refuses the first unknown one.
-        unknown = [name for name in settings if name not in signature.parameters]
-        meant = hint(unknown[0], signature.parameters) if unknown else ""
-        raise TypeError(f"{type(owner).__name__}.__init__() {error}{meant}") from None
-
-
-def _says_what_was_meant(init: F) -> F:
-    signature = inspect.signature(init)
+    refusing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> F:
+    """Has a constructor refuse unknown arguments by its own name, and say which one was meant."""
+    known = inspect.signature(init) if signature is None else signature
 
     @functools.wraps(init)
     def checked(self: object, *args: Any, **settings: Any) -> None:
-        check_arguments(signature, self, args, settings)
+        with refusing():
+            try:
+                known.bind(self, *args, **settings)
+            except TypeError as error:
+                # Python refuses the first unknown one.
+                unknown = [name for name in settings if name not in known.parameters]
+                meant = hint(unknown[0], known.parameters) if unknown else ""
+                raise TypeError(f"{type(self).__name__}.__init__() {error}{meant}") from None
         init(self, *args, **settings)
 
     return checked  # pyright: ignore[reportReturnType]
@@ -147,7 +144,7 @@ class Policy:
             `qk_clip` without `escalate`.
     """
 
-    @_says_what_was_meant
+    @says_what_was_meant
     def __init__(
         self,
         stabilizer: str = "exact_delta",

@@ -82,7 +82,7 @@ def test_the_last_line_is_of_the_whole_run(run, tmp_path, capsys, caplog):
     report = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout)
     assert report["outcome"] == "warning", "its first losses are the best ones"
     assert report["headline"] in last
-    assert report["resumed"] == [FIRST]
+    assert guardbit.load(tmp_path).resumed == f"resumed at step {FIRST}"
 
 
 def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path):
