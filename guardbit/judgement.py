@@ -489,7 +489,10 @@ class Judgement:
 
     @property
     def advice(self) -> str:
-        """What to do."""
+        """What to do, and how to go on with a run that broke off."""
+        going_on = _GOING_ON.get(self.ended, "").format(self.last_step or 0)
+        if going_on and self.state in ("healthy", "switched", "saved"):
+            return going_on
         if self.state == "alarmed" and self.cause.what == "not rounding":
             return "Look at the learning rate and the data: switching does not help."
         if self.state == "alarmed" and self.switched >= self.num_heads:
@@ -498,12 +501,13 @@ class Judgement:
             return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
         if self.state == "unclear" and not self.num_heads:
             return "Nothing is judged before attention is watched: the log says what is missing."
-        if self.state == "lost" and self.lead is None:
+        if self.state == "lost" and (self.lead is None or self.cause.what == "not rounding"):
             return (
                 "Resume from a checkpoint before the loss diverged, with a lower rate; look at the"
                 " data there."
             )
-        return _ADVICE[self.state]
+        advice = _ADVICE[self.state]
+        return f"{advice} {going_on}".strip() if self.state in ("warning", "unclear") else advice
 
     @property
     def why(self) -> str:
@@ -934,6 +938,12 @@ _ENDS: dict[Ended | None, str] = {
     "crashed": "the run crashed",
     "interrupted": "the run was interrupted",
     "not closed": "the run was not closed: it was killed, or it still runs",
+}
+
+_RESUME = "resume from the last checkpoint with this folder as dirpath"
+_GOING_ON: dict[Ended | None, str] = {
+    **dict.fromkeys(("crashed", "interrupted"), f"To go on, {_RESUME}."),
+    "not closed": f"If it was killed, {_RESUME}: nothing after step {{:,}} was recorded.",
 }
 
 _ADVICE: dict[State, str] = {

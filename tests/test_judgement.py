@@ -504,20 +504,36 @@ def test_attention_that_was_not_watched_is_said():
 
 
 @pytest.mark.parametrize(
-    ("ended", "said"),
+    ("ended", "said", "begins", "ends"),
     [
-        ("crashed", "; the run crashed"),
-        ("interrupted", "; the run was interrupted"),
-        ("not closed", "; the run was not closed: it was killed, or it still runs"),
-        ("finished", ""),
-        (None, ""),
+        ("crashed", "; the run crashed", "To go on, resume from the last", "dirpath."),
+        ("interrupted", "; the run was interrupted", "To go on, resume from the last", "dirpath."),
+        (
+            "not closed",
+            "; the run was not closed: it was killed, or it still runs",
+            "If it was killed, resume from the last",
+            "dirpath: nothing after step 10,000 was recorded.",
+        ),
+        ("finished", "", None, None),
+        (None, "", None, None),
     ],
 )
-def test_how_a_run_ended_stands_in_the_headline(ended, said):
+def test_how_a_run_ended_stands_in_the_headline_and_in_the_advice(ended, said, begins, ends):
     found = judged(ended=ended)
     assert found.headline == f"Healthy: no alarm up to step 10,000{said}"
     assert found.as_json()["ended"] == ended
     assert found.headline_running == "Running, healthy: no alarm up to step 10,000"
+    rising = judged(ended=ended, logit=lambda step: 5000.0).advice
+    assert rising.startswith("See that a policy is attached")
+    lost = judged(loss_alarm(5000), ended=ended, loss=rising_from(5000)).advice
+    assert lost.startswith("Resume from") and "dirpath" not in lost
+    if begins is None:
+        assert found.advice == "Nothing is to be done." and "dirpath" not in rising
+        return
+    assert found.advice.startswith(begins) and found.advice.endswith(ends)
+    assert rising.endswith(found.advice)
+    # A run without a sample has an advice, too.
+    assert judge(Evidence(), ended=ended).advice
 
 
 def test_one_value_a_layer_counts_layers():
@@ -556,6 +572,17 @@ def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what,
     assert found.state == ("alarmed" if what == "not rounding" else "saved")
     told = found.as_json()
     assert told["cause"]["what"] == what and told["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("measured", "advice"),
+    [((0.6, 1.5, 2.4), "with the alarmed heads switched"), ((-0.1, 0.1, 0.4), "with a lower rate")],
+)
+def test_what_to_change_after_a_loss_goes_by_the_cause(measured, advice):
+    made = [*samples(loss=rising_from(5000)), *shares(*measured)]
+    found = judged(alarm(900), loss_alarm(5000), of=made)
+    assert (found.state, found.lead) == ("lost", 4100)
+    assert advice in found.advice
 
 
 def test_a_share_of_before_the_alarm_is_no_cause_of_it():

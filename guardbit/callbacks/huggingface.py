@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,11 +21,13 @@ from transformers.integrations.integration_utils import (
     TensorBoardCallback,
     WandbCallback,
 )
+from transformers.trainer_utils import IntervalStrategy
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
+from guardbit.judgement import LOSS_SAMPLES
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
 from guardbit.records import line_of
@@ -112,6 +115,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self.session = session
         if session is None:
             return
+        session.attempt("notices", lambda: _warn_of_few_losses(args, state))
         if trainers:
             self._run = model, trainers[0]
             _training.add(self)
@@ -198,6 +202,18 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             )
             self._run = None
             end(self)
+
+
+def _warn_of_few_losses(args: TrainingArguments, state: TrainerState) -> None:
+    every = {IntervalStrategy.NO: math.inf, IntervalStrategy.STEPS: state.logging_steps}
+    of_epoch = state.max_steps / max(state.num_train_epochs, 1)
+    losses = int(state.max_steps // every.get(IntervalStrategy(args.logging_strategy), of_epoch))
+    if state.is_world_process_zero and losses < LOSS_SAMPLES <= state.max_steps:
+        log.warning(
+            "GuardBit judges the losses that the Trainer logs, and needs %d of them: in %d steps"
+            " there will be %d, so set logging_steps=%d",
+            LOSS_SAMPLES, state.max_steps, losses, min(10, state.max_steps // LOSS_SAMPLES),
+        )  # fmt: skip
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

@@ -36,16 +36,13 @@ def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str
 def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:
     """Says what was found, and which command writes the report."""
     judgement = session.judgement
-    if session.sampled_step is None or judgement is None:
+    # Of a resumed run the folder may hold samples although this process has taken none.
+    if judgement is None or (session.sampled_step is None and not judgement.head_samples):
         found = "no step was sampled"
     else:
         found = replace(judgement, ended=None).headline
         if judgement.num_alarms and session.policy is None and not judgement.switched:
             found += "; no stabilizer is attached"
-        begins = judgement.first_step
-        if judgement.first_alarm is not None and begins is not None:
-            is_resumed = judgement.first_alarm < begins
-            found += f" (judged from step {begins:,} on)" if is_resumed else ""
     off = sorted(session.stages_off)
     if off:
         found += f" (off after an error: {', '.join(off)})"

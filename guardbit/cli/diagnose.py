@@ -71,7 +71,8 @@ def diagnose(
         return
     if output is None:
         _keep_answer(told, folder)
-    typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+    if run.num_alarms:
+        typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
     typer.echo(run.risk.sentence)
 
 

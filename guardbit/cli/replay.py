@@ -81,14 +81,11 @@ def replay(
 
 
 def _lines(judgement: Judgement, result: Replay) -> list[str]:
-    """The headline, the verdict with its cause, what to do, and which rules could not judge."""
-    measured = f": {judgement.why}" if judgement.num_alarms else ""
-    lines = [
-        judgement.headline,
-        f"Verdict by today's rules: {judgement.verdict}{measured}",
-        judgement.advice,
-        judgement.risk.sentence,
-    ]
+    """The headline, the verdict on alarms, what to do, and which rules could not judge."""
+    lines = [judgement.headline]
+    if judgement.num_alarms:  # else the headline says what is to be said: it may be a warning
+        lines.append(f"Verdict by today's rules: {judgement.verdict}: {judgement.why}")
+    lines += [judgement.advice, judgement.risk.sentence]
     for rule, names in result.unjudged.items():
         lines.append(f"Not judged by {rule}: the telemetry lacks {', '.join(names)}")
     begins, first_alarm = judgement.first_step, judgement.first_alarm

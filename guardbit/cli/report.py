@@ -75,7 +75,8 @@ def report(
         with writing_to(place):
             written = write_reports(runs, place, format=format.value)
     for run in runs:  # not to stdout, which has the place alone
-        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}"
+        resumed = f" The run was {run.resumed}." if run.resumed else ""
+        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
         typer.echo(printable(said), err=True)
     typer.echo(printable(str(written)))
     if open_it:

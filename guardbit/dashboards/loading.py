@@ -26,6 +26,7 @@ from guardbit.store import (
     read_run,
 )
 from guardbit.store.files import names_of_runs
+from guardbit.store.reading import resumptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,6 +126,12 @@ class LoadedRun:
     def judgement(self) -> Judgement:
         """What became of the run, what moved its heads, and what to do."""
         return marks.judgement_of(self.samples, self.events, self.metadata, self.ended)
+
+    @property
+    def resumed(self) -> str:
+        """The steps at which the run went on from a checkpoint, in words; "" if it never did."""
+        steps = [f"{step:,}" for step in resumptions(self.metadata)]
+        return f"resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""

@@ -13,10 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, RunEnd, Sample, line_of, place_of, printable
-from guardbit.store import RunWriter, folder_of_run, is_run, read_events
+from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
+from guardbit.store.reading import resumptions
+from guardbit.store.samples import samples_of
 
 T = TypeVar("T")
 
@@ -65,9 +68,12 @@ class Journal:
         self._stages = stages
         self._writer: RunWriter | None = None
         self._described: dict[str, dict[str, Any]] = {}
-        #: What a judgement of the run reads: alarms and switches without their sentences, metadata.
+        #: What a judgement of the run reads: samples, alarms and switches without their sentences,
+        #: metadata. Of a run that goes on in its folder, what that holds is among it.
+        self.evidence = Evidence()
         self.events: list[Event] = []
         self.metadata: dict[str, Any] = {"settings": settings}
+        self._earlier_metadata: dict[str, Any] = {}  # of rank 0, so ranks must not act on it
         self._warned: set[tuple[str, str, str]] = set()
         #: The sentence of the first alarm of each rule and attention module, once logged.
         self._said: dict[tuple[str, str], str] = {}
@@ -130,7 +136,9 @@ class Journal:
                 f" of it: its telemetry begins at step {first_step}; to go on in {before}, pass"
                 " that as dirpath"
             )
-        recorded = _recorded(self._dirpath, first_step)
+        recorded = self._take_past(first_step)
+        resumed = resumptions(self._earlier_metadata) if first_step else []
+        self._notes["resumed"] = [*resumed, first_step] if is_resumed else resumed or None
         missing = _missing(remembered, recorded, first_step)
         self.events[:0] = [replace(event, why="") for event in recorded]
         for event in missing:
@@ -141,6 +149,30 @@ class Journal:
         return next(
             (event.verdict for event in reversed(recorded) if event.kind == "verdict"), "stable"
         )
+
+    def _take_past(self, step: int) -> list[Event]:
+        """Takes what the folder holds of earlier steps, a part at a time; returns its events."""
+        assert self._dirpath is not None
+        follower, self.evidence, events = RunFollower(self._dirpath), Evidence(), []
+        with warnings.catch_warnings(record=True) as left_out:
+            warnings.simplefilter("always")
+            try:
+                follower.look()
+                for batch in follower.batches() if step else ():
+                    rows = batch.to_pandas()
+                    self.evidence.add(samples_of(rows[rows["step"] < step]))
+                events = read_events(self._dirpath).to_dict("records")
+            except (OSError, ValueError) as error:
+                log.warning("the run goes on without some of what its folder holds: %s", error)
+        for message in dict.fromkeys(str(warning.message) for warning in left_out):
+            log.warning("%s", message)
+        self._earlier_metadata = follower.metadata
+        self.evidence.add(self._samples)  # those of this run that could not be written so far
+        return [Event(**event) for event in events if event["step"] < step]
+
+    def judgement(self, ended: Ended | None) -> Judgement:
+        """Judges the run so far."""
+        return judge(self.evidence, self.events, self._earlier_metadata | self.metadata, ended)
 
     def record(self, event: Event) -> None:
         self._log(event)
@@ -169,7 +201,8 @@ class Journal:
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, self.advice)))
 
     def add(self, samples: list[Sample]) -> None:
-        """Writes samples, to be read at once; samples of a failed try are written with the next."""
+        """Takes samples, to be read at once; those of a failed write are written with the next."""
+        self._stages.attempt("judgement", lambda: self.evidence.add(samples))
         if self._is_kept():
             self._failures += 1  # unless it succeeds
             self._try_to_write(samples)
@@ -282,20 +315,6 @@ def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
     if dirpath is not None and ranks.rank() == 0 and not is_run(dirpath):
         with RunWriter(dirpath) as writer:
             writer.event(Event(0, "monitor_error", "", (), why))
-
-
-def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """Reads the events before a step from a folder; logs a warning for what is unreadable."""
-    try:
-        with warnings.catch_warnings(record=True) as left_out:
-            warnings.simplefilter("always")
-            events = read_events(dirpath).to_dict("records")
-    except (OSError, ValueError) as error:
-        log.warning("the run goes on without its earlier events: %s", error)
-        return []
-    for warning in left_out:
-        log.warning("%s", warning.message)
-    return [Event(**event) for event in events if event["step"] < first_step]
 
 
 def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:

@@ -6,11 +6,16 @@ The policy goes by the roles that alarms carry, never by the names of their rule
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from guardbit.records import STABILIZERS, Alarm, Decision
+from guardbit.records import STABILIZERS, Alarm, Decision, nearest
+
+F = TypeVar("F", bound=Callable[..., None])
 
 #: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
 #: of the model.
@@ -37,6 +42,30 @@ def check_settings(owner: object, must_be: Mapping[str, tuple[Callable[[Any], An
         value = getattr(owner, name)
         if not is_right(value):
             raise ValueError(f"{name} is {value!r}; it must be {words}")
+
+
+def says_what_was_meant(
+    init: F,
+    signature: inspect.Signature | None = None,
+    hint: Callable[[str, Iterable[str]], str] = nearest,
+    refusing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> F:
+    """Has a constructor refuse unknown arguments by its own name, and say which one was meant."""
+    known = inspect.signature(init) if signature is None else signature
+
+    @functools.wraps(init)
+    def checked(self: object, *args: Any, **settings: Any) -> None:
+        with refusing():
+            try:
+                known.bind(self, *args, **settings)
+            except TypeError as error:
+                # Python refuses the first unknown one.
+                unknown = [name for name in settings if name not in known.parameters]
+                meant = hint(unknown[0], known.parameters) if unknown else ""
+                raise TypeError(f"{type(self).__name__}.__init__() {error}{meant}") from None
+        init(self, *args, **settings)
+
+    return checked  # pyright: ignore[reportReturnType]
 
 
 def _is_bound(bound: Any) -> bool:
@@ -115,6 +144,7 @@ class Policy:
             `qk_clip` without `escalate`.
     """
 
+    @says_what_was_meant
     def __init__(
         self,
         stabilizer: str = "exact_delta",

@@ -22,15 +22,7 @@ from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import (
-    SHARES,
-    Evidence,
-    Judgement,
-    cause_of,
-    judge,
-    nothing_to_correct,
-    severities,
-)
+from guardbit.judgement import SHARES, Judgement, cause_of, nothing_to_correct, severities
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
@@ -187,7 +179,6 @@ class Session(Guarded):
         )  # fmt: skip
         self._missed = MissedModules(settings.every_n_train_steps)
         self._recorded_facts: dict[str, dict[str, Any]] = {}
-        self._evidence = Evidence()
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._left_out: set[str] = set()  # the scalars that were no numbers
@@ -291,15 +282,11 @@ class Session(Guarded):
     @property
     @guard.method(_nothing)
     def judgement(self) -> Judgement | None:
-        """What is to be said of the run so far, by what this session saw of it.
+        """What is to be said of the run so far, earlier steps in its folder included.
 
         To be asked by the thread that trains, between steps.
         """
-        journal = self._journal
-        return self.attempt(
-            "judgement",
-            lambda: judge(self._evidence, journal.events, journal.metadata, self._ended),
-        )
+        return self.attempt("judgement", lambda: self._journal.judgement(self._ended))
 
     @guard.method(_nothing)
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
@@ -492,7 +479,6 @@ class Session(Guarded):
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
         self.attempt("burst", lambda: self._note_burst(samples))
-        self.attempt("judgement", lambda: self._evidence.add(samples))
         self.attempt(
             "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
         )
@@ -533,7 +519,7 @@ class Session(Guarded):
     def _graded(self, found: list[Alarm]) -> list[Alarm]:
         """The alarms with their severity."""
         steps = {one.step for one in found if not one.role.is_advisory}
-        grades = severities(self._evidence, steps) if steps else {}
+        grades = severities(self._journal.evidence, steps) if steps else {}
         return [replace(one, severity=grades.get(one.step, "warning")) for one in found]
 
     def _record_alarms(self, found: list[Alarm]) -> None:
@@ -584,7 +570,7 @@ class Session(Guarded):
     def _record_verdict(self, ended: int) -> None:
         """Records the verdict on the run if it is another than before."""
         alarms = [event for event in self._journal.events if event.kind == "alarm"]
-        cause = cause_of(self._evidence, alarms, self._journal.metadata)
+        cause = cause_of(self._journal.evidence, alarms, self._journal.metadata)
         event = self._findings.judge(cause, ended)
         if event is not None:
             self.record(event)
@@ -642,7 +628,6 @@ class Session(Guarded):
         if left is not None:
             samples = self.attempt("samples", lambda: self._measurement.receive(left))
             self._journal.add(samples or [])
-            self.attempt("judgement", lambda: self._evidence.add(samples or []))
 
     def _record_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import os
@@ -16,7 +15,7 @@ from guardbit.catalog import INDICATORS
 from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, reads_of
-from guardbit.monitor.policy import Policy, check_settings, is_whole
+from guardbit.monitor.policy import Policy, check_settings, is_whole, says_what_was_meant
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm, nearest
 
@@ -169,7 +168,8 @@ def _hint(name: str, allowed: Iterable[str]) -> str:
     if name in _ELSEWHERE:
         return f"; {_ELSEWHERE[name]}"
     is_setting = name in Settings.__dataclass_fields__
-    return "; it belongs to AttentionMonitor" if is_setting else nearest(name, allowed)
+    others = (*_ELSEWHERE, *Settings.__dataclass_fields__)
+    return "; it belongs to AttentionMonitor" if is_setting else nearest(name, [*allowed, *others])
 
 
 def passes_to(kind: type, *but: str) -> Callable[[F], F]:
@@ -186,21 +186,10 @@ def passes_to(kind: type, *but: str) -> Callable[[F], F]:
         signature = own.replace(parameters=[*taken.values(), *more])
         hints = typing.get_type_hints(kind if kind is Settings else kind.__init__)
 
-        @functools.wraps(init)
-        def checked(self: object, *args: Any, **settings: Any) -> None:
-            with refusing():
-                try:
-                    signature.bind(self, *args, **settings)
-                except TypeError as error:
-                    # Python refuses the first unknown one.
-                    unknown = [name for name in settings if name not in signature.parameters]
-                    hint = _hint(unknown[0], signature.parameters) if unknown else ""
-                    raise TypeError(f"{type(self).__name__}.__init__() {error}{hint}") from None
-            init(self, *args, **settings)
-
+        checked = says_what_was_meant(init, signature, _hint, refusing)
         checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
         checked.__annotations__ |= {p.name: hints[p.name] for p in more}
-        return checked  # pyright: ignore[reportReturnType]
+        return checked
 
     return decorate
 

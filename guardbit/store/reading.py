@@ -7,7 +7,7 @@ import io
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,12 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         UserWarning: A session's file cannot be read and is left out.
     """
     return _looked_at(path).metadata
+
+
+def resumptions(metadata: Mapping[str, Any]) -> list[int]:
+    """The first steps of a run's processes that went on from a checkpoint, oldest first."""
+    steps = metadata.get("resumed")
+    return [one for one in steps if isinstance(one, int)] if isinstance(steps, list) else []
 
 
 def read_end(path: str | os.PathLike[str]) -> RunEnd | None:

@@ -130,6 +130,29 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "losses"),
+    [
+        ({"logging_steps": 500}, 0),
+        ({"logging_steps": 0.5}, 2),
+        ({"logging_strategy": "no"}, 0),
+        ({"logging_strategy": "epoch"}, 1),
+        ({"logging_steps": 3}, None),
+        ({"logging_steps": 500, "steps": 7}, None),
+    ],
+)
+def test_too_few_losses_are_told_of_at_the_start(tmp_path, caplog, settings, losses):
+    train(tmp_path, HuggingFaceMonitor(9), **{"save_strategy": "no", "steps": 30, **settings})
+    told = [line for line in caplog.messages if "judges the losses that the Trainer logs" in line]
+    if losses is None:
+        assert told == []
+        return
+    (line,) = told
+    assert line.endswith(f"in 30 steps there will be {losses}, so set logging_steps=3")
+    recorded = read_run(tmp_path / "guardbit").query("indicator == 'loss'")
+    assert len(recorded) == losses
+
+
 def test_alarms_go_to_reporters_as_text_and_leave_the_bar_whole(tmp_path, terminal):
     console, log = terminal(), logging.getLogger("guardbit")
     handler = logging.StreamHandler(console)

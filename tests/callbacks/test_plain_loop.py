@@ -9,7 +9,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.tensorboard import SummaryWriter
 
-from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_events, read_run
+from guardbit import (
+    AttentionMonitor,
+    AutoStabilizer,
+    HuggingFaceMonitor,
+    MonitorSession,
+    Policy,
+    read_events,
+    read_run,
+)
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
 from tests.toys import Attention, Fires, Model, train
@@ -95,6 +103,7 @@ def test_what_is_no_writer_is_refused(writer):
         ("log_freq", "did you mean every_n_train_steps?"),
         ("log_every_n_steps", "did you mean every_n_train_steps?"),
         ("rule", "did you mean rules?"),
+        ("scpoe", "did you mean scope?"),
         ("stabilizer", "it belongs to guardbit.Policy, in Lightning to AutoStabilizer"),
         ("xyz", None),
     ],
@@ -105,6 +114,13 @@ def test_an_argument_that_is_not_taken_gets_the_one_that_was_meant(entry, name, 
         entry(*given, **{name: 5})
     ends = f"{entry.__name__}.__init__() got an unexpected keyword argument '{name}'"
     assert str(refused.value) == ends + (f"; {hint}" if hint else "")
+
+
+@pytest.mark.parametrize("entry", [Policy, AutoStabilizer])
+@pytest.mark.parametrize("name, meant", [("scpoe", "scope"), ("stabiliser", "stabilizer")])
+def test_a_misspelled_argument_of_a_policy_gets_the_nearest(entry, name, meant):
+    with pytest.raises(TypeError, match=rf"^{entry.__name__}.* '{name}'; did you mean {meant}\?$"):
+        entry(**{name: "head"})
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,13 @@ def test_a_run_says_what_became_of_it(run):
         " closed: it was killed, or it still runs"
     )
     why = "Cause: unclear: what rounding adds to W_Q was not measured"
-    assert repr(run).splitlines() == [f"{run.name}: {said}", why, "Go on training."]
+    to_do = (
+        "If it was killed, resume from the last checkpoint with this folder as dirpath: nothing"
+        " after step 14,780 was recorded."
+    )
+    assert repr(run).splitlines() == [f"{run.name}: {said}", why, to_do]
     html = run._repr_html_()
-    assert all(line in html for line in (said, why, "Go on training."))
+    assert all(line in html for line in (said, why, to_do))
     assert "layer 2, head 11" in html and "144 switched to compensated" in html
     run.name, name = "<b>", run.name
     assert "&lt;b&gt;" in run._repr_html_()

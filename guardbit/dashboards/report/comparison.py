@@ -92,7 +92,7 @@ def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Judgement]) 
 def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
     first_alarm, _, switched, loss = contents.tiles(run)
     return {
-        "Recorded": contents.extent(run.samples),
+        "Recorded": contents.extent(run),
         "Outcome": outcome.state,
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
         "Lead on the loss": "–" if outcome.lead is None else f"{outcome.lead:,} steps",

@@ -70,7 +70,7 @@ def document_of(run: LoadedRun) -> Document:
     page.update_state()
     return {
         "title": run.name,
-        "extent": extent(frame),
+        "extent": extent(run),
         "headline": judgement.headline,
         "outcome": judgement.state,
         "lede": summary(run),
@@ -99,7 +99,8 @@ def heads_of(run: LoadedRun) -> Document:
     }
 
 
-def extent(frame: pd.DataFrame) -> str:
+def extent(run: LoadedRun) -> str:
+    frame = tables.check_samples(run.samples)
     if frame.empty:
         return "no samples"
     first, last = tables.steps(frame)
@@ -107,7 +108,8 @@ def extent(frame: pd.DataFrame) -> str:
     heads = sum(map(len, layers.values()))
     text = f"steps {first:,} to {last:,} · {words.count(len(layers), 'layer')}"
     # One value a layer may be the largest over its heads: their number is then not known.
-    return f"{text} · {words.count(heads, 'head')}" if heads > len(layers) else text
+    text += f" · {words.count(heads, 'head')}" if heads > len(layers) else ""
+    return f"{text} · {run.resumed}" if run.resumed else text
 
 
 def summary(run: LoadedRun) -> list[str]:

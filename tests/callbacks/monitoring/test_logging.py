@@ -83,10 +83,10 @@ class Lines:
 
     sampled_step, stages_off, policy = 4, frozenset(), None
 
-    def __init__(self, events=(), unseen=(), **given):
+    def __init__(self, events=(), unseen=(), sampled=(0, 4), **given):
         evidence = Evidence()
         values = (1.0, 1.0)
-        evidence.add(Sample(step, "h.0", 0, "max_logit", values) for step in (0, 4))
+        evidence.add(Sample(step, "h.0", 0, "max_logit", values) for step in sampled)
         self.judgement = judge(evidence, events, {"unseen": unseen}, "finished")
         vars(self).update(given)
 
@@ -98,7 +98,8 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
     ("given", "found"),
     [
         ({}, "Healthy: no alarm up to step 4"),
-        ({"sampled_step": None}, "no step was sampled"),
+        ({"sampled_step": None, "sampled": ()}, "no step was sampled"),
+        ({"sampled_step": None}, "Healthy: no alarm up to step 4"),  # by the folder it goes on in
         ({"judgement": None}, "no step was sampled"),
         (
             {"unseen": ["h.1", "h.2"]},

@@ -2,16 +2,26 @@
 
 import json
 import logging
+import warnings
 
 import pandas as pd
 import pytest
 import torch
 
-from guardbit import read_events, read_run
+from guardbit import load, read_events, read_run
+from guardbit.monitor import journal
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role
 from guardbit.store import RunWriter
-from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
+from tests.monitor.session.plain_loop import (
+    SITES,
+    Always,
+    Loop,
+    LossAtStep,
+    events_of,
+    full_disk,
+    sampled,
+)
 
 
 @pytest.mark.parametrize("stabilizer", ["compensated", "exact_delta", "centered_keys"])
@@ -139,6 +149,29 @@ def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
     Loop(**settings).resume(state, [3, 4])  # warnings are errors here
     with pytest.warns(UserWarning, match="left out the segment"):
         assert events_of(tmp_path, "alarm")["step"].tolist() == [0], "what is remembered is told"
+
+
+@pytest.mark.parametrize("fault", [None, "the folder opens late", "a segment is broken"])
+def test_a_resumed_run_is_judged_as_its_folder_is(tmp_path, monkeypatch, caplog, fault):
+    settings = {"every_n_train_steps": 2, "rules": (Always(since=4),), "dirpath": tmp_path}
+    state = Loop(**settings).run(range(7), close=False).leave()
+    writers = []
+
+    def full_at_first(*args, **how):
+        writers.append(RunWriter)
+        return full_disk() if len(writers) == 1 else RunWriter(*args, **how)
+
+    if fault == "the folder opens late":
+        monkeypatch.setattr(journal, "RunWriter", full_at_first)
+    elif fault is not None:
+        (segment,) = tmp_path.glob("samples-*")
+        segment.write_text("{")
+    resumed = Loop(**settings).resume(state, range(7, 12))
+    assert len(writers) == (2 if fault == "the folder opens late" else 0)
+    assert caplog.text.count("left out the segment") == (fault == "a segment is broken")
+    with warnings.catch_warnings(action="ignore"):
+        assert resumed.session.judgement == load(tmp_path).judgement
+    assert resumed.session.judgement.first_step == (7 if fault == "a segment is broken" else 0)
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
