@@ -239,12 +239,14 @@ function logTicks(plot, axis, min, max) {
   return ticks;
 }
 
-// Evenly spaced ticks have as many digits as it takes to tell neighbours apart.
+// Evenly spaced ticks have as many digits as it takes to tell neighbours apart, and fit the axis.
 function tickLabels(ticks) {
   const known = ticks.filter((tick) => tick != null), every = known[1] - known[0] || 1, span = known.at(-1) - known[0];
-  const areEven = Math.abs(span - every * (known.length - 1)) < every / 2 && Math.max(...known.map(Math.abs)) < 1e6;
+  const largest = Math.max(...known.map(Math.abs));
+  const areEven = Math.abs(span - every * (known.length - 1)) < every / 2 && largest < 1e6;
   const options = { maximumFractionDigits: Math.min(Math.max(0, 1 + Math.ceil(-Math.log10(every) - 1e-9)), 20) };
-  return ticks.map((tick) => tick == null ? "" : areEven ? tick.toLocaleString("en", options) : tick >= 1e5 ? tick.toExponential().replace("+", "") : number(tick));
+  const small = (tick) => tick ? Number(tick.toPrecision(6)).toExponential() : "0";
+  return ticks.map((tick) => tick == null ? "" : areEven && largest < 0.01 ? small(tick) : areEven ? tick.toLocaleString("en", options) : tick >= 1e5 ? tick.toExponential().replace("+", "") : number(tick));
 }
 
 const positive = (values) => values.map((value) => value != null && value > 0 ? value : null);
