@@ -119,10 +119,12 @@ def summary(run: LoadedRun) -> list[str]:
     alarms = [event for event in marks.events_of(run.events) if event.kind == "alarm"]
     if alarms:
         first = alarms[0]
-        sentences.append(f"Verdict {judgement.verdict}: {judgement.why}. {judgement.advice}")
-        sentences.append(
-            f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
-        )
+        sentences += [
+            f"Verdict {judgement.verdict}: {judgement.why}. {judgement.advice}",
+            f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}",
+        ]
+    elif not frame.empty:
+        sentences.append(judgement.advice)
     return sentences if frame.empty else [*sentences, judgement.risk.sentence]
 
 

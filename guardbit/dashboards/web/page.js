@@ -21,7 +21,7 @@ function drawHeadline(status) {
 }
 
 function drawWords() {
-  const { events, num_events, verdict } = view.state;
+  const { events, num_events, advice } = view.state;
   const alarms = events.filter((event) => event.kind === "alarm"), lines = together(events);
   const switches = lines.filter(([event]) => event.kind === "switch");
   const sentences = [];
@@ -32,7 +32,7 @@ function drawWords() {
     const [last] = switches.at(-1);
     sentences.push(`Last switch at step ${last.step.toLocaleString("en")}: ${where(switches.at(-1))} to ${last.stabilizer}.`);
   }
-  if (verdict) sentences.push(`${verdict}.`);
+  if (advice) sentences.push(advice);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
   $("event-count").textContent = num_events > events.length ? `${events.length} of ${num_events.toLocaleString("en")}: the newest, and all first alarms and switches` : "";
   drawEvents(lines.toReversed());

@@ -121,6 +121,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
         assert page.get_attribute("h1", "class") == "outcome switched"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
         assert text(page, "#lede").count("left</b> its trend") == 1
+        assert text(page, "#lede").endswith(guardbit.load(run).judgement.advice)
         # What the data says stays text.
         assert "<b>left</b> its trend" in text(page, "#events")
         assert max(colour(page, 1, 2)) < 60 and min(colour(page, 0, 0)) > 220
