@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import guardbit
 from guardbit.records import Event, Sample
 from tests.dashboards.made import colour, wait
 
