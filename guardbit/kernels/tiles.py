@@ -9,7 +9,7 @@ Programming Guide, table of technical specifications per compute capability).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kernel = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit", "delta"]
 
@@ -51,134 +51,79 @@ class Tile(NamedTuple):
         )
 
 
+def _by_width(*tiles: tuple[Any, ...]) -> dict[int, Tile]:
+    """Returns the tiles of a kernel for head dimensions padded to 16, 32, 64, 128 and 256."""
+    return {width: Tile(*tile) for width, tile in zip((16, 32, 64, 128, 256), tiles, strict=True)}
+
+
 FALLBACK: dict[Kernel, dict[int, Tile]] = {
-    "forward": {
-        16: Tile(64, 64, 8, 2),
-        32: Tile(64, 64, 4, 2),
-        64: Tile(64, 64, 8, 2),
-        128: Tile(64, 32, 8, 2),
-        256: Tile(32, 16, 8, 1),
-    },
-    "query_gradients": {
-        16: Tile(64, 32, 4, 2),
-        32: Tile(64, 32, 4, 2),
-        64: Tile(64, 32, 4, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(32, 32, 8, 1),
-    },
-    "key_gradients": {
-        16: Tile(64, 64, 8, 2),
-        32: Tile(64, 64, 8, 2),
-        64: Tile(64, 32, 8, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(32, 32, 8, 1),
-    },
-    "shadow": {
-        16: Tile(64, 64, 4, 2),
-        32: Tile(64, 64, 4, 2),
-        64: Tile(64, 32, 4, 2),
-        128: Tile(32, 64, 8, 2),
-        256: Tile(32, 32, 8, 1),
-    },
-    "audit": {
-        16: Tile(64, 32, 4, 2),
-        32: Tile(64, 32, 8, 2),
-        64: Tile(32, 32, 4, 2),
-        128: Tile(32, 32, 4, 1),
-        256: Tile(16, 32, 8, 1),
-    },
-    "delta": {
-        16: Tile(64, 64, 4, 2),
-        32: Tile(64, 64, 4, 2),
-        64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 8, 2),
-        256: Tile(32, 64, 8, 1),
-    },
+    "forward": _by_width(
+        (64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 16, 8, 1)
+    ),
+    "query_gradients": _by_width(
+        (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)
+    ),
+    "key_gradients": _by_width(
+        (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 1)
+    ),
+    "shadow": _by_width(
+        (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 1)
+    ),
+    "audit": _by_width(
+        (64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 8, 1)
+    ),
+    "delta": _by_width(
+        (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2), (32, 64, 8, 1)
+    ),
 }
 
 #: By compute capability, then pass, then padded head dimension.
 TILES: dict[tuple[int, int], dict[Kernel, dict[int, Tile]]] = {
     (8, 0): {
-        "forward": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(128, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
-            128: Tile(128, 32, 8, 3),
-            256: Tile(64, 16, 8, 2),
-        },
-        "query_gradients": {
-            16: Tile(128, 32, 4, 3),
-            32: Tile(128, 32, 4, 3),
-            64: Tile(64, 32, 4, 3),
-            128: Tile(64, 64, 8, 2),
-            256: Tile(64, 32, 8, 1),
-        },
-        "key_gradients": {
-            16: Tile(32, 64, 4, 3),
-            32: Tile(32, 64, 4, 3),
-            64: Tile(64, 32, 8, 2),
-            128: Tile(32, 64, 8, 2),
-            256: Tile(32, 32, 8, 1),
-        },
-        "shadow": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 8, 3),
-            128: Tile(128, 32, 8, 2),
-            256: Tile(32, 32, 8, 1),
-        },
+        "forward": _by_width(
+            (64, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 16, 8, 2)
+        ),
+        "query_gradients": _by_width(
+            (128, 32, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (64, 32, 8, 1)
+        ),
+        "key_gradients": _by_width(
+            (32, 64, 4, 3), (32, 64, 4, 3), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)
+        ),
+        "shadow": _by_width(
+            (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (128, 32, 8, 2), (32, 32, 8, 1)
+        ),
         "audit": FALLBACK["audit"],
-        "delta": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
-            128: Tile(64, 64, 8, 2),
-            256: Tile(32, 64, 8, 1),
-        },
+        "delta": _by_width(
+            (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2), (32, 64, 8, 1)
+        ),
     },
     (9, 0): {
-        "forward": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3, 128),
-            128: Tile(64, 64, 4, 3),
-            256: Tile(64, 32, 4, 2),
-        },
-        "query_gradients": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(128, 64, 4, 3),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(64, 32, 8, 3),
-        },
-        "key_gradients": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
-            128: Tile(32, 64, 4, 3),
-            256: Tile(32, 64, 8, 3),
-        },
-        "shadow": {
-            16: Tile(64, 64, 4, 3, 128),
-            32: Tile(64, 64, 4, 3, 128),
-            64: Tile(64, 64, 4, 3, 168),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(128, 64, 8, 2),
-        },
-        "audit": {
-            16: Tile(64, 32, 4, 2),
-            32: Tile(64, 32, 4, 2),
-            64: Tile(64, 32, 4, 2),
-            128: Tile(32, 32, 4, 1),
-            256: Tile(16, 32, 8, 1),
-        },
-        "delta": {
-            16: Tile(128, 64, 8, 3),
-            32: Tile(128, 64, 8, 3),
-            64: Tile(64, 64, 4, 3, 168, use_tma=True),
-            128: Tile(128, 64, 8, 4, None, True, use_tma=True),
-            256: Tile(64, 64, 8, 2),
-        },
+        "forward": _by_width(
+            (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3, 128), (64, 64, 4, 3), (64, 32, 4, 2)
+        ),
+        "query_gradients": _by_width(
+            (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 3)
+        ),
+        "key_gradients": _by_width(
+            (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 64, 8, 3)
+        ),
+        "shadow": _by_width(
+            (64, 64, 4, 3, 128),
+            (64, 64, 4, 3, 128),
+            (64, 64, 4, 3, 168),
+            (128, 64, 8, 3),
+            (128, 64, 8, 2),
+        ),
+        "audit": _by_width(
+            (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 8, 1)
+        ),
+        "delta": _by_width(
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            Tile(64, 64, 4, 3, 168, use_tma=True),
+            Tile(128, 64, 8, 4, None, True, use_tma=True),
+            (64, 64, 8, 2),
+        ),
     },
 }
 
