@@ -21,21 +21,3 @@ from guardbit.kernels.engines.sdpa import (
     engine_of,
     scaled_dot_product_attention,
 )
-
-__all__ = [
-    "LIBRARIES",
-    "SCHEDULING",
-    "AutogradEngine",
-    "Drawn",
-    "Engine",
-    "Gradients",
-    "Inputs",
-    "LibraryEngine",
-    "choose",
-    "engine_of",
-    "home_of",
-    "hub_kernel_is_loaded",
-    "library_engine",
-    "scaled_dot_product_attention",
-    "state_bytes",
-]

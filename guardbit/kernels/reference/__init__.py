@@ -50,26 +50,3 @@ from guardbit.kernels.reference.passes import (
     forward,
 )
 from guardbit.kernels.spec import Causal
-
-__all__ = [
-    "FORWARD_STABILIZERS",
-    "Carried",
-    "Causal",
-    "Dropout",
-    "Forward",
-    "Gradients",
-    "RowMaxima",
-    "Shadow",
-    "backward",
-    "carry_compensated_delta",
-    "carry_exact_delta",
-    "delta_bias",
-    "exact_delta",
-    "exact_query_gradient",
-    "float_carrier",
-    "forward",
-    "lse_gradient",
-    "row_maxima",
-    "shadow",
-    "write_carrier",
-]
