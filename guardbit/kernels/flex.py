@@ -237,6 +237,11 @@ class _BackwardArguments(NamedTuple):
         return tuple(STABILIZERS[code] for code in self.names.tolist())
 
     @property
+    def exact_heads(self) -> tuple[int, ...]:
+        """The heads that get their exact delta."""
+        return tuple(h for h, name in enumerate(self.stabilizers) if name == "exact_delta")
+
+    @property
     def spec(self) -> AttentionSpec:
         """What the call asks for."""
         return specification(self.program, self.scale, len(self.q), self.tensors, self.numbers)
@@ -294,7 +299,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     """Returns the gradient of LSE that gives the switched heads their exact delta."""
     call = _BackwardArguments(*arguments)
     found = torch.zeros_like(call.lse)
-    head_ids = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
+    head_ids = call.exact_heads
     if not head_ids:
         return found
     state = runtime.site(int(call.site))
@@ -327,7 +332,27 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             # dq that is not from d_out and would pass for an error. NaN, no data, then marks it,
             # without asking the device.
             dq = dq.where((given == 0).all(), torch.nan)
-        seen = _seen(call, dq, d_lse)
+        carried, head_ids = call.out, call.exact_heads
+        if head_ids:
+            index = device_constant(head_ids, torch.int64, call.q.device)
+            delta = call.used(head_ids) - d_lse.index_select(1, index) / _LN2
+            d_out = call.d_out.index_select(1, index)
+            carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
+        seen = AttentionCall(
+            site=int(call.site),
+            q=call.q,
+            k=call.k,
+            v=call.v,
+            out=carried,
+            residual=None,
+            d_out=call.d_out,
+            dq=dq,
+            dk=None,
+            dv=None,
+            spec=call.spec,
+            stabilizers=call.stabilizers,
+            kernel=KERNEL,
+        )
     except Exception as error:
         log.warning(
             "attention module '%s': a call of flex_attention was not seen (%s)", state.name, error
@@ -336,48 +361,14 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
     state.observer(seen)
 
 
-def _seen(call: _BackwardArguments, dq: Tensor, d_lse: Tensor) -> AttentionCall:
-    """Returns the record that observers get of a call."""
-    names, carried = call.stabilizers, call.out
-    head_ids = tuple(h for h, name in enumerate(names) if name == "exact_delta")
-    if head_ids:
-        index = device_constant(head_ids, torch.int64, call.q.device)
-        delta = call.used(head_ids) - d_lse.index_select(1, index) / _LN2
-        d_out = call.d_out.index_select(1, index)
-        carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
-    return AttentionCall(
-        site=int(call.site),
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        out=carried,
-        residual=None,
-        d_out=call.d_out,
-        dq=dq,
-        dk=None,
-        dv=None,
-        spec=call.spec,
-        stabilizers=names,
-        kernel=KERNEL,
-    )
-
-
 def _fake_begin(blocks: Tensor, q: Tensor, site: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(blocks), site.new_empty(q.size(1), dtype=torch.int64)
 
 
-def _fake_lse_gradient(*arguments: Any) -> Tensor:
-    return torch.empty_like(_BackwardArguments(*arguments).lse)
-
-
-def _fake_observe(*arguments: Any) -> None:
-    return None
-
-
 for _name, _run, _fake in (
     ("flex_begin", _begin, _fake_begin),
-    ("flex_lse_gradient", _lse_gradient, _fake_lse_gradient),
-    ("flex_observe", _observe, _fake_observe),
+    ("flex_lse_gradient", _lse_gradient, _no_lse_gradient),
+    ("flex_observe", _observe, lambda *_: None),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
@@ -419,17 +410,8 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
     forward_kernel = getattr(home, "flex_attention")  # noqa: B009 (typed as the module)
     backward_kernel = getattr(home, "flex_attention_backward")  # noqa: B009
 
-    def run_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score_mod: Any,
-        block_mask: tuple[Any, ...],
-        scale: float,
-        options: dict[str, Any],
-        score_closed: tuple[Any, ...] = (),
-        mask_closed: tuple[Any, ...] = (),
-    ) -> Any:
+    # Their parameters are those of PyTorch's functions.
+    def run_forward(q, k, v, score_mod, block_mask, scale, options, score_closed, mask_closed):
         training = options.pop(_CALL, False)
         site = options.pop(SITE, None)
         kept = dict(options)
@@ -449,32 +431,18 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
             q, k, v, score_mod, block_mask, scale, kept, score_closed, mask_closed
         )  # fmt: skip
 
-    def run_backward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-        score_mod: Any,
-        joint: Any,
-        block_mask: tuple[Any, ...],
-        scale: float,
-        options: dict[str, Any],
-        score_closed: tuple[Any, ...] = (),
-        mask_closed: tuple[Any, ...] = (),
-    ) -> Any:
+    def run_backward(q, k, v, out, lse, d_out, d_lse, *rest):
+        score_mod, joint, block_mask, scale, options, *closed = rest
         kept = {name: value for name, value in options.items() if name != _CALL}
-        rest = (score_mod, joint, block_mask, scale, kept, score_closed, mask_closed)
+        rest = (score_mod, joint, block_mask, scale, kept, *closed)
         began: _Began | None = options.get(_CALL)
         if began is None or began.program is None or d_out is None:
             return backward_kernel(q, k, v, out, lse, d_out, d_lse, *rest)
-        closed = (*score_closed, *mask_closed)
+        values = [*closed[0], *closed[1]]
         arguments = _BackwardArguments(
             q, k, v, out, d_out, lse, began.site, began.names,
-            [x for x in closed if isinstance(x, Tensor)],
-            [x for x in closed if not isinstance(x, Tensor)],
+            [x for x in values if isinstance(x, Tensor)],
+            [x for x in values if not isinstance(x, Tensor)],
             began.program, scale,
         )  # fmt: skip
         correction = torch.ops.guardbit.flex_lse_gradient(*arguments)
