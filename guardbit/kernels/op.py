@@ -21,7 +21,6 @@ the places of their documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -398,15 +397,7 @@ def run_forward(call: Call) -> Saved:
 def _computed_backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> tuple[Tensor, ...]:
     found, carried, names = heads.backward(call, d_out, saved, ran)
     computed = _gradients(call, found)
-
-    def again(ran: Ran = ran) -> tuple[Tensor, Tensor, Tensor]:
-        with runtime.site(int(call.site)).uncounted():
-            return heads.backward(call, d_out, saved, ran)[0][:3]
-
-    def uncorrected() -> Tensor:
-        return again(ran._replace(names=("none",) * call.heads))[0]
-
-    _report(call, d_out, saved, ran, carried, names, computed, again, uncorrected)
+    _report(call, d_out, saved, ran, carried, names, computed)
     return computed
 
 
@@ -419,28 +410,28 @@ def _report(
     carried: Tensor,
     names: tuple[str, ...],
     gradients: tuple[Tensor, ...],
-    again: Callable[[], tuple[Tensor, Tensor, Tensor]],
-    uncorrected: Callable[[], Tensor],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
-    number = int(call.site)
-    state = runtime.site(number)
+    state = runtime.site(int(call.site))
     if state.observer is None:
         return
-    dq, dk, dv = gradients[:3]
+
+    def again(ran: Ran = ran) -> tuple[Tensor, Tensor, Tensor]:
+        with state.uncounted():
+            return heads.backward(call, d_out, saved, ran)[0][:3]
+
+    def uncorrected() -> Tensor:
+        return again(ran._replace(names=("none",) * call.heads))[0]
+
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
     state.observer(
         AttentionCall(
-            site=number,
-            q=call.q,
-            k=call.k,
-            v=call.v,
-            out=carried,
-            residual=saved.residual if keeps_residual else None,
-            d_out=d_out,
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            int(call.site),
+            *call[:3],
+            carried,
+            saved.residual if keeps_residual else None,
+            d_out,
+            *gradients[:3],
             spec=call.spec,
             stabilizers=names,
             dropout=heads.dropout_of(call, heads.plan_of(names, call.native), saved.random),
