@@ -207,8 +207,8 @@ def forward(
 
     def run_engine() -> tuple[Tensor, Tensor]:
         assert engine is not None
-        inputs = Inputs(q, k, v, spec, drawn_of(call, random, generator_state), call.wants_mask)
-        out, lse = engine.forward(inputs, training)
+        inputs = inputs_of(call, random, generator_state)
+        out, lse = engine.forward(inputs._replace(k=k), training)
         state.launches["forward", engine.name] += 1
         if lse is None or lse.numel() == 0:
             return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
@@ -274,9 +274,10 @@ def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ..
     return tuple("none" if name in left_out else name for name in names)
 
 
-def drawn_of(call: Call, random: Tensor, generator_state: Tensor) -> Drawn | None:
-    """Returns where a call's random numbers come from; None without dropout."""
-    return Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
+def inputs_of(call: Call, random: Tensor, generator_state: Tensor) -> Inputs:
+    """Returns what an engine gets of a call, and where its random numbers come from."""
+    drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
+    return Inputs(*call[:4], drawn, call.wants_mask)
 
 
 def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
@@ -314,7 +315,7 @@ def backward(
     call = call._replace(k=keys.k)
     if keys.shifts and not call.native:
         saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, keys, call.spec.scale))
-    drawn = drawn_of(call, saved.random, saved.generator_state)
+    inputs = inputs_of(call, saved.random, saved.generator_state)
     try:
         carried = _carried(call, state, d_out, saved, ran.shares_backward, plan)
     except Exception as error:
@@ -327,7 +328,6 @@ def backward(
 
     def by_engine(d_out: Tensor) -> Gradients:
         assert engine is not None
-        inputs = Inputs(*call[:4], drawn, call.wants_mask)
         found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), saved.lse)
         state.launches["backward", engine.name] += 1
         return found
@@ -338,7 +338,9 @@ def backward(
     try:
         own = _by_ours(call, d_out, saved._replace(out=carried), ran.on_triton, plan)
     except Exception as error:
-        if engine is None or drawn is not None:  # PyTorch's kernel cannot know what ours dropped
+        if (
+            engine is None or inputs.drawn is not None
+        ):  # PyTorch's kernel cannot know what ours dropped
             raise
         # The engine's backward takes our out and lse too: only the rounding differs.
         state.fall_back(error)

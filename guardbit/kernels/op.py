@@ -38,12 +38,11 @@ from guardbit.kernels.engines import (
     LIBRARIES,
     AutogradEngine,
     Gradients,
-    Inputs,
     LibraryEngine,
     library_engine,
 )
 from guardbit.kernels.engines.base import drawing_once, generator_of
-from guardbit.kernels.heads import Ran, drawn_of, laid_out_as
+from guardbit.kernels.heads import Ran, inputs_of, laid_out_as
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
 from guardbit.records import STABILIZERS
@@ -444,11 +443,10 @@ def _report(
 
 def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     """Computes the gradients of a call by PyTorch's function."""
-    ran, drawn = ran_of(call, saved), drawn_of(call, saved.random, saved.generator_state)
+    ran, inputs = ran_of(call, saved), inputs_of(call, saved.random, saved.generator_state)
     # Only GuardBit knows what its own forward dropped.
-    if not ran.by_pytorch and (not _has_original(call) or drawn is not None):
+    if not ran.by_pytorch and (not _has_original(call) or inputs.drawn is not None):
         return _computed_backward(call, d_out, saved, ran)
-    inputs = Inputs(*call[:4], drawn, call.wants_mask)
     return _gradients(call, _BY_PYTORCH.backward(inputs, d_out, saved.out, saved.lse))
 
 
@@ -600,8 +598,7 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[
     ran = ran_of(call, saved)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
     if not is_switched and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
-        drawn = drawn_of(call, saved.random, saved.generator_state)
-        inputs = Inputs(*call[:4], drawn, call.wants_mask)
+        inputs = inputs_of(call, saved.random, saved.generator_state)
         found = engine.differentiable_backward(inputs, d_out)
         return (*found[:4], None)
     with torch.no_grad():

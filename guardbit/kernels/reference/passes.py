@@ -95,7 +95,9 @@ def forward(
         ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
     """
     if head_ids is not None:
-        q, k, v = select_heads(q, k, v, head_ids)
+        chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
+        key_heads = chosen // (q.shape[1] // k.shape[1])  # each with a copy of its key head
+        q, k, v = q[:, chosen], k[:, key_heads], v[:, key_heads]
     batch, num_heads, rows = q.shape[:3]
     keys, kv_heads = k.shape[2], k.shape[1]
     check_names(stabilizers, num_heads)
@@ -176,15 +178,6 @@ def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
     return (row_max[..., None] - scores <= eps).sum(-1) > 1
 
 
-def select_heads(
-    q: Tensor, k: Tensor, v: Tensor, head_ids: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects some query heads, each with a copy of its key head."""
-    chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
-    key_heads = chosen // (q.shape[1] // k.shape[1])
-    return q[:, chosen], k[:, key_heads], v[:, key_heads]
-
-
 def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor | None:
     """Which heads have this stabilizer, boolean (H, 1), or None if no head has."""
     if name not in stabilizers:
@@ -236,14 +229,12 @@ def backward(
     keys, kv_heads = k.shape[2], k.shape[1]
     d_out_wide = d_out.float()
     delta = (d_out_wide * out.float()).sum(-1)
-    if "compensated" in stabilizers:
+    compensated = _head_mask(stabilizers, "compensated", q.device)
+    if compensated is not None:
         if residual is None:
             raise ValueError("Compensated heads need the forward's residual, but it is None.")
-        chosen = torch.tensor(
-            [name == "compensated" for name in stabilizers], dtype=torch.bool, device=q.device
-        )
         correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
-        delta = delta + torch.where(chosen[:, None], correction, 0.0)
+        delta = delta + torch.where(compensated, correction, 0.0)
 
     # exp(S - inf) = 0: a row with no allowed key has no probabilities, instead of exp(-inf + inf).
     log_sum = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
