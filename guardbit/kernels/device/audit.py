@@ -1,8 +1,5 @@
 """The audits of gradients in Triton: dQ to FP32 accuracy, and the error of delta, summed.
 
-Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; out, d_out
-`(B, H, N, E)`; C heads are wanted; R is the number of queries looked at.
-
 Scores are kept as products q k with the sign of the scale, or with a soft cap as the tanh of them.
 What a mask adds is divided by the size of the scale, or by the cap. The sum is called s here.
 """
@@ -69,11 +66,9 @@ def _masked_scores(
         scores, slope = tanh_and_slope(scores * inner_scale)
     visible = visible_of(rows, first, seqlen_k, shift, k.shape[0], CAUSAL, RANGED)
     if MASK != NO_MASK:
-        mask_base, mask_strides = dense
         scores, seen, _ = add_mask(
-            scores, mask_base, mask_strides, rows[0], first, seqlen_q - 1, seqlen_k,
-            inverse_scale, MASK, True,
-        )  # fmt: skip
+            scores, dense, rows[0], first, seqlen_q - 1, seqlen_k, inverse_scale, MASK, True
+        )
         visible = visible & seen
     return tl.where(visible, scores, float("-inf")), slope
 
@@ -203,13 +198,7 @@ def query_kernel(
 
 
 def exact_query_gradient(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    head_ids: Sequence[int],
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, head_ids: Sequence[int]
 ) -> Tensor:
     """See `reference.exact_query_gradient`."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
@@ -228,9 +217,7 @@ def exact_query_gradient(
             k,
             v,
             d_out,
-            call.mask,
-            call.ranges,
-            call.sinks,
+            *call.loaded,
             ids,
             dq,
             *launch.strides(q, k, v, d_out),

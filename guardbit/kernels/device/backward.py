@@ -1,7 +1,6 @@
 """The backward in Triton: delta and dQ over tiles of queries, dK and dV over tiles of keys.
 
-Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; lse FP32
-`(B, H, N)`. There are no atomics, so every run gives the same bits.
+There are no atomics, so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,13 +14,7 @@ from torch import Tensor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import (
-    allowed,
-    behind,
-    part_of_keys,
-    seeing_rows,
-    visible_keys,
-)
+from guardbit.kernels.device.masks import allowed, behind, part_of_keys, seeing_rows, visible_keys
 from guardbit.kernels.device.primitives import (
     COUNTS,
     LOG2_E,

@@ -4,8 +4,6 @@
 first few columns suffice: no thread reads the others, and zeros are written there. A tile with any
 other row is written by a second path, a few columns at a time. That path needs few registers, so it
 takes none from the kernel that calls it.
-
-Shapes: out, residual, d_out `(B, H, N, D)`; C heads are wanted.
 """
 
 from __future__ import annotations
@@ -20,13 +18,7 @@ from torch import Tensor
 from guardbit.kernels.device import launch
 from guardbit.kernels.device.primitives import COUNTS, head_of, load_tile
 from guardbit.kernels.device.rounding import INTERPRET, decode_residual, round_nearest, widen
-from guardbit.kernels.reference.delta import (
-    ENOUGH,
-    FIRST_COLUMNS,
-    HALF_STEP,
-    MISS,
-    SMALLEST_MISS,
-)
+from guardbit.kernels.reference.delta import ENOUGH, FIRST_COLUMNS, HALF_STEP, MISS, SMALLEST_MISS
 
 _FIRST = tl.constexpr(FIRST_COLUMNS)
 _ENOUGH, _HALF_STEP = tl.constexpr(ENOUGH), tl.constexpr(HALF_STEP)
@@ -44,13 +36,6 @@ def _number(bits, dtype: tl.constexpr):
     else:
         number = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
     return number
-
-
-@triton.jit
-def _round_few(x, dtype: tl.constexpr):
-    """Rounds one FP32 number for each row to BF16 or FP16, to nearest even."""
-    # `round_nearest` needs two numbers a thread.
-    return round_nearest(x, dtype) if INTERPRET else x.to(dtype)
 
 
 @triton.jit
@@ -75,7 +60,9 @@ def _term(rank, rest, dtype: tl.constexpr):
     gradient = _number((rank >> 9) | ((rank & 1) << 15), dtype)
     # The quotient is 0 where dO is 0.
     quotient = tl.div_rn(rest, tl.where(gradient == 0.0, float("inf"), gradient))
-    term = _round_few(tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST), dtype)
+    quotient = tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST)
+    # Compiled, `round_nearest` needs two numbers a thread.
+    term = round_nearest(quotient, dtype) if INTERPRET else quotient.to(dtype)
     return term, tl.fma(-gradient, term.to(tl.float32), rest)
 
 
@@ -144,14 +131,7 @@ def _write_searched(
 
 @triton.jit
 def write_rows(
-    carrier,
-    out,
-    d_out,
-    start,
-    limit,
-    delta,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    carrier, out, d_out, start, limit, delta, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr
 ):
     """Writes rows of O' of one head, from `start` on and up to `limit`, that carry FP32 delta (R,).
 

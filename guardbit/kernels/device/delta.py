@@ -1,7 +1,6 @@
 """Exact delta in Triton, and the O' that carries it to another kernel's backward.
 
-Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; out, d_out
-`(B, H, N, E)`; C heads are wanted. Scores are kept as plain products q k, as in the forward.
+Scores are kept as plain products q k, as in the forward.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ def _add_keys(
     multiplication.
     """
     k_base, v_base, k_stride, v_stride, batch, key_head = keys
-    mask_base, mask_strides = dense
-    positions = rows[0]
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     probabilities, d_probabilities = zeros, zeros
     for first in tl.range(start, end, BLOCK_N):
@@ -100,17 +97,13 @@ def _add_keys(
         if SOFTCAP:
             scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK == ADDITIVE:
-            mask = load_mask(
-                mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k, BLOCK_N, BOUNDED
-            )
+            mask = load_mask(dense, rows[0], first, seqlen_q - 1, seqlen_k, BLOCK_N, BOUNDED)
             exponents = tl.fma(scores, scale, mask.to(tl.float32)) - log_sum[:, None]
             exponents *= LOG2_E
         else:
             exponents = tl.fma(scores, scale, -log_sum[:, None])
         if MASK == BOOLEAN:
-            mask = load_mask(
-                mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k, BLOCK_N, BOUNDED
-            )
+            mask = load_mask(dense, rows[0], first, seqlen_q - 1, seqlen_k, BLOCK_N, BOUNDED)
             exponents = tl.where(mask != 0, exponents, float("-inf"))
         if BOUNDED:
             visible = visible_of(rows, first, seqlen_k, shift, BLOCK_N, CAUSAL, RANGED)
@@ -283,7 +276,6 @@ def carry_exact_delta(
     into: Tensor | None = None,
 ) -> Carried:
     """See `reference.carry_exact_delta`; one launch."""
-    check_heads(head_ids, q.shape[1])
     if into is None:
         into = launch.empty_as(out)
         if len(set(head_ids)) < q.shape[1]:
@@ -326,9 +318,7 @@ def _launch(
             launch.tma_descriptor(v, rows, widths[1]) if use_tma else v,
             d_out,
             lse,
-            call.mask,
-            call.ranges,
-            call.sinks,
+            *call.loaded,
             ids,
             out,
             delta,

@@ -1,7 +1,7 @@
 """The forward in Triton: O, L and the residual. One launch serves heads with different stabilizers.
 
-Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv. Scores are kept as plain
-products q k, called s here. "log2 units" means s scale log2(e), the exponent of exp2.
+Scores are kept as plain products q k, called s here. "log2 units" means s scale log2(e), the
+exponent of exp2.
 """
 
 from __future__ import annotations

@@ -117,10 +117,10 @@ def capability_of(x: Tensor) -> tuple[int, int] | None:
 class Prepared(NamedTuple):
     """What kernels of any call need besides their tensors."""
 
-    mask: Tensor  # the dense mask as kernels load it
+    # What kernels load besides: the dense mask; the first key that each query sees and where its
+    # keys end, INT32 (2, N); the sinks, FP32 (H,).
+    loaded: tuple[Tensor, Tensor, Tensor]
     mask_strides: tuple[int, ...]  # its four strides, 0 where it broadcasts
-    ranges: Tensor  # INT32 (2, N), the first key that each query sees and where its keys end
-    sinks: Tensor  # FP32 (H,)
     shift: int  # see `causal_shift`
     inner_scale: float  # factor of q k before the soft cap's tanh
     scale: float  # factor of the scores after it
@@ -149,10 +149,8 @@ def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: T
     if kind != NO_MASK.value or spec.softcap > 0 or (kernel == "shadow" and spec.is_ranged):
         tile = tile.for_mask
     return Prepared(
-        mask,
+        (mask, ranges, unused if spec.sinks is None else spec.sinks.float().contiguous()),
         mask_strides,
-        ranges,
-        unused if spec.sinks is None else spec.sinks.float().contiguous(),
         causal_shift(spec.causal, seqlen_q, seqlen_k),
         spec.scale / spec.softcap if spec.softcap > 0 else 1.0,
         spec.softcap if spec.softcap > 0 else spec.scale,

@@ -28,10 +28,7 @@ def visible_keys(
 
 @triton.jit
 def load_ranges(ranges_pointer, positions, seqlen_q):
-    """Loads the first key that each row sees, and where its keys end, each (R,).
-
-    `positions` (R,) are those of the queries; past the last query it is that one.
-    """
+    """Loads where the keys of each row begin and end, (R,); past the last query, those of it."""
     pointers = ranges_pointer + tl.minimum(positions, seqlen_q - 1)
     return tl.load(pointers), tl.load(pointers + seqlen_q)
 
@@ -49,13 +46,6 @@ def ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N: tl.constexpr):
     whole = start + tl.cdiv(tl.max(first_seen, 0) - start, BLOCK_N) * BLOCK_N
     whole_end = whole + tl.maximum(tl.min(end_seen, 0) - whole, 0) // BLOCK_N * BLOCK_N
     return start, whole, whole_end, end
-
-
-@triton.jit
-def within(columns, first_seen, end_seen):
-    """Returns which of `columns` (C,) lie in each row's range, (R, C)."""
-    columns = columns[None, :]
-    return (columns >= first_seen[:, None]) & (columns < end_seen[:, None])
 
 
 @triton.jit
@@ -95,15 +85,12 @@ def visible_of(
     CAUSAL: tl.constexpr,
     RANGED: tl.constexpr,
 ):
-    """Returns which keys of a tile each row sees, (R, BLOCK_N).
-
-    `rows` are the positions of the queries, and with RANGED the first key and the end of the keys
-    that each sees.
-    """
+    """Returns which keys of a tile are seen, (R, BLOCK_N); `rows`: position, first key, end."""
     positions, first_seen, end_seen = rows
     columns = first_key + tl.arange(0, BLOCK_N)
     if RANGED:
-        visible = within(columns, first_seen, end_seen)
+        columns = columns[None, :]
+        visible = (columns >= first_seen[:, None]) & (columns < end_seen[:, None])
     else:
         visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
     return visible
@@ -133,8 +120,7 @@ def behind(positions, columns, shift):
 
 @triton.jit
 def load_mask(
-    base,
-    strides,
+    dense,
     positions,
     first_key,
     last_row,
@@ -144,9 +130,10 @@ def load_mask(
 ):
     """Loads a tile of a dense mask, (R, BLOCK_N), from `first_key` on.
 
-    `base` is where the head's mask begins; its four strides are 0 where it broadcasts. Rows past
+    `dense` is where the head's mask begins, and its four strides, 0 where it broadcasts. Rows past
     `last_row` get that one's. What lies past the last key is 0 if BOUNDED, else nothing does.
     """
+    base, strides = dense
     columns = tl.arange(0, BLOCK_N)
     base += tl.cast(first_key, tl.int64) * strides[3]
     row_bases = base + tl.minimum(positions, last_row).to(tl.int64) * strides[2]
@@ -161,8 +148,7 @@ def load_mask(
 @triton.jit
 def add_mask(
     scores,
-    base,
-    strides,
+    dense,
     positions,
     first_key,
     last_row,
@@ -175,9 +161,7 @@ def add_mask(
 
     Returns these, which keys are seen, and what was added, or the mask itself if it is boolean.
     """
-    tile = load_mask(
-        base, strides, positions, first_key, last_row, seqlen_k, scores.shape[1], BOUNDED
-    )
+    tile = load_mask(dense, positions, first_key, last_row, seqlen_k, scores.shape[1], BOUNDED)
     if MASK == BOOLEAN:
         seen = tile != 0
         bias = tile

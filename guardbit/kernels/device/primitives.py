@@ -9,12 +9,7 @@ import math
 import triton
 import triton.language as tl
 
-from guardbit.kernels.device.rounding import (
-    INTERPRET,
-    random_halves,
-    round_nearest,
-    widen,
-)
+from guardbit.kernels.device.rounding import INTERPRET, random_halves, round_nearest, widen
 
 #: Numbers that kernels get of a call: they are compiled once, whatever these are.
 COUNTS = (

@@ -1,8 +1,5 @@
 """The shadow in Triton: O to FP32 accuracy on tensor cores, and statistics of its rows.
 
-Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; R is the
-number of queries looked at.
-
 Scores are kept as plain products q k, as in the forward, or with a soft cap as the tanh of them.
 Both are called s here.
 """
@@ -111,8 +108,6 @@ def _row_maxima(
     head's mask begins, and its strides; of `rows` see `visible_of`.
     """
     k_base, k_stride = keys[0], keys[2]
-    mask_base, mask_strides = dense
-    positions = rows[0]
     for first in tl.range(start, end, BLOCK_N):
         k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
@@ -120,9 +115,8 @@ def _row_maxima(
             scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK != NO_MASK:
             scores, seen, bias = add_mask(
-                scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
-                inverse_scale, MASK, MASKED,
-            )  # fmt: skip
+                scores, dense, rows[0], first, seqlen_q - 1, seqlen_k, inverse_scale, MASK, MASKED
+            )
         if MASK == ADDITIVE:
             sizes = bias
             lowest = float("-inf")
@@ -182,9 +176,7 @@ def _attend(
     `_row_maxima`, and changes with an additive mask only.
     """
     k_base, v_base, k_stride, v_stride = keys
-    mask_base, mask_strides = dense
     tied, tied_bf16, lowest_score, lowest_bias = least
-    positions = rows[0]
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, BLOCK_N):
         k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
@@ -195,9 +187,8 @@ def _attend(
         plain = scores
         if MASK != NO_MASK:
             scores, seen, bias = add_mask(
-                scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
-                inverse_scale, MASK, MASKED,
-            )  # fmt: skip
+                scores, dense, rows[0], first, seqlen_q - 1, seqlen_k, inverse_scale, MASK, MASKED
+            )
         if MASKED:
             visible = visible_of(rows, first, seqlen_k, shift, BLOCK_N, CAUSAL, RANGED)
         if MASK == ADDITIVE:
@@ -472,9 +463,7 @@ def _launch(
             q,
             k,
             v,
-            call.mask,
-            call.ranges,
-            call.sinks,
+            *call.loaded,
             entropy if query_ids is None else query_ids.contiguous(),
             result.out,
             result.row_max,

@@ -8,13 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import (
-    IRRELEVANT,
-    NO_KEY,
-    key_spans,
-    mask_tile,
-    visible_range,
-)
+from guardbit.kernels.mask import IRRELEVANT, NO_KEY, key_spans, mask_tile, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     cap_slope,
@@ -136,12 +130,7 @@ class _Scores:
 
 @float32_products()
 def row_maxima(
-    q: Tensor,
-    k: Tensor,
-    *,
-    spec: AttentionSpec,
-    query_ids: Tensor | None = None,
-    chunk: int = 128,
+    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None, chunk: int = 128
 ) -> RowMaxima:
     """The maxima of `shadow` alone, to the bit, without values."""
     found, sees_nothing = _Scores(q, k, spec, query_ids).maxima(chunk)
