@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import dense_mask, visible_range
+from guardbit.kernels.mask import Visible, additive_mask, dense_mask, visible_range
 from guardbit.kernels.reference.common import cap_slope, capped
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
@@ -250,9 +250,8 @@ class Chunk:
         """What masks add to the scores, FP64 `(S or 1, R, M)`; -inf hides a key."""
         head = self.head
         keys = torch.arange(head.k.size(1), device=head.k.device)
-        hidden = (keys < head.first[:, None]) | (keys >= head.end[:, None])
-        added = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
-        added = added.masked_fill_(hidden, -math.inf)[None]
+        rows = torch.arange(len(head.first), device=keys.device)
+        added = additive_mask(Visible(head.first, head.end), rows, keys).double()[None]
         if head.mask is None:
             return added
         if head.mask.dtype == torch.bool:

@@ -114,7 +114,7 @@ def register(
         number = _first + len(_programs)
         _programs[number] = Program(
             mask if others else None,
-            None if _is_identity(score) else score,
+            None if _result(score) is next(iter(score.graph.nodes)) else score,
             len(others) < len(seen),
             are_tensors,
             len(score_closed),
@@ -169,17 +169,9 @@ def _indexing_mode() -> Any:
     return TransformGetItemToIndex
 
 
-def _places(graph: GraphModule) -> list[Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
 def _result(graph: GraphModule) -> Any:
     (result,) = next(node for node in graph.graph.nodes if node.op == "output").args
     return result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
-
-
-def _is_identity(graph: GraphModule) -> bool:
-    return _result(graph) is _places(graph)[0]
 
 
 def _terms(node: Any) -> list[Any]:

@@ -17,15 +17,11 @@ from torch import Tensor
 
 from guardbit.kernels.constants import device_constant
 
-
-def _mean(k: Tensor) -> Tensor:
-    """The mean key of each sequence of this call."""
-    return k.mean(2, keepdim=True)
-
-
 #: Stabilizer -> the vector that it subtracts, FP32 `(B, G, 1, D)`, from the keys of G key heads,
-#: FP32 `(B, G, M, D)`.
-KEY_SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {"centered_keys": _mean}
+#: FP32 `(B, G, M, D)`: the mean key of each sequence of this call.
+KEY_SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "centered_keys": lambda k: k.mean(2, keepdim=True)
+}
 
 
 class ShiftedKeys(NamedTuple):

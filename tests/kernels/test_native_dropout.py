@@ -95,7 +95,7 @@ def test_a_second_try_draws_the_same(monkeypatch):
 
 def test_while_a_graph_is_captured_no_state_is_read(monkeypatch):
     # CUDA's generator refuses to be read then; on machines without a GPU it always does.
-    monkeypatch.setattr(base, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(base, "generator_of", lambda device: pytest.fail("it was read"))
     assert base.drawing_once(lambda: 3, torch.device("cuda", 0), True) == 3
 

@@ -60,6 +60,7 @@ def size_of_scale(scale: float) -> float:
     return max(abs(scale), _SMALLEST_SCALE)
 
 
+@cache
 def padded_width(head_dim: int) -> int:
     """Returns the power of two, at least 16, that kernels pad the head dimension to."""
     return max(16, triton.next_power_of_2(head_dim))

@@ -129,11 +129,6 @@ def _nothing_drawn(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-def is_capturing() -> bool:
-    """Whether the current stream is being captured in a CUDA graph."""
-    return torch.cuda.is_current_stream_capturing()
-
-
 def generator_of(device: torch.device) -> torch.Generator:
     """Returns the device's default generator."""
     if device.type == "cpu":
@@ -161,7 +156,7 @@ def drawing_again(device: torch.device, drawn: Drawn | None) -> Iterator[None]:
 def drawing_once(function: Callable[[], T], device: torch.device, draws: bool) -> T:
     """Calls a function; if it raises, resets the generator, so that a fallback draws the same."""
     # The state cannot be read while a CUDA graph is captured.
-    if not draws or (device.type == "cuda" and is_capturing()):
+    if not draws or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return function()
     generator = generator_of(device)
     present = generator.get_state()

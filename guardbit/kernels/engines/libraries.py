@@ -123,11 +123,6 @@ def call_library(function: Callable[..., Any] | None, **arguments: Any) -> Any:
     return function(**{**asked, **given})
 
 
-def empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns empty, contiguous tensors for gradients."""
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
-
-
 class Varlen(LibraryEngine):
     """PyTorch's flash kernels for packed sequences, without dropout.
 
@@ -214,7 +209,8 @@ class _FlashAttn(LibraryEngine):
         q, k, v, spec, drawn, _ = inputs
         d_out, q, k, v, out = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         lse = lse if spec.documents is None else lse.squeeze(0)
-        dq, dk, dv = empty_gradients(q, k, v)
+        layout = torch.contiguous_format
+        dq, dk, dv = (torch.empty_like(x, memory_format=layout) for x in (q, k, v))
         returned = call_library(
             self.functions(spec.documents is not None)[1],
             dout=d_out,

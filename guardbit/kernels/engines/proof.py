@@ -75,7 +75,7 @@ def proof_of(
         None if mask is None else tuple(size == 1 for size in mask.shape), wants_mask,
         *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
         q.size(2) == k.size(2),
-        _order(q), _order(k), _order(v), torch.are_deterministic_algorithms_enabled(),
+        *(_order(x.stride()) for x in (q, k, v)), torch.are_deterministic_algorithms_enabled(),
         tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic, engine.scheduling,
         _activated(),
     )  # fmt: skip
@@ -95,13 +95,9 @@ def proofs() -> list[Proof]:
     return list(_proofs.values())
 
 
-def _order(x: Tensor) -> tuple[int, ...]:
-    """Returns the dimensions of x by falling stride, its order in memory whatever its sizes."""
-    return _falling(x.stride())
-
-
 @lru_cache(maxsize=1024)
-def _falling(strides: tuple[int, ...]) -> tuple[int, ...]:
+def _order(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns dimensions by falling stride, their order in memory whatever their sizes."""
     return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
 
 
@@ -145,7 +141,7 @@ def _measured(
 
     def like(x: Tensor, heads: int, length: int) -> Tensor:
         """Returns a small random tensor in x's memory order."""
-        order = _order(x)
+        order = _order(x.stride())
         shape = (1, heads, length, x.size(3))
         random = torch.randn(
             [shape[d] for d in order], generator=generator, device=x.device, dtype=torch.float32

@@ -19,7 +19,6 @@ from guardbit.kernels.engines.base import (
     additive,
     drawing_again,
     generator_of,
-    is_capturing,
     keep,
     philox_of,
 )
@@ -133,7 +132,7 @@ class Efficient(Engine):
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, wants_mask = inputs
-        if drawn is not None and not is_capturing():
+        if drawn is not None and not torch.cuda.is_current_stream_capturing():
             seed, offset = drawn.generator_state.view(torch.int64).unbind()
         else:
             seed, offset = philox_of(drawn, q.device).unbind()
@@ -181,7 +180,7 @@ class AutogradEngine(Engine):
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, _ = inputs
         if drawn is not None:
-            if q.is_cuda and is_capturing():
+            if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"dropout of PyTorch's {self.name} kernel, head size {q.size(-1)}, cannot be"
                     " captured in a CUDA graph inside an instrumented model"
