@@ -348,7 +348,8 @@ def _named(form: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, Tensor, Ten
     for before, parts in (("", (q, k, v)), (f"{form}_", (k, v))):
         number, first = len(parts), parts[0]
         for axis in (2, 3):
-            whole = torch.empty((*first.shape[:axis], number, *first.shape[axis:]), device="meta")
+            sizes = (*first.shape[:axis], number, *first.shape[axis:])
+            whole = torch.empty(sizes, dtype=q.dtype, device="meta")
             strides, step = whole.select(axis, 0).stride(), whole.stride(axis) * q.itemsize
             places = [(x.stride(), x.data_ptr() - first.data_ptr()) for x in parts]
             are_parts = places == [(strides, i * step) for i in range(number)]
