@@ -13,13 +13,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from guardbit.dashboards.tables import (
-    Head,
-    check_samples,
-    heads_of_layer,
-    layer_of_site,
-    rows_of,
-)
+from guardbit.dashboards import tables
+from guardbit.dashboards.tables import Head
 from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
 from guardbit.records import Event
 from guardbit.store.files import check_columns
@@ -58,14 +53,14 @@ def judgement_of(
 ) -> Judgement:
     """Judges a run by its tables."""
     evidence = Evidence()
-    evidence.add(samples_of(check_samples(frame)))
+    evidence.add(samples_of(tables.check_samples(frame)))
     return judge(evidence, events_of(events), metadata, ended)
 
 
 def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
     """The step at which the loss diverged, as `judgement_of` has it."""
-    evidence, samples = Evidence(), check_samples(frame)
-    evidence.add(samples_of(rows_of(samples, samples["indicator"] == "loss")))
+    evidence, samples = Evidence(), tables.check_samples(frame)
+    evidence.add(samples_of(tables.rows_of(samples, samples["indicator"] == "loss")))
     return departed(events_of(events), evidence)
 
 
@@ -109,7 +104,7 @@ def heads_of_events(
     frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> list[tuple[Event, list[Head]]]:
     """Each event with the heads it concerns, ordered by step."""
-    layers, recorded = layer_of_site(frame), heads_of_layer(frame)
+    layers, recorded = tables.layer_of_site(frame), tables.heads_of_layer(frame)
     concerned: list[tuple[Event, list[Head]]] = []
     for event in events_of(events):
         layer = layers.get(event.site, -1)

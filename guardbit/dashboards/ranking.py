@@ -7,33 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from guardbit.dashboards import tables
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 from guardbit.dashboards.marks import current_stabilizers, first_events
-from guardbit.dashboards.tables import (
-    Head,
-    by_head,
-    check_samples,
-    heads_of_layer,
-    latest_values,
-    rows_of,
-    site_of_layer,
-)
+from guardbit.dashboards.tables import Head
 
 
 def excess(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
 ) -> pd.DataFrame:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
-    samples = check_samples(frame)
+    samples = tables.check_samples(frame)
     moved = moved_heads(frame, events, step)
     first = min(moved.values(), default=None)
-    pairs = [(at, head) for at, some in heads_of_layer(frame).items() for head in some]
+    pairs = [(at, head) for at, some in tables.heads_of_layer(frame).items() for head in some]
     heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
-        samples = rows_of(samples, samples["step"] <= step)
+        samples = tables.rows_of(samples, samples["step"] <= step)
     table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
     for indicator, floor in EXCESS_INDICATORS.items():
-        measured = by_head(samples, indicator)
+        measured = tables.by_head(samples, indicator)
         if measured.empty:
             continue
         found = pd.DataFrame(
@@ -86,7 +79,7 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
     far = excess(frame, events, told)
-    far = rows_of(far, far["excess"] > 1)  # 1 is usual
+    far = tables.rows_of(far, far["excess"] > 1)  # 1 is usual
     far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
     worst = [(int(layer), int(head)) for layer, head in far.index]
     return list(dict.fromkeys([*alarmed, *worst]))[:count]
@@ -96,10 +89,10 @@ def heads_to_watch(
     frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 10
 ) -> pd.DataFrame:
     """The heads a person should look at, worst first, with their latest values."""
-    latest = latest_values(frame)
+    latest = tables.latest_values(frame)
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)
-    sites = site_of_layer(frame)
+    sites = tables.site_of_layer(frame)
     known = [
         (
             *head,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from guardbit.records import EVENT_KINDS, Event, Sample
 from guardbit.store import (
     RunWriter,
-    following,
+    files,
     read_end,
     read_events,
     read_metadata,
@@ -312,14 +312,14 @@ def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kin
     for step in range(5):
         writer.add([loss(step)])
         writer.event(Event(step, "alarm", "a", (1,), "why"))
-    list_folder = following.list_folder
+    list_folder = files.list_folder
 
     def list_then_merge(folder: Path):
         listing = list_folder(folder)
         writer.close()
         return listing
 
-    monkeypatch.setattr(following, "list_folder", list_then_merge)
+    monkeypatch.setattr(files, "list_folder", list_then_merge)
     frame = read_run(tmp_path) if kind == "samples" else read_events(tmp_path)
     assert frame["step"].tolist() == [0, 1, 2, 3, 4]
 

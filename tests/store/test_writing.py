@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.records import Event, Sample
-from guardbit.store import RunWriter, read_events, read_metadata, read_run, writing
+from guardbit.store import RunWriter, files, read_events, read_metadata, read_run, writing
 from guardbit.store.files import Listing
 
 
@@ -229,7 +229,7 @@ def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
 def test_two_writers_that_open_a_folder_at_once_get_different_names(tmp_path, monkeypatch):
     # Each sees the folder as it was before the other's session file appeared.
     nothing = Listing({}, {"samples": {}, "events": {}})
-    monkeypatch.setattr(writing, "list_folder", lambda _: nothing)
+    monkeypatch.setattr(files, "list_folder", lambda _: nothing)
     for step in (1, 2):
         RunWriter(tmp_path, flush_every=1, start_step=step).add([loss(step)])
     assert [name[8:12] for name in file_names(tmp_path, "session")] == ["0001", "0001"]

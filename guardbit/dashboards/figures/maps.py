@@ -16,18 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures.style import (
-    HEAT,
-    PANEL_HEIGHT,
-    WIDTH,
-    canvas,
-    edges,
-    finish,
-    finite,
-    has_finite,
-    place_key,
-    styled,
-)
+from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
 from guardbit.dashboards.tables import Head
 
@@ -44,22 +33,22 @@ DOT: dict[str, Any] = {
 }
 
 
-@styled
+@style.styled
 def spectral_norm_by_layer(
     frame: pd.DataFrame, events: pd.DataFrame | None = None
 ) -> Figure | None:
     """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
-    table = finite(tables.by_layer(frame, "w_q_spectral_norm"))
-    typical = finite(tables.by_head(frame, "w_q_spectral_norm")).median(axis=1)
-    table = finite(table.div(typical, axis=0))
-    if not has_finite(table):
+    table = style.finite(tables.by_layer(frame, "w_q_spectral_norm"))
+    typical = style.finite(tables.by_head(frame, "w_q_spectral_norm")).median(axis=1)
+    table = style.finite(table.div(typical, axis=0))
+    if not style.has_finite(table):
         return None
-    figure, (axes,) = canvas("W_Q spectral norm of the largest head of each layer")
+    figure, (axes,) = style.canvas("W_Q spectral norm of the largest head of each layer")
     mesh = axes.pcolormesh(
-        edges(table.index.to_numpy(dtype=float)),
+        style.edges(table.index.to_numpy(dtype=float)),
         np.arange(len(table.columns) + 1) - 0.5,
         np.ma.masked_invalid(table.to_numpy().T),
-        cmap=HEAT,
+        cmap=style.HEAT,
         norm=LogNorm(1, MOST_TYPICAL),
         rasterized=True,
         gid="map",
@@ -70,11 +59,11 @@ def spectral_norm_by_layer(
     bar = _colour_bar(figure, axes, mesh)
     bar.set_label("times the median head's norm")
     _times_ticks(bar, (1, 3, 10, MOST_TYPICAL))
-    finish([axes], frame, events)
+    style.finish([axes], frame, events)
     return figure
 
 
-@styled
+@style.styled
 def model_map(
     frame: pd.DataFrame,
     events: pd.DataFrame | None = None,
@@ -97,7 +86,7 @@ def model_map(
     return draw_model_map(cells, step, alarmed, stabilized, name)
 
 
-@styled
+@style.styled
 def draw_model_map(
     cells: np.ndarray,
     step: int,
@@ -106,14 +95,14 @@ def draw_model_map(
     name: str = "",
 ) -> Figure:
     """Draws the model map from each head's excess."""
-    height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
+    height = float(np.clip(0.115 * len(cells), style.PANEL_HEIGHT, 9.2))
     title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
-    figure, (axes,) = canvas(title, panel_height=height)
+    figure, (axes,) = style.canvas(title, panel_height=height)
     mesh = axes.pcolormesh(
         np.arange(cells.shape[1] + 1) - 0.5,
         np.arange(len(cells) + 1) - 0.5,
         np.ma.masked_invalid(np.clip(cells, 1, MOST_EXCESS)),
-        cmap=HEAT,
+        cmap=style.HEAT,
         norm=LogNorm(1, MOST_EXCESS),
         edgecolors=PAPER,
         linewidth=min(1.5, 40 / max(cells.shape)),
@@ -128,7 +117,7 @@ def draw_model_map(
     axes.grid(False)
     key = _mark_heads(axes, alarmed, stabilized, cells.shape)
     if key:
-        place_key(axes, key)
+        style.place_key(axes, key)
     bar = _colour_bar(figure, axes, mesh)
     bar.set_label("worst indicator, times its baseline")
     _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
@@ -164,7 +153,7 @@ def _mark_heads(
     if stabilized:
         layers, heads = zip(*stabilized, strict=True)
         cells = axes.get_position()
-        inches = min(cells.width * WIDTH / shape[1], PANEL_HEIGHT / shape[0])
+        inches = min(cells.width * style.WIDTH / shape[1], style.PANEL_HEIGHT / shape[0])
         axes.plot(
             heads,
             layers,
@@ -176,9 +165,9 @@ def _mark_heads(
     frames = {"linestyle": "none", "color": INK, "marker": "s", "markerfacecolor": "none"}
     return [
         Line2D(
-            [], [], **style, markersize=7, label=f"{len(heads)} head{'s' * (len(heads) > 1)} {what}"
+            [], [], **look, markersize=7, label=f"{len(heads)} head{'s' * (len(heads) > 1)} {what}"
         )
-        for heads, what, style in (
+        for heads, what, look in (
             (alarmed, "had an alarm", {**frames, "markeredgewidth": 1.6}),
             (stabilized, "stabilized now", DOT),
         )
