@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 #: The file in a run's folder in which `guardbit diagnose` keeps its answer.
 DIAGNOSIS = Path("diagnosis", "diagnosis.json")
-
-
 # What `guardbit.dashboards.figures` exports that `Plots` has as a method, or that draws no run.
-_NO_FIGURES = ("story", "model_map", "CHARTS", "Chart", "runs_over_steps")
+_NO_FIGURES = ("story", "model_map", "CHARTS", "runs_over_steps")
 
 
 class Diagnosed(NamedTuple):
@@ -44,9 +42,6 @@ class Diagnosed(NamedTuple):
 
     snapshots: int = 0  # number of steps with a snapshot of heads
     heads: Sequence[Mapping[str, Any]] = ()  # what was found of each head that was diagnosed
-
-
-_NOTHING = Diagnosed()
 
 
 def read_diagnosed(folder: Path) -> Diagnosed:
@@ -109,7 +104,7 @@ class LoadedRun:
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     ended: Ended | None = None
-    diagnosed: Diagnosed = _NOTHING
+    diagnosed: Diagnosed = field(default_factory=Diagnosed)
 
     @property
     def plot(self) -> Plots:

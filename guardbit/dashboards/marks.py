@@ -29,10 +29,7 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table by step; only what `NEEDED_COLUMNS` names must be there.
-
-    Verdicts are left out, because a run is judged again (`judgement_of`).
-    """
+    """The events of a table by step, but for verdicts: a run is judged again (`judgement_of`)."""
     if events is None or events.empty:
         return []
     check_columns(events.columns, NEEDED_COLUMNS, "the table of events")
@@ -71,11 +68,6 @@ def mark_of(event: Event) -> Mark | None:
     if event.kind == "switch":
         return "undo" if event.stabilizer == "none" else "switch"
     return None
-
-
-def mark_or_kind(event: Event) -> str:
-    """The event's mark or, if it has none, its kind."""
-    return mark_of(event) or event.kind
 
 
 def marked(events: Iterable[Event]) -> list[tuple[Event, Mark]]:

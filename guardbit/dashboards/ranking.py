@@ -18,8 +18,14 @@ def excess(
 ) -> pd.DataFrame:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
     samples = tables.check_samples(frame)
-    moved = moved_heads(frame, events, step)
-    first = min(moved.values(), default=None)
+    moved = [
+        (head, event.step)
+        for found in (first_events(frame, events, "alarm"), first_events(frame, events, "switch"))
+        for head, event in found.items()
+        if step is None or event.step <= step
+    ]
+    has_moved = {head for head, _ in moved}
+    first = min((at for _, at in moved), default=None)
     pairs = [(at, head) for at, some in tables.heads_of_layer(frame).items() for head in some]
     heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
@@ -34,7 +40,7 @@ def excess(
                 "excess": times_baseline(
                     measured.to_numpy(),
                     floor,
-                    np.array([head in moved for head in measured.columns], dtype=bool),
+                    np.array([head in has_moved for head in measured.columns], dtype=bool),
                     None if first is None else len(measured.loc[:first]),
                 ),
                 "indicator": indicator,
@@ -47,18 +53,6 @@ def excess(
         )
         table = table.mask(worse, found)
     return table.astype({"excess": float, "value": float})
-
-
-def moved_heads(
-    frame: pd.DataFrame, events: pd.DataFrame | None, step: int | None = None
-) -> dict[Head, int]:
-    """Head that has alarmed or was switched up to a step -> the step of the first time."""
-    alarmed, switched = (first_events(frame, events, mark) for mark in ("alarm", "switch"))
-    found = {
-        head: min(first[head].step for first in (alarmed, switched) if head in first)
-        for head in {**alarmed, **switched}
-    }
-    return {head: at for head, at in found.items() if step is None or at <= step}
 
 
 def notable_heads(

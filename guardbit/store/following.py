@@ -32,11 +32,7 @@ _UNKNOWN = Session(None, {}, None)
 
 
 class RunFollower:
-    """Reads a run's folder as it grows, in bounded memory.
-
-    A segment that was merged from segments already read is skipped; one that was merged from read
-    and new ones is handed over whole.
-    """
+    """Reads a run's folder as it grows; what was merged from read and new segments comes whole."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)

@@ -102,14 +102,10 @@ class _SegmentSeries:
 
 
 class RunWriter:
-    """Writes the telemetry of one run into a folder, which may hold an earlier part of it.
+    """Writes one session of a run (`guardbit.store`); rank 0 in general, and one process at most.
 
-    Samples are held in memory until `flush_every` of them have come; events are on disk when
-    `event` returns. A process killed at any moment loses the samples not yet flushed and nothing
-    else. What earlier sessions recorded after `start_step`, the optimizer step of the checkpoint
-    that the run continues from, is hidden from readers once this one has recorded something; a run
-    from the beginning (None) hides all of it. Keys of their JSON-able `metadata` stay unless they
-    are given again. One process of a run writes, in general rank 0.
+    A kill loses the samples of which `flush_every` have not come yet, and nothing else. Keys of
+    earlier sessions' JSON-able `metadata` stay unless they are given again.
     """
 
     def __init__(
@@ -117,7 +113,7 @@ class RunWriter:
         path: str | os.PathLike[str],
         *,
         metadata: Mapping[str, Any] | None = None,
-        start_step: int | None = None,
+        start_step: int | None = None,  # of the checkpoint that the run continues from
         flush_every: int = 256,
     ) -> None:
         if start_step is not None and start_step < 0:

@@ -63,7 +63,7 @@ def test_its_figures_show_by_themselves(run):
     for figure in (run.plot.heads(), run.plot.map(), run.plot.map(step=4000)):
         assert Image.open(io.BytesIO(figure._repr_png_())).width == 1000
     titles = [run.plot.map(step).axes[0].get_title(loc="left") for step in (None, 4000)]
-    others = set(figures.__all__) - {"CHARTS", "Chart", "runs_over_steps", "story", "model_map"}
+    others = set(figures.__all__) - {"CHARTS", "runs_over_steps", "story", "model_map"}
     assert set(dir(run.plot)) == {"heads", "map", *others}
     for name in others:
         assert_same(getattr(run.plot, name)(), getattr(figures, name)(run.samples, run.events))

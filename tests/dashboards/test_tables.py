@@ -55,15 +55,7 @@ def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random)
     assert by_head.notna().to_numpy().sum() == len(values)
     for (step, layer, head), value in values.items():
         assert by_head.loc[step, (layer, head)] == value
-    by_layer = tables.by_layer(table, "delta_bias")
-    for step, layer in {key[:2] for key in values}:
-        heads = [value for key, value in values.items() if key[:2] == (step, layer)]
-        worst = by_layer.loc[step, layer]
-        assert abs(worst) == max(map(abs, heads))
-        assert worst in heads  # its sign is kept
-    assert by_layer.notna().to_numpy().sum() == len({key[:2] for key in values})
     assert list(by_head.index) == sorted({key[0] for key in values})
-    assert list(by_layer.columns) == sorted({key[1] for key in values})
 
 
 def test_a_resumed_run_keeps_the_later_value():
@@ -82,7 +74,6 @@ def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
 @pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
 def test_empty_tables_give_empty_answers(empty):
     assert tables.by_head(empty, "max_logit").empty
-    assert tables.by_layer(empty, "max_logit").empty
     assert tables.of_run(empty, "loss").empty
     assert ranking.notable_heads(tables.by_head(empty, "max_logit"), []) == []
     assert marks.current_stabilizers(empty, empty) == {}
@@ -236,10 +227,6 @@ def test_a_switch_at_the_last_sample_has_no_after(run):
 
 
 def test_the_sign_of_the_worst_head_is_kept(run):
-    by_layer = tables.by_layer(run.frame, "delta_bias_cumulative")
-    expected = run.values["delta_bias_cumulative"][2]
-    picked = expected[np.abs(expected).argmax(axis=0), np.arange(expected.shape[1])]
-    np.testing.assert_array_equal(by_layer[2], picked)
     switch = pd.DataFrame([event(3100, "switch", "h.2.attn", (3,), stabilizer="compensated")])
     table = effect.effect_of_switch(run.frame, switch).set_index("indicator")
     assert table.loc["delta_bias_cumulative", "after"] < -3
@@ -248,10 +235,9 @@ def test_the_sign_of_the_worst_head_is_kept(run):
 def test_the_recorded_failure_is_found_in_layer_2():
     frame = pd.read_csv(FAILS)
     # 17 at step 6,600 and 48 at 8,000 are the measured norms of layer 2.
-    norms = tables.by_layer(frame, "w_q_spectral_norm")
-    assert norms.loc[6600, 2] == pytest.approx(17, abs=0.5)
-    assert norms.loc[8000, 2] == pytest.approx(48, abs=0.5)
-    assert norms.loc[6600].idxmax() == 2
+    norms = tables.by_head(frame, "w_q_spectral_norm")
+    assert norms[2, 0].loc[[6600, 8000]].tolist() == pytest.approx([17, 48], abs=0.5)
+    assert norms.loc[6600].idxmax() == (2, 0)
 
 
 def test_dashboards_import_neither_torch_nor_lightning_nor_pyplot():
@@ -277,7 +263,7 @@ def test_a_switch_that_was_not_made_is_none(run):
     assert list(marks.first_events(run.frame, events, "switch")) == [(1, 0), (1, 1)]
     switched = {(1, 0): "compensated", (1, 1): "compensated"}
     assert marks.current_stabilizers(run.frame, events) == switched
-    assert [marks.mark_or_kind(event) for event in marks.events_of(events)] == ["switch", "refusal"]
+    assert [marks.mark_of(event) for event in marks.events_of(events)] == ["switch", None]
 
 
 def test_checked_samples_leave_the_callers_table_alone(run):

@@ -38,9 +38,9 @@ def spectral_norm_by_layer(
     frame: pd.DataFrame, events: pd.DataFrame | None = None
 ) -> Figure | None:
     """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
-    table = style.finite(tables.by_layer(frame, "w_q_spectral_norm"))
-    typical = style.finite(tables.by_head(frame, "w_q_spectral_norm")).median(axis=1)
-    table = style.finite(table.div(typical, axis=0))
+    norms = tables.by_head(frame, "w_q_spectral_norm")
+    largest = style.finite(norms.T.groupby(level="layer").max().T)
+    table = style.finite(largest.div(style.finite(norms).median(axis=1), axis=0))
     if not style.has_finite(table):
         return None
     figure, (axes,) = style.canvas("W_Q spectral norm of the largest head of each layer")
@@ -56,9 +56,7 @@ def spectral_norm_by_layer(
     _name_rows(axes, table.columns.to_list())
     axes.set_ylabel("layer")
     axes.grid(False)
-    bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("times the median head's norm")
-    _times_ticks(bar, (1, 3, 10, MOST_TYPICAL))
+    _colour_bar(figure, axes, mesh, "times the median head's norm", (1, 3, 10, MOST_TYPICAL))
     style.finish([axes], frame, events)
     return figure
 
@@ -118,19 +116,9 @@ def draw_model_map(
     key = _mark_heads(axes, alarmed, stabilized, cells.shape)
     if key:
         style.place_key(axes, key)
-    bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("worst indicator, times its baseline")
-    _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
+    label = "worst indicator, times its baseline"
+    _colour_bar(figure, axes, mesh, label, (1, 3, 10, 30, MOST_EXCESS))
     return figure
-
-
-def _times_ticks(bar: Any, ticks: Sequence[float]) -> None:
-    """Multiples, of which the last stands for all that is larger."""
-    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    bar.ax.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{'≥ ' if value >= ticks[-1] else ''}{value:g}×")
-    )
 
 
 def _mark_heads(
@@ -180,10 +168,16 @@ def _name_rows(axes: Axes, layers: list[int]) -> None:
     axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
 
 
-def _colour_bar(figure: Figure, axes: Axes, mesh: Any) -> Any:
+def _colour_bar(figure: Figure, axes: Axes, mesh: Any, label: str, ticks: Sequence[float]) -> None:
+    """A bar of multiples beside a map, of which the last tick stands for all that is larger."""
     place = axes.get_position()
     bar = figure.colorbar(
         mesh, cax=figure.add_axes((place.x1 + 0.015, place.y0, 0.014, place.height))
     )
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    return bar
+    bar.set_label(label)
+    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{'≥ ' if value >= ticks[-1] else ''}{value:g}×")
+    )

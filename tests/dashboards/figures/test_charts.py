@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, to_hex, to_rgb
 from matplotlib.text import Annotation
-from PIL import Image
 
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.excess import EXCESS_INDICATORS
@@ -27,17 +25,15 @@ FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
 NO_EVENTS = pd.DataFrame(columns=EVENTS)
 HIGHLIGHTS = [colour for colour, _ in palette.HIGHLIGHTS]
-charts = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
-over_steps = pytest.mark.parametrize(
-    "chart", [chart for chart in CHARTS if chart.name != "model_map"], ids=lambda chart: chart.name
-)
+charts = pytest.mark.parametrize("name", CHARTS)
+over_steps = pytest.mark.parametrize("name", [name for name in CHARTS if name != "model_map"])
 
 
 @pytest.fixture(scope="module")
 def drawn(run):
     """Every chart of the made-up run, by name."""
-    found = {chart.name: chart.draw(run.frame, run.events) for chart in CHARTS}
-    empty = [chart.name for chart in CHARTS if found[chart.name] is None]
+    found = {name: draw(run.frame, run.events) for name, draw in CHARTS.items()}
+    empty = [name for name in CHARTS if found[name] is None]
     assert not empty, f"tests/dashboards/conftest.py: the made-up run lacks what {empty} would draw"
     return found
 
@@ -83,44 +79,22 @@ def test_a_colour_is_one_head_in_all_figures(drawn):
 
 
 @pytest.mark.parametrize("name", ["w_q_spectral_norm_heads", "max_logit", "story"])
-def test_what_comes_after_the_departure_sets_no_scale(run, name):
+def test_what_comes_after_the_departure_sets_no_scale_and_names_stay_in_the_panel(run, name):
     frame, late = run.frame.copy(), run.frame["step"] > 4600
-    of_heads = late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
-    frame.loc[of_heads & (frame["layer"] == 2), "value"] *= 1e6
+    sick = (frame["layer"] == 2) & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
+    frame.loc[late & sick, "value"] *= 1e6
     frame.loc[late & (frame["indicator"] == "loss"), "value"] = 9.0
     left = journal((4600, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
-    events = pd.concat([run.events, left])
-    axes = next(chart for chart in CHARTS if chart.name == name).draw(frame, events).axes[-1]
-    recorded = run.frame[~late & (run.frame["layer"] == 2)]
-    is_norm = name == "w_q_spectral_norm_heads"
-    largest = recorded[recorded["indicator"] == ("w_q_spectral_norm" if is_norm else "max_logit")]
-    reached = largest["value"].max()
-    assert reached <= axes.get_ylim()[1] <= 1.25 * reached
-
-
-@pytest.mark.parametrize("name", ["max_logit", "story"])
-def test_names_point_at_lines_inside_their_panel(run, name):
-    frame = run.frame.copy()
-    late = (frame["step"] > 4600) & (frame["layer"] == 2)
-    frame.loc[late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"]), "value"] *= 1e6
-    frame.loc[(frame["step"] > 4600) & (frame["indicator"] == "loss"), "value"] = 9.0
-    left = journal((4600, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
-    events = pd.concat([run.events, left])
-    figure = next(chart for chart in CHARTS if chart.name == name).draw(frame, events)
+    figure = CHARTS[name](frame, pd.concat([run.events, left]))
+    shown = "w_q_spectral_norm" if name == "w_q_spectral_norm_heads" else "max_logit"
+    reached = run.frame[~late & sick & (frame["indicator"] == shown)]["value"].max()
+    assert reached <= figure.axes[-1].get_ylim()[1] <= 1.25 * reached
     named = [text for axes in figure.axes for text in axes.texts if isinstance(text, Annotation)]
     assert sum("↑" in text.get_text() for text in named) >= 2
     for text in named:
         (first, last), (low, high) = text.axes.get_xlim(), text.axes.get_ylim()
         assert first <= text.xy[0] <= last and low <= text.xy[1] <= high
         assert 0 <= text.xyann[1] <= 1
-
-
-@charts
-def test_a_notebook_shows_every_figure_without_magic(chart, drawn):
-    # What IPython looks for on an object for which nobody has registered a formatter.
-    picture = Image.open(io.BytesIO(drawn[chart.name]._repr_png_()))
-    assert picture.format == "PNG" and picture.width == 1000
-    assert np.asarray(picture.convert("L")).min() < 100  # something is drawn
 
 
 def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
@@ -242,14 +216,6 @@ def test_multiple_maxima_stand_in_percent_over_the_loss(run, drawn, name, kind):
     assert legend[-1] == "loss (right)" and set(legend[:-1]) == highlighted(axes)
 
 
-def test_fp32_and_bf16_maxima_never_stand_in_for_each_other(run):
-    for name, other in (
-        ("multiple_maxima", figures.multiple_maxima_bf16),
-        ("multiple_maxima_bf16", figures.multiple_maxima),
-    ):
-        assert other(run.frame[run.frame["indicator"] == name], run.events) is None
-
-
 def test_delta_bias_keeps_its_sign(run, drawn):
     (axes,) = drawn["delta_bias_cumulative"].axes
     lines = lines_of_heads(axes)
@@ -303,21 +269,19 @@ def test_a_short_loss_is_not_smoothed():
 
 
 @over_steps
-def test_events_are_marked_the_same_way_everywhere(drawn, chart):
-    marked = [
-        axes for axes in drawn[chart.name].axes if axes.get_xlabel() or axes.get_title("left")
-    ]
+def test_events_are_marked_the_same_way_everywhere(drawn, name):
+    marked = [axes for axes in drawn[name].axes if axes.get_xlabel() or axes.get_title("left")]
     assert marked
     for axes in marked:
         vertical = {}
         markers = {}
         for line in axes.get_lines():
-            name = line.get_gid() or ""
-            if name.endswith("-markers"):
+            gid = line.get_gid() or ""
+            if gid.endswith("-markers"):
                 kind = (line.get_marker(), to_hex(line.get_markerfacecolor()))
-                markers[name] = (list(line.get_xdata()), *kind)
-            elif name in MARKS:
-                vertical.setdefault(name, []).append((line.get_xdata()[0], line.get_linestyle()))
+                markers[gid] = (list(line.get_xdata()), *kind)
+            elif gid in MARKS:
+                vertical.setdefault(gid, []).append((line.get_xdata()[0], line.get_linestyle()))
         assert vertical == {
             "alarm": [(2950, "--"), (3100, "--")],
             "switch": [(3100, "-")],
@@ -328,7 +292,7 @@ def test_events_are_marked_the_same_way_everywhere(drawn, chart):
             "switch-markers": ([3100], "D", palette.INK),
             "undo-markers": ([4500], "D", palette.PAPER),
         }
-    key = [text.get_text() for text in drawn[chart.name].axes[0].get_legend().get_texts()]
+    key = [text.get_text() for text in drawn[name].axes[0].get_legend().get_texts()]
     assert key == ["alarm, first at step 2,950", "switch, step 3,100", "undo, step 4,500"]
 
 
@@ -359,19 +323,19 @@ def test_the_markers_of_a_run_that_fails_everywhere_do_not_touch(run):
 
 
 @over_steps
-def test_every_figure_shows_the_same_range_of_steps(run, drawn, chart):
-    if chart.name == "switch_before_and_after":
+def test_every_figure_shows_the_same_range_of_steps(run, drawn, name):
+    if name == "switch_before_and_after":
         pytest.skip("has a test of its own")
     # The loss was last recorded at 4,980, the heads at 4,950.
-    assert drawn[chart.name].axes[0].get_xlim() == (0, 4980)
-    assert drawn[chart.name].get_size_inches()[0] * 100 == 1000
+    assert drawn[name].axes[0].get_xlim() == (0, 4980)
+    assert drawn[name].get_size_inches()[0] * 100 == 1000
 
 
 @charts
-def test_axes_carry_their_units(drawn, chart):
-    axes = [axes for axes in drawn[chart.name].axes if axes.get_ylabel()]
-    assert len(axes) == len(drawn[chart.name].axes)
-    across = "head" if chart.name == "model_map" else "optimizer step"
+def test_axes_carry_their_units(drawn, name):
+    axes = [axes for axes in drawn[name].axes if axes.get_ylabel()]
+    assert len(axes) == len(drawn[name].axes)
+    across = "head" if name == "model_map" else "optimizer step"
     assert across in {axes.get_xlabel() for axes in axes}
 
 
@@ -379,9 +343,9 @@ def test_axes_carry_their_units(drawn, chart):
 @pytest.mark.parametrize(
     "frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)], ids=["bare", "empty"]
 )
-def test_an_empty_run_draws_nothing(chart, frame):
-    assert chart.draw(frame, NO_EVENTS) is None
-    assert chart.draw(frame, None) is None
+def test_an_empty_run_draws_nothing(name, frame):
+    assert CHARTS[name](frame, NO_EVENTS) is None
+    assert CHARTS[name](frame, None) is None
 
 
 #: What a chart shows, where that is not the indicator that it is named after.
@@ -396,32 +360,32 @@ SHOWN = {
 
 
 @charts
-def test_a_run_without_the_indicator_draws_nothing(run, chart):
-    without = run.frame[~run.frame["indicator"].isin(SHOWN.get(chart.name, [chart.name]))]
-    assert chart.draw(without, run.events) is None
+def test_a_run_without_the_indicator_draws_nothing(run, name):
+    without = run.frame[~run.frame["indicator"].isin(SHOWN.get(name, [name]))]
+    assert CHARTS[name](without, run.events) is None
     broken = run.frame.assign(value=run.frame["value"].where(without["value"].notna(), np.nan))
-    assert chart.draw(broken, run.events) is None
+    assert CHARTS[name](broken, run.events) is None
 
 
 @charts
-def test_one_sample_is_enough(run, chart):
+def test_one_sample_is_enough(run, name):
     first = run.frame[run.frame["step"] == 0]
     switched = run.events[run.events["kind"] == "switch"].assign(step=0)
-    if chart.name == "switch_before_and_after":
-        assert chart.draw(first, None) is None
-        FigureCanvasAgg(chart.draw(first, switched)).draw()
+    if name == "switch_before_and_after":
+        assert CHARTS[name](first, None) is None
+        FigureCanvasAgg(CHARTS[name](first, switched)).draw()
         return
-    figure = chart.draw(first, None)
+    figure = CHARTS[name](first, None)
     FigureCanvasAgg(figure).draw()
     assert figure.axes[0].get_legend() is None
 
 
 @charts
-def test_no_text_leaves_the_canvas_and_no_names_overlap(run, chart):
+def test_no_text_leaves_the_canvas_and_no_names_overlap(run, name):
     extreme = run.frame.assign(
         value=run.frame["value"].where(run.frame["indicator"] != "max_logit", 1e4 * run.frame.value)
     )
-    figure = chart.draw(extreme, run.events)
+    figure = CHARTS[name](extreme, run.events)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()

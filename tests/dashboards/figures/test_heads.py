@@ -65,19 +65,6 @@ def test_the_band_is_that_of_errors_that_cancel():
     assert "layer 0, head 1" in axes.texts[0].get_text()
 
 
-def test_sums_of_cancelling_errors_stay_in_their_band_as_often_as_it_says():
-    generator = np.random.default_rng(1)
-    inside = []
-    for _ in range(60):
-        errors = generator.normal(0, 1, 50) * generator.uniform(0.1, 3, 50)
-        sums = of_heads(np.cumsum(errors), indicator="delta_bias_cumulative")
-        (axes,) = figures.delta_bias(sums).axes
-        _, width = band_of(axes)
-        inside.append(abs(errors.sum()) <= width[-1])
-    # 95 % of 60, less three standard deviations of a binomial.
-    assert np.mean(inside) >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 60)
-
-
 @pytest.mark.parametrize("chart", ["max_logit", "delta_bias", "attention_entropy"])
 def test_event_lines_lie_below_the_curves_without_a_halo(run, chart):
     axes = getattr(figures, chart)(run.frame, run.events).axes[0]

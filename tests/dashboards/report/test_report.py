@@ -258,7 +258,7 @@ def test_the_timeline_tells_every_event_in_order(page):
 def test_the_figures_lie_beside_the_page(report, page):
     folder = report.parent / "report_figures"
     assert page.of("code") == ["report_figures/"]
-    assert {path.name for path in folder.iterdir()} == {f"{chart.name}.png" for chart in CHARTS}
+    assert {path.name for path in folder.iterdir()} == {f"{name}.png" for name in CHARTS}
     for path in folder.iterdir():
         with Image.open(path) as picture:
             assert picture.width == 1500
