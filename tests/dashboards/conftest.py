@@ -107,3 +107,26 @@ def browser():
         launched = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def new_page(browser):
+    """Opens pages, and fails the test where a script of one does, or asks another machine."""
+    problems, opened = [], []
+
+    def new_page(*allowed, **settings):
+        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **settings})
+        page.set_default_timeout(20_000)  # a loaded machine is slow, and nothing waits this long
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "request",
+            lambda asked: None if asked.url.startswith(allowed) else problems.append(asked.url),
+        )
+        opened.append(page)
+        return page
+
+    new_page.problems = problems
+    yield new_page
+    for page in opened:
+        page.close()
+    assert problems == []

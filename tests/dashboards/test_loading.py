@@ -91,13 +91,6 @@ def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     assert box.x0 >= 0 and box.y1 <= figure.bbox.height
 
 
-def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no run at"):
-        guardbit.load(tmp_path / "none")
-    with pytest.raises(ValueError, match="the folder is empty"):
-        guardbit.load(tmp_path)
-
-
 def test_a_run_is_called_after_its_log_directory(tmp_path, monkeypatch):
     folder = tmp_path / "version_0" / "guardbit"
     assert place_of_run(folder).name == "version_0"

@@ -185,16 +185,6 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
     assert found == sorted(events, key=lambda event: event[0])
 
 
-def test_a_session_hides_nothing_before_it_has_recorded_something(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1), loss(2)])
-    resumed = RunWriter(tmp_path, start_step=1)
-    resumed.add([loss(2, 5.0)])
-    assert steps_and_values(tmp_path) == [(1, 0.0), (2, 0.0)]
-    resumed.flush()
-    assert steps_and_values(tmp_path) == [(1, 0.0), (2, 5.0)]
-
-
 def test_hidden_samples_stay_on_disk(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([loss(step) for step in range(10)])

@@ -122,21 +122,6 @@ def test_a_long_run_keeps_its_size_and_its_peaks(recorder, tmp_path):
     assert watcher.state(-1, None)["last_step"] == 599
 
 
-def test_broken_and_foreign_files_are_passed_over(recorder, tmp_path):
-    with recorder(tmp_path) as writer:
-        writer.record(range(5))
-    with recorder(tmp_path, start_step=5) as writer:
-        writer.record(range(5, 10))
-    broken = max(tmp_path.glob("samples-*"))
-    broken.write_bytes(broken.read_bytes()[:-9])
-    (tmp_path / ".samples-0002.partial").write_bytes(b"half")
-    watcher = LiveRun(tmp_path)
-    with pytest.warns(UserWarning, match="cannot be read"):
-        watcher.look()
-    assert watcher.state(-1, None)["last_step"] == 4
-    watcher.look()  # said once
-
-
 def test_samples_are_shown_whatever_is_wrong_with_the_events(recorder, tmp_path):
     with recorder(tmp_path) as writer:
         writer.record(range(5))
