@@ -63,10 +63,7 @@ def spectral_norm_by_layer(
 
 @style.styled
 def model_map(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None = None,
-    step: int | None = None,
-    name: str = "",
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
 ) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
     if step is None:
@@ -81,21 +78,16 @@ def model_map(
     current = marks.current_stabilizers(frame, known)
     stabilized = [head for head, stabilizer in current.items() if stabilizer != "none"]
     alarmed = list(marks.first_events(frame, known, "alarm"))
-    return draw_model_map(cells, step, alarmed, stabilized, name)
+    return draw_model_map(cells, step, alarmed, stabilized)
 
 
 @style.styled
 def draw_model_map(
-    cells: np.ndarray,
-    step: int,
-    alarmed: Sequence[Head],
-    stabilized: Sequence[Head],
-    name: str = "",
+    cells: np.ndarray, step: int, alarmed: Sequence[Head], stabilized: Sequence[Head]
 ) -> Figure:
     """Draws the model map from each head's excess."""
     height = float(np.clip(0.115 * len(cells), style.PANEL_HEIGHT, 9.2))
-    title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
-    figure, (axes,) = style.canvas(title, panel_height=height)
+    figure, (axes,) = style.canvas(f"Model map at step {step:,}", panel_height=height)
     mesh = axes.pcolormesh(
         np.arange(cells.shape[1] + 1) - 0.5,
         np.arange(len(cells) + 1) - 0.5,
