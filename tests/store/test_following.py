@@ -3,6 +3,7 @@ import pytest
 
 from guardbit.records import Sample
 from guardbit.store import RunFollower, RunWriter, read_run
+from tests.store.made import write
 
 
 def sample(step):
@@ -26,8 +27,7 @@ def test_a_folder_that_does_not_exist_yet(tmp_path):
     follower = RunFollower(tmp_path / "later")
     assert follower.look() is False
     assert collect(follower).empty and follower.last_written is None
-    with RunWriter(tmp_path / "later") as writer:
-        writer.add([sample(1)])
+    write(tmp_path / "later", sample(1))
     assert follower.look() is False
     assert same(collect(follower), tmp_path / "later")
     assert follower.last_written is not None
@@ -60,8 +60,7 @@ def test_a_merge_of_what_was_read_already_is_passed_over(tmp_path):
 
 
 def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add(sample(step) for step in range(10))
+    write(tmp_path, *map(sample, range(10)))
     follower = RunFollower(tmp_path)
     follower.look()
     collect(follower)
@@ -75,10 +74,8 @@ def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
 
 
 def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([sample(1)])
-    with RunWriter(tmp_path, start_step=1) as writer:
-        writer.add([sample(2)])
+    write(tmp_path, sample(1))
+    write(tmp_path, sample(2), start_step=1)
     broken = min(tmp_path.glob("samples-*"))
     broken.write_bytes(b"PAR1")
     follower = RunFollower(tmp_path)
@@ -93,8 +90,7 @@ def test_a_log_directory_is_followed_before_its_run_has_begun(tmp_path):
     follower = RunFollower(tmp_path / "version_0")
     follower.look()
     assert collect(follower).empty
-    with RunWriter(tmp_path / "version_0" / "guardbit") as writer:
-        writer.add([sample(1)])
+    write(tmp_path / "version_0" / "guardbit", sample(1))
     follower.look()
     assert set(collect(follower)["step"]) == {1}
 

@@ -155,14 +155,10 @@ def test_heads_of_the_alarmed_layer_are_drawn_and_the_alarmed_ones_stand_out(run
     assert axes.get_ylim()[0] == 0
 
 
-def test_the_alarmed_layer_is_drawn_though_another_has_the_larger_norm(run):
-    alarm = run.events[run.events["kind"] == "alarm"].head(1).assign(site="h.5.attn")
-    (axes,) = figures.spectral_norm_of_heads(run.frame, alarm).axes
-    assert axes.get_title(loc="left").startswith("W_Q spectral norm of layer 5")
-
-
-def test_the_layer_is_the_worst_one_without_alarms_and_the_callers_where_given(run):
+def test_the_layer_is_the_alarmed_one_else_the_worst_or_the_callers(run):
     frame = run.frame
+    alarm = run.events[run.events["kind"] == "alarm"].head(1).assign(site="h.5.attn")
+    assert "layer 5" in figures.spectral_norm_of_heads(frame, alarm).axes[0].get_title(loc="left")
     assert "layer 2" in figures.spectral_norm_of_heads(frame).axes[0].get_title(loc="left")
     figure = figures.spectral_norm_of_heads(frame, run.events, layer=5)
     assert set(lines_of_heads(figure.axes[0])) == {f"layer 5, head {head}" for head in range(12)}

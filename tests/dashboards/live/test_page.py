@@ -309,16 +309,6 @@ def test_a_run_that_has_ended_says_how(page, serve, recorder, tmp_path, end):
         assert end in text(page, "#status") and "killed" not in text(page, "#status")
 
 
-def test_a_wrong_token_shows_nothing(page, serve, recorder, tmp_path):
-    with recorder(tmp_path) as writer:
-        writer.record(range(5))
-    with serve(tmp_path) as server:
-        for path in ("", "wrong/", "wrong/../../etc/passwd"):
-            answer = page.goto(f"http://127.0.0.1:{server.port}/{path}")
-            assert answer.status == 404
-            assert text(page, "body").startswith("Not found. The address ends in a token and a")
-
-
 # --- the list of runs ----------------------------------------------------------------------------
 
 

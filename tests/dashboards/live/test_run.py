@@ -54,9 +54,8 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
         read = []
         for round_ in range(20):  # merges after every eighth
             writer.record(range(10 * round_, 10 * round_ + 10))
-            watcher.look()
+            assert state_of(watcher)["last_step"] == 10 * round_ + 9
             read.append(follower.bytes_found)
-            assert watcher.state(-1, None)["last_step"] == 10 * round_ + 9
         # A merge is read once more; reading all at every look would be 210 rounds' worth.
         assert sum(read) < 3 * 20 * read[0]
         state = watcher.state(-1, None)
@@ -168,18 +167,6 @@ def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_
         np.array(curves[name]) for name in ("typical_low", "typical", "typical_high")
     )
     assert ((low <= middle) & (middle <= high)).all()
-
-
-def test_the_first_step_of_a_run_with_more_samples_than_buckets_has_a_map(recorder, tmp_path):
-    watcher = LiveRun(tmp_path)
-    with recorder(tmp_path, layers=1, heads=2) as writer:
-        writer.record(range(400))
-        first = state_of(watcher)["steps"][0]
-        writer.record([400])
-        watcher.look()
-    shown = watcher.state(-1, first)["map"]
-    assert first == 0 and shown["step"] == 1  # gathered with the sample after it
-    assert None not in shown["excess"]
 
 
 def test_first_alarms_switches_and_departures_are_told_however_many_events_follow(

@@ -80,6 +80,7 @@ def test_without_the_token_there_is_nothing(served, question):
         path = f"/{guess}/{question}" if guess else f"/{question}"
         status, content, _ = get(served, path)
         assert status == 404, path
+        assert content.startswith(b"Not found. The address ends in a token and a slash")
         assert b"guardbit" not in content.lower() and b"{" not in content
     assert get(served, f"/{token}")[0] == 404
 
