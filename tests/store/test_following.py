@@ -23,11 +23,12 @@ def same(rows, path):
     return True
 
 
-def test_a_folder_that_does_not_exist_yet(tmp_path):
+@pytest.mark.parametrize("inner", ["", "guardbit"])  # its own folder, or the log directory's
+def test_a_folder_that_does_not_exist_yet(tmp_path, inner):
     follower = RunFollower(tmp_path / "later")
     assert follower.look() is False
     assert collect(follower).empty and follower.last_written is None
-    write(tmp_path / "later", sample(1))
+    write(tmp_path / "later" / inner, sample(1))
     assert follower.look() is False
     assert same(collect(follower), tmp_path / "later")
     assert follower.last_written is not None
@@ -84,15 +85,6 @@ def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
         assert collect(follower)["step"].tolist() == [2, 2]
     follower.look()
     assert collect(follower).empty
-
-
-def test_a_log_directory_is_followed_before_its_run_has_begun(tmp_path):
-    follower = RunFollower(tmp_path / "version_0")
-    follower.look()
-    assert collect(follower).empty
-    write(tmp_path / "version_0" / "guardbit", sample(1))
-    follower.look()
-    assert set(collect(follower)["step"]) == {1}
 
 
 def test_what_is_merged_after_a_look_is_found_by_the_next(tmp_path):

@@ -218,18 +218,6 @@ def test_two_writers_that_open_a_folder_at_once_get_different_names(tmp_path, mo
     assert len(file_names(tmp_path, "samples")) == 2
 
 
-def test_metadata_of_sessions_is_joined_and_can_grow(tmp_path):
-    with RunWriter(tmp_path, metadata={"lr": 1e-3, "sites": {"h.0.attn": "no rows"}}) as writer:
-        writer.update_metadata({"torch": "2.13"})
-    with RunWriter(tmp_path, metadata={"lr": 2e-3}, start_step=5):
-        pass
-    assert read_metadata(tmp_path) == {
-        "lr": 2e-3,
-        "sites": {"h.0.attn": "no rows"},
-        "torch": "2.13",
-    }
-
-
 def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path):
     with RunWriter(tmp_path, metadata={"lr": 1e-3}) as writer:
         with pytest.raises(TypeError, match=r"metadata of a run must be JSON-able: .*set"):

@@ -7,18 +7,8 @@ from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from tests.dashboards.made import of_heads
 
 
-def lines_of(axes):
-    return {str(line.get_label()).lstrip("_"): line for line in axes.get_lines()}
-
-
-def test_entropy_of_every_head_and_the_lowest_stand_out(run):
+def test_the_lowest_entropy_stands_out(run):
     (axes,) = figures.attention_entropy(run.frame, run.events).axes
-    lines = lines_of(axes)
-    values = run.values["attention_entropy"]
-    for layer in range(12):
-        for head in range(12):
-            line = lines[f"layer {layer}, head {head}"]
-            np.testing.assert_array_equal(line.get_ydata(), values[layer, head])
     assert axes.get_ylabel() == "mean entropy of a row (nats)"
     assert axes.get_ylim()[0] == 0
     (without_alarms,) = figures.attention_entropy(run.frame).axes
