@@ -314,20 +314,6 @@ def test_what_is_no_run_is_refused(command, tmp_path):
     check_refused(invoke(command, tmp_path / "new"), "new holds no samples yet")
 
 
-def test_a_broken_segment_is_one_line_on_stderr(tmp_path):
-    for start in (0, 100):
-        with RunWriter(tmp_path, start_step=start) as writer:
-            for step in (start + 1, start + 2):
-                writer.add([Sample(step, "h.0", 0, "max_logit", (1.0,))])
-    broken = min(tmp_path.glob("samples-*"))
-    broken.write_bytes(broken.read_bytes()[:-5])
-    result = invoke("replay", tmp_path, "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["verdict"] == "stable"
-    assert result.stderr.startswith(f"guardbit: left out the segment {broken}")
-    assert result.stderr.count("\n") == 1
-
-
 def test_report_writes_a_page_into_the_runs_folder(small_run):
     result = invoke("report", small_run)
     assert (result.exit_code, result.stderr.count("\n")) == (0, 1)

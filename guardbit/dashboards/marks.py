@@ -8,7 +8,6 @@ without any column.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any, Literal
 
 import pandas as pd
@@ -17,7 +16,7 @@ from guardbit.dashboards import tables
 from guardbit.dashboards.tables import Head
 from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
 from guardbit.records import Event
-from guardbit.store.files import check_columns
+from guardbit.store.files import EVENT_COLUMNS, check_columns
 from guardbit.store.samples import samples_of
 
 #: Columns that a table of events must have.
@@ -33,7 +32,7 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
     if events is None or events.empty:
         return []
     check_columns(events.columns, NEEDED_COLUMNS, "the table of events")
-    table = events.reindex(columns=[field.name for field in fields(Event)])
+    table = events.reindex(columns=EVENT_COLUMNS)
     found = [
         Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})
         for row in table.astype(object).where(table.notna(), "").to_dict("records")

@@ -47,12 +47,6 @@ def test_its_alarms_are_a_table(run):
     assert (alarm["step"], alarm["heads"], alarm["rule"]) == (6750, (11,), "norm_growth")
 
 
-def assert_same(one, other):
-    """Whether two figures show the same, or both nothing."""
-    assert (one is None) == (other is None)
-    assert one is None or np.array_equal(pixels(one), pixels(other))
-
-
 def test_its_summary_names_the_alarmed_head_first(run):
     first = run.summary(3).iloc[0]
     assert (first["layer"], first["head"], first["rule"]) == (2, 11, "norm_growth")
@@ -66,7 +60,9 @@ def test_its_figures_show_by_themselves(run):
     others = set(figures.__all__) - {"CHARTS", "runs_over_steps", "story", "model_map"}
     assert set(dir(run.plot)) == {"heads", "map", *others}
     for name in others:
-        assert_same(getattr(run.plot, name)(), getattr(figures, name)(run.samples, run.events))
+        one, other = getattr(run.plot, name)(), getattr(figures, name)(run.samples, run.events)
+        assert (one is None) == (other is None)
+        assert one is None or np.array_equal(pixels(one), pixels(other))
     with pytest.raises(AttributeError, match="no figure 'max_logits'; did you mean max_logit"):
         run.plot.max_logits  # noqa: B018
     assert titles == ["Model map at step 6,750", "Model map at step 4,000"]
