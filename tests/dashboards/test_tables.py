@@ -198,7 +198,7 @@ def test_of_several_switches_the_earliest_counts_for_the_run(run):
 
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
-    table = effect.effect_of_switch(run.frame, switch((4990, 7)))
+    table = effect.effect_of_switch(run.frame, switch((4980, 7)))
     assert table["before"].notna().all()
     assert table["after"].isna().all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -39,7 +39,7 @@ def spectral_norm_by_layer(
 ) -> Figure | None:
     """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
     norms = tables.by_head(frame, "w_q_spectral_norm")
-    largest = style.finite(norms.T.groupby(level="layer").max().T)
+    largest = style.finite(cast(pd.DataFrame, norms.T.groupby(level="layer").max()).T)
     table = style.finite(largest.div(style.finite(norms).median(axis=1), axis=0))
     if not style.has_finite(table):
         return None
