@@ -9,6 +9,8 @@ from tests.dashboards.made import of_heads
 
 def test_the_lowest_entropy_stands_out(run):
     (axes,) = figures.attention_entropy(run.frame, run.events).axes
+    named = [line.get_label() for line in axes.get_lines() if line.get_gid() == NAMED]
+    assert named == ["layer 2, head 7", "layer 2, head 3"]
     assert axes.get_ylabel() == "mean entropy of a row (nats)"
     assert axes.get_ylim()[0] == 0
     (without_alarms,) = figures.attention_entropy(run.frame).axes
