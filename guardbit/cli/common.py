@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from guardbit.records import Event, event_of, printable
+from guardbit.records import event_of, printable
 
 if TYPE_CHECKING:
     from guardbit.dashboards.loading import LoadedRun
@@ -63,8 +63,8 @@ def load_with_events(path: Path) -> LoadedRun:
     import pandas as pd
 
     from guardbit.monitor.replay import replay as replay_frame
+    from guardbit.store.files import EVENT_COLUMNS
 
     alarms = replay_frame(run.samples).alarms
-    names = [field.name for field in dataclasses.fields(Event)]
-    events = pd.DataFrame([event_of(alarm) for alarm in alarms], columns=names)
+    events = pd.DataFrame([event_of(alarm) for alarm in alarms], columns=EVENT_COLUMNS)
     return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})

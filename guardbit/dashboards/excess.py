@@ -40,19 +40,12 @@ _LARGEST = 1e30
 
 
 def times_baseline(
-    values: Values,
-    floor: float = 0.0,
-    moved: npt.NDArray[np.bool_] | None = None,
-    until: int | None = None,
+    values: Values,  # (samples, heads)
+    floor: float = 0.0,  # added before taking ratios
+    moved: npt.NDArray[np.bool_] | None = None,  # (heads,): has alarmed or was switched
+    until: int | None = None,  # number of samples up to the first alarm or switch
 ) -> Values:
-    """Returns each head's excess at the last sample.
-
-    Args:
-        values: An indicator, (samples, heads).
-        floor: What is added before taking ratios.
-        moved: The heads that have alarmed or were switched, (heads,).
-        until: Number of samples up to the first alarm or switch, None without any.
-    """
+    """Each head's excess at the last sample."""
     if not len(values):
         return np.full(values.shape[1], np.nan)
     raised = np.minimum(values + floor, _LARGEST)

@@ -17,26 +17,15 @@ from guardbit.dashboards import marks, ranking
 from guardbit.dashboards.palette import OUTCOME_COLOURS
 from guardbit.judgement import Ended, Judgement
 from guardbit.records import nearest
-from guardbit.store import (
-    folder_of_run,
-    is_run,
-    read_end,
-    read_events,
-    read_metadata,
-    read_run,
-)
-from guardbit.store.files import names_of_runs
-from guardbit.store.reading import resumptions
+from guardbit.store import files, reading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The file in a run's folder in which `guardbit diagnose` keeps its answer.
 DIAGNOSIS = Path("diagnosis", "diagnosis.json")
-
-
 # What `guardbit.dashboards.figures` exports that `Plots` has as a method, or that draws no run.
-_NO_FIGURES = ("story", "model_map", "CHARTS", "Chart", "runs_over_steps")
+_NO_FIGURES = ("story", "model_map", "CHARTS", "runs_over_steps")
 
 
 class Diagnosed(NamedTuple):
@@ -44,9 +33,6 @@ class Diagnosed(NamedTuple):
 
     snapshots: int = 0  # number of steps with a snapshot of heads
     heads: Sequence[Mapping[str, Any]] = ()  # what was found of each head that was diagnosed
-
-
-_NOTHING = Diagnosed()
 
 
 def read_diagnosed(folder: Path) -> Diagnosed:
@@ -78,16 +64,16 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
         FileNotFoundError: There is nothing at `path`.
         ValueError: What is there is no run, or holds no samples yet.
     """
-    frame = read_run(path)
+    frame, folder = reading.read_run(path), files.folder_of_run(path)
     if frame.empty:
         raise ValueError(f"the run at {path} holds no samples yet")
     return LoadedRun(
-        names_of_runs([Path(path)])[0],
+        files.names_of_runs([Path(path)])[0],
         frame,
-        read_events(path),
-        read_metadata(path),
-        read_end(path) or ("not closed" if is_run(folder_of_run(path)) else None),
-        read_diagnosed(folder_of_run(path)),
+        reading.read_events(path),
+        reading.read_metadata(path),
+        reading.read_end(path) or ("not closed" if files.is_run(folder) else None),
+        read_diagnosed(folder),
     )
 
 
@@ -109,7 +95,7 @@ class LoadedRun:
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     ended: Ended | None = None
-    diagnosed: Diagnosed = _NOTHING
+    diagnosed: Diagnosed = field(default_factory=Diagnosed)
 
     @property
     def plot(self) -> Plots:
@@ -130,7 +116,7 @@ class LoadedRun:
     @property
     def resumed(self) -> str:
         """The steps at which the run went on from a checkpoint, in words; "" if it never did."""
-        steps = [f"{step:,}" for step in resumptions(self.metadata)]
+        steps = [f"{step:,}" for step in reading.resumptions(self.metadata)]
         return f"resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
 
     def summary(self, count: int = 10) -> pd.DataFrame:

@@ -8,21 +8,15 @@ without any column.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any, Literal
 
 import pandas as pd
 
-from guardbit.dashboards.tables import (
-    Head,
-    check_samples,
-    heads_of_layer,
-    layer_of_site,
-    rows_of,
-)
+from guardbit.dashboards import tables
+from guardbit.dashboards.tables import Head
 from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
 from guardbit.records import Event
-from guardbit.store.files import check_columns
+from guardbit.store.files import EVENT_COLUMNS, check_columns
 from guardbit.store.samples import samples_of
 
 #: Columns that a table of events must have.
@@ -34,14 +28,11 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table by step; only what `NEEDED_COLUMNS` names must be there.
-
-    Verdicts are left out, because a run is judged again (`judgement_of`).
-    """
+    """The events of a table by step, but for verdicts: a run is judged again (`judgement_of`)."""
     if events is None or events.empty:
         return []
     check_columns(events.columns, NEEDED_COLUMNS, "the table of events")
-    table = events.reindex(columns=[field.name for field in fields(Event)])
+    table = events.reindex(columns=EVENT_COLUMNS)
     found = [
         Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})
         for row in table.astype(object).where(table.notna(), "").to_dict("records")
@@ -58,14 +49,14 @@ def judgement_of(
 ) -> Judgement:
     """Judges a run by its tables."""
     evidence = Evidence()
-    evidence.add(samples_of(check_samples(frame)))
+    evidence.add(samples_of(tables.check_samples(frame)))
     return judge(evidence, events_of(events), metadata, ended)
 
 
 def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
     """The step at which the loss diverged, as `judgement_of` has it."""
-    evidence, samples = Evidence(), check_samples(frame)
-    evidence.add(samples_of(rows_of(samples, samples["indicator"] == "loss")))
+    evidence, samples = Evidence(), tables.check_samples(frame)
+    evidence.add(samples_of(tables.rows_of(samples, samples["indicator"] == "loss")))
     return departed(events_of(events), evidence)
 
 
@@ -76,11 +67,6 @@ def mark_of(event: Event) -> Mark | None:
     if event.kind == "switch":
         return "undo" if event.stabilizer == "none" else "switch"
     return None
-
-
-def mark_or_kind(event: Event) -> str:
-    """The event's mark or, if it has none, its kind."""
-    return mark_of(event) or event.kind
 
 
 def marked(events: Iterable[Event]) -> list[tuple[Event, Mark]]:
@@ -109,7 +95,7 @@ def heads_of_events(
     frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> list[tuple[Event, list[Head]]]:
     """Each event with the heads it concerns, ordered by step."""
-    layers, recorded = layer_of_site(frame), heads_of_layer(frame)
+    layers, recorded = tables.layer_of_site(frame), tables.heads_of_layer(frame)
     concerned: list[tuple[Event, list[Head]]] = []
     for event in events_of(events):
         layer = layers.get(event.site, -1)

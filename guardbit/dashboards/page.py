@@ -395,4 +395,4 @@ def _marks(events: Sequence[Event], departed: int | None) -> list[Json]:
 
 
 def _event(event: Event) -> Json:
-    return {**asdict(event), "kind": marks.mark_or_kind(event)}
+    return {**asdict(event), "kind": marks.mark_of(event) or event.kind}

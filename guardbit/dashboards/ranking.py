@@ -7,33 +7,32 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from guardbit.dashboards import tables
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 from guardbit.dashboards.marks import current_stabilizers, first_events
-from guardbit.dashboards.tables import (
-    Head,
-    by_head,
-    check_samples,
-    heads_of_layer,
-    latest_values,
-    rows_of,
-    site_of_layer,
-)
+from guardbit.dashboards.tables import Head
 
 
 def excess(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
 ) -> pd.DataFrame:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
-    samples = check_samples(frame)
-    moved = moved_heads(frame, events, step)
-    first = min(moved.values(), default=None)
-    pairs = [(at, head) for at, some in heads_of_layer(frame).items() for head in some]
+    samples = tables.check_samples(frame)
+    moved = [
+        (head, event.step)
+        for found in (first_events(frame, events, "alarm"), first_events(frame, events, "switch"))
+        for head, event in found.items()
+        if step is None or event.step <= step
+    ]
+    has_moved = {head for head, _ in moved}
+    first = min((at for _, at in moved), default=None)
+    pairs = [(at, head) for at, some in tables.heads_of_layer(frame).items() for head in some]
     heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
-        samples = rows_of(samples, samples["step"] <= step)
+        samples = tables.rows_of(samples, samples["step"] <= step)
     table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
     for indicator, floor in EXCESS_INDICATORS.items():
-        measured = by_head(samples, indicator)
+        measured = tables.by_head(samples, indicator)
         if measured.empty:
             continue
         found = pd.DataFrame(
@@ -41,7 +40,7 @@ def excess(
                 "excess": times_baseline(
                     measured.to_numpy(),
                     floor,
-                    np.array([head in moved for head in measured.columns], dtype=bool),
+                    np.array([head in has_moved for head in measured.columns], dtype=bool),
                     None if first is None else len(measured.loc[:first]),
                 ),
                 "indicator": indicator,
@@ -54,18 +53,6 @@ def excess(
         )
         table = table.mask(worse, found)
     return table.astype({"excess": float, "value": float})
-
-
-def moved_heads(
-    frame: pd.DataFrame, events: pd.DataFrame | None, step: int | None = None
-) -> dict[Head, int]:
-    """Head that has alarmed or was switched up to a step -> the step of the first time."""
-    alarmed, switched = (first_events(frame, events, mark) for mark in ("alarm", "switch"))
-    found = {
-        head: min(first[head].step for first in (alarmed, switched) if head in first)
-        for head in {**alarmed, **switched}
-    }
-    return {head: at for head, at in found.items() if step is None or at <= step}
 
 
 def notable_heads(
@@ -86,7 +73,7 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
     far = excess(frame, events, told)
-    far = rows_of(far, far["excess"] > 1)  # 1 is usual
+    far = tables.rows_of(far, far["excess"] > 1)  # 1 is usual
     far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
     worst = [(int(layer), int(head)) for layer, head in far.index]
     return list(dict.fromkeys([*alarmed, *worst]))[:count]
@@ -96,10 +83,10 @@ def heads_to_watch(
     frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 10
 ) -> pd.DataFrame:
     """The heads a person should look at, worst first, with their latest values."""
-    latest = latest_values(frame)
+    latest = tables.latest_values(frame)
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)
-    sites = site_of_layer(frame)
+    sites = tables.site_of_layer(frame)
     known = [
         (
             *head,

@@ -1,4 +1,4 @@
-"""The samples of a run as tables: by head, by layer, and of the whole run.
+"""The samples of a run as tables: by head, and of the whole run.
 
 Samples have one value a row: step, site, layer, head, indicator, value. They are accepted as a CSV
 reader leaves them (NaN for an empty site), empty, or without any column.
@@ -60,14 +60,6 @@ def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
     samples = rows_of(samples, (samples["indicator"] == indicator) & (samples["site"] == ""))
     samples = samples.drop_duplicates(["step"], keep="last").set_index("step")
     return cast(pd.Series, samples["value"]).astype(float).sort_index()
-
-
-def by_layer(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
-    """The worst head of each layer: the value of largest magnitude, with its sign."""
-    layers = by_head(frame, indicator).T.groupby(level="layer")
-    largest = cast(pd.DataFrame, layers.max()).T
-    smallest = cast(pd.DataFrame, layers.min()).T
-    return largest.where(largest.abs() >= smallest.abs(), smallest)
 
 
 def steps(frame: pd.DataFrame) -> tuple[int, int]:

@@ -14,35 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd
-from guardbit.store.bounds import (
-    MAX_EVENT,
-    MAX_JSON,
-    Session,
-    check_file,
-    checked_event,
-    checked_session,
-    compute,
-    good_rows,
-    warn_of_rows,
-)
-from guardbit.store.files import (
-    COLUMNS,
-    SCHEMA,
-    UNREADABLE,
-    Listing,
-    Segment,
-    SessionKey,
-    check_columns,
-    folder_of_run,
-    list_folder,
-)
+from guardbit.store import bounds, files
+from guardbit.store.bounds import Session
+from guardbit.store.files import Segment, SessionKey
 
 Part = TypeVar("Part")
 
 #: Columns of batches: names are dictionary-encoded, so that a batch holds each of them once.
 BATCHES = pa.schema(
     (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
+    for name, kind in zip(files.SCHEMA.names, files.SCHEMA.types, strict=True)
 )
 #: Rows read at a time.
 _BATCH = 1 << 16
@@ -51,11 +32,7 @@ _UNKNOWN = Session(None, {}, None)
 
 
 class RunFollower:
-    """Reads a run's folder as it grows, in bounded memory.
-
-    A segment that was merged from segments already read is skipped; one that was merged from read
-    and new ones is handed over whole.
-    """
+    """Reads a run's folder as it grows; what was merged from read and new segments comes whole."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -68,17 +45,17 @@ class RunFollower:
         #: Bytes of the segments of samples that were new, and how many of these are read.
         self.bytes_found, self.bytes_read = 0, 0
         self.broken: set[Path] = set()
-        self._listing = Listing({}, {"samples": {}, "events": {}})
+        self._listing = files.Listing({}, {"samples": {}, "events": {}})
         self._last_steps: list[tuple[SessionKey, float]] = []
         self._next_flush: dict[SessionKey, int] = {}
 
     def look(self) -> bool:
         """Lists what the folder holds now; returns whether all samples must be read again."""
-        self.folder = folder_of_run(self.folder)
+        self.folder = files.folder_of_run(self.folder)
         try:
-            self._listing = list_folder(self.folder)
+            self._listing = files.list_folder(self.folder)
         except (FileNotFoundError, NotADirectoryError):
-            self._listing = Listing({}, {"samples": {}, "events": {}})
+            self._listing = files.Listing({}, {"samples": {}, "events": {}})
         paths = [segment.path for kind in ("samples", "events") for segment in self._segments(kind)]
         times = [_stat(path)[1] for path in [*paths, *self._listing.sessions.values()]]
         self.last_written = max(times, default=None)
@@ -102,13 +79,13 @@ class RunFollower:
         if newest is None:
             return -1
         try:
-            check_file(newest.path)
+            bounds.check_file(newest.path)
             found = pq.read_metadata(newest.path)
             place = found.schema.names.index("step")
             groups = [found.row_group(number) for number in range(found.num_row_groups)]
             known = [group.column(place).statistics for group in groups]
             return max((int(one.max) for one in known if one and one.has_min_max), default=-1)
-        except UNREADABLE:
+        except files.UNREADABLE:
             return -1
 
     def event_files(self) -> tuple[str, ...]:
@@ -147,7 +124,7 @@ class RunFollower:
                     next_flush[key] = segment.last + 1
                 except FileNotFoundError:
                     raise
-                except UNREADABLE as error:
+                except files.UNREADABLE as error:
                     # The segments that it covers may still be there.
                     self.broken.add(segment.path)
                     warnings.warn(
@@ -184,20 +161,20 @@ class RunFollower:
 
 def sample_batches(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
     """Yields the samples of a segment that are within the bounds, up to a step."""
-    check_file(path)
+    bounds.check_file(path)
     read, left_out = 0, 0
     with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
-        check_columns(file.schema_arrow.names, COLUMNS, path)
-        for batch in file.iter_batches(_BATCH, columns=COLUMNS):
-            good = good_rows(batch.select(COLUMNS).cast(BATCHES))
+        files.check_columns(file.schema_arrow.names, files.COLUMNS, path)
+        for batch in file.iter_batches(_BATCH, columns=files.COLUMNS):
+            good = bounds.good_rows(batch.select(files.COLUMNS).cast(BATCHES))
             read, left_out = read + len(batch), left_out + len(batch) - len(good)
-            yield good.filter(compute.less_equal(good["step"], last_step))
-    warn_of_rows(left_out, read, path)
+            yield good.filter(bounds.compute.less_equal(good["step"], last_step))
+    bounds.warn_of_rows(left_out, read, path)
 
 
 def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
     """Reads the events of a segment that are sound, up to a step."""
-    check_file(path, MAX_JSON)
+    bounds.check_file(path, bounds.MAX_JSON)
     # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
     # does not escape in a string, such as U+0085.
     with open(path, "rb") as file:
@@ -206,9 +183,9 @@ def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
     first: Exception | None = None
     for line in lines:
         try:
-            if len(line) > MAX_EVENT:
-                raise ValueError(f"an event is larger than {MAX_EVENT >> 20} MiB")
-            events.append(checked_event(json.loads(line)))
+            if len(line) > bounds.MAX_EVENT:
+                raise ValueError(f"an event is larger than {bounds.MAX_EVENT >> 20} MiB")
+            events.append(bounds.checked_event(json.loads(line)))
         except (ValueError, RecursionError) as error:
             first = first or error
     if first is not None and not events:
@@ -223,9 +200,9 @@ def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
 
 def _load_session(path: Path) -> Session:
     try:
-        check_file(path, MAX_JSON)
-        return checked_session(json.loads(path.read_bytes()))
-    except UNREADABLE as error:
+        bounds.check_file(path, bounds.MAX_JSON)
+        return bounds.checked_session(json.loads(path.read_bytes()))
+    except files.UNREADABLE as error:
         warnings.warn(
             f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=4
         )

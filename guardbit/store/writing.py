@@ -17,21 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit.records import Event, RunEnd, Sample
-from guardbit.store.files import (
-    COLUMNS,
-    KEY,
-    NO_PAST,
-    SCHEMA,
-    UNREADABLE,
-    Content,
-    Segment,
-    SessionKey,
-    list_folder,
-    publish,
-    sweep,
-)
+from guardbit.store import files
+from guardbit.store.files import Segment, SessionKey
 
-_PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
+_PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": files.KEY}
 
 #: This many neighbouring segments of one width become one segment, so n flushes leave at most
 #: (_FAN_OUT - 1) * log(n, _FAN_OUT) + 1 of them.
@@ -41,11 +30,11 @@ _ROW_GROUP = 1 << 16
 
 
 def _merge_samples(sources: Sequence[Path], stream: BinaryIO) -> None:
-    with pq.ParquetWriter(stream, SCHEMA, **_PARQUET) as writer:
+    with pq.ParquetWriter(stream, files.SCHEMA, **_PARQUET) as writer:
         held: list[pa.RecordBatch] = []
         for source in sources:
             with pq.ParquetFile(source) as file:
-                for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=COLUMNS):
+                for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=files.COLUMNS):
                     held.append(batch)
                     if sum(map(len, held)) >= _ROW_GROUP:
                         writer.write_table(pa.Table.from_batches(held))
@@ -77,9 +66,9 @@ class _SegmentSeries:
         name = f"{self._stem.name}-{first:08d}-{last:08d}{self._suffix}"
         return Segment(self._stem.with_name(name), first, last)
 
-    def append(self, content: Content) -> None:
+    def append(self, content: files.Content) -> None:
         segment = self._segment(self._flushes, self._flushes)
-        publish(segment.path, content)
+        files.publish(segment.path, content)
         self._segments.append(segment)
         self._flushes += 1
 
@@ -98,8 +87,8 @@ class _SegmentSeries:
         merged = self._segment(covered[0].first, covered[-1].last)
         sources = [segment.path for segment in covered]
         try:
-            publish(merged.path, lambda stream: self._merge(sources, stream))
-        except UNREADABLE as error:
+            files.publish(merged.path, lambda stream: self._merge(sources, stream))
+        except files.UNREADABLE as error:
             # Merging is housekeeping: the segments are safe without it.
             warnings.warn(
                 f"telemetry segments stay unmerged in {merged.path}: {error}", stacklevel=2
@@ -113,14 +102,10 @@ class _SegmentSeries:
 
 
 class RunWriter:
-    """Writes the telemetry of one run into a folder, which may hold an earlier part of it.
+    """Writes one session of a run (`guardbit.store`); rank 0 in general, and one process at most.
 
-    Samples are held in memory until `flush_every` of them have come; events are on disk when
-    `event` returns. A process killed at any moment loses the samples not yet flushed and nothing
-    else. What earlier sessions recorded after `start_step`, the optimizer step of the checkpoint
-    that the run continues from, is hidden from readers once this one has recorded something; a run
-    from the beginning (None) hides all of it. Keys of their JSON-able `metadata` stay unless they
-    are given again. One process of a run writes, in general rank 0.
+    A kill loses the samples of which `flush_every` have not come yet, and nothing else. Keys of
+    earlier sessions' JSON-able `metadata` stay unless they are given again.
     """
 
     def __init__(
@@ -128,7 +113,7 @@ class RunWriter:
         path: str | os.PathLike[str],
         *,
         metadata: Mapping[str, Any] | None = None,
-        start_step: int | None = None,
+        start_step: int | None = None,  # of the checkpoint that the run continues from
         flush_every: int = 256,
     ) -> None:
         if start_step is not None and start_step < 0:
@@ -139,13 +124,13 @@ class RunWriter:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
-        listing = list_folder(folder)
+        files.sweep(folder)
+        listing = files.list_folder(folder)
         number = 1 + max((key.number for key in listing.sessions), default=0)
         self._folder, self._session = folder, SessionKey(number, uuid.uuid4().hex[:8])
         session = self._session
         self._session_path = folder / f"session-{session}.json"
-        self._start_step = NO_PAST if start_step is None else start_step
+        self._start_step = files.NO_PAST if start_step is None else start_step
         self._flush_every = flush_every
         self._metadata: dict[str, Any] = {}
         self._rows: list[tuple[int, str, int, int, str, float]] = []
@@ -163,7 +148,7 @@ class RunWriter:
 
     def is_hidden(self) -> bool:
         """Whether another writer has opened the folder since, and hides what this one writes."""
-        return any(session > self._session for session in list_folder(self._folder).sessions)
+        return any(session > self._session for session in files.list_folder(self._folder).sessions)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Adds to the run's metadata, or replaces values under the same keys; on disk at once."""
@@ -180,7 +165,7 @@ class RunWriter:
             content = json.dumps(session, indent=2)
         except (TypeError, ValueError) as error:
             raise TypeError(f"metadata of a run must be JSON-able: {error}") from error
-        publish(self._session_path, content.encode())
+        files.publish(self._session_path, content.encode())
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Takes samples, and writes a segment whenever it holds `flush_every` of them.
@@ -213,8 +198,8 @@ class RunWriter:
         self._check_open()
         if self._rows:
             columns = zip(*self._rows, strict=True)
-            arrays = [pa.array(c, t) for c, t in zip(columns, SCHEMA.types, strict=True)]
-            table = pa.Table.from_arrays(arrays, schema=SCHEMA)
+            arrays = [pa.array(c, t) for c, t in zip(columns, files.SCHEMA.types, strict=True)]
+            table = pa.Table.from_arrays(arrays, schema=files.SCHEMA)
             self._samples.append(lambda stream: pq.write_table(table, stream, **_PARQUET))
         self._rows.clear()
         self._pending = 0

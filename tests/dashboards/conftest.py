@@ -9,6 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.dashboards.made import SAMPLES as SAMPLE_COLUMNS
+from tests.dashboards.made import journal
+
 LAYERS, HEADS, SAMPLES, EVERY = 12, 12, 100, 50
 
 
@@ -23,17 +26,9 @@ class Run:
     events: pd.DataFrame
 
 
-def tidy(steps, indicator, value, site="", layer=-1, head=-1):
-    return pd.DataFrame(
-        {
-            "step": steps,
-            "site": site,
-            "layer": layer,
-            "head": head,
-            "indicator": indicator,
-            "value": value,
-        }
-    )
+def columns(*values):
+    """A table of samples from its columns; a single value fills one."""
+    return pd.DataFrame(dict(zip(SAMPLE_COLUMNS, values, strict=True)))
 
 
 @pytest.fixture(scope="session")
@@ -61,22 +56,14 @@ def run():
     loss_steps = np.arange(0, SAMPLES * EVERY, 20)
     loss = 2 + 8 * np.exp(-loss_steps / 300) + generator.normal(0, 0.05, loss_steps.size)
     grad_norm = 0.3 * np.exp(generator.normal(0, 0.3, loss_steps.size))
-    tables = [tidy(loss_steps, "loss", loss), tidy(loss_steps, "grad_norm", grad_norm)]
+    tables = [
+        columns(loss_steps, "", -1, -1, "loss", loss),
+        columns(loss_steps, "", -1, -1, "grad_norm", grad_norm),
+    ]
+    layer, head, sample = (index.ravel() for index in np.indices(shape))
+    sites = [f"h.{index}.attn" for index in layer]
     for indicator, array in values.items():
-        layer, head, sample = (index.ravel() for index in np.indices(shape))
-        tables.append(
-            pd.DataFrame(
-                {
-                    "step": steps[sample],
-                    "site": [f"h.{index}.attn" for index in layer],
-                    "layer": layer,
-                    "head": head,
-                    "indicator": indicator,
-                    "value": array.ravel(),
-                }
-            )
-        )
-    columns = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
+        tables.append(columns(steps[sample], sites, layer, head, indicator, array.ravel()))
     events = [
         (2950, "alarm", "h.2.attn", (7,), "Head 7 left its trend.", "norm_trend", "", ""),
         (3100, "alarm", "h.2.attn", (3,), "Head 3 left its trend.", "norm_trend", "", ""),
@@ -85,15 +72,8 @@ def run():
         (4600, "monitor_error", "h.4.attn", (), "RuntimeError: <b>shape</b> & co.", "", "", ""),
         (4950, "verdict", "", (), "One layer, one sign.", "", "", "rounding"),
     ]
-    return Run(
-        steps,
-        values,
-        loss_steps,
-        loss,
-        grad_norm,
-        pd.concat(tables, ignore_index=True),
-        pd.DataFrame(events, columns=columns),
-    )
+    frame = pd.concat(tables, ignore_index=True)
+    return Run(steps, values, loss_steps, loss, grad_norm, frame, journal(*events))
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +87,26 @@ def browser():
         launched = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def new_page(browser):
+    """Opens pages, and fails the test where a script of one does, or asks another machine."""
+    problems, opened = [], []
+
+    def new_page(*allowed, **settings):
+        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **settings})
+        page.set_default_timeout(20_000)  # a loaded machine is slow, and nothing waits this long
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "request",
+            lambda asked: None if asked.url.startswith(allowed) else problems.append(asked.url),
+        )
+        opened.append(page)
+        return page
+
+    new_page.problems = problems
+    yield new_page
+    for page in opened:
+        page.close()
+    assert problems == []

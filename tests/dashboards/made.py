@@ -4,6 +4,9 @@ import time
 
 import pandas as pd
 
+from guardbit.dashboards.loading import LoadedRun
+from guardbit.dashboards.report import write_reports
+
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
 
@@ -27,6 +30,10 @@ def journal(*events):
     return pd.DataFrame(
         [dict(zip(EVENTS, event, strict=False)) for event in events], columns=EVENTS
     )
+
+
+def write_report(samples, events, metadata, output, *, title="Training run", format="html"):
+    return write_reports([LoadedRun(title, samples, events, metadata or {})], output, format=format)
 
 
 def wait(page, expression):

@@ -18,6 +18,7 @@ from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.report.contents import document_of
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
+from tests.dashboards.made import SAMPLES
 
 ROOT = Path(__file__).parents[2]
 RUNS = [
@@ -27,7 +28,6 @@ RUNS = [
     "studies/rescue/results/late-exact_delta-cudnn-lr1.5e-03-seed4-again9-from6000",
     "studies/rescue/other_models/llama_qk_norm-stock-cudnn-lr1.3e-03-seed1-again30",
 ]
-COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 
 
 def shown(page, frame, events, pieces):
@@ -100,7 +100,7 @@ def test_of_a_made_up_run(steps, events, ended):
     evidence = Evidence()
     evidence.add(samples)
     judgement = judge(evidence, told, None, ended)
-    frame = pd.DataFrame([row for one in samples for row in one.rows()], columns=COLUMNS)
+    frame = pd.DataFrame([row for one in samples for row in one.rows()], columns=SAMPLES)
     table = pd.DataFrame([asdict(event) for event in told])
     assert judgement_of(frame, table, None, ended) == judgement
     page = RunPage("made up", 400)

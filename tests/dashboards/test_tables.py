@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.dashboards import effect, marks, ranking, tables
-from tests.dashboards.made import SAMPLES
+from tests.dashboards.made import EVENTS, samples
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
@@ -24,25 +22,22 @@ cells = st.dictionaries(
 
 def table_of(values):
     """(step, layer, head) -> value, as a tidy frame."""
-    return pd.DataFrame(
-        [
-            (step, f"h.{layer}", layer, head, "delta_bias", value)
-            for (step, layer, head), value in values.items()
-        ],
-        columns=SAMPLES,
+    return samples(
+        (step, f"h.{layer}", layer, head, "delta_bias", value)
+        for (step, layer, head), value in values.items()
     )
 
 
 def event(step, kind, site="", heads=(), rule="", stabilizer=""):
-    return {
-        "step": step,
-        "kind": kind,
-        "site": site,
-        "heads": heads,
-        "why": "because",
-        "rule": rule,
-        "stabilizer": stabilizer,
-    }
+    return dict(zip(EVENTS, (step, kind, site, heads, "because", rule, stabilizer), strict=False))
+
+
+def switch(*steps_and_heads, stabilizer="compensated"):
+    """A table of switches in layer 2."""
+    return pd.DataFrame(
+        event(step, "switch", "h.2.attn", (head,), stabilizer=stabilizer)
+        for step, head in steps_and_heads
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,15 +50,7 @@ def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random)
     assert by_head.notna().to_numpy().sum() == len(values)
     for (step, layer, head), value in values.items():
         assert by_head.loc[step, (layer, head)] == value
-    by_layer = tables.by_layer(table, "delta_bias")
-    for step, layer in {key[:2] for key in values}:
-        heads = [value for key, value in values.items() if key[:2] == (step, layer)]
-        worst = by_layer.loc[step, layer]
-        assert abs(worst) == max(map(abs, heads))
-        assert worst in heads  # its sign is kept
-    assert by_layer.notna().to_numpy().sum() == len({key[:2] for key in values})
     assert list(by_head.index) == sorted({key[0] for key in values})
-    assert list(by_layer.columns) == sorted({key[1] for key in values})
 
 
 def test_a_resumed_run_keeps_the_later_value():
@@ -82,7 +69,6 @@ def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
 @pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
 def test_empty_tables_give_empty_answers(empty):
     assert tables.by_head(empty, "max_logit").empty
-    assert tables.by_layer(empty, "max_logit").empty
     assert tables.of_run(empty, "loss").empty
     assert ranking.notable_heads(tables.by_head(empty, "max_logit"), []) == []
     assert marks.current_stabilizers(empty, empty) == {}
@@ -111,14 +97,15 @@ def test_the_journal_is_by_step_and_takes_any_list_of_heads():
     assert all(entry.rule == "" and entry.stabilizer == "" for entry in found)
 
 
-def test_a_switch_to_none_is_an_undo(run):
-    assert marks.marked_steps(run.events, "alarm") == [2950, 3100]
-    assert marks.marked_steps(run.events, "switch") == [3100]
-    assert marks.marked_steps(run.events, "undo") == [4500]
-    assert marks.current_stabilizers(run.frame, run.events) == {
-        (2, 3): "none",
-        (2, 7): "compensated",
-    }
+def test_a_switch_to_none_is_an_undo_and_one_that_was_not_made_is_none(run):
+    refusal = event(4600, "refusal", "h.1.attn", (1, 2))
+    events = pd.concat([run.events, pd.DataFrame([refusal])])
+    assert marks.marked_steps(events, "alarm") == [2950, 3100]
+    assert marks.marked_steps(events, "switch") == [3100]
+    assert marks.marked_steps(events, "undo") == [4500]
+    assert list(marks.first_events(run.frame, events, "switch")) == [(2, 3), (2, 7)]
+    stabilizers = {(2, 3): "none", (2, 7): "compensated"}
+    assert marks.current_stabilizers(run.frame, events) == stabilizers
 
 
 def test_an_event_without_heads_concerns_its_whole_site_and_none_elsewhere(run):
@@ -182,7 +169,7 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
         healthy = 2000.0 if step <= 50 else 3000.0
         for site, layer, values in (("a", 0, (1.0, sick)), ("b", 1, (healthy, 1.0))):
             rows += [(step, site, layer, head, "max_logit", v) for head, v in enumerate(values)]
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    frame = samples(rows)
     switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
     alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
     (row,) = effect.effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
@@ -193,91 +180,35 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
 
 
 def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(run):
-    events = pd.DataFrame(
-        event(step, "switch", "h.2.attn", (7,), stabilizer=stabilizer)
-        for step, stabilizer in ((3100, "compensated"), (3600, "none"))
-    )
+    events = pd.concat([switch((3100, 7)), switch((3600, 7), stabilizer="none")])
     table = effect.effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:].mean()
     assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
     # Switched once more it counts to the end.
-    more = pd.DataFrame([event(4000, "switch", "h.2.attn", (7,), stabilizer="row_max")])
-    table = effect.effect_of_switch(run.frame, pd.concat([events, more])).set_index("indicator")
+    events = pd.concat([events, switch((4000, 7), stabilizer="row_max")])
+    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
     assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
 def test_of_several_switches_the_earliest_counts_for_the_run(run):
-    events = pd.DataFrame(
-        event(step, "switch", "h.2.attn", (head,), stabilizer="compensated")
-        for step, head in ((3600, 3), (3100, 7))
-    )
+    events = switch((3600, 3), (3100, 7))
     table = effect.effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
 
 
-def test_the_sample_of_the_switch_counts_before_it(run):
-    last, earlier = run.steps[-1], run.steps[-4]
-    switch = pd.DataFrame([event(earlier, "switch", "h.2.attn", (7,), stabilizer="compensated")])
-    table = effect.effect_of_switch(run.frame, switch).set_index("indicator")
-    after = run.values["max_logit"][2, 7, run.steps > earlier]
-    assert len(after) == 3 and last > earlier
-    assert (
-        table.loc["max_logit", "before"] == run.values["max_logit"][2, 7, run.steps <= earlier][-1]
-    )
-    assert table.loc["max_logit", "after"] == after[-1]
-
-
 def test_a_switch_at_the_last_sample_has_no_after(run):
-    switch = pd.DataFrame([event(4990, "switch", "h.2.attn", (7,), stabilizer="compensated")])
-    table = effect.effect_of_switch(run.frame, switch)
+    table = effect.effect_of_switch(run.frame, switch((4980, 7)))
     assert table["before"].notna().all()
     assert table["after"].isna().all()
-
-
-def test_the_sign_of_the_worst_head_is_kept(run):
-    by_layer = tables.by_layer(run.frame, "delta_bias_cumulative")
-    expected = run.values["delta_bias_cumulative"][2]
-    picked = expected[np.abs(expected).argmax(axis=0), np.arange(expected.shape[1])]
-    np.testing.assert_array_equal(by_layer[2], picked)
-    switch = pd.DataFrame([event(3100, "switch", "h.2.attn", (3,), stabilizer="compensated")])
-    table = effect.effect_of_switch(run.frame, switch).set_index("indicator")
-    assert table.loc["delta_bias_cumulative", "after"] < -3
 
 
 def test_the_recorded_failure_is_found_in_layer_2():
     frame = pd.read_csv(FAILS)
     # 17 at step 6,600 and 48 at 8,000 are the measured norms of layer 2.
-    norms = tables.by_layer(frame, "w_q_spectral_norm")
-    assert norms.loc[6600, 2] == pytest.approx(17, abs=0.5)
-    assert norms.loc[8000, 2] == pytest.approx(48, abs=0.5)
-    assert norms.loc[6600].idxmax() == 2
-
-
-def test_dashboards_import_neither_torch_nor_lightning_nor_pyplot():
-    # The report stands above the other two.
-    check = (
-        "import sys, guardbit.dashboards.report\n"
-        "unwanted = {'torch', 'lightning', 'triton', 'matplotlib.pyplot'} & set(sys.modules)\n"
-        "assert 'guardbit.dashboards.tables' in sys.modules and not unwanted, unwanted"
-    )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_switch_that_was_not_made_is_none(run):
-    events = pd.DataFrame(
-        [
-            (100, "switch", "h.1.attn", (0, 1), "so", "compensated"),
-            (200, "refusal", "h.1.attn", (1, 2), "not switched: dry run", ""),
-        ],
-        columns=["step", "kind", "site", "heads", "why", "stabilizer"],
-    )
-    assert marks.marked_steps(events, "switch") == [100]
-    assert list(marks.first_events(run.frame, events, "switch")) == [(1, 0), (1, 1)]
-    switched = {(1, 0): "compensated", (1, 1): "compensated"}
-    assert marks.current_stabilizers(run.frame, events) == switched
-    assert [marks.mark_or_kind(event) for event in marks.events_of(events)] == ["switch", "refusal"]
+    norms = tables.by_head(frame, "w_q_spectral_norm")
+    assert norms[2, 0].loc[[6600, 8000]].tolist() == pytest.approx([17, 48], abs=0.5)
+    assert norms.loc[6600].idxmax() == (2, 0)
 
 
 def test_checked_samples_leave_the_callers_table_alone(run):
@@ -289,10 +220,9 @@ def test_checked_samples_leave_the_callers_table_alone(run):
 
 
 def test_a_name_that_several_layers_share_tells_none_of_them_apart():
-    rows = [
+    frame = samples(
         (step, "attn", layer, 0, "max_logit", 10.0 * layer) for step in (0, 1) for layer in (0, 1)
-    ]
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    )
     assert tables.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
     watched = ranking.heads_to_watch(frame, None)
     assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]

@@ -3,6 +3,7 @@ import pytest
 
 from guardbit.records import Sample
 from guardbit.store import RunFollower, RunWriter, read_run
+from tests.store.made import write
 
 
 def sample(step):
@@ -22,12 +23,12 @@ def same(rows, path):
     return True
 
 
-def test_a_folder_that_does_not_exist_yet(tmp_path):
+@pytest.mark.parametrize("inner", ["", "guardbit"])  # its own folder, or the log directory's
+def test_a_folder_that_does_not_exist_yet(tmp_path, inner):
     follower = RunFollower(tmp_path / "later")
     assert follower.look() is False
     assert collect(follower).empty and follower.last_written is None
-    with RunWriter(tmp_path / "later") as writer:
-        writer.add([sample(1)])
+    write(tmp_path / "later" / inner, sample(1))
     assert follower.look() is False
     assert same(collect(follower), tmp_path / "later")
     assert follower.last_written is not None
@@ -60,8 +61,7 @@ def test_a_merge_of_what_was_read_already_is_passed_over(tmp_path):
 
 
 def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add(sample(step) for step in range(10))
+    write(tmp_path, *map(sample, range(10)))
     follower = RunFollower(tmp_path)
     follower.look()
     collect(follower)
@@ -75,10 +75,8 @@ def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
 
 
 def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([sample(1)])
-    with RunWriter(tmp_path, start_step=1) as writer:
-        writer.add([sample(2)])
+    write(tmp_path, sample(1))
+    write(tmp_path, sample(2), start_step=1)
     broken = min(tmp_path.glob("samples-*"))
     broken.write_bytes(b"PAR1")
     follower = RunFollower(tmp_path)
@@ -87,16 +85,6 @@ def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
         assert collect(follower)["step"].tolist() == [2, 2]
     follower.look()
     assert collect(follower).empty
-
-
-def test_a_log_directory_is_followed_before_its_run_has_begun(tmp_path):
-    follower = RunFollower(tmp_path / "version_0")
-    follower.look()
-    assert collect(follower).empty
-    with RunWriter(tmp_path / "version_0" / "guardbit") as writer:
-        writer.add([sample(1)])
-    follower.look()
-    assert set(collect(follower)["step"]) == {1}
 
 
 def test_what_is_merged_after_a_look_is_found_by_the_next(tmp_path):

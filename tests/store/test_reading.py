@@ -18,20 +18,17 @@ from hypothesis import strategies as st
 from guardbit.records import EVENT_KINDS, Event, Sample
 from guardbit.store import (
     RunWriter,
-    following,
+    files,
     read_end,
     read_events,
     read_metadata,
     read_run,
     runs_below,
 )
+from tests.store.made import loss, write
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 READERS = [read_run, read_events, read_metadata]
-
-
-def loss(step: int) -> Sample:
-    return Sample(step, "", -1, "loss", (float(step),))
 
 
 def segment(folder: Path, kind: str = "samples") -> Path:
@@ -75,8 +72,7 @@ def rows_by_hand(samples: list[Sample]) -> dict[tuple, float]:
 @given(samples=st.lists(_SAMPLES, max_size=20), flush_every=st.integers(1, 9))
 def test_samples_come_back_as_they_were(tmp_path_factory, samples, flush_every):
     folder = tmp_path_factory.mktemp("run")
-    with RunWriter(folder, flush_every=flush_every) as writer:
-        writer.add(samples)
+    write(folder, *samples, flush_every=flush_every)
     frame = read_run(folder)
     check_dtypes(frame)
     expected = rows_by_hand(samples)
@@ -168,19 +164,16 @@ def test_a_log_directory_stands_for_the_run_in_it(tmp_path):
     ids=["empty", "3 bytes", "200 bytes", "cut short", "zeros inside"],
 )
 def test_a_broken_segment_is_left_out_and_named(tmp_path, damage):
-    with RunWriter(tmp_path) as writer:
-        writer.add(loss(step) for step in range(500))
+    write(tmp_path, *(loss(step, float(step)) for step in range(500)))
     first = segment(tmp_path)
-    with RunWriter(tmp_path, start_step=600) as writer:
-        writer.add([loss(601)])
+    write(tmp_path, loss(601), start_step=600)
     first.write_bytes(damage(first.read_bytes()))
     with pytest.warns(UserWarning, match=f"left out the segment {re.escape(str(first))}, which"):
         assert read_run(tmp_path)["step"].tolist() == [601]
 
 
 def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1)])
+    write(tmp_path, loss(1))
     segment(tmp_path).write_text("step,value\n1,2\n")
     with (
         pytest.warns(UserWarning, match="left out the segment"),
@@ -232,10 +225,8 @@ def test_events_that_are_broken_are_left_out_and_named(tmp_path, change, message
 
 
 def test_a_broken_session_file_hides_nothing(tmp_path):
-    with RunWriter(tmp_path, metadata={"lr": 1}) as writer:
-        writer.add([loss(1), loss(2)])
-    with RunWriter(tmp_path, start_step=1, metadata={"lr": 2}) as writer:
-        writer.add([loss(3)])
+    write(tmp_path, loss(1), loss(2), metadata={"lr": 1})
+    write(tmp_path, loss(3), start_step=1, metadata={"lr": 2})
     broken = max(tmp_path.glob("session-*"))
     broken.write_text('{"start_step": 1, "metad')
     with pytest.warns(UserWarning, match="left out the session file"):
@@ -276,8 +267,7 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path):
 
 
 def test_strays_are_passed_over(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1)])
+    write(tmp_path, loss(1))
     name = segment(tmp_path).name
     for stray in (f".{name}.partial", f"{name}~", "samples-x.parquet", "notes.txt", ".nfs0001"):
         (tmp_path / stray).write_bytes(b"PAR1")
@@ -291,11 +281,9 @@ def test_strays_are_passed_over(tmp_path):
     ids=["unknown column", "missing column"],
 )
 def test_segments_with_other_columns(tmp_path, change, steps):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1)])
+    write(tmp_path, loss(1))
     first = segment(tmp_path)
-    with RunWriter(tmp_path, start_step=1) as writer:
-        writer.add([loss(2)])
+    write(tmp_path, loss(2), start_step=1)
     pq.write_table(change(pq.ParquetFile(first).read()), first)
     if steps == [2]:
         with pytest.warns(UserWarning, match=r"lacks the columns head: it needs step, site"):
@@ -312,14 +300,14 @@ def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kin
     for step in range(5):
         writer.add([loss(step)])
         writer.event(Event(step, "alarm", "a", (1,), "why"))
-    list_folder = following.list_folder
+    list_folder = files.list_folder
 
     def list_then_merge(folder: Path):
         listing = list_folder(folder)
         writer.close()
         return listing
 
-    monkeypatch.setattr(following, "list_folder", list_then_merge)
+    monkeypatch.setattr(files, "list_folder", list_then_merge)
     frame = read_run(tmp_path) if kind == "samples" else read_events(tmp_path)
     assert frame["step"].tolist() == [0, 1, 2, 3, 4]
 

@@ -13,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.records import Event, Sample
-from guardbit.store import RunWriter, read_events, read_metadata, read_run, writing
+from guardbit.store import RunWriter, files, read_events, read_metadata, read_run, writing
 from guardbit.store.files import Listing
-
-
-def loss(step: int, value: float = 0.0) -> Sample:
-    return Sample(step, "", -1, "loss", (value,))
+from tests.store.made import loss, write
 
 
 def alarm(step: int, why: str = "") -> Event:
@@ -84,8 +81,7 @@ def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(tmp_path, mon
             assert events == list(range(len(events)))
         else:
             assert flushed == recorded == 0
-        with RunWriter(folder, start_step=5) as resumed:
-            resumed.add([loss(6)])
+        write(folder, loss(6), start_step=5)
         assert steps_and_values(folder)[-1] == (6, 0.0)
         call += 1
     # 11 files published and 7 merges of 2 or 3 segments: each file costs two syncs and a rename.
@@ -119,8 +115,7 @@ def test_merging_changes_no_sample_and_keeps_files_few(tmp_path, monkeypatch, fl
 
 def test_a_merge_holds_a_row_group_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_ROW_GROUP", 10)
-    with RunWriter(tmp_path, flush_every=7) as writer:
-        writer.add(loss(step) for step in range(70))
+    write(tmp_path, *map(loss, range(70)), flush_every=7)
     (name,) = file_names(tmp_path, "samples")
     file = pq.ParquetFile(tmp_path / name)
     groups = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
@@ -140,8 +135,7 @@ def test_samples_beyond_flush_every_are_on_disk_and_events_at_once(tmp_path):
 
 
 def test_segments_are_compressed_and_dictionary_encoded(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([Sample(1, "h.0.attn", 0, "max_logit", tuple(range(12)))])
+    write(tmp_path, Sample(1, "h.0.attn", 0, "max_logit", tuple(range(12))))
     (name,) = file_names(tmp_path, "samples")
     group = pq.ParquetFile(tmp_path / name).metadata.row_group(0)
     columns = {group.column(k).path_in_schema: group.column(k) for k in range(group.num_columns)}
@@ -185,22 +179,10 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
     assert found == sorted(events, key=lambda event: event[0])
 
 
-def test_a_session_hides_nothing_before_it_has_recorded_something(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1), loss(2)])
-    resumed = RunWriter(tmp_path, start_step=1)
-    resumed.add([loss(2, 5.0)])
-    assert steps_and_values(tmp_path) == [(1, 0.0), (2, 0.0)]
-    resumed.flush()
-    assert steps_and_values(tmp_path) == [(1, 0.0), (2, 5.0)]
-
-
 def test_hidden_samples_stay_on_disk(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(step) for step in range(10)])
+    write(tmp_path, *map(loss, range(10)))
     (first,) = file_names(tmp_path, "samples")
-    with RunWriter(tmp_path, start_step=3) as writer:
-        writer.add([loss(4)])
+    write(tmp_path, loss(4), start_step=3)
     assert pq.ParquetFile(tmp_path / first).metadata.num_rows == 10
 
 
@@ -229,23 +211,11 @@ def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
 def test_two_writers_that_open_a_folder_at_once_get_different_names(tmp_path, monkeypatch):
     # Each sees the folder as it was before the other's session file appeared.
     nothing = Listing({}, {"samples": {}, "events": {}})
-    monkeypatch.setattr(writing, "list_folder", lambda _: nothing)
+    monkeypatch.setattr(files, "list_folder", lambda _: nothing)
     for step in (1, 2):
         RunWriter(tmp_path, flush_every=1, start_step=step).add([loss(step)])
     assert [name[8:12] for name in file_names(tmp_path, "session")] == ["0001", "0001"]
     assert len(file_names(tmp_path, "samples")) == 2
-
-
-def test_metadata_of_sessions_is_joined_and_can_grow(tmp_path):
-    with RunWriter(tmp_path, metadata={"lr": 1e-3, "sites": {"h.0.attn": "no rows"}}) as writer:
-        writer.update_metadata({"torch": "2.13"})
-    with RunWriter(tmp_path, metadata={"lr": 2e-3}, start_step=5):
-        pass
-    assert read_metadata(tmp_path) == {
-        "lr": 2e-3,
-        "sites": {"h.0.attn": "no rows"},
-        "torch": "2.13",
-    }
 
 
 def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path):
@@ -324,8 +294,7 @@ def test_a_closed_writer_says_so(tmp_path):
 
 
 def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.add([loss(1)])
+    write(tmp_path, loss(1))
     (segment,) = tmp_path.glob("samples-*")
     abandoned = [
         tmp_path / f".{name}.partial" for name in (segment.name, *file_names(tmp_path, "session"))
@@ -336,8 +305,7 @@ def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_pa
     killed = tmp_path / "killed"
     killed.mkdir()
     (killed / ".session-0001-0a1b2c3d.json.partial").write_bytes(b"{")
-    with RunWriter(killed) as writer:
-        writer.add([loss(1)])
+    write(killed, loss(1))
     assert len(read_run(killed)) == 1
     for path in (*abandoned, lately, foreign):
         path.write_bytes(b"half")

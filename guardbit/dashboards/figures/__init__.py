@@ -7,7 +7,6 @@ steps and one way to mark events (`style`). `CHARTS` are those of a report, in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -27,7 +26,6 @@ from guardbit.dashboards.marks import first_step
 
 __all__ = [
     "CHARTS",
-    "Chart",
     "attention_entropy",
     "before_and_after",
     "delta_bias",
@@ -42,30 +40,22 @@ __all__ = [
     "story",
 ]
 
-Draw = Callable[[pd.DataFrame, pd.DataFrame | None], Figure | None]
-
-
-class Chart(NamedTuple):
-    """A figure of the report."""
-
-    name: str  # stem of its PNG
-    draw: Draw  # the function that draws it
-
 
 def _map_that_tells(frame: pd.DataFrame, events: pd.DataFrame | None) -> Figure | None:
     return model_map(frame, events, first_step(frame, events, "alarm"))
 
 
-CHARTS = (
-    Chart("story", story),
-    Chart("model_map", _map_that_tells),
-    Chart("loss", loss_and_gradient),
-    Chart("w_q_spectral_norm_layers", spectral_norm_by_layer),
-    Chart("w_q_spectral_norm_heads", spectral_norm_of_heads),
-    Chart("max_logit", max_logit),
-    Chart("attention_entropy", attention_entropy),
-    Chart("multiple_maxima", multiple_maxima),
-    Chart("multiple_maxima_bf16", multiple_maxima_bf16),
-    Chart("delta_bias_cumulative", delta_bias),
-    Chart("switch_before_and_after", before_and_after),
-)
+#: Stem of a figure's PNG -> the function that draws it.
+CHARTS: dict[str, Callable[[pd.DataFrame, pd.DataFrame | None], Figure | None]] = {
+    "story": story,
+    "model_map": _map_that_tells,
+    "loss": loss_and_gradient,
+    "w_q_spectral_norm_layers": spectral_norm_by_layer,
+    "w_q_spectral_norm_heads": spectral_norm_of_heads,
+    "max_logit": max_logit,
+    "attention_entropy": attention_entropy,
+    "multiple_maxima": multiple_maxima,
+    "multiple_maxima_bf16": multiple_maxima_bf16,
+    "delta_bias_cumulative": delta_bias,
+    "switch_before_and_after": before_and_after,
+}

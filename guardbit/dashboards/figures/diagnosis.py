@@ -39,9 +39,9 @@ def head_diagnosis(
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     _draw_left(parts, left)
     rows.plot(np.cumsum(np.asarray(row_push)), color=_ORANGE, gid="rows")
-    _stems(keys, np.arange(len(key_push)), key_push, color=_BLUE, gid="keys")
+    keys.vlines(np.arange(len(key_push)), 0, key_push, color=_BLUE, gid="keys")
     places = np.arange(len(column_push))
-    _stems(columns, places, column_push, color=_GREEN, linewidth=3, gid="columns")
+    columns.vlines(places, 0, column_push, color=_GREEN, linewidth=3, gid="columns")
     climb = "Pushes of the rows on W_Q, added up: a straight climb is a bias, a walk is noise"
     _name(rows, climb, "row, sequences one after the other", "push")
     _name(keys, "Pushes by key", "position of the key", "push")
@@ -83,7 +83,7 @@ def _draw_row(all_axes: Sequence[Axes], row: Any) -> None:
     _name(signs, f"{pushes} (paper, figures 5b and c)", "column of V")
     keys = row.first + np.arange(len(row.values))
     ones = np.asarray(row.weights) == 1.0
-    _stems(values, keys, row.values, color=CONTEXT, linewidth=0.8, gid="values")
+    values.vlines(keys, 0, row.values, color=CONTEXT, linewidth=0.8, gid="values")
     values.plot(
         keys[ones],
         np.asarray(row.values)[ones],
@@ -99,11 +99,6 @@ def _draw_row(all_axes: Sequence[Axes], row: Any) -> None:
     adding.step(keys, row.adding_up, where="post", color=_BLUE, gid="adding_up")
     so_far = "Error of the sum of weights times that column so far (paper, figures 6b and c)"
     _name(adding, so_far, "position of the key", "error")
-
-
-def _stems(axes: Axes, places: np.ndarray, heights: Sequence[float], **style: Any) -> None:
-    """One collection of lines, however many there are."""
-    axes.vlines(places, 0, heights, **style)
 
 
 def _name(axes: Axes, title: str, across: str = "", up: str = "") -> None:

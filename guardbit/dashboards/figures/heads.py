@@ -12,28 +12,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from guardbit.dashboards import ranking, tables
+from guardbit.dashboards.figures import style
 from guardbit.dashboards.figures.lines import draw_heads, label_ends, styles_of
-from guardbit.dashboards.figures.style import (
-    LEFT,
-    LEGEND,
-    WIDTH,
-    canvas,
-    end_at_departure,
-    finish,
-    finite,
-    has_finite,
-    plain,
-    scale,
-    smooth,
-    styled,
-)
 from guardbit.dashboards.palette import INK
 
 #: Half width of the band in standard deviations: 95 % of a normal distribution.
 BAND = 1.96
 
 
-@styled
+@style.styled
 def _draw(
     frame: pd.DataFrame,
     events: pd.DataFrame | None,
@@ -47,23 +34,23 @@ def _draw(
     draw_more: Callable[[Axes, Sequence[Line2D]], None] | None = None,
 ) -> Figure | None:
     """A line for every head; those of the story and the figure's own extreme stand out."""
-    if not has_finite(table):
+    if not style.has_finite(table):
         return None
-    figure, (axes,) = canvas(title, below=below)
+    figure, (axes,) = style.canvas(title, below=below)
     story = ranking.heads_of_story(frame, events)
     notable = ranking.notable_heads(table, story, smallest=smallest)
     named = draw_heads(axes, table, styles_of(story, notable))
     if is_log:
-        label += scale(axes, table.to_numpy())
+        label += style.scale(axes, table.to_numpy())
     else:
-        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        axes.yaxis.set_major_formatter(FuncFormatter(style.plain))
         if not (table < 0).to_numpy().any():
             axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
-    end_at_departure(axes, table, frame, events)
+    style.end_at_departure(axes, table, frame, events)
     if draw_more is not None:
         draw_more(axes, named)
-    finish([axes], frame, events)
+    style.finish([axes], frame, events)
     if not figure.legends:
         label_ends(axes)
     return figure
@@ -109,20 +96,20 @@ def multiple_maxima_bf16(frame: pd.DataFrame, events: pd.DataFrame | None = None
 def _maxima_over_loss(
     frame: pd.DataFrame, events: pd.DataFrame | None, indicator: str, scores: str
 ) -> Figure | None:
-    loss = finite(tables.of_run(frame, "loss"))
+    loss = style.finite(tables.of_run(frame, "loss"))
 
     def draw_loss(axes: Axes, named: Sequence[Line2D]) -> None:
         handles = list(named)
-        if has_finite(loss):
+        if style.has_finite(loss):
             twin = axes.twinx()
             twin.spines["right"].set_visible(True)
             twin.grid(False)
-            handles += twin.plot(smooth(loss), color=INK, linewidth=1.1, label="loss (right)")
-            twin.set_ylabel("training loss" + scale(twin, loss.to_numpy()))
+            handles += twin.plot(style.smooth(loss), color=INK, linewidth=1.1, label="loss (right)")
+            twin.set_ylabel("training loss" + style.scale(twin, loss.to_numpy()))
         axes.figure.legend(
             handles=handles,
             loc="lower left",
-            bbox_to_anchor=(LEFT / WIDTH, 0),
+            bbox_to_anchor=(style.LEFT / style.WIDTH, 0),
             ncols=len(handles),
             handlelength=2.6,
         )
@@ -130,7 +117,7 @@ def _maxima_over_loss(
     table = 100 * tables.by_head(frame, indicator)
     title = f"Multiple maxima ({scores}) over the loss"
     label = "rows with more than one\nmaximum (% of rows)"
-    return _draw(frame, events, table, title, label, below=LEGEND, draw_more=draw_loss)
+    return _draw(frame, events, table, title, label, below=style.LEGEND, draw_more=draw_loss)
 
 
 def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:

@@ -70,10 +70,7 @@ def points(table: pd.DataFrame, head: Head) -> pd.Series:
 
 
 def label_ends(axes: Axes) -> None:
-    """Names each highlighted line at its end, moved apart where the names would touch.
-
-    An arrow says where a line ends outside of the panel.
-    """
+    """Names each highlighted line at its end, with an arrow where that is outside of the panel."""
     lines = [line for line in axes.get_lines() if line.get_gid() == NAMED]
     axes.autoscale_view(scaley=False)
     low, high = axes.get_ylim()

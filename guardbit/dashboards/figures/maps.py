@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -16,18 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures.style import (
-    HEAT,
-    PANEL_HEIGHT,
-    WIDTH,
-    canvas,
-    edges,
-    finish,
-    finite,
-    has_finite,
-    place_key,
-    styled,
-)
+from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
 from guardbit.dashboards.tables import Head
 
@@ -44,22 +33,22 @@ DOT: dict[str, Any] = {
 }
 
 
-@styled
+@style.styled
 def spectral_norm_by_layer(
     frame: pd.DataFrame, events: pd.DataFrame | None = None
 ) -> Figure | None:
     """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
-    table = finite(tables.by_layer(frame, "w_q_spectral_norm"))
-    typical = finite(tables.by_head(frame, "w_q_spectral_norm")).median(axis=1)
-    table = finite(table.div(typical, axis=0))
-    if not has_finite(table):
+    norms = tables.by_head(frame, "w_q_spectral_norm")
+    largest = style.finite(cast(pd.DataFrame, norms.T.groupby(level="layer").max()).T)
+    table = style.finite(largest.div(style.finite(norms).median(axis=1), axis=0))
+    if not style.has_finite(table):
         return None
-    figure, (axes,) = canvas("W_Q spectral norm of the largest head of each layer")
+    figure, (axes,) = style.canvas("W_Q spectral norm of the largest head of each layer")
     mesh = axes.pcolormesh(
-        edges(table.index.to_numpy(dtype=float)),
+        style.edges(table.index.to_numpy(dtype=float)),
         np.arange(len(table.columns) + 1) - 0.5,
         np.ma.masked_invalid(table.to_numpy().T),
-        cmap=HEAT,
+        cmap=style.HEAT,
         norm=LogNorm(1, MOST_TYPICAL),
         rasterized=True,
         gid="map",
@@ -67,19 +56,14 @@ def spectral_norm_by_layer(
     _name_rows(axes, table.columns.to_list())
     axes.set_ylabel("layer")
     axes.grid(False)
-    bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("times the median head's norm")
-    _times_ticks(bar, (1, 3, 10, MOST_TYPICAL))
-    finish([axes], frame, events)
+    _colour_bar(figure, axes, mesh, "times the median head's norm", (1, 3, 10, MOST_TYPICAL))
+    style.finish([axes], frame, events)
     return figure
 
 
-@styled
+@style.styled
 def model_map(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None = None,
-    step: int | None = None,
-    name: str = "",
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
 ) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
     if step is None:
@@ -94,26 +78,21 @@ def model_map(
     current = marks.current_stabilizers(frame, known)
     stabilized = [head for head, stabilizer in current.items() if stabilizer != "none"]
     alarmed = list(marks.first_events(frame, known, "alarm"))
-    return draw_model_map(cells, step, alarmed, stabilized, name)
+    return draw_model_map(cells, step, alarmed, stabilized)
 
 
-@styled
+@style.styled
 def draw_model_map(
-    cells: np.ndarray,
-    step: int,
-    alarmed: Sequence[Head],
-    stabilized: Sequence[Head],
-    name: str = "",
+    cells: np.ndarray, step: int, alarmed: Sequence[Head], stabilized: Sequence[Head]
 ) -> Figure:
     """Draws the model map from each head's excess."""
-    height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
-    title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
-    figure, (axes,) = canvas(title, panel_height=height)
+    height = float(np.clip(0.115 * len(cells), style.PANEL_HEIGHT, 9.2))
+    figure, (axes,) = style.canvas(f"Model map at step {step:,}", panel_height=height)
     mesh = axes.pcolormesh(
         np.arange(cells.shape[1] + 1) - 0.5,
         np.arange(len(cells) + 1) - 0.5,
         np.ma.masked_invalid(np.clip(cells, 1, MOST_EXCESS)),
-        cmap=HEAT,
+        cmap=style.HEAT,
         norm=LogNorm(1, MOST_EXCESS),
         edgecolors=PAPER,
         linewidth=min(1.5, 40 / max(cells.shape)),
@@ -128,20 +107,10 @@ def draw_model_map(
     axes.grid(False)
     key = _mark_heads(axes, alarmed, stabilized, cells.shape)
     if key:
-        place_key(axes, key)
-    bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("worst indicator, times its baseline")
-    _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
+        style.place_key(axes, key)
+    label = "worst indicator, times its baseline"
+    _colour_bar(figure, axes, mesh, label, (1, 3, 10, 30, MOST_EXCESS))
     return figure
-
-
-def _times_ticks(bar: Any, ticks: Sequence[float]) -> None:
-    """Multiples, of which the last stands for all that is larger."""
-    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    bar.ax.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{'≥ ' if value >= ticks[-1] else ''}{value:g}×")
-    )
 
 
 def _mark_heads(
@@ -164,7 +133,7 @@ def _mark_heads(
     if stabilized:
         layers, heads = zip(*stabilized, strict=True)
         cells = axes.get_position()
-        inches = min(cells.width * WIDTH / shape[1], PANEL_HEIGHT / shape[0])
+        inches = min(cells.width * style.WIDTH / shape[1], style.PANEL_HEIGHT / shape[0])
         axes.plot(
             heads,
             layers,
@@ -176,9 +145,9 @@ def _mark_heads(
     frames = {"linestyle": "none", "color": INK, "marker": "s", "markerfacecolor": "none"}
     return [
         Line2D(
-            [], [], **style, markersize=7, label=f"{len(heads)} head{'s' * (len(heads) > 1)} {what}"
+            [], [], **look, markersize=7, label=f"{len(heads)} head{'s' * (len(heads) > 1)} {what}"
         )
-        for heads, what, style in (
+        for heads, what, look in (
             (alarmed, "had an alarm", {**frames, "markeredgewidth": 1.6}),
             (stabilized, "stabilized now", DOT),
         )
@@ -191,10 +160,16 @@ def _name_rows(axes: Axes, layers: list[int]) -> None:
     axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
 
 
-def _colour_bar(figure: Figure, axes: Axes, mesh: Any) -> Any:
+def _colour_bar(figure: Figure, axes: Axes, mesh: Any, label: str, ticks: Sequence[float]) -> None:
+    """A bar of multiples beside a map, of which the last tick stands for all that is larger."""
     place = axes.get_position()
     bar = figure.colorbar(
         mesh, cax=figure.add_axes((place.x1 + 0.015, place.y0, 0.014, place.height))
     )
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    return bar
+    bar.set_label(label)
+    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{'≥ ' if value >= ticks[-1] else ''}{value:g}×")
+    )

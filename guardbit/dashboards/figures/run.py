@@ -11,21 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from guardbit.dashboards import marks, ranking, tables
+from guardbit.dashboards.figures import style
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
-from guardbit.dashboards.figures.style import (
-    KEY_HEIGHT,
-    above,
-    canvas,
-    end_at_departure,
-    finish,
-    finite,
-    fit,
-    has_finite,
-    scale,
-    set_steps,
-    smooth,
-    styled,
-)
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 from guardbit.judgement import Judgement
 
@@ -37,22 +24,23 @@ LOW_PANEL = 1.9
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 
-@styled
+@style.styled
 def story(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, judgement: Judgement | None = None
 ) -> Figure | None:
     """Loss, and below it norm and logits of the worst heads; its title is the judgement."""
-    loss = finite(tables.of_run(frame, "loss"))
+    loss = style.finite(tables.of_run(frame, "loss"))
     shown = {
-        name: finite(table)
+        name: style.finite(table)
         for name, _ in STORY_PANELS
-        if has_finite(table := tables.by_head(frame, name).mask(lambda values: values <= 0))
+        if style.has_finite(table := tables.by_head(frame, name).mask(lambda values: values <= 0))
     }
-    has_loss = has_finite(loss)
+    has_loss = style.has_finite(loss)
     if not shown:
         return None
     judgement = judgement or marks.judgement_of(frame, events)
-    figure, all_axes = canvas(judgement.sentence, has_loss + len(shown), panel_height=LOW_PANEL)
+    panels = has_loss + len(shown)
+    figure, all_axes = style.canvas(judgement.sentence, panels, panel_height=LOW_PANEL)
     if has_loss:
         _draw_loss(all_axes[0], loss)
     heads = ranking.heads_of_story(frame, events)
@@ -60,14 +48,14 @@ def story(
     for axes, (name, table) in zip(all_axes[has_loss:], shown.items(), strict=True):
         draw_heads(axes, table, notable)
         axes.set_ylabel(
-            dict(STORY_PANELS)[name] + scale(axes, table.to_numpy()).removesuffix(" scale")
+            dict(STORY_PANELS)[name] + style.scale(axes, table.to_numpy()).removesuffix(" scale")
         )
-        end_at_departure(axes, table, frame, events)
-    finish(all_axes, frame, events)
+        style.end_at_departure(axes, table, frame, events)
+    style.finish(all_axes, frame, events)
     # Beside the key, in the line below the title.
     all_axes[0].text(
         1,
-        above(all_axes[0], KEY_HEIGHT),
+        style.above(all_axes[0], style.KEY_HEIGHT),
         "; ".join(judgement.limits),
         ha="right",
         transform=all_axes[0].transAxes,
@@ -79,34 +67,34 @@ def story(
 
 def _draw_loss(axes: Axes, loss: pd.Series) -> None:
     axes.plot(loss, color=CONTEXT, alpha=0.45, linewidth=0.8, rasterized=True)
-    axes.plot(smooth(loss), color=INK, linewidth=1.4, label="loss", gid=NAMED)
-    axes.set_ylabel("training loss" + scale(axes, loss.to_numpy()).removesuffix(" scale"))
+    axes.plot(style.smooth(loss), color=INK, linewidth=1.4, label="loss", gid=NAMED)
+    axes.set_ylabel("training loss" + style.scale(axes, loss.to_numpy()).removesuffix(" scale"))
     later = cast(np.ndarray, loss.iloc[len(loss) // 10 :].dropna().to_numpy())
     if later.size and later.min() < later.max():
         # The first steps fall from the loss of an untrained model: they need not all be seen.
-        fit(axes, later)
+        style.fit(axes, later)
 
 
-@styled
+@style.styled
 def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
     """Training loss and gradient norm over steps, each with its running median."""
     panels = {
         label: series
         for label, name in (("training loss", "loss"), ("gradient norm", "grad_norm"))
-        if has_finite(series := finite(tables.of_run(frame, name)))
+        if style.has_finite(series := style.finite(tables.of_run(frame, name)))
     }
     if not panels:
         return None
-    figure, all_axes = canvas(" and ".join(panels).capitalize(), len(panels))
+    figure, all_axes = style.canvas(" and ".join(panels).capitalize(), len(panels))
     for axes, (label, series) in zip(all_axes, panels.items(), strict=True):
         axes.plot(series, color=CONTEXT, alpha=0.45, linewidth=0.8, rasterized=True)
-        axes.plot(smooth(series), color=HIGHLIGHTS[1][0], label=label)
-        axes.set_ylabel(label + scale(axes, series.to_numpy()))
-    finish(all_axes, frame, events)
+        axes.plot(style.smooth(series), color=HIGHLIGHTS[1][0], label=label)
+        axes.set_ylabel(label + style.scale(axes, series.to_numpy()))
+    style.finish(all_axes, frame, events)
     return figure
 
 
-@styled
+@style.styled
 def runs_over_steps(
     runs: Mapping[str, pd.DataFrame],
     indicator: str,
@@ -119,21 +107,22 @@ def runs_over_steps(
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
-    series = {name: finite(of_run_or_worst_head(frame, indicator)) for name, frame in runs.items()}
-    series = {name: values for name, values in series.items() if has_finite(values)}
+    drawn = {name: of_run_or_worst_head(frame, indicator) for name, frame in runs.items()}
+    series = {name: style.finite(values) for name, values in drawn.items()}
+    series = {name: values for name, values in series.items() if style.has_finite(values)}
     if not series:
         return None
-    figure, (axes,) = canvas(title)
+    figure, (axes,) = style.canvas(title)
     colours = dict(zip(runs, RUN_LINES, strict=False))
     for name, values in series.items():
         colour, line_style = colours[name]
         axes.plot(values, color=colour, linestyle=line_style, label=name, gid=NAMED)
-    axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
+    axes.set_ylabel(label + style.scale(axes, pd.concat(list(series.values())).to_numpy()))
     ranges = [tables.steps(frame) for frame in runs.values()]
-    set_steps(axes, min(first for first, _ in ranges), max(last for _, last in ranges))
+    style.set_steps(axes, min(first for first, _ in ranges), max(last for _, last in ranges))
     rows = [(name, steps) for name, steps in (marked or {}).items() if steps]
     for row, (name, steps) in enumerate(reversed(rows)):
-        _mark_run(axes, steps, colours[name][0], above(axes, 0.06 + 0.17 * row))
+        _mark_run(axes, steps, colours[name][0], style.above(axes, 0.06 + 0.17 * row))
     # Not at the ends of the lines: runs end at different steps and have long names.
     axes.legend(handlelength=2.6)
     return figure
@@ -148,8 +137,8 @@ def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float)
     for step, what in said.items():
         if not first <= step <= last:
             continue
-        style = "--" if what == ["alarm"] else "-"
-        axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, zorder=1.2, gid="marked")
+        dashes = "--" if what == ["alarm"] else "-"
+        axes.axvline(step, color=colour, linestyle=dashes, linewidth=1.2, zorder=1.2, gid="marked")
         axes.text(
             step,
             height,
@@ -164,4 +153,6 @@ def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float)
 def of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
     """An indicator of the run as its running median, of heads the largest magnitude, by step."""
     series = tables.of_run(frame, indicator)
-    return smooth(series) if len(series) else tables.by_head(frame, indicator).abs().max(axis=1)
+    if len(series):
+        return style.smooth(series)
+    return tables.by_head(frame, indicator).abs().max(axis=1)

@@ -11,19 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from guardbit.dashboards import marks, ranking, tables
+from guardbit.dashboards.figures import style
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
-from guardbit.dashboards.figures.style import (
-    MARK_HEIGHTS,
-    above,
-    canvas,
-    finish,
-    finite,
-    has_finite,
-    plain,
-    scale,
-    smooth,
-    styled,
-)
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from guardbit.dashboards.tables import Head
 
@@ -38,12 +27,12 @@ SWITCH_PANELS: tuple[tuple[str, str], ...] = (
 SAMPLES_AROUND = 40
 #: Inches: a panel, and the numbers above it, which clear the marks of events and the curves.
 LOW_PANEL = 1.7
-NUMBERS_HEIGHT = MARK_HEIGHTS["switch"] + 0.08
+NUMBERS_HEIGHT = style.MARK_HEIGHTS["switch"] + 0.08
 #: So that the numbers stand nearer to their own panel than to the one above.
 BETWEEN_PANELS = 0.65
 
 
-@styled
+@style.styled
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
     """The switched heads' indicators and the loss around the first switch."""
     switched = marks.first_events(frame, events, "switch")
@@ -57,11 +46,11 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     panels = {
         indicator: table
         for indicator, _ in SWITCH_PANELS
-        if has_finite(_of_heads(table := _table(frame, indicator).loc[first:last], heads))
+        if style.has_finite(_of_heads(table := _table(frame, indicator).loc[first:last], heads))
     }
     if not panels:
         return None
-    figure, all_axes = canvas(
+    figure, all_axes = style.canvas(
         f"Before and after the switch at step {step:,}",
         len(panels),
         panel_height=LOW_PANEL,
@@ -70,15 +59,18 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     for axes, (indicator, table) in zip(all_axes, panels.items(), strict=True):
         shown = _of_heads(table, heads)
         if indicator == "loss":
-            axes.plot(smooth(shown.iloc[:, 0]), color=INK, linewidth=1.1, label="loss", gid=NAMED)
+            axes.plot(
+                style.smooth(shown.iloc[:, 0]), color=INK, linewidth=1.1, label="loss", gid=NAMED
+            )
         else:
             draw_heads(axes, table, styles, context=False)
         axes.set_ylabel(
-            dict(SWITCH_PANELS)[indicator] + scale(axes, shown.to_numpy()).removesuffix(" scale")
+            dict(SWITCH_PANELS)[indicator]
+            + style.scale(axes, shown.to_numpy()).removesuffix(" scale")
         )
         axes.margins(y=0.2)
         _draw_change(axes, shown.iloc[:, 0].dropna(), step, medians=indicator == "loss")
-    finish(all_axes, frame, events, (first, last))
+    style.finish(all_axes, frame, events, (first, last))
     for axes in all_axes:
         label_ends(axes)
     return figure
@@ -106,8 +98,8 @@ def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:
 
 def _table(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
     if indicator == "loss":
-        return finite(tables.of_run(frame, indicator)).to_frame()
-    return finite(tables.by_head(frame, indicator))
+        return style.finite(tables.of_run(frame, indicator)).to_frame()
+    return style.finite(tables.by_head(frame, indicator))
 
 
 def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
@@ -125,14 +117,14 @@ def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> 
         if part.empty:
             continue
         value = float(part.median() if medians else part.iloc[-1])
-        numbers[side] = plain(float(f"{value:.3g}"))
+        numbers[side] = style.plain(float(f"{value:.3g}"))
         if medians or side == "before":
             first, last = (part if medians else series.loc[part.index[-1] :]).index[[0, -1]]
             axes.hlines(value, first, last, color=INK, linewidth=1, linestyle=":", gid=side)
     what = "median" if medians else "last sample"
     axes.text(
         1,
-        above(axes, NUMBERS_HEIGHT),
+        style.above(axes, NUMBERS_HEIGHT),
         f"{what} {numbers.get('before', '–')} → {numbers.get('after', '–')}",
         transform=axes.transAxes,
         ha="right",

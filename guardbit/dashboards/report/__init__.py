@@ -45,7 +45,7 @@ def write_reports(
     _refuse_links(output, folder, *pictures)
     folder.mkdir(parents=True, exist_ok=True)
     # Figures of an earlier report that this one does not have.
-    for name in (*[chart.name for chart in CHARTS], *PICTURES):
+    for name in (*CHARTS, *PICTURES):
         if folder / f"{name}.png" not in pictures:
             (folder / f"{name}.png").unlink(missing_ok=True)
     for path, figure in pictures.items():

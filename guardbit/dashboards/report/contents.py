@@ -256,7 +256,7 @@ def _figures(
     frame: pd.DataFrame, events: pd.DataFrame | None, judgement: Judgement
 ) -> dict[str, Figure]:
     """The figures that can be drawn, by the stem of their files."""
-    others = {chart.name: chart.draw(frame, events) for chart in CHARTS if chart.draw is not story}
+    others = {name: draw(frame, events) for name, draw in CHARTS.items() if draw is not story}
     drawn = {"story": story(frame, events, judgement)} | others
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, to_hex, to_rgb
 from matplotlib.text import Annotation
-from PIL import Image
 
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.excess import EXCESS_INDICATORS
@@ -27,17 +25,15 @@ FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
 NO_EVENTS = pd.DataFrame(columns=EVENTS)
 HIGHLIGHTS = [colour for colour, _ in palette.HIGHLIGHTS]
-charts = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
-over_steps = pytest.mark.parametrize(
-    "chart", [chart for chart in CHARTS if chart.name != "model_map"], ids=lambda chart: chart.name
-)
+charts = pytest.mark.parametrize("name", CHARTS)
+over_steps = pytest.mark.parametrize("name", [name for name in CHARTS if name != "model_map"])
 
 
 @pytest.fixture(scope="module")
 def drawn(run):
     """Every chart of the made-up run, by name."""
-    found = {chart.name: chart.draw(run.frame, run.events) for chart in CHARTS}
-    empty = [chart.name for chart in CHARTS if found[chart.name] is None]
+    found = {name: draw(run.frame, run.events) for name, draw in CHARTS.items()}
+    empty = [name for name in CHARTS if found[name] is None]
     assert not empty, f"tests/dashboards/conftest.py: the made-up run lacks what {empty} would draw"
     return found
 
@@ -82,45 +78,46 @@ def test_a_colour_is_one_head_in_all_figures(drawn):
     assert heads == {HIGHLIGHTS[0]: {"layer 2, head 7"}, HIGHLIGHTS[1]: {"layer 2, head 3"}}
 
 
+@pytest.mark.parametrize(
+    "name, indicator, factor",
+    [
+        ("w_q_spectral_norm_heads", "w_q_spectral_norm", 1),
+        ("max_logit", "max_logit", 1),
+        ("attention_entropy", "attention_entropy", 1),
+        ("multiple_maxima", "multiple_maxima", 100),  # percent of a share
+        ("multiple_maxima_bf16", "multiple_maxima_bf16", 100),
+        ("delta_bias_cumulative", "delta_bias_cumulative", 1),
+    ],
+)
+def test_every_head_is_a_line_of_its_values(run, drawn, name, indicator, factor):
+    lines = lines_of_heads(drawn[name].axes[0])
+    layers = [2] if name == "w_q_spectral_norm_heads" else range(12)
+    assert set(lines) == {f"layer {at}, head {head}" for at in layers for head in range(12)}
+    for label, line in lines.items():
+        layer, head = map(int, re.findall(r"\d+", label))
+        np.testing.assert_array_equal(line.get_xdata(), run.steps)
+        np.testing.assert_array_equal(line.get_ydata(), factor * run.values[indicator][layer, head])
+    alarmed = {"layer 2, head 7", "layer 2, head 3"}
+    assert highlighted(drawn[name].axes[0]) == alarmed
+
+
 @pytest.mark.parametrize("name", ["w_q_spectral_norm_heads", "max_logit", "story"])
-def test_what_comes_after_the_departure_sets_no_scale(run, name):
+def test_what_comes_after_the_departure_sets_no_scale_and_names_stay_in_the_panel(run, name):
     frame, late = run.frame.copy(), run.frame["step"] > 4600
-    of_heads = late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
-    frame.loc[of_heads & (frame["layer"] == 2), "value"] *= 1e6
+    sick = (frame["layer"] == 2) & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
+    frame.loc[late & sick, "value"] *= 1e6
     frame.loc[late & (frame["indicator"] == "loss"), "value"] = 9.0
     left = journal((4600, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
-    events = pd.concat([run.events, left])
-    axes = next(chart for chart in CHARTS if chart.name == name).draw(frame, events).axes[-1]
-    recorded = run.frame[~late & (run.frame["layer"] == 2)]
-    is_norm = name == "w_q_spectral_norm_heads"
-    largest = recorded[recorded["indicator"] == ("w_q_spectral_norm" if is_norm else "max_logit")]
-    reached = largest["value"].max()
-    assert reached <= axes.get_ylim()[1] <= 1.25 * reached
-
-
-@pytest.mark.parametrize("name", ["max_logit", "story"])
-def test_names_point_at_lines_inside_their_panel(run, name):
-    frame = run.frame.copy()
-    late = (frame["step"] > 4600) & (frame["layer"] == 2)
-    frame.loc[late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"]), "value"] *= 1e6
-    frame.loc[(frame["step"] > 4600) & (frame["indicator"] == "loss"), "value"] = 9.0
-    left = journal((4600, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
-    events = pd.concat([run.events, left])
-    figure = next(chart for chart in CHARTS if chart.name == name).draw(frame, events)
+    figure = CHARTS[name](frame, pd.concat([run.events, left]))
+    shown = "w_q_spectral_norm" if name == "w_q_spectral_norm_heads" else "max_logit"
+    reached = run.frame[~late & sick & (frame["indicator"] == shown)]["value"].max()
+    assert reached <= figure.axes[-1].get_ylim()[1] <= 1.25 * reached
     named = [text for axes in figure.axes for text in axes.texts if isinstance(text, Annotation)]
     assert sum("↑" in text.get_text() for text in named) >= 2
     for text in named:
         (first, last), (low, high) = text.axes.get_xlim(), text.axes.get_ylim()
         assert first <= text.xy[0] <= last and low <= text.xy[1] <= high
         assert 0 <= text.xyann[1] <= 1
-
-
-@charts
-def test_a_notebook_shows_every_figure_without_magic(chart, drawn):
-    # What IPython looks for on an object for which nobody has registered a formatter.
-    picture = Image.open(io.BytesIO(drawn[chart.name]._repr_png_()))
-    assert picture.format == "PNG" and picture.width == 1000
-    assert np.asarray(picture.convert("L")).min() < 100  # something is drawn
 
 
 def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
@@ -164,16 +161,10 @@ def test_the_heat_map_leaves_infinite_cells_blank():
     assert mesh.get_array().mask.tolist() == [[False, True, False]]
 
 
-def test_heads_of_the_alarmed_layer_are_drawn_and_the_alarmed_ones_stand_out(run, drawn):
+def test_the_peak_of_the_alarmed_layer_stands_out(run, drawn):
     (axes,) = drawn["w_q_spectral_norm_heads"].axes
     lines = lines_of_heads(axes)
-    assert set(lines) == {f"layer 2, head {head}" for head in range(12)}
-    for head in range(12):
-        line = lines[f"layer 2, head {head}"]
-        np.testing.assert_array_equal(line.get_xdata(), run.steps)
-        np.testing.assert_array_equal(line.get_ydata(), run.values["w_q_spectral_norm"][2, head])
     peak = f"layer 2, head {run.values['w_q_spectral_norm'][2].max(axis=1).argmax()}"
-    assert highlighted(axes) >= {"layer 2, head 7", "layer 2, head 3"}
     # The figure's own peak is never grey.
     named = [line for line in lines.values() if line.get_gid() == NAMED]
     assert peak in {str(line.get_label()) for line in named}
@@ -181,34 +172,19 @@ def test_heads_of_the_alarmed_layer_are_drawn_and_the_alarmed_ones_stand_out(run
     assert axes.get_ylim()[0] == 0
 
 
-def test_the_alarmed_layer_is_drawn_though_another_has_the_larger_norm(run):
-    alarm = run.events[run.events["kind"] == "alarm"].head(1).assign(site="h.5.attn")
-    (axes,) = figures.spectral_norm_of_heads(run.frame, alarm).axes
-    assert axes.get_title(loc="left").startswith("W_Q spectral norm of layer 5")
-
-
-def test_the_layer_is_the_worst_one_without_alarms_and_the_callers_where_given(run):
+def test_the_layer_is_the_alarmed_one_else_the_worst_or_the_callers(run):
     frame = run.frame
+    alarm = run.events[run.events["kind"] == "alarm"].head(1).assign(site="h.5.attn")
+    assert "layer 5" in figures.spectral_norm_of_heads(frame, alarm).axes[0].get_title(loc="left")
     assert "layer 2" in figures.spectral_norm_of_heads(frame).axes[0].get_title(loc="left")
     figure = figures.spectral_norm_of_heads(frame, run.events, layer=5)
     assert set(lines_of_heads(figure.axes[0])) == {f"layer 5, head {head}" for head in range(12)}
     assert figures.spectral_norm_of_heads(frame, run.events, layer=77) is None
 
 
-def test_max_logit_draws_every_head_on_a_log_axis(run, drawn):
-    (axes,) = drawn["max_logit"].axes
-    assert axes.get_yscale() == "log"
-    lines = lines_of_heads(axes)
-    assert len(lines) == 144
-    for layer in range(12):
-        for head in range(12):
-            line = lines[f"layer {layer}, head {head}"]
-            np.testing.assert_array_equal(line.get_ydata(), run.values["max_logit"][layer, head])
-    assert {"layer 2, head 7", "layer 2, head 3"} == highlighted(axes)
-
-
 def test_max_logit_leaves_out_what_a_log_axis_cannot_show():
     (axes,) = figures.max_logit(one_head([-5.0, 0.0, 1.0, np.inf, 100.0])).axes
+    assert axes.get_yscale() == "log"
     (line,) = lines_of_heads(axes).values()
     # Gaps, not bridges.
     np.testing.assert_array_equal(line.get_ydata(), [np.nan, np.nan, 1, np.nan, 100])
@@ -230,10 +206,6 @@ def test_a_line_spans_the_steps_at_which_only_other_heads_were_measured():
 def test_multiple_maxima_stand_in_percent_over_the_loss(run, drawn, name, kind):
     axes, loss_axes = drawn[name].axes
     assert kind in axes.get_title(loc="left")
-    for label, line in lines_of_heads(axes).items():
-        layer, head = map(int, re.findall(r"\d+", label))
-        # Percent of a share: one rounding.
-        np.testing.assert_allclose(line.get_ydata(), 100 * run.values[name][layer, head], 1e-15)
     (loss,) = loss_axes.get_lines()
     np.testing.assert_allclose(loss.get_ydata(), running_median(run.loss), rtol=1e-15)
     np.testing.assert_array_equal(loss.get_xdata(), run.loss_steps)
@@ -242,24 +214,8 @@ def test_multiple_maxima_stand_in_percent_over_the_loss(run, drawn, name, kind):
     assert legend[-1] == "loss (right)" and set(legend[:-1]) == highlighted(axes)
 
 
-def test_fp32_and_bf16_maxima_never_stand_in_for_each_other(run):
-    for name, other in (
-        ("multiple_maxima", figures.multiple_maxima_bf16),
-        ("multiple_maxima_bf16", figures.multiple_maxima),
-    ):
-        assert other(run.frame[run.frame["indicator"] == name], run.events) is None
-
-
 def test_delta_bias_keeps_its_sign(run, drawn):
     (axes,) = drawn["delta_bias_cumulative"].axes
-    lines = lines_of_heads(axes)
-    assert lines["layer 2, head 7"].get_ydata()[-1] > 10
-    assert lines["layer 2, head 3"].get_ydata()[-1] < -5
-    for head in (3, 7):
-        np.testing.assert_array_equal(
-            lines[f"layer 2, head {head}"].get_ydata(),
-            run.values["delta_bias_cumulative"][2, head],
-        )
     low, high = axes.get_ylim()
     assert low < -5 and high > 10
     assert any(np.array_equal(line.get_ydata(), [0, 0]) for line in axes.get_lines())
@@ -303,21 +259,19 @@ def test_a_short_loss_is_not_smoothed():
 
 
 @over_steps
-def test_events_are_marked_the_same_way_everywhere(drawn, chart):
-    marked = [
-        axes for axes in drawn[chart.name].axes if axes.get_xlabel() or axes.get_title("left")
-    ]
+def test_events_are_marked_the_same_way_everywhere(drawn, name):
+    marked = [axes for axes in drawn[name].axes if axes.get_xlabel() or axes.get_title("left")]
     assert marked
     for axes in marked:
         vertical = {}
         markers = {}
         for line in axes.get_lines():
-            name = line.get_gid() or ""
-            if name.endswith("-markers"):
+            gid = line.get_gid() or ""
+            if gid.endswith("-markers"):
                 kind = (line.get_marker(), to_hex(line.get_markerfacecolor()))
-                markers[name] = (list(line.get_xdata()), *kind)
-            elif name in MARKS:
-                vertical.setdefault(name, []).append((line.get_xdata()[0], line.get_linestyle()))
+                markers[gid] = (list(line.get_xdata()), *kind)
+            elif gid in MARKS:
+                vertical.setdefault(gid, []).append((line.get_xdata()[0], line.get_linestyle()))
         assert vertical == {
             "alarm": [(2950, "--"), (3100, "--")],
             "switch": [(3100, "-")],
@@ -328,7 +282,7 @@ def test_events_are_marked_the_same_way_everywhere(drawn, chart):
             "switch-markers": ([3100], "D", palette.INK),
             "undo-markers": ([4500], "D", palette.PAPER),
         }
-    key = [text.get_text() for text in drawn[chart.name].axes[0].get_legend().get_texts()]
+    key = [text.get_text() for text in drawn[name].axes[0].get_legend().get_texts()]
     assert key == ["alarm, first at step 2,950", "switch, step 3,100", "undo, step 4,500"]
 
 
@@ -359,19 +313,19 @@ def test_the_markers_of_a_run_that_fails_everywhere_do_not_touch(run):
 
 
 @over_steps
-def test_every_figure_shows_the_same_range_of_steps(run, drawn, chart):
-    if chart.name == "switch_before_and_after":
+def test_every_figure_shows_the_same_range_of_steps(run, drawn, name):
+    if name == "switch_before_and_after":
         pytest.skip("has a test of its own")
     # The loss was last recorded at 4,980, the heads at 4,950.
-    assert drawn[chart.name].axes[0].get_xlim() == (0, 4980)
-    assert drawn[chart.name].get_size_inches()[0] * 100 == 1000
+    assert drawn[name].axes[0].get_xlim() == (0, 4980)
+    assert drawn[name].get_size_inches()[0] * 100 == 1000
 
 
 @charts
-def test_axes_carry_their_units(drawn, chart):
-    axes = [axes for axes in drawn[chart.name].axes if axes.get_ylabel()]
-    assert len(axes) == len(drawn[chart.name].axes)
-    across = "head" if chart.name == "model_map" else "optimizer step"
+def test_axes_carry_their_units(drawn, name):
+    axes = [axes for axes in drawn[name].axes if axes.get_ylabel()]
+    assert len(axes) == len(drawn[name].axes)
+    across = "head" if name == "model_map" else "optimizer step"
     assert across in {axes.get_xlabel() for axes in axes}
 
 
@@ -379,9 +333,9 @@ def test_axes_carry_their_units(drawn, chart):
 @pytest.mark.parametrize(
     "frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)], ids=["bare", "empty"]
 )
-def test_an_empty_run_draws_nothing(chart, frame):
-    assert chart.draw(frame, NO_EVENTS) is None
-    assert chart.draw(frame, None) is None
+def test_an_empty_run_draws_nothing(name, frame):
+    assert CHARTS[name](frame, NO_EVENTS) is None
+    assert CHARTS[name](frame, None) is None
 
 
 #: What a chart shows, where that is not the indicator that it is named after.
@@ -396,32 +350,32 @@ SHOWN = {
 
 
 @charts
-def test_a_run_without_the_indicator_draws_nothing(run, chart):
-    without = run.frame[~run.frame["indicator"].isin(SHOWN.get(chart.name, [chart.name]))]
-    assert chart.draw(without, run.events) is None
+def test_a_run_without_the_indicator_draws_nothing(run, name):
+    without = run.frame[~run.frame["indicator"].isin(SHOWN.get(name, [name]))]
+    assert CHARTS[name](without, run.events) is None
     broken = run.frame.assign(value=run.frame["value"].where(without["value"].notna(), np.nan))
-    assert chart.draw(broken, run.events) is None
+    assert CHARTS[name](broken, run.events) is None
 
 
 @charts
-def test_one_sample_is_enough(run, chart):
+def test_one_sample_is_enough(run, name):
     first = run.frame[run.frame["step"] == 0]
     switched = run.events[run.events["kind"] == "switch"].assign(step=0)
-    if chart.name == "switch_before_and_after":
-        assert chart.draw(first, None) is None
-        FigureCanvasAgg(chart.draw(first, switched)).draw()
+    if name == "switch_before_and_after":
+        assert CHARTS[name](first, None) is None
+        FigureCanvasAgg(CHARTS[name](first, switched)).draw()
         return
-    figure = chart.draw(first, None)
+    figure = CHARTS[name](first, None)
     FigureCanvasAgg(figure).draw()
     assert figure.axes[0].get_legend() is None
 
 
 @charts
-def test_no_text_leaves_the_canvas_and_no_names_overlap(run, chart):
+def test_no_text_leaves_the_canvas_and_no_names_overlap(run, name):
     extreme = run.frame.assign(
         value=run.frame["value"].where(run.frame["indicator"] != "max_logit", 1e4 * run.frame.value)
     )
-    figure = chart.draw(extreme, run.events)
+    figure = CHARTS[name](extreme, run.events)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()

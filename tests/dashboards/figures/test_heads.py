@@ -7,18 +7,10 @@ from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from tests.dashboards.made import of_heads
 
 
-def lines_of(axes):
-    return {str(line.get_label()).lstrip("_"): line for line in axes.get_lines()}
-
-
-def test_entropy_of_every_head_and_the_lowest_stand_out(run):
+def test_the_lowest_entropy_stands_out(run):
     (axes,) = figures.attention_entropy(run.frame, run.events).axes
-    lines = lines_of(axes)
-    values = run.values["attention_entropy"]
-    for layer in range(12):
-        for head in range(12):
-            line = lines[f"layer {layer}, head {head}"]
-            np.testing.assert_array_equal(line.get_ydata(), values[layer, head])
+    named = [line.get_label() for line in axes.get_lines() if line.get_gid() == NAMED]
+    assert named == ["layer 2, head 7", "layer 2, head 3"]
     assert axes.get_ylabel() == "mean entropy of a row (nats)"
     assert axes.get_ylim()[0] == 0
     (without_alarms,) = figures.attention_entropy(run.frame).axes
@@ -63,19 +55,6 @@ def test_the_band_is_that_of_errors_that_cancel():
     expected = 1.96 * np.sqrt([np.sum(drifting[: n + 1] ** 2) for n in range(100)])
     np.testing.assert_allclose(width, expected)
     assert "layer 0, head 1" in axes.texts[0].get_text()
-
-
-def test_sums_of_cancelling_errors_stay_in_their_band_as_often_as_it_says():
-    generator = np.random.default_rng(1)
-    inside = []
-    for _ in range(60):
-        errors = generator.normal(0, 1, 50) * generator.uniform(0.1, 3, 50)
-        sums = of_heads(np.cumsum(errors), indicator="delta_bias_cumulative")
-        (axes,) = figures.delta_bias(sums).axes
-        _, width = band_of(axes)
-        inside.append(abs(errors.sum()) <= width[-1])
-    # 95 % of 60, less three standard deviations of a binomial.
-    assert np.mean(inside) >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 60)
 
 
 @pytest.mark.parametrize("chart", ["max_logit", "delta_bias", "attention_entropy"])

@@ -26,9 +26,6 @@ def test_each_cell_is_a_head_with_its_excess(run):
     np.testing.assert_array_equal(corners[0, :, 0], np.arange(13) - 0.5)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
     assert axes.get_title(loc="left") == "Model map at step 4,980"
-    named = model_map(run.frame, run.events, name="mine").axes[0]
-    titles = [named.get_title(loc=place) for place in ("left", "center", "right")]
-    assert titles == ["Model map at step 4,980 · mine", "", ""]
     assert bar.get_ylabel() == "worst indicator, times its baseline"
     norm = axes.collections[0].norm
     assert isinstance(norm, LogNorm) and (norm.vmin, norm.vmax) == (1, 100)

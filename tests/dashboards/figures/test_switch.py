@@ -7,6 +7,11 @@ from guardbit.dashboards.palette import HIGHLIGHTS
 from tests.dashboards.made import journal
 
 
+def lines_of_heads(axes):
+    colours = {colour for colour, _ in HIGHLIGHTS}
+    return {line.get_label(): line for line in axes.get_lines() if line.get_color() in colours}
+
+
 def test_the_switched_heads_around_the_switch(run):
     figure = before_and_after(run.frame, run.events)
     labels = [axes.get_ylabel() for axes in figure.axes]
@@ -21,10 +26,9 @@ def test_the_switched_heads_around_the_switch(run):
     for axes, indicator in zip(
         figure.axes, ("delta_bias_abs", "w_q_spectral_norm", "max_logit"), strict=False
     ):
-        colours = {colour for colour, _ in HIGHLIGHTS}
-        lines = [line for line in axes.get_lines() if line.get_color() in colours]
-        assert [line.get_label() for line in lines] == ["layer 2, head 7", "layer 2, head 3"]
-        for line, head in zip(lines, (7, 3), strict=True):
+        lines = lines_of_heads(axes)
+        assert list(lines) == ["layer 2, head 7", "layer 2, head 3"]
+        for line, head in zip(lines.values(), (7, 3), strict=True):
             shown = (run.steps >= 1150) & (run.steps <= 4950)
             np.testing.assert_array_equal(line.get_xdata(), run.steps[shown])
             np.testing.assert_array_equal(line.get_ydata(), run.values[indicator][2, head, shown])
@@ -69,9 +73,7 @@ def test_only_the_heads_of_the_first_switch_are_drawn(run):
     later = (4000, "switch", "h.2.attn", (7,), "", "", "compensated")
     first = (3100, "switch", "h.2.attn", (3,), "", "", "compensated")
     (axes, *_) = before_and_after(run.frame, journal(first, later)).axes
-    colours = {colour for colour, _ in HIGHLIGHTS}
-    drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
-    assert drawn == ["layer 2, head 3"]
+    assert list(lines_of_heads(axes)) == ["layer 2, head 3"]
 
 
 def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
@@ -88,9 +90,7 @@ def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
         grown &= (values["indicator"] == "max_logit") & values["step"].between(2500, 3100)
         values.loc[grown, "value"] *= factor
     (axes, *_) = before_and_after(values, journal(*events)).axes
-    colours = {colour for colour, _ in HIGHLIGHTS}
-    drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
-    assert drawn == [f"layer 2, head {head}" for head in (7, 9, 4)]
+    assert list(lines_of_heads(axes)) == [f"layer 2, head {head}" for head in (7, 9, 4)]
 
 
 def test_heads_without_samples_do_no_harm(run):

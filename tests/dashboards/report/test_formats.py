@@ -9,8 +9,7 @@ from PIL import Image
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.page import thinned
 from guardbit.dashboards.report import FORMATS, write_reports
-from tests.dashboards.made import SAMPLES, of_heads
-from tests.dashboards.report.writing import write_report
+from tests.dashboards.made import SAMPLES, of_heads, write_report
 
 
 def short():

@@ -13,12 +13,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.report.comparison import fork_of
-from guardbit.dashboards.report.words import LABELS
-from tests.dashboards.made import SAMPLES, journal, samples
-from tests.dashboards.report.writing import write_report
+from tests.dashboards.made import SAMPLES, journal, samples, write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 ATTACK = "</style><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & $title"
@@ -258,7 +255,7 @@ def test_the_timeline_tells_every_event_in_order(page):
 def test_the_figures_lie_beside_the_page(report, page):
     folder = report.parent / "report_figures"
     assert page.of("code") == ["report_figures/"]
-    assert {path.name for path in folder.iterdir()} == {f"{chart.name}.png" for chart in CHARTS}
+    assert {path.name for path in folder.iterdir()} == {f"{name}.png" for name in CHARTS}
     for path in folder.iterdir():
         with Image.open(path) as picture:
             assert picture.width == 1500
@@ -390,15 +387,6 @@ def test_one_value_a_layer_does_not_claim_to_know_the_heads(tmp_path):
 def test_the_same_run_gives_the_same_page(tmp_path):
     first = write(tmp_path, small_run(), None, METADATA).source
     assert write(tmp_path, small_run(), None, METADATA).source == first
-
-
-def test_a_folder_is_no_page(tmp_path):
-    with pytest.raises(ValueError, match="needs the path of an HTML file"):
-        write_report(small_run(), None, None, tmp_path)
-
-
-def test_every_indicator_has_a_label():
-    assert set(LABELS) == set(INDICATORS)
 
 
 def test_the_fork_of_copies_is_the_last_step_in_common():
