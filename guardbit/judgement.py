@@ -71,20 +71,13 @@ RISK_STEP, AT_RISK, HARDLY_AT_RISK = 2000, 0.94, 0.7
 
 
 class Cause(NamedTuple):
-    """What moves the alarmed heads.
+    """What moves the alarmed heads."""
 
-    Attributes:
-        what: "rounding" or "not rounding", where the interval lies above or below one half;
-            "not settled" where it holds it; "not measured".
-        why: Why it is not measured, or cannot be rounding; else "".
-        share: Rounding's share of what the norm of W_Q does, None where it was not measured.
-        interval: The 95 % interval of the share.
-    """
-
+    # By the interval: above one half, below it, or around it; "not measured" without any.
     what: Literal["rounding", "not rounding", "not settled", "not measured"]
-    why: str = ""
-    share: float | None = None
-    interval: tuple[float, float] | None = None
+    why: str = ""  # why it is not measured, or cannot be rounding; else ""
+    share: float | None = None  # rounding's share of what the norm of W_Q does
+    interval: tuple[float, float] | None = None  # the 95 % interval of the share
 
     @property
     def sentence(self) -> str:
@@ -159,22 +152,15 @@ class _Kept:
 
 
 class Losses:
-    """The training loss, which may be known of every step, in memory that does not grow with it.
-
-    Attributes:
-        first, last: The first and the last step, None without any.
-        lost: The first step of those at the end whose loss is not finite, None without any.
-        is_back: Whether the last losses are near the best ones.
-        rise: How far the last losses lie above the best ones, 0 where that is within their scatter.
-        critical: (step, whether the loss is unsound from there on), where that changes.
-    """
+    """The training loss, which may be known of every step, in memory that does not grow with it."""
 
     def __init__(self) -> None:
-        self.first: int | None = None
+        self.first: int | None = None  # step, as all of these; None without any
         self.last: int | None = None
-        self.lost: int | None = None
-        self.is_back = True
-        self.rise = 0.0
+        self.lost: int | None = None  # the first of those at the end whose loss is not finite
+        self.is_back = True  # whether the last losses are near the best ones
+        self.rise = 0.0  # of the last losses above the best ones, 0 where within their scatter
+        # Where it changes: (step, whether the loss is unsound from there on).
         self.critical: list[tuple[int, bool]] = []
         self._few: deque[float] = deque(maxlen=LOSS_SAMPLES)
         self._many: deque[float] = deque(maxlen=RISING_SAMPLES)
@@ -222,30 +208,21 @@ def _median(losses: Iterable[float]) -> float:
 
 
 class Evidence:
-    """What a judgement needs of the samples of a run; it takes them in the order of their steps.
-
-    Attributes:
-        steps: The first and the last recorded step, None without any.
-        layers: Attention module -> its layer.
-        heads: Attention module -> its heads that were measured.
-        indicators: What was measured of heads.
-        head_steps: How often heads were measured, when last, and the most steps between two times.
-        loss: The training loss so far.
-        logits: Step -> the largest logit of all heads.
-        shares: Head -> step of the latest measured share of rounding, and that with its interval.
-        common_modes: The first step from `RISK_STEP` on, or the last one before, at which keys were
-            measured; layer -> the largest `key_common_mode` of its heads then.
-    """
+    """What a judgement needs of the samples of a run; it takes them in the order of their steps."""
 
     def __init__(self) -> None:
-        self.steps: tuple[int, int] | None = None
-        self.layers: dict[str, int] = {}
-        self.heads: dict[str, set[int]] = {}
-        self.indicators: set[str] = set()
+        self.steps: tuple[int, int] | None = None  # the first and the last, None without any
+        self.layers: dict[str, int] = {}  # attention module -> its layer
+        self.heads: dict[str, set[int]] = {}  # attention module -> its heads that were measured
+        self.indicators: set[str] = set()  # what was measured of heads
+        # How often heads were measured, when last, and the most steps between two times.
         self.head_steps: tuple[int, int | None, int | None] = 0, None, None
         self.loss = Losses()
-        self.logits: dict[int, float] = {}
+        self.logits: dict[int, float] = {}  # step -> the largest of all heads
+        # Head -> step of the latest measured share of rounding, and that with its interval.
         self.shares: dict[Head, tuple[int, dict[str, float]]] = {}
+        # The first step from `RISK_STEP` on, or the last one before, at which keys were measured;
+        # layer -> the largest `key_common_mode` of its heads then.
         self.common_modes: tuple[int, dict[int, float]] = -1, {}
         self._nonfinite: list[Sample] = []  # of the first step that has any
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
@@ -362,85 +339,55 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is to be said of a run.
+    """What is to be said of a run."""
 
-    Attributes:
-        state: One of `STATES`. "healthy": rules had what they need, and neither the loss nor the
-            logits rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are
-            not switched, or go on alarming or growing. "switched": all are switched, and what that
-            does is not seen yet. "saved": half of the switched heads or more fell by a tenth in
-            logits or W_Q, no logits grow, and the loss is sound. "lost": the loss diverged, or is
-            not finite.
-        cause: What moves the alarmed heads.
-        risk: Whether the model is of a kind at risk.
-        severity: "critical" for logits above 10,000, a loss that is lost, or one that rises with an
-            alarmed head.
-        ended: How the run ended; None where that is not known.
-        first_step, last_step: Of the samples; None without any.
-        first_alarm: Step of the first alarm, None without any.
-        num_alarms: Alarms in all.
-        alarmed: The heads alarmed, in the order of their first alarm; (layer, head).
-        num_heads, num_layers: What was measured.
-        head_samples: Steps at which heads were measured.
-        last_head_step: The last of them, None without any.
-        head_samples_every: The most steps between two of them, None without two.
-        num_modules: Attention modules that were measured or that the run's metadata name.
-        not_watched: Names of those that called no attention that could be watched, and of those of
-            which no head was measured. Of some of them the weights were measured all the same.
-        without_attention: Number of sampled steps in which no watched module called attention, and
-            the first of them.
-        first_switch: Step of the first switch to a stabilizer, None without any.
-        switched: Number of heads that are switched at the end.
-        alarmed_and_switched: Number of these that alarmed.
-        stabilizers: What they were switched to.
-        alarming_again: Number of switched heads that go on alarming at the end.
-        still_growing: Number of alarmed heads whose logit and W_Q have both grown by a tenth since
-            their switch, or since their alarm if that is later.
-        not_measured_since: Number of alarmed and switched heads without a sample since then.
-        unknown_before: Number of those without a sample up to their alarm, as in the folder of a
-            resumed run: what the switch does to them cannot be seen.
-        missing_loss: Which losses are missing to say that the loss is sound, a clause; "" if none.
-        departed: Step at which the loss diverged, None where it did not or has come back.
-        lead: Steps from the first alarm on a head to that one; None without either, or after it.
-        rising: What rises although nothing alarms, a clause; "" if nothing does.
-        largest_logit: The largest of the last sample, None where it was not measured.
-        loss_is_finite: Whether the last loss is a number.
-        nonfinite: The first NaN or infinity in a call of attention.
-    """
-
+    # One of `STATES`. "healthy": rules had what they need, and neither the loss nor the logits
+    # rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are not switched,
+    # or go on alarming or growing. "switched": all are switched, and what that does is not seen
+    # yet. "saved": half of the switched heads or more fell by a tenth in logits or W_Q, no logits
+    # grow, and the loss is sound. "lost": the loss diverged, or is not finite.
     state: State
-    cause: Cause
-    risk: Risk
+    cause: Cause  # what moves the alarmed heads
+    risk: Risk  # whether the model is of a kind at risk
+    # "critical" for logits above 10,000, a loss that is lost, or one that rises with an alarmed
+    # head.
     severity: Severity
-    ended: Ended | None
-    first_step: int | None
+    ended: Ended | None  # None where that is not known
+    first_step: int | None  # of the samples, None without any
     last_step: int | None
-    first_alarm: int | None
+    first_alarm: int | None  # its step, None without any
     num_alarms: int
-    alarmed: tuple[Head, ...]
-    num_heads: int
+    alarmed: tuple[Head, ...]  # in the order of their first alarm
+    num_heads: int  # that were measured
     num_layers: int
-    head_samples: int
-    last_head_step: int | None
-    head_samples_every: int | None
-    num_modules: int
+    head_samples: int  # steps at which heads were measured
+    last_head_step: int | None  # the last of them, None without any
+    head_samples_every: int | None  # the most steps between two of them, None without two
+    num_modules: int  # attention modules that were measured or that the run's metadata name
+    # Names of those that called no attention that could be watched, and of those of which no head
+    # was measured. Of some of them the weights were measured all the same.
     not_watched: tuple[str, ...]
+    # Number of sampled steps in which no watched module called attention, and the first of them.
     without_attention: tuple[int, int | None]
-    first_switch: int | None
-    switched: int
-    alarmed_and_switched: int
-    stabilizers: tuple[str, ...]
-    alarming_again: int
+    first_switch: int | None  # step of the first switch to a stabilizer, None without any
+    switched: int  # number of heads that are switched at the end
+    alarmed_and_switched: int  # number of these that alarmed
+    stabilizers: tuple[str, ...]  # what they were switched to
+    alarming_again: int  # number of switched heads that go on alarming at the end
+    # Number of alarmed heads whose logit and W_Q have both grown by a tenth since their switch, or
+    # since their alarm if that is later.
     still_growing: int
-    not_measured_since: int
+    not_measured_since: int  # number of alarmed and switched heads without a sample since then
+    # Number of those without a sample up to their alarm, as in the folder of a resumed run: what
+    # the switch does to them cannot be seen.
     unknown_before: int
-    missing_loss: str
-    departed: int | None
-    lead: int | None
-    rising: str
-    largest_logit: float | None
-    loss_is_finite: bool
-    nonfinite: Nonfinite | None
+    missing_loss: str  # which losses are missing to say that the loss is sound, or ""
+    departed: int | None  # step at which the loss diverged, unless it has come back
+    lead: int | None  # steps from the first alarm on a head to that one, None if that is earlier
+    rising: str  # what rises although nothing alarms, a clause; "" if nothing does
+    largest_logit: float | None  # of the last sample, None where it was not measured
+    loss_is_finite: bool  # whether the last loss is a number
+    nonfinite: Nonfinite | None  # the first NaN or infinity in a call of attention
 
     @property
     def verdict(self) -> Verdict:
