@@ -288,8 +288,7 @@ class Evidence:
     def nonfinite(self) -> Nonfinite | None:
         """The first NaN or infinity in a call of attention."""
         first = min((sample.step for sample in self._nonfinite), default=0)
-        found = first_nonfinite(sample for sample in self._nonfinite if sample.step == first)
-        return None if found is None else Nonfinite(first, found[0].site, *found[1:])
+        return first_nonfinite(sample for sample in self._nonfinite if sample.step == first)
 
     def growth(self, head: Head, since: int) -> dict[str, float]:
         """By what factor each of `GROWING` has changed from a step to the end, where known."""
@@ -846,8 +845,8 @@ def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int |
     return 0, None
 
 
-def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, ...]] | None:
-    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in."""
+def first_nonfinite(samples: Iterable[Sample]) -> Nonfinite | None:
+    """Returns where the first NaN or infinity of a sampled step is."""
     found = sorted(
         (sample for sample in samples if sample.indicator == "nonfinite"),
         key=lambda sample: sample.layer,
@@ -860,7 +859,7 @@ def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, 
     for name, number in NONFINITE.items():
         heads = tuple(head for head, code in enumerate(_codes(sample)) if code & number)
         if heads:
-            return sample, name, heads
+            return Nonfinite(sample.step, sample.site, name, heads)
     return None
 
 
@@ -870,16 +869,8 @@ def _codes(sample: Sample) -> Iterator[int]:
 
 # --- sentences -----------------------------------------------------------------------------------
 
-_TITLES: dict[State, str] = {
-    "healthy": "Healthy",
-    "unclear": "Unclear",
-    "warning": "Warning",
-    "alarmed": "Alarmed",
-    "switched": "Switched",
-    "saved": "Saved",
-    "lost": "Lost",
-    "learning-rate": "Learning rate too high",
-}
+_TITLES = {state: state.capitalize() for state in STATES}
+_TITLES["learning-rate"] = "Learning rate too high"
 
 _ENDS: dict[Ended | None, str] = {
     "crashed": "the run crashed",

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.judgement import FORWARD, first_nonfinite, nothing_to_correct
+from guardbit.judgement import FORWARD, Nonfinite, first_nonfinite, nothing_to_correct
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
@@ -251,8 +251,8 @@ class Notices:
         """
         sites = self._instrumentation.sites
         found = first_nonfinite(samples)
-        if found and (loss_scale == 1.0 or found[1] in FORWARD) and self.first("nonfinite"):
-            self._record(_nonfinite(step, *found, kernel_of(sites.get(found[0].site))))
+        if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
+            self._record(_nonfinite(found, kernel_of(sites.get(found.site))))
         for kind, (largest, sample) in _worst_repeats(samples).items():
             if self.first(kind):
                 kernel = kernel_of(sites.get(sample.site))
@@ -441,16 +441,14 @@ def _why_unseen(unseen: Sequence[Site], share: str) -> str:
     )
 
 
-def _nonfinite(
-    step: int, sample: Sample, tensor: str, heads: tuple[int, ...], kernel: str
-) -> Event:
-    made_here = tensor in ("O", "dQ", "dK", "dV") and kernel
+def _nonfinite(found: Nonfinite, kernel: str) -> Event:
+    made_here = found.tensor in ("O", "dQ", "dK", "dV") and kernel
     why = (
-        f"NaN or infinity, of this sampled step first in {tensor}: {_WHENCE[tensor]}"
+        f"NaN or infinity, of this sampled step first in {found.tensor}: {_WHENCE[found.tensor]}"
         f"{f' ({kernel})' if made_here else ''}; it may be older than this step, as those between"
         " samples are not looked at"
     )
-    return Event(step, "advisory", sample.site, heads, why, rule="nonfinite")
+    return Event(found.step, "advisory", found.site, found.heads, why, rule="nonfinite")
 
 
 def _worst_repeats(samples: Iterable[Sample]) -> dict[str, tuple[float, Sample]]:
