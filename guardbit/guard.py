@@ -135,9 +135,9 @@ def _tried(
 
 
 def method(
-    otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
+    otherwise: Callable[[Any], Any] = _nothing, at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
-    """Guards a method of a `Guarded`."""
+    """Guards a method of a `Guarded`; after an error it returns what `otherwise` makes of self."""
 
     def decorate(inside: Any) -> Any:
         def contain(self: Guarded, error: Exception) -> None:

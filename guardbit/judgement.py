@@ -261,11 +261,8 @@ class Evidence:
         self.indicators.add(name)
         count, last, every = self.head_steps
         if last is None or step > last:
-            self.head_steps = (
-                count + 1,
-                step,
-                None if last is None else max(every or 0, step - last),
-            )
+            longest = None if last is None else max(every or 0, step - last)
+            self.head_steps = count + 1, step, longest
         if name in SHARES:
             for head in measured:
                 known = self.shares.get((layer, head))
@@ -487,11 +484,8 @@ class Judgement:
         """Its layer and number."""
         layer, number = head
         # One value a layer may be the largest over its heads: their numbers are then not known.
-        return (
-            f"layer {layer}, head {number}"
-            if self.num_heads > self.num_layers
-            else f"layer {layer}"
-        )
+        which = f", head {number}" if self.num_heads > self.num_layers else ""
+        return f"layer {layer}{which}"
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
@@ -515,14 +509,7 @@ def judge(
     metadata: Mapping[str, Any] | None = None,
     ended: Ended | None = None,
 ) -> Judgement:
-    """Judges a run.
-
-    Args:
-        evidence: Its samples.
-        events: Its events.
-        metadata: As `guardbit.read_metadata` returns it.
-        ended: How it ended, None where that is not known.
-    """
+    """Judges a run by its samples and events, its metadata, and how it ended, where known."""
     events = sorted(events, key=lambda event: event.step)
     alarms = [event for event in events if event.kind == "alarm"]
     alarmed, switched = evidence.first(alarms), evidence.switched(events)
@@ -570,7 +557,7 @@ def judge(
         departed=left,
         lead=_lead(alarmed, left),
         rising=_rising(evidence),
-        largest_logit=_last(evidence.logits),
+        largest_logit=_logits(evidence)[0],
         loss_is_finite=evidence.loss.lost is None,
         nonfinite=evidence.nonfinite,
     )
@@ -765,9 +752,9 @@ def _rising(evidence: Evidence) -> str:
 
 def _logits(evidence: Evidence) -> tuple[float | None, float | None]:
     """The largest logit of the last sample, and of the last one so many steps before."""
-    end = max(evidence.logits, default=0) - RISE_STEPS
-    before = [step for step in evidence.logits if step <= end]
-    return _last(evidence.logits), evidence.logits[max(before)] if before else None
+    last = max(evidence.logits, default=-1)
+    before = max((step for step in evidence.logits if step <= last - RISE_STEPS), default=-1)
+    return evidence.logits.get(last), evidence.logits.get(before)
 
 
 def _logits_rise(evidence: Evidence) -> bool:
@@ -775,10 +762,6 @@ def _logits_rise(evidence: Evidence) -> bool:
     if logit is None or before is None:
         return False
     return logit >= RISING_LOGIT and logit > RISE * before
-
-
-def _last(values: Mapping[int, float]) -> float | None:
-    return values[max(values)] if values else None
 
 
 def _alarming_again(

@@ -55,10 +55,6 @@ def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
         callback.session = None
 
 
-def nothing(_: object) -> None:
-    """What a callback returns to its framework."""
-
-
 def guarded(event: Callable[..., None]) -> Callable[..., None]:
     """Guards a method that a framework calls; it runs only with a session, which it gets."""
 
@@ -68,7 +64,7 @@ def guarded(event: Callable[..., None]) -> Callable[..., None]:
         if session is not None:
             session.always("callback", lambda: event(self, session, *args, **kwargs))
 
-    return guard.method(nothing)(with_session)
+    return guard.method()(with_session)
 
 
 def watched(strict: bool, make: Callable[[], S]) -> S | None:

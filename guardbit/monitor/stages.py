@@ -62,16 +62,11 @@ class FailedElsewhereError(RuntimeError):
 
 
 class Stages:
-    """Runs the stages of a monitor, each until it fails.
-
-    Attributes:
-        strict: The argument.
-        off: Names of the stages that have failed.
-    """
+    """Runs the stages of a monitor, each until it fails."""
 
     def __init__(self, strict: bool, on_failure: Callable[[str, Exception], None]) -> None:
         self.strict = strict
-        self.off: set[str] = set()
+        self.off: set[str] = set()  # those that have failed
         self._on_failure = on_failure
 
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:

@@ -36,13 +36,7 @@ class Sent(NamedTuple):
 
 
 class Measurement:
-    """Collects the indicators of a model's heads, and the run's loss and gradient norm.
-
-    Attributes:
-        run: The scalars of the whole run.
-        suspects: Site -> heads that are also audited, at every sampled step.
-        directions: Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
-    """
+    """Collects the indicators of a model's heads, and the run's loss and gradient norm."""
 
     def __init__(
         self,
@@ -54,31 +48,22 @@ class Measurement:
     ) -> None:
         self._instrumentation = instrumentation
         unasked = () if repeats else of_probe("repeats")
-        self._plan = plan_for([name for name in wanted if name not in unasked])
-        self.run = RunProbe(self._plan.wanted)
+        self.plan = plan_for([name for name in wanted if name not in unasked])
+        self.run = RunProbe(self.plan.wanted)  # the scalars of the whole run
         self._num_rows = num_rows
         self._num_audited_heads = num_audited_heads
         self._repeats = repeats
-        self.suspects: dict[str, set[int]] = {}
+        self.suspects: dict[str, set[int]] = {}  # site -> heads audited at every sampled step
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
         # The sites on this rank, by number.
         self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
+        # Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
         self.directions: dict[str, Tensor] = {}
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
         self._next_audited = 0
         self._running_sums = RunningSums()
-
-    @property
-    def wanted(self) -> frozenset[str]:
-        """Names of the indicators to record."""
-        return self._plan.wanted
-
-    @property
-    def needs_calls(self) -> bool:
-        """Whether anything wanted is measured in attention calls."""
-        return bool(self._plan.calls)
 
     def begin(self) -> None:
         if self._metric is not None:
@@ -90,7 +75,7 @@ class Measurement:
             self._known = self._count(self._instrumentation.sites)
             num_heads = max(site.num_heads for site in self._known.values())
             self._metric = AttentionMetric(
-                self._plan.calls, len(self._known), num_heads, call.q.device
+                self.plan.calls, len(self._known), num_heads, call.q.device
             )
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
@@ -105,12 +90,12 @@ class Measurement:
         view = CallView(
             call,
             self._num_rows,
-            needs_shadow=self._plan.needs_shadow,
+            needs_shadow=self.plan.needs_shadow,
             repeats=self._repeats,
         )
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
-        if not self._plan.audits or call.d_out is None or call.dq is None:
+        if not self.plan.audits or call.d_out is None or call.dq is None:
             return view
         if directions is None or directions.shape != expected:
             if site.name not in self._without_directions:
@@ -148,7 +133,7 @@ class Measurement:
                     continue
                 for name, of_sites in measured.items():
                     values = of_sites[site.place, : site.num_heads]
-                    is_total = name in self._plan.totals
+                    is_total = name in self.plan.totals
                     columns[site.name, name] = values / site.copies if is_total else values
         else:
             self.discard()
@@ -160,7 +145,7 @@ class Measurement:
         if known != self._known:
             self._known, self._metric = known, None  # counted anew at the next sampled step
         self._without_directions = set(sites)
-        for norms in norms_of_sites(sites, self._plan.norms):
+        for norms in norms_of_sites(sites, self.plan.norms):
             columns[norms.site, norms.indicator] = norms.values
             if norms.indicator == "w_q_spectral_norm":
                 self.directions[norms.site] = norms.directions
@@ -183,7 +168,7 @@ class Measurement:
         if not table or not ranks.all_agree(is_ready, table):
             return None, []
         if metric is None:
-            metric = AttentionMetric(self._plan.calls, 0, 0)
+            metric = AttentionMetric(self.plan.calls, 0, 0)
         places = {(site.name, site.num_heads): site.place for site in table}
         metric = metric.on_table(
             [places.get((site.name, site.num_heads)) for site in own],
@@ -211,7 +196,7 @@ class Measurement:
             sample = Sample(sent.step, site, layer, indicator, values)
             samples += [sample, *self._running_sums.follow(sample)]
         samples += samples_of(sent.scalars, (number for (number,) in numbers))
-        return [sample for sample in samples if sample.indicator in self._plan.wanted]
+        return [sample for sample in samples if sample.indicator in self.plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next samples depend on; plain Python only."""

@@ -101,25 +101,18 @@ class CallProbe:
     """Measures some indicators in attention calls. It keeps no state, so one serves all sites.
 
     S is the number of sites, H the largest number of heads of one.
-
-    Attributes:
-        name: Its name in the catalogue.
-        indicators: Those of its indicators that are wanted, or summed up by one that is, in the
-            catalogue's order.
-        sums: Names of the values that are added up over rows, micro-batches and ranks.
-        maxima: Names of the values whose largest is taken.
-        needs_shadow: Whether it reads `CallView.shadow`.
-        totals: Those of `indicators` that are sums over rows, not means, maxima or ratios. Ranks
-            that make the very same calls would count them several times.
     """
 
-    name: ClassVar[Probe]
-    sums: tuple[str, ...] = ()
-    maxima: tuple[str, ...] = ()
-    needs_shadow: bool = False
+    name: ClassVar[Probe]  # in the catalogue
+    sums: tuple[str, ...] = ()  # the values that are added up over rows, micro-batches and ranks
+    maxima: tuple[str, ...] = ()  # the values whose largest is taken
+    needs_shadow: bool = False  # whether it reads `CallView.shadow`
+    # The indicators that are sums over rows, not means, maxima or ratios. Ranks that make the very
+    # same calls would count them several times.
     totals: tuple[str, ...] = ()
 
     def __init__(self, wanted: Collection[str]) -> None:
+        # Those that are wanted, or summed up by one that is, in the catalogue's order.
         needed = {SUMS.get(name, name) for name in wanted}
         self.indicators = tuple(name for name in of_probe(self.name) if name in needed)
 

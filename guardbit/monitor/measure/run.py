@@ -80,14 +80,10 @@ def _number(value: Tensor | float) -> Tensor | float:
 
 
 class RunningSums:
-    """Adds indicators up over the sampled steps.
-
-    Attributes:
-        sums: Running sum -> site -> one sum a head; NaN, no data, as long as there was nothing to
-            add.
-    """
+    """Adds indicators up over the sampled steps."""
 
     def __init__(self) -> None:
+        # Running sum -> site -> one sum a head; NaN as long as there was nothing to add.
         self.sums: dict[str, dict[str, list[float]]] = {name: {} for name in SUMS}
 
     def follow(self, sample: Sample) -> Iterator[Sample]:
