@@ -299,11 +299,6 @@ def of_torch(_: object, name: str) -> Any:
     return getattr(torch, name)
 
 
-def is_guarded(found: Any) -> bool:
-    """Whether a function is guarded."""
-    return hasattr(found, _GUARDED)
-
-
 def _marked(guarded: Any) -> Any:
     setattr(guarded, _GUARDED, True)
     return guarded

@@ -33,7 +33,6 @@ class GuardedCallback(Guarded):
         raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead}")
 
     def _contain(self, error: Exception, where: str) -> None:
-        """See `guard.Guarded._contain`."""
         if self.strict:
             raise error
         self._is_void = where == "__init__"
@@ -71,10 +70,6 @@ def watched(strict: bool, make: Callable[[], S]) -> S | None:
     """Makes a session; returns None, with a warning, if the run has to go on without one.
 
     That happens if GuardBit would see none of the model's attention, or after an error of its own.
-
-    Raises:
-        ValueError: If a setting is wrong.
-        TypeError: If a setting has the wrong type.
     """
     try:
         session = make()

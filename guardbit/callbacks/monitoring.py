@@ -181,11 +181,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     @guarded
     def on_before_optimizer_step(
-        self,
-        session: Session,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        optimizer: Optimizer,
+        self, session: Session, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
     ) -> None:
         """Takes the gradient norm of a sampled step, before clipping."""
         if session.is_sampled:

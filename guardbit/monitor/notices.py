@@ -81,8 +81,6 @@ class Notices:
         self._switch_reports = SwitchReports(instrumentation)
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
-        # Of the sampled steps without attention, how many there were and the first.
-        self._num_without, self._first_without = 0, 0
 
     def first(self, what: str) -> bool:
         """Whether this is the first time that something is to be said."""
@@ -201,14 +199,10 @@ class Notices:
 
     def none_called(self, step: int, why: str, what: str = "none called") -> None:
         """Reports, once, a sampled step without attention; notes how many there were."""
-        if not self._num_without:
-            self._first_without = step
         if self.first(what):
             self._tell(step, why)
-        self._num_without += 1
-        self._journal.note(
-            {"without_attention": {"samples": self._num_without, "first": self._first_without}}
-        )
+        before = self._journal.metadata.get("without_attention", {"samples": 0, "first": step})
+        self._journal.note({"without_attention": {**before, "samples": before["samples"] + 1}})
 
     def _tell(self, step: int, why: str) -> None:
         self._exchange.record(Event(step, "monitor_error", "", (), why))

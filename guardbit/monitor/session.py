@@ -122,7 +122,6 @@ class Session(Guarded):
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
-        """Makes the parts of the session."""
         # Once it is closed, nothing more is watched or switched.
         self._is_closed = self._is_leaving = self._wants_out = False
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
@@ -143,13 +142,7 @@ class Session(Guarded):
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
-        self._measurement = Measurement(
-            self.instrumentation,
-            settings.measured,
-            settings.num_rows,
-            settings.num_audited_heads,
-            settings.audit_repeats,
-        )
+        self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
@@ -175,7 +168,6 @@ class Session(Guarded):
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
         )  # fmt: skip
         self._missed = MissedModules(settings.every_n_train_steps)
-        self._recorded_facts: dict[str, dict[str, Any]] = {}
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._left_out: set[str] = set()  # the scalars that were no numbers
@@ -453,7 +445,6 @@ class Session(Guarded):
         return metadata_of(self.instrumentation.sites, why_passed_by)
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
-        self._recorded_facts = facts
         precision = sorted(self._precisions)
         if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
             self._journal.note({"precision": precision})
@@ -509,7 +500,6 @@ class Session(Guarded):
         return known.samples
 
     def _graded(self, found: list[Alarm]) -> list[Alarm]:
-        """The alarms with their severity."""
         steps = {one.step for one in found if not one.role.is_advisory}
         grades = severities(self._journal.evidence, steps) if steps else {}
         return [replace(one, severity=grades.get(one.step, "warning")) for one in found]
@@ -620,7 +610,7 @@ class Session(Guarded):
     def _record_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):
             # Of other ranks, what they said last.
-            self._record_facts(self._recorded_facts | self._site_facts())
+            self._record_facts(self._journal.metadata.get("sites", {}) | self._site_facts())
 
     def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:

@@ -156,7 +156,6 @@ class Detectors:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: State) -> None:
-        """Continues where the object stood whose `state_dict` this is."""
         if state["rules"].keys() != self._rule_states.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "

@@ -109,7 +109,6 @@ class Burst:
 
     @property
     def is_on(self) -> bool:
-        """Whether any head is measured."""
         return bool(self.heads)
 
     def want(self, site: str, heads: Iterable[int], is_alarm: bool = True) -> None:
@@ -138,7 +137,6 @@ class Burst:
             self._unhook = register_optimizer_step_post_hook(hear).remove
 
     def stop(self) -> None:
-        """Ends all measuring."""
         self.heads.clear()
         self._products.clear()
         self._after.clear()

@@ -18,6 +18,7 @@ from guardbit.monitor.measure.plan import KnownSite, joined_tables, plan_for
 from guardbit.monitor.measure.probes import CallView, heads_in_turn
 from guardbit.monitor.measure.run import RunningSums, RunProbe, Scalar, Transfer, samples_of
 from guardbit.monitor.measure.weights import norms_of_sites
+from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Sample
 
@@ -38,21 +39,11 @@ class Sent(NamedTuple):
 class Measurement:
     """Collects the indicators of a model's heads, and the run's loss and gradient norm."""
 
-    def __init__(
-        self,
-        instrumentation: Instrumentation,
-        wanted: tuple[str, ...],
-        num_rows: int | None,
-        num_audited_heads: int,
-        repeats: bool = False,
-    ) -> None:
-        self._instrumentation = instrumentation
-        unasked = () if repeats else of_probe("repeats")
-        self.plan = plan_for([name for name in wanted if name not in unasked])
+    def __init__(self, instrumentation: Instrumentation, settings: Settings) -> None:
+        self._instrumentation, self._settings = instrumentation, settings
+        unasked = () if settings.audit_repeats else of_probe("repeats")
+        self.plan = plan_for([name for name in settings.measured if name not in unasked])
         self.run = RunProbe(self.plan.wanted)  # the scalars of the whole run
-        self._num_rows = num_rows
-        self._num_audited_heads = num_audited_heads
-        self._repeats = repeats
         self.suspects: dict[str, set[int]] = {}  # site -> heads audited at every sampled step
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
@@ -79,20 +70,15 @@ class Measurement:
             )
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
-        if site is None or len(own) != call.q.size(1):
-            return  # its heads have changed since the sites were counted; counted after the step
-        if site.is_sharded:
-            return  # it is unknown which heads these are
+        # It is unknown which heads these are, or they have changed since the sites were counted.
+        if site is None or len(own) != call.q.size(1) or site.is_sharded:
+            return
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
         """Returns the call as probes see it, with the heads to audit."""
-        view = CallView(
-            call,
-            self._num_rows,
-            needs_shadow=self.plan.needs_shadow,
-            repeats=self._repeats,
-        )
+        num_audited = self._settings.num_audited_heads
+        view = CallView(call, self._settings.num_rows, needs_shadow=self.plan.needs_shadow)
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if not self.plan.audits or call.d_out is None or call.dq is None:
@@ -103,7 +89,7 @@ class Measurement:
             # The size of dQ's error needs no W_Q. What is measured along nothing is NaN.
             directions = call.q.new_zeros(expected, dtype=torch.float32)
         suspects = self.suspects.get(site.name, ())
-        heads = heads_in_turn(self._next_audited, self._num_audited_heads, site.num_heads, suspects)
+        heads = heads_in_turn(self._next_audited, num_audited, site.num_heads, suspects)
         here = [head - own.start for head in heads if head in own]
         audited = [head for head in here if head in call.known_heads]
         return replace(view, audited=audited, directions=directions.to(call.q.device))
@@ -150,7 +136,7 @@ class Measurement:
             if norms.indicator == "w_q_spectral_norm":
                 self.directions[norms.site] = norms.directions
                 self._without_directions.discard(norms.site)
-        self._next_audited += self._num_audited_heads
+        self._next_audited += self._settings.num_audited_heads
         return columns
 
     def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:

@@ -48,7 +48,6 @@ class AttentionMetric:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything, including what is held back."""
         self.has_calls = False  # whether it has looked at a call
         self._held: list[_Held] = []
         self._held_bytes = 0

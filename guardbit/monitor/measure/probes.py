@@ -39,7 +39,6 @@ class CallView:
     directions: Tensor | None = None  # FP32 `(H, D)`, the directions of their coherent errors
     # Whether any probe reads the shadow; the maxima are then taken from it.
     needs_shadow: bool = True
-    repeats: bool = False  # whether backwards are run a second time
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -368,9 +367,9 @@ class RepeatProbe(CallProbe):
     sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
 
     def update(self, view: CallView) -> Found | None:
-        """Runs the backward again, if it is asked for and possible."""
+        """Runs the backward again, if that is possible."""
         call = view.call
-        if not view.repeats or call.again is None or call.dq is None:
+        if call.again is None or call.dq is None:
             return None
         # Sums are in FP32 at best: of FP32 tensors their order changes many of the last bits.
         heads, unit = call.q.size(1), max(torch.finfo(call.q.dtype).eps / 2, _FINEST)
