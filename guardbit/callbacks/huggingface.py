@@ -27,7 +27,7 @@ from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
-from guardbit.judgement import LOSS_SAMPLES
+from guardbit.judgement.evidence import LOSS_SAMPLES
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
 from guardbit.records import line_of

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.judgement import FORWARD, Nonfinite, first_nonfinite, nothing_to_correct
+from guardbit.judgement import nothing_to_correct
+from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
