@@ -15,8 +15,6 @@ from guardbit.records import RunEnd
 
 S = TypeVar("S", bound=Session)
 
-_UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded"
-
 
 class GuardedCallback(Guarded):
     """A framework's callback; every method that the framework calls is guarded."""
@@ -39,7 +37,7 @@ class GuardedCallback(Guarded):
         if self.session is not None:
             self.session._contain(error, where)
         else:
-            log.warning("%s: %s", _UNWATCHED, str(error) or type(error).__name__, exc_info=True)
+            log.unwatched(error)
 
 
 def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:

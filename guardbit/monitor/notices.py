@@ -239,12 +239,9 @@ class Notices:
             log.tell(f"GuardBit: {why}: nothing to correct here")
 
     def report_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
-        """Reports the first NaN, and backwards that do not repeat.
-
-        With a scale of the loss, gradients overflow now and then and the scaler skips such steps:
-        NaN in gradients is then left out.
-        """
+        """Reports the first NaN, and backwards that do not repeat."""
         sites = self._instrumentation.sites
+        # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
         found = first_nonfinite(samples)
         if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
             self._record(_nonfinite(found, kernel_of(sites.get(found.site))))

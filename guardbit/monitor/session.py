@@ -48,7 +48,7 @@ from guardbit.monitor.settings import (
 )
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
-from guardbit.monitor.stages import FailedElsewhereError, Stages, log
+from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
 from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, named
 
 T = TypeVar("T")
@@ -393,8 +393,7 @@ class Session(Guarded):
         """Whether the sampled step that has ended may be judged after the next one."""
         _, sent = self._unjudged or (0, None)
         is_under_way = sent is not None and sent.numbers.is_under_way
-        is_due = self.policy is not None and self.policy.is_due
-        return is_under_way and not is_due and ranks.world_size() == 1
+        return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
 
     def _agree(self) -> bool:
         """Whether all ranks go on watching."""
@@ -414,15 +413,13 @@ class Session(Guarded):
         self._unjudged = step, sent
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
-        try:
-            columns = self._measurement.columns(
-                self.loss_scale, usable="capture" not in self._stages.off
-            )
-        except NoAttentionSeenError as error:
+        usable = "capture" not in self._stages.off
+        columns = self._measurement.columns(self.loss_scale, usable)
+        if columns is None:
             # A step may call no attention: one that was skipped, or that of a discriminator.
             why = self._notices.why_nothing
             if self._strict:
-                raise NoAttentionSeenError(why) from error
+                raise NoAttentionSeenError(why)
             if self.instrumentation.lost():
                 self._notices.none_called(step, why, "lost")
             elif self._notices.first("unseen"):
@@ -881,13 +878,12 @@ class Session(Guarded):
             self._give_up()
 
     def _report_failure(self, stage: str, error: Exception) -> None:
-        what = str(error) or type(error).__name__
         where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage == "burst":
             with suppress(Exception):
                 self._burst.stop()
         if stage != "store":
-            why = f"{where}: {what}"
+            why = f"{where}: {text_of(error)}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
         if stage in (_WATCHING, "ranks"):
             self._give_up()
@@ -914,13 +910,9 @@ class Session(Guarded):
             sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
         )  # fmt: skip
         self._is_void = True
-        log.warning(
-            "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded: %s",
-            str(error) or type(error).__name__,
-            exc_info=True,
-        )
+        log.unwatched(error)
         with suppress(Exception):
-            leave_word(self._dirpath, f"{OFF}: {str(error) or type(error).__name__}")
+            leave_word(self._dirpath, f"{OFF}: {text_of(error)}")
 
     def _capture_failed(self, error: Exception) -> None:
         """Takes an error inside a forward or backward."""

@@ -103,8 +103,8 @@ class Measurement:
         if self._metric is not None:
             self._metric.finish()
 
-    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
-        """Ends a sampled step at the heads; all ranks call it."""
+    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor] | None:
+        """Ends a sampled step at the heads; None without any attention. All ranks call it."""
         columns: dict[tuple[str, str], Tensor] = {}
         sites = self._instrumentation.sites
         metric, table = self._on_one_table(usable)
@@ -124,9 +124,7 @@ class Measurement:
         else:
             self.discard()
         if not sites:
-            if columns:
-                return columns  # of other ranks
-            raise NoAttentionSeenError("no attention was seen so far")
+            return columns or None  # those of other ranks
         known = self._count(sites)
         if known != self._known:
             self._known, self._metric = known, None  # counted anew at the next sampled step
