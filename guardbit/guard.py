@@ -135,9 +135,9 @@ def _tried(
 
 
 def method(
-    otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
+    otherwise: Callable[[Any], Any] = _nothing, at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
-    """Guards a method of a `Guarded`."""
+    """Guards a method of a `Guarded`; after an error it returns what `otherwise` makes of self."""
 
     def decorate(inside: Any) -> Any:
         def contain(self: Guarded, error: Exception) -> None:
@@ -297,11 +297,6 @@ def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def of_torch(_: object, name: str) -> Any:
     """Looks an attribute up in `torch`, for what stands in for it."""
     return getattr(torch, name)
-
-
-def is_guarded(found: Any) -> bool:
-    """Whether a function is guarded."""
-    return hasattr(found, _GUARDED)
 
 
 def _marked(guarded: Any) -> Any:

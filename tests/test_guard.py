@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import guardbit
 from guardbit import MonitorSession, guard
-from guardbit.guard import Guarded, is_guarded
+from guardbit.guard import Guarded
 from guardbit.kernels import flex, op
 from guardbit.monitor.interception import installation, seen, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
@@ -25,6 +25,10 @@ NO_DOORS = {
     "guardbit.kernels.op._NotDifferentiable",
     "guardbit.kernels.flex.FlexAttentionAutogradOp",
 }
+
+
+def is_guarded(function):
+    return hasattr(function, guard._GUARDED)
 
 
 def entries_of(kind):

@@ -15,8 +15,6 @@ from guardbit.records import RunEnd
 
 S = TypeVar("S", bound=Session)
 
-_UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded"
-
 
 class GuardedCallback(Guarded):
     """A framework's callback; every method that the framework calls is guarded."""
@@ -33,14 +31,13 @@ class GuardedCallback(Guarded):
         raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead}")
 
     def _contain(self, error: Exception, where: str) -> None:
-        """See `guard.Guarded._contain`."""
         if self.strict:
             raise error
         self._is_void = where == "__init__"
         if self.session is not None:
             self.session._contain(error, where)
         else:
-            log.warning("%s: %s", _UNWATCHED, str(error) or type(error).__name__, exc_info=True)
+            log.unwatched(error)
 
 
 def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
@@ -55,10 +52,6 @@ def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
         callback.session = None
 
 
-def nothing(_: object) -> None:
-    """What a callback returns to its framework."""
-
-
 def guarded(event: Callable[..., None]) -> Callable[..., None]:
     """Guards a method that a framework calls; it runs only with a session, which it gets."""
 
@@ -68,17 +61,13 @@ def guarded(event: Callable[..., None]) -> Callable[..., None]:
         if session is not None:
             session.always("callback", lambda: event(self, session, *args, **kwargs))
 
-    return guard.method(nothing)(with_session)
+    return guard.method()(with_session)
 
 
 def watched(strict: bool, make: Callable[[], S]) -> S | None:
     """Makes a session; returns None, with a warning, if the run has to go on without one.
 
     That happens if GuardBit would see none of the model's attention, or after an error of its own.
-
-    Raises:
-        ValueError: If a setting is wrong.
-        TypeError: If a setting has the wrong type.
     """
     try:
         session = make()

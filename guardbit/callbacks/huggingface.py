@@ -24,10 +24,10 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_utils import IntervalStrategy
 
 from guardbit import guard
-from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
+from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
-from guardbit.judgement import LOSS_SAMPLES
+from guardbit.judgement.evidence import LOSS_SAMPLES
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
 from guardbit.records import line_of
@@ -68,7 +68,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         ("setup", "on_exception"), ": with Lightning's Trainer use AttentionMonitor"
     )
 
-    @guard.method(nothing)
+    @guard.method()
     @passes_to(Settings)
     def __init__(self, every_n_train_steps: int = 50, **settings: Any) -> None:
         with refusing():
@@ -77,7 +77,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         #: The model that is trained, and the Trainer that trains it.
         self._run: tuple[nn.Module, Trainer] | None = None
 
-    @guard.method(nothing)
+    @guard.method()
     def on_train_begin(
         self, args: Any, state: TrainerState, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
@@ -182,7 +182,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             path = _state_path(args, state)
             session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 
-    @guard.method(nothing, at_last=end)
+    @guard.method(at_last=end)
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
         self._run = None

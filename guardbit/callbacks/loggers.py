@@ -51,40 +51,27 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
 
 
 class LoggedRun:
-    """The past of a run, as far as loggers need it; it is empty when a run is resumed.
-
-    Attributes:
-        place: Folder of the telemetry.
-        log_layers: Whether `metrics` has the largest value of each layer too.
-        num_samples: Number of sampled steps taken.
-        latest: The latest value of each documented key.
-    """
+    """The past of a run, as far as loggers need it; it is empty when a run is resumed."""
 
     def __init__(self, place: str | os.PathLike[str] = "", log_layers: bool = False) -> None:
-        self.place, self.log_layers = place, log_layers
-        self.latest: dict[str, float] = dict.fromkeys(COUNTED_KEYS, 0.0)
-        self.num_samples = 0
-        self._step: int | None = None
+        self.place, self.log_layers = place, log_layers  # the telemetry's folder
+        self.latest: dict[str, float] = dict.fromkeys(COUNTED_KEYS, 0.0)  # of each documented key
+        self.num_samples = 0  # sampled steps taken
+        self.step: int | None = None  # the last of these
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
 
-    def is_new(self, session: Session) -> bool:
-        """Whether the session has judged a step since the last call."""
-        before, self._step = self._step, session.sampled_step
-        return self._step != before
-
     def metrics(self, session: Session) -> dict[str, float]:
         """Adds the step that a session has judged; returns its scalars by key."""
-        self.num_samples += 1
+        self.num_samples, self.step = self.num_samples + 1, session.sampled_step
         scalars = {**session.scalars, **self.take(session.samples)}
         metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
         stabilizers = session.instrumentation.stabilizers()
-        step = session.sampled_step or 0
         for site, layer in self._layer_of.items():
             names = enumerate(stabilizers.get(site, ()))
             switched = {head for head, name in names if name != "none"}
             for head in {*session.alarmed_heads.get(site, ()), *switched}:
-                self._history.moved.setdefault((layer, head), step)
+                self._history.moved.setdefault((layer, head), self.step or 0)
         num_switched = sum(name != "none" for names in stabilizers.values() for name in names)
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
         worst = self.worst()

@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from guardbit import guard
-from guardbit.callbacks.base import GuardedCallback, end, guarded, nothing, watched
+from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
@@ -85,7 +85,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     _is_set_up = False
 
-    @guard.method(nothing)
+    @guard.method()
     @passes_to(Settings, "policy", "dry_run")
     def __init__(
         self,
@@ -122,7 +122,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """The class's name; two monitors may differ until `setup` refuses one in our words."""
         return super().state_key if self._is_set_up else f"{super().state_key} {id(self)}"
 
-    @guard.method(nothing)
+    @guard.method()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuses a second monitor."""
         self._is_set_up = True
@@ -133,7 +133,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                     " watched by one"
                 )
 
-    @guard.method(nothing)
+    @guard.method()
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Instruments the model, which is complete by now (after `configure_model`)."""
         # The next fit may do without `AutoStabilizer`.
@@ -152,7 +152,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 
-    @guard.method(nothing)
+    @guard.method()
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
         _publish(trainer, self._logged.latest)  # callbacks that find no value end the training
@@ -181,11 +181,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     @guarded
     def on_before_optimizer_step(
-        self,
-        session: Session,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        optimizer: Optimizer,
+        self, session: Session, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
     ) -> None:
         """Takes the gradient norm of a sampled step, before clipping."""
         if session.is_sampled:
@@ -227,12 +223,12 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         session.catch_up()
         self._log_news(session, trainer, None)
 
-    @guard.method(nothing, at_last=end)
+    @guard.method(at_last=end)
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
         self._close()
 
-    @guard.method(nothing, at_last=end)
+    @guard.method(at_last=end)
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
@@ -247,7 +243,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             return self._restored  # no session has loaded it yet
         return {**self.session.state_dict(), "logged": self._logged.latest}
 
-    @guard.method(nothing)
+    @guard.method()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until the run starts."""
         self._restored, self._state_of = state_dict, None
@@ -285,7 +281,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ) -> None:
         """Logs a step that the session has judged since; once a step."""
         step = session.sampled_step
-        if step is None or not self._logged.is_new(session):
+        if step is None or step == self._logged.step:
             return
         metrics = self._logged.metrics(session)
         # Outside "logging": a logger that fails must not hide alarms from `EarlyStopping`.

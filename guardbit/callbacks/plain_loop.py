@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from guardbit import guard
-from guardbit.callbacks.base import nothing
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line
 from guardbit.guard import refusing
 from guardbit.monitor import ranks
@@ -63,7 +62,7 @@ class MonitorSession(Session):
         ValueError: If an argument is out of range or the model cannot be watched.
     """
 
-    @guard.method(nothing)
+    @guard.method()
     @passes_to(Settings)
     def __init__(self, model: nn.Module, *, writer: Any = None, **settings: Any) -> None:
         add = getattr(writer, "add_scalar", None)
@@ -84,7 +83,7 @@ class MonitorSession(Session):
                 super().close("interrupted")
                 raise
 
-    @guard.method(nothing)
+    @guard.method()
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 

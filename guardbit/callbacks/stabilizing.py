@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from guardbit import guard
-from guardbit.callbacks.base import GuardedCallback, nothing
+from guardbit.callbacks.base import GuardedCallback
 from guardbit.callbacks.monitoring import AttentionMonitor, callbacks_of
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
@@ -39,7 +39,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
         {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor(policy=Policy())"}
     )
 
-    @guard.method(nothing)
+    @guard.method()
     @passes_to(Policy)
     def __init__(
         self, stabilizer: str = "exact_delta", *, dry_run: bool = False, **settings: Any
@@ -49,7 +49,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
             Settings(dry_run=dry_run)
             self.policy = Policy(stabilizer, **settings)
 
-    @guard.method(nothing)
+    @guard.method()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Hands the policy to the monitor, before that instruments the model."""
         if stage != "fit":

@@ -37,12 +37,7 @@ MOST_IN_VAIN = 2
 
 
 class Switching:
-    """Switches heads by hand or as a policy decides, and records it.
-
-    Attributes:
-        refusals: Module, of any rank -> why none of its calls could be switched so far, or None.
-        asked_elsewhere: What heads are asked to run in modules that only other ranks hold.
-    """
+    """Switches heads by hand or as a policy decides, and records it."""
 
     def __init__(
         self,
@@ -53,8 +48,9 @@ class Switching:
     ) -> None:
         self._instrumentation = instrumentation
         self._policy, self._dry_run, self._record = policy, dry_run, record
+        # Module, of any rank -> why none of its calls could be switched so far, or None.
         self.refusals: dict[str, str | None] = {}
-        self.asked_elsewhere: Stabilizers = {}
+        self.asked_elsewhere: Stabilizers = {}  # in modules that only other ranks hold
         # Modules that are absent: not called yet, or no longer instrumented.
         self._loaded: Stabilizers = {}
         self._left_running: Stabilizers = {}

@@ -84,17 +84,14 @@ class Exchange:
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         instrumentation = self._instrumentation
 
-        def refusals_of() -> dict[str, str | None]:
-            return {name: site.lasting_refusal for name, site in instrumentation.sites.items()}
+        def of_sites(attribute: str) -> dict[str, Any]:
+            return {n: getattr(site, attribute) for n, site in instrumentation.sites.items()}
 
-        def heads_of() -> list[tuple[str, range]]:
-            return [(name, site.own_heads) for name, site in instrumentation.sites.items()]
-
-        refusals = attempt("refusals", refusals_of)
+        refusals = attempt("refusals", lambda: of_sites("lasting_refusal"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
         mine = Part(samples, refusals or {}, asked or {}, self.metadata, self._recorded)
         self._recorded = []
-        heads = attempt("ranks", heads_of) if several else None
+        heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part(mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
         for part in reversed(parts):

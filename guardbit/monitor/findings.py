@@ -11,26 +11,15 @@ from guardbit.records import Alarm, Event, Role, event_of
 
 
 class Findings:
-    """The first alarms of a run, and the verdict by them.
-
-    Attributes:
-        verdict: The latest one that was recorded.
-        alarmed: Attention module -> the heads that an alarm has named.
-        sound_step: Step of the last state that was taken, for a checkpoint, before any of them.
-        is_whole: Whether the alarms of the run are known from its first step on.
-    """
+    """The first alarms of a run, and the verdict by them."""
 
     def __init__(self) -> None:
+        # The first alarm, or advisory, of each rule and attention module.
         self._first: dict[tuple[str, str], Alarm] = {}
-        self.verdict = "stable"
-        self.alarmed: dict[str, set[int]] = {}
-        self.sound_step: int | None = None
-        self.is_whole = True
-
-    @property
-    def alarms(self) -> tuple[Alarm, ...]:
-        """The first alarm, or advisory, of each rule and attention module."""
-        return tuple(self._first.values())
+        self.verdict = "stable"  # the latest one that was recorded
+        self.alarmed: dict[str, set[int]] = {}  # attention module -> the heads alarms have named
+        self.sound_step: int | None = None  # of the last state taken before any of them
+        self.is_whole = True  # whether the alarms are known from the run's first step on
 
     def add(self, alarm: Alarm) -> bool:
         """Returns whether it is the first of its rule and module, or names another head."""
@@ -69,16 +58,15 @@ class Findings:
 
     def events(self) -> Iterator[Event]:
         """Yields the alarms so far, for a run that goes on in a new folder."""
-        yield from map(event_of, self.alarms)
+        yield from map(event_of, self._first.values())
 
     def state_dict(self) -> dict[str, Any]:
         # Plain tuples only: PyTorch loads no other with weights_only.
-        alarms = [(*astuple(alarm)[:5], tuple(alarm.role), alarm.severity) for alarm in self.alarms]
-        alarmed = {site: sorted(heads) for site, heads in self.alarmed.items()}
+        first = self._first.values()
         return {
-            "first_alarms": alarms,
+            "first_alarms": [(*astuple(one)[:5], tuple(one.role), one.severity) for one in first],
             "verdict": self.verdict,
-            "alarmed": alarmed,
+            "alarmed": {site: sorted(heads) for site, heads in self.alarmed.items()},
             "sound_step": self.sound_step,
             "is_whole": self.is_whole,
         }

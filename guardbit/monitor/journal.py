@@ -67,7 +67,6 @@ class Journal:
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
-        self._described: dict[str, dict[str, Any]] = {}
         #: What a judgement of the run reads: samples, alarms and switches without their sentences,
         #: metadata. Of a run that goes on in its folder, what that holds is among it.
         self.evidence = Evidence()
@@ -171,7 +170,6 @@ class Journal:
         return [Event(**event) for event in events if event["step"] < step]
 
     def judgement(self, ended: Ended | None) -> Judgement:
-        """Judges the run so far."""
         return judge(self.evidence, self.events, self._earlier_metadata | self.metadata, ended)
 
     def record(self, event: Event) -> None:
@@ -267,10 +265,10 @@ class Journal:
 
     def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
         """Records the metadata of the attention modules (`metadata_of`), if they have changed."""
-        if modules == self._described:
+        before = self.metadata.get("sites", {})
+        if modules == before:
             return
-        is_first = modules.keys() - self._described.keys()
-        self._described = modules
+        is_first = modules.keys() - before.keys()
         self._warn(modules)
         refusals = [known["not_switchable"] for known in modules.values()]
         if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.judgement import FORWARD, first_nonfinite, nothing_to_correct
+from guardbit.judgement import nothing_to_correct
+from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
@@ -81,8 +82,6 @@ class Notices:
         self._switch_reports = SwitchReports(instrumentation)
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
-        # Of the sampled steps without attention, how many there were and the first.
-        self._num_without, self._first_without = 0, 0
 
     def first(self, what: str) -> bool:
         """Whether this is the first time that something is to be said."""
@@ -201,14 +200,10 @@ class Notices:
 
     def none_called(self, step: int, why: str, what: str = "none called") -> None:
         """Reports, once, a sampled step without attention; notes how many there were."""
-        if not self._num_without:
-            self._first_without = step
         if self.first(what):
             self._tell(step, why)
-        self._num_without += 1
-        self._journal.note(
-            {"without_attention": {"samples": self._num_without, "first": self._first_without}}
-        )
+        before = self._journal.metadata.get("without_attention", {"samples": 0, "first": step})
+        self._journal.note({"without_attention": {**before, "samples": before["samples"] + 1}})
 
     def _tell(self, step: int, why: str) -> None:
         self._exchange.record(Event(step, "monitor_error", "", (), why))
@@ -244,15 +239,12 @@ class Notices:
             log.tell(f"GuardBit: {why}: nothing to correct here")
 
     def report_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
-        """Reports the first NaN, and backwards that do not repeat.
-
-        With a scale of the loss, gradients overflow now and then and the scaler skips such steps:
-        NaN in gradients is then left out.
-        """
+        """Reports the first NaN, and backwards that do not repeat."""
         sites = self._instrumentation.sites
+        # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
         found = first_nonfinite(samples)
-        if found and (loss_scale == 1.0 or found[1] in FORWARD) and self.first("nonfinite"):
-            self._record(_nonfinite(step, *found, kernel_of(sites.get(found[0].site))))
+        if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
+            self._record(_nonfinite(found, kernel_of(sites.get(found.site))))
         for kind, (largest, sample) in _worst_repeats(samples).items():
             if self.first(kind):
                 kernel = kernel_of(sites.get(sample.site))
@@ -441,16 +433,14 @@ def _why_unseen(unseen: Sequence[Site], share: str) -> str:
     )
 
 
-def _nonfinite(
-    step: int, sample: Sample, tensor: str, heads: tuple[int, ...], kernel: str
-) -> Event:
-    made_here = tensor in ("O", "dQ", "dK", "dV") and kernel
+def _nonfinite(found: Nonfinite, kernel: str) -> Event:
+    made_here = found.tensor in ("O", "dQ", "dK", "dV") and kernel
     why = (
-        f"NaN or infinity, of this sampled step first in {tensor}: {_WHENCE[tensor]}"
+        f"NaN or infinity, of this sampled step first in {found.tensor}: {_WHENCE[found.tensor]}"
         f"{f' ({kernel})' if made_here else ''}; it may be older than this step, as those between"
         " samples are not looked at"
     )
-    return Event(step, "advisory", sample.site, heads, why, rule="nonfinite")
+    return Event(found.step, "advisory", found.site, found.heads, why, rule="nonfinite")
 
 
 def _worst_repeats(samples: Iterable[Sample]) -> dict[str, tuple[float, Sample]]:

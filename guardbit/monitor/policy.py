@@ -197,16 +197,8 @@ class Policy:
     ) -> list[Decision]:
         """Takes the alarms raised since the last call and returns what to do now.
 
-        Args:
-            alarms: In the order of their steps; may be empty.
-            step: The current optimizer step, not before the last call's.
-            stabilizers: What is asked for now: attention module -> one stabilizer a head, for the
-                modules called so far. Nothing is decided about other modules.
-            restless: Attention module -> heads whose indicators speak against undoing a switch.
-
-        Returns:
-            At most one decision a module to switch heads and one to undo that, in the order of
-            `stabilizers`.
+        Of each module in `stabilizers`, what is asked for in those called so far, at most one
+        decision to switch heads and one to undo that. Switches of `restless` heads are not undone.
         """
         alarms = [alarm for alarm in alarms if not alarm.role.is_advisory]
         for alarm in alarms:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from guardbit.doctor.inputs import DTYPES, Shape
 from guardbit.doctor.preflight import Examiner, Preflight
 from guardbit.doctor.text import conclusion
-from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor import ranks
 from guardbit.monitor.interception import recorders
@@ -170,19 +169,9 @@ class Examinations:
         self._model, self._instrumentation = model, instrumentation
         self._schedule, self._journal, self._record = schedule, journal, record
         self._seconds = seconds
-        # The calls of the step that is examined; None once that is done.
-        self._calls = OwnCalls() if seconds > 0 and ranks.rank() == 0 else None
+        # Takes the calls of the step that is examined; None once that is done.
+        self.calls = OwnCalls() if seconds > 0 and ranks.rank() == 0 else None
         self._found_before = ""
-
-    @property
-    def wants_calls(self) -> bool:
-        """Whether calls of the current step are to be examined."""
-        return self._calls is not None
-
-    def take(self, call: AttentionCall) -> None:
-        """Takes a call of a sampled step."""
-        if self._calls is not None:
-            self._calls.take(call.q, call.k, call.v, call.spec, call.kernel)
 
     def batch(self, batch: Any, seconds: float) -> Preflight | None:
         """Examines the calls of a forward, see `Session.preflight`."""
@@ -195,9 +184,9 @@ class Examinations:
 
     def step(self, step: int) -> None:
         """Examines the calls of a sampled step that has ended, once."""
-        calls = self._calls
+        calls = self.calls
         if calls:
-            self._calls = None
+            self.calls = None
             self._examine(calls, self._seconds, step)
 
     def tell_earlier(self, step: int) -> None:

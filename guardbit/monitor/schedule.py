@@ -18,19 +18,13 @@ _HOW = (
 
 
 class Schedule:
-    """Counts steps, and warns once of each way in which a loop does not begin or end them.
-
-    Attributes:
-        step: The step that began last; None before the first, and when it was abandoned.
-        last_ended: The step that ended last; None before the first.
-        is_sampled: Whether the step that has begun is sampled.
-    """
+    """Counts steps, and warns once of each way in which a loop does not begin or end them."""
 
     def __init__(self, cadence: int, warn: Callable[[str], None] = lambda line: None) -> None:
         self._cadence, self._warn = cadence, warn
-        self.step: int | None = None
+        self.step: int | None = None  # that began last; None before the first, and if abandoned
         self.last_ended: int | None = None
-        self.is_sampled = False
+        self.is_sampled = False  # whether the step that has begun is
         self._has_any_ended = False
         # For the warnings: the step that began last, abandoned or not, and what became of it.
         self._last: int | None = None

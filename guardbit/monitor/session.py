@@ -48,7 +48,7 @@ from guardbit.monitor.settings import (
 )
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
-from guardbit.monitor.stages import FailedElsewhereError, Stages, log
+from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
 from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, named
 
 T = TypeVar("T")
@@ -62,10 +62,6 @@ MOST_ADVISED = 2
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
-
-
-def _nothing(_: object) -> None:
-    """What callers get after an error, see `guard.method`."""
 
 
 # What methods end with, whatever fails in them.
@@ -96,7 +92,7 @@ class StepBracket(Guarded):
         return self.session
 
     # Abandoning does nothing once the step has ended.
-    @guard.method(_nothing, at_last=lambda bracket: bracket.session.abandon_step())
+    @guard.method(at_last=lambda bracket: bracket.session.abandon_step())
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.session.end_step()
@@ -112,7 +108,7 @@ class Session(Guarded):
 
     _strict = False
 
-    @guard.method(_nothing)
+    @guard.method()
     @passes_to(Settings)
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self._strict, self._dirpath = settings.get("strict", False), settings.get("dirpath")
@@ -121,11 +117,11 @@ class Session(Guarded):
         try:
             self._set_up(model, checked)
         except BaseException:
-            self._take_out()
+            with suppress(Exception):  # it may not be made yet
+                self.instrumentation.remove()
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
-        """Makes the parts of the session."""
         # Once it is closed, nothing more is watched or switched.
         self._is_closed = self._is_leaving = self._wants_out = False
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
@@ -146,13 +142,7 @@ class Session(Guarded):
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
-        self._measurement = Measurement(
-            self.instrumentation,
-            settings.measured,
-            settings.num_rows,
-            settings.num_audited_heads,
-            settings.audit_repeats,
-        )
+        self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
@@ -178,7 +168,6 @@ class Session(Guarded):
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
         )  # fmt: skip
         self._missed = MissedModules(settings.every_n_train_steps)
-        self._recorded_facts: dict[str, dict[str, Any]] = {}
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._left_out: set[str] = set()  # the scalars that were no numbers
@@ -204,7 +193,7 @@ class Session(Guarded):
         with refusing():
             return StepBracket(self, checked_step(step))
 
-    @guard.method(_nothing)
+    @guard.method()
     def begin_batch(self, step: int) -> None:
         """Begins a micro-batch of optimizer step `step`.
 
@@ -280,7 +269,7 @@ class Session(Guarded):
         return self._notices.coverage
 
     @property
-    @guard.method(_nothing)
+    @guard.method()
     def judgement(self) -> Judgement | None:
         """What is to be said of the run so far, earlier steps in its folder included.
 
@@ -288,7 +277,7 @@ class Session(Guarded):
         """
         return self.attempt("judgement", lambda: self._journal.judgement(self._ended))
 
-    @guard.method(_nothing)
+    @guard.method()
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
         """Takes the loss of the current micro-batch.
 
@@ -301,12 +290,12 @@ class Session(Guarded):
         """
         self._take_of_step("loss", value, factor)
 
-    @guard.method(_nothing)
+    @guard.method()
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         self._take_of_step("grad_norm", value)
 
-    @guard.method(_nothing)
+    @guard.method()
     def validation_loss(self, value: Tensor | float) -> None:
         """Records the loss of a validation, at the last step that has ended.
 
@@ -366,14 +355,17 @@ class Session(Guarded):
             self.attempt("proofs", self._notices.report_proofs)
         self._step_ended()
         if self._burst.is_on:
-            self.attempt("burst", lambda: self._end_burst_step(was_sampled))
+            self.attempt("burst", self._burst.forget_step)
+            if not was_sampled:
+                self.attempt("burst", lambda: self.instrumentation.observe(None))
         if not self._is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
         alarms = self.catch_up()
         if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
-        self.attempt("capture", self._finish_capture)
+        self.attempt("capture", lambda: self.instrumentation.observe(None))
+        self.attempt("capture", self._measurement.finish)
         # From here on an error may hit one rank alone, which must still take part in this.
         self._has_given_up = not self.attempt("ranks", self._agree)
         if self._has_given_up:
@@ -397,21 +389,11 @@ class Session(Guarded):
             return []
         return self.attempt(_WATCHING, lambda: self._take_samples(*unjudged)) or []
 
-    def _end_burst_step(self, was_sampled: bool) -> None:
-        self._burst.forget_step()
-        if not was_sampled:
-            self.instrumentation.observe(None)
-
     def _may_wait(self) -> bool:
         """Whether the sampled step that has ended may be judged after the next one."""
         _, sent = self._unjudged or (0, None)
         is_under_way = sent is not None and sent.numbers.is_under_way
-        is_due = self.policy is not None and self.policy.is_due
-        return is_under_way and not is_due and ranks.world_size() == 1
-
-    def _finish_capture(self) -> None:
-        self.instrumentation.observe(None)
-        self._measurement.finish()
+        return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
 
     def _agree(self) -> bool:
         """Whether all ranks go on watching."""
@@ -431,15 +413,13 @@ class Session(Guarded):
         self._unjudged = step, sent
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
-        try:
-            columns = self._measurement.columns(
-                self.loss_scale, usable="capture" not in self._stages.off
-            )
-        except NoAttentionSeenError as error:
+        usable = "capture" not in self._stages.off
+        columns = self._measurement.columns(self.loss_scale, usable)
+        if columns is None:
             # A step may call no attention: one that was skipped, or that of a discriminator.
             why = self._notices.why_nothing
             if self._strict:
-                raise NoAttentionSeenError(why) from error
+                raise NoAttentionSeenError(why)
             if self.instrumentation.lost():
                 self._notices.none_called(step, why, "lost")
             elif self._notices.first("unseen"):
@@ -462,7 +442,6 @@ class Session(Guarded):
         return metadata_of(self.instrumentation.sites, why_passed_by)
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
-        self._recorded_facts = facts
         precision = sorted(self._precisions)
         if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
             self._journal.note({"precision": precision})
@@ -478,7 +457,8 @@ class Session(Guarded):
         samples = self.samples = self._samples_of_all_ranks(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
-        self.attempt("burst", lambda: self._note_burst(samples))
+        self.attempt("burst", lambda: self._burst.note(samples))
+        self.attempt("burst", self._follow_burst)
         self.attempt(
             "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
         )
@@ -517,7 +497,6 @@ class Session(Guarded):
         return known.samples
 
     def _graded(self, found: list[Alarm]) -> list[Alarm]:
-        """The alarms with their severity."""
         steps = {one.step for one in found if not one.role.is_advisory}
         grades = severities(self._journal.evidence, steps) if steps else {}
         return [replace(one, severity=grades.get(one.step, "warning")) for one in found]
@@ -544,12 +523,8 @@ class Session(Guarded):
         if nothing_to_correct(self._journal.metadata):
             return
         for alarm in found:
-            if alarm.site and set(SHARES) <= set(self._measurement.wanted):
+            if alarm.site and self._measurement.plan.wanted.issuperset(SHARES):
                 self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
-        self._follow_burst()
-
-    def _note_burst(self, samples: list[Sample]) -> None:
-        self._burst.note(samples)
         self._follow_burst()
 
     def _follow_burst(self) -> None:
@@ -575,7 +550,7 @@ class Session(Guarded):
         if event is not None:
             self.record(event)
 
-    @guard.method(_nothing, at_last=_forget_step)
+    @guard.method(at_last=_forget_step)
     def abandon_step(self) -> None:
         """Forgets the step that has not ended, as after an error in it; it may begin again."""
         step = self._schedule.step
@@ -590,7 +565,7 @@ class Session(Guarded):
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
         self._step_ended()
 
-    @guard.method(_nothing, at_last=lambda session: session._leave())
+    @guard.method(at_last=lambda session: session._leave())
     def close(self, end: RunEnd = "finished") -> None:
         self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
@@ -632,13 +607,13 @@ class Session(Guarded):
     def _record_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):
             # Of other ranks, what they said last.
-            self._record_facts(self._recorded_facts | self._site_facts())
+            self._record_facts(self._journal.metadata.get("sites", {}) | self._site_facts())
 
     def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
             self._notices.report_runs(self._schedule.last_ended, is_last=True)
 
-    @guard.method(_nothing)
+    @guard.method()
     def switch(
         self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
     ) -> None:
@@ -671,22 +646,22 @@ class Session(Guarded):
         step = begun if begun is not None else ended or 0
         self._switching.switch(site, stabilizer, heads, why, step)
 
-    @guard.method(_nothing)
+    @guard.method()
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
         self._journal.record(event)
 
-    @guard.method(_nothing)
+    @guard.method()
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
         """Runs a stage of the monitor, unless it is off; returns None then, and if it fails."""
         return self._stages.attempt(stage, function)
 
-    @guard.method(_nothing)
+    @guard.method()
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off."""
         return self._stages.always(stage, function)
 
-    @guard.method(_nothing)
+    @guard.method()
     def snapshot(self, site: str, heads: Sequence[int]) -> None:
         """Keeps inputs of heads at the next sampled step, for `guardbit diagnose`.
 
@@ -706,7 +681,7 @@ class Session(Guarded):
         with refusing():
             self._snapshots.want(site, heads)
 
-    @guard.method(_nothing)
+    @guard.method()
     def preflight(self, batch: Any, seconds: float = PREFLIGHT_SECONDS) -> Preflight | None:
         """Examines the engines that could serve the model's attention, before training.
 
@@ -734,8 +709,9 @@ class Session(Guarded):
             if call.q.numel() == 0 or call.k.numel() == 0:
                 return
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-                if self._examinations.wants_calls:
-                    self.attempt("preflight", lambda: self._examinations.take(call))
+                if (calls := self._examinations.calls) is not None:
+                    given = call.q, call.k, call.v, call.spec, call.kernel
+                    self.attempt("preflight", lambda: calls.take(*given))
                 if self._burst.is_on:
                     self.attempt("burst", lambda: self._burst.consume(call))
                 if not self._schedule.is_sampled:
@@ -816,7 +792,7 @@ class Session(Guarded):
             **self._findings.state_dict(),
         }
 
-    @guard.method(_nothing)
+    @guard.method()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the `state_dict` of a session.
 
@@ -882,7 +858,7 @@ class Session(Guarded):
     def _rest_unless(self, is_sampled: bool) -> bool:
         """Leaves calls alone unless the step is sampled; returns whether they are wanted."""
         unfit = self._stages.off & {_WATCHING, "capture", "metrics"}
-        wanted = self._measurement.needs_calls and not unfit and not self._has_given_up
+        wanted = bool(self._measurement.plan.calls) and not unfit and not self._has_given_up
         bursts = () if unfit | (self._stages.off & {"burst"}) else self._burst.heads
         self.instrumentation.rest(not (is_sampled and wanted), bursts)
         return is_sampled and wanted
@@ -902,13 +878,12 @@ class Session(Guarded):
             self._give_up()
 
     def _report_failure(self, stage: str, error: Exception) -> None:
-        what = str(error) or type(error).__name__
         where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage == "burst":
             with suppress(Exception):
                 self._burst.stop()
         if stage != "store":
-            why = f"{where}: {what}"
+            why = f"{where}: {text_of(error)}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
         if stage in (_WATCHING, "ranks"):
             self._give_up()
@@ -935,19 +910,9 @@ class Session(Guarded):
             sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
         )  # fmt: skip
         self._is_void = True
-        log.warning(
-            "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded: %s",
-            str(error) or type(error).__name__,
-            exc_info=True,
-        )
+        log.unwatched(error)
         with suppress(Exception):
-            leave_word(self._dirpath, f"{OFF}: {str(error) or type(error).__name__}")
-
-    def _take_out(self) -> None:
-        made = vars(self).get("instrumentation")
-        if made is not None:
-            with suppress(Exception):
-                made.remove()
+            leave_word(self._dirpath, f"{OFF}: {text_of(error)}")
 
     def _capture_failed(self, error: Exception) -> None:
         """Takes an error inside a forward or backward."""

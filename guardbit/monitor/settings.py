@@ -197,7 +197,6 @@ def passes_to(kind: type, *but: str) -> Callable[[F], F]:
 def warn_of_settings(
     indicators: Collection[str], policy: Policy | None, detectors: Detectors
 ) -> None:
-    """Warns of settings that go badly together."""
     quiet = policy.quiet_steps if policy else None
     if quiet is not None and quiet <= detectors.cool_down_steps:
         log.warning(

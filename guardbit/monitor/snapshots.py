@@ -133,7 +133,6 @@ class Snapshots:
         self._held.clear()
 
     def write(self, step: int) -> None:
-        """Writes what the step gave."""
         held, self._held = self._held, {}
         if not held or self._folder is None:
             return

@@ -53,6 +53,16 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
                 with beside_bars():
                     logging.lastResort.handle(self.logger.makeRecord(*record))
 
+    def unwatched(self, error: Exception) -> None:
+        """Warns that a run goes on without GuardBit, after an error that is being handled."""
+        line = "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded: %s"
+        self.warning(line, text_of(error), exc_info=True)
+
+
+def text_of(error: Exception) -> str:
+    """Returns an error's text, or its name: some, such as MemoryError, have no text."""
+    return str(error) or type(error).__name__
+
 
 log = _Log(logging.getLogger("guardbit"))
 
@@ -62,16 +72,11 @@ class FailedElsewhereError(RuntimeError):
 
 
 class Stages:
-    """Runs the stages of a monitor, each until it fails.
-
-    Attributes:
-        strict: The argument.
-        off: Names of the stages that have failed.
-    """
+    """Runs the stages of a monitor, each until it fails."""
 
     def __init__(self, strict: bool, on_failure: Callable[[str, Exception], None]) -> None:
         self.strict = strict
-        self.off: set[str] = set()
+        self.off: set[str] = set()  # those that have failed
         self._on_failure = on_failure
 
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
@@ -98,8 +103,7 @@ class Stages:
             "the stage '%s' failed and is off for the rest of the run, which goes on%s: %s",
             stage,
             means if stage == "store" else "",
-            # Some errors, such as MemoryError, have no text.
-            str(error) or type(error).__name__,
+            text_of(error),
             # Errors of the system name their file or address themselves.
             exc_info=not isinstance(error, FailedElsewhereError | OSError),
         )

@@ -173,7 +173,7 @@ def test_pytorchs_kernels_differ_by_no_more_than_an_order_of_additions(name):
         dq=first[0], dk=first[1], dv=first[2], again=again,
     )  # fmt: skip
     probe = RepeatProbe(("repeat_difference",))
-    found = probe.update(CallView(call, repeats=True))
+    found = probe.update(CallView(call))
     state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
     (values,) = probe.compute(state, 1.0).values()
     assert values.shape == (1, 4) and float(values.max()) <= 2.0

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -70,13 +71,7 @@ _RESTLESS = CommonMode().logit
 
 
 class Detectors:
-    """Samples in, alarms out; one object for a live run and for a replay.
-
-    Attributes:
-        roles: Rule -> what it judges.
-        normalised: Attention modules where the size of W_Q does not reach the scores, as under QK
-            norm. The caller, who knows the model, sets it.
-    """
+    """Samples in, alarms out; one object for a live run and for a replay."""
 
     def __init__(
         self, rules: tuple[Rule, ...] = DEFAULT_RULES, *, cool_down_steps: int = 1000
@@ -100,6 +95,8 @@ class Detectors:
             raise ValueError(f"cool_down_steps of Detectors must be >= 0, got {cool_down_steps}")
         self.rules = tuple(rules)
         self.cool_down_steps = cool_down_steps
+        # Modules where the size of W_Q does not reach the scores, as under QK norm: set by the
+        # caller, who knows the model.
         self.normalised: frozenset[str] = frozenset()
         self._rule_states: dict[str, State] = {name: {} for name in names}
         self._last_step: dict[str, dict[str, int]] = {}
@@ -111,8 +108,9 @@ class Detectors:
     def update(self, samples: Iterable[Sample]) -> list[Alarm]:
         """Takes the samples of one step or of several and returns the alarms they raise."""
         alarms = []
-        known = (sample for sample in samples if sample.indicator in INDICATORS)
-        for step, group in groupby(sorted(known, key=_place), key=_step):
+        known = [sample for sample in samples if sample.indicator in INDICATORS]
+        known.sort(key=attrgetter("step", "layer", "site"))
+        for step, group in groupby(known, key=attrgetter("step")):
             snapshot = self._snapshot(step, group)
             for rule in self.rules:
                 for finding in rule.examine(snapshot, self._rule_states[rule.name]):
@@ -158,7 +156,6 @@ class Detectors:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: State) -> None:
-        """Continues where the object stood whose `state_dict` this is."""
         if state["rules"].keys() != self._rule_states.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "
@@ -215,14 +212,6 @@ class Detectors:
         )
         fired.update({str(head): step for head in ready})
         return ready
-
-
-def _step(sample: Sample) -> int:
-    return sample.step
-
-
-def _place(sample: Sample) -> tuple[int, int, str]:
-    return sample.step, sample.layer, sample.site
 
 
 def _widened(values: Values, heads: int) -> Values:

@@ -38,11 +38,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from guardbit.catalog import of_probe
-from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.constants import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+from guardbit.monitor.measure.probes import CallView
 from guardbit.monitor.measure.rotary import Turn, turns_of
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from guardbit.monitor.sites import Site
@@ -87,17 +87,12 @@ class _Product(NamedTuple):
 
 
 class Burst:
-    """Measures heads at every step, see the module's docstring.
-
-    Attributes:
-        heads: Attention module -> the heads that are measured now.
-        why_not: Why something was not measured, the last reason; "" if all was.
-    """
+    """Measures heads at every step, see the module's docstring."""
 
     def __init__(self, sites: Callable[[], dict[str, Site]], model: nn.Module) -> None:
         self._sites, self._model = sites, model
-        self.heads: dict[str, list[int]] = {}
-        self.why_not = ""
+        self.heads: dict[str, list[int]] = {}  # attention module -> those that are measured now
+        self.why_not = ""  # why something was not measured, the last reason
         self._seen: set[tuple[str, int, bool]] = set()
         self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
         self._products: dict[str, _Product] = {}
@@ -114,7 +109,6 @@ class Burst:
 
     @property
     def is_on(self) -> bool:
-        """Whether any head is measured."""
         return bool(self.heads)
 
     def want(self, site: str, heads: Iterable[int], is_alarm: bool = True) -> None:
@@ -143,7 +137,6 @@ class Burst:
             self._unhook = register_optimizer_step_post_hook(hear).remove
 
     def stop(self) -> None:
-        """Ends all measuring."""
         self.heads.clear()
         self._products.clear()
         self._after.clear()
@@ -182,10 +175,7 @@ class Burst:
             if call.uncorrected is None:
                 raise LayoutUnavailable("its kernel cannot be run uncorrected once more")
             as_kernel = call.uncorrected().index_select(1, index).float()
-        exact = dispatch.exact_query_gradient(
-            call.d_out, call.q, call.k, call.v,
-            spec=call.spec, head_ids=heads, dropout=call.dropout_of(heads),
-        )  # fmt: skip
+        exact = CallView(call, audited=heads).exact_dq
         (query, weights), (key, key_weights) = site.plain_rows()
         products = query.weights(weights[0]), key.weights(key_weights[0])
         whole = torch.cat([product.flatten(0, 1) for product in products]).double()
@@ -365,15 +355,9 @@ def _shown(projected: Iterable[_Projected], turn: Turn | None) -> Tensor:
 
 
 def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounding's share of what log sigma did, and the ends of its 95 % interval.
-
-    Args:
-        series: FP64 `(T, 3)`: r, c and the proof at each step, see the module.
-
-    Returns:
-        Three 0-d tensors; NaN where the proof fails. The interval is that of a ratio
-        of sums over windows that do not depend on one another.
-    """
+    """Rounding's share of what log sigma did, and its 95 % interval; NaN where the proof fails."""
+    # (T, 3): r, c and the proof at each step. The interval is that of a ratio of sums over windows
+    # that do not depend on one another.
     windows = series[: len(series) // WINDOW * WINDOW].unflatten(0, (-1, WINDOW))
     added, changes, _ = windows.sum(1).unbind(1)
     products, squares = added * changes, changes.square()

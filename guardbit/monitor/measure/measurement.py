@@ -18,6 +18,7 @@ from guardbit.monitor.measure.plan import KnownSite, joined_tables, plan_for
 from guardbit.monitor.measure.probes import CallView, heads_in_turn
 from guardbit.monitor.measure.run import RunningSums, RunProbe, Scalar, Transfer, samples_of
 from guardbit.monitor.measure.weights import norms_of_sites
+from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Sample
 
@@ -36,49 +37,24 @@ class Sent(NamedTuple):
 
 
 class Measurement:
-    """Collects the indicators of a model's heads, and the run's loss and gradient norm.
+    """Collects the indicators of a model's heads, and the run's loss and gradient norm."""
 
-    Attributes:
-        run: The scalars of the whole run.
-        suspects: Site -> heads that are also audited, at every sampled step.
-        directions: Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
-    """
-
-    def __init__(
-        self,
-        instrumentation: Instrumentation,
-        wanted: tuple[str, ...],
-        num_rows: int | None,
-        num_audited_heads: int,
-        repeats: bool = False,
-    ) -> None:
-        self._instrumentation = instrumentation
-        unasked = () if repeats else of_probe("repeats")
-        self._plan = plan_for([name for name in wanted if name not in unasked])
-        self.run = RunProbe(self._plan.wanted)
-        self._num_rows = num_rows
-        self._num_audited_heads = num_audited_heads
-        self._repeats = repeats
-        self.suspects: dict[str, set[int]] = {}
+    def __init__(self, instrumentation: Instrumentation, settings: Settings) -> None:
+        self._instrumentation, self._settings = instrumentation, settings
+        unasked = () if settings.audit_repeats else of_probe("repeats")
+        self.plan = plan_for([name for name in settings.measured if name not in unasked])
+        self.run = RunProbe(self.plan.wanted)  # the scalars of the whole run
+        self.suspects: dict[str, set[int]] = {}  # site -> heads audited at every sampled step
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
         # The sites on this rank, by number.
         self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
+        # Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
         self.directions: dict[str, Tensor] = {}
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
         self._next_audited = 0
         self._running_sums = RunningSums()
-
-    @property
-    def wanted(self) -> frozenset[str]:
-        """Names of the indicators to record."""
-        return self._plan.wanted
-
-    @property
-    def needs_calls(self) -> bool:
-        """Whether anything wanted is measured in attention calls."""
-        return bool(self._plan.calls)
 
     def begin(self) -> None:
         if self._metric is not None:
@@ -90,27 +66,22 @@ class Measurement:
             self._known = self._count(self._instrumentation.sites)
             num_heads = max(site.num_heads for site in self._known.values())
             self._metric = AttentionMetric(
-                self._plan.calls, len(self._known), num_heads, call.q.device
+                self.plan.calls, len(self._known), num_heads, call.q.device
             )
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
-        if site is None or len(own) != call.q.size(1):
-            return  # its heads have changed since the sites were counted; counted after the step
-        if site.is_sharded:
-            return  # it is unknown which heads these are
+        # It is unknown which heads these are, or they have changed since the sites were counted.
+        if site is None or len(own) != call.q.size(1) or site.is_sharded:
+            return
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
         """Returns the call as probes see it, with the heads to audit."""
-        view = CallView(
-            call,
-            self._num_rows,
-            needs_shadow=self._plan.needs_shadow,
-            repeats=self._repeats,
-        )
+        num_audited = self._settings.num_audited_heads
+        view = CallView(call, self._settings.num_rows, needs_shadow=self.plan.needs_shadow)
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
-        if not self._plan.audits or call.d_out is None or call.dq is None:
+        if not self.plan.audits or call.d_out is None or call.dq is None:
             return view
         if directions is None or directions.shape != expected:
             if site.name not in self._without_directions:
@@ -118,7 +89,7 @@ class Measurement:
             # The size of dQ's error needs no W_Q. What is measured along nothing is NaN.
             directions = call.q.new_zeros(expected, dtype=torch.float32)
         suspects = self.suspects.get(site.name, ())
-        heads = heads_in_turn(self._next_audited, self._num_audited_heads, site.num_heads, suspects)
+        heads = heads_in_turn(self._next_audited, num_audited, site.num_heads, suspects)
         here = [head - own.start for head in heads if head in own]
         audited = [head for head in here if head in call.known_heads]
         return replace(view, audited=audited, directions=directions.to(call.q.device))
@@ -132,8 +103,8 @@ class Measurement:
         if self._metric is not None:
             self._metric.finish()
 
-    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
-        """Ends a sampled step at the heads; all ranks call it."""
+    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor] | None:
+        """Ends a sampled step at the heads; None without any attention. All ranks call it."""
         columns: dict[tuple[str, str], Tensor] = {}
         sites = self._instrumentation.sites
         metric, table = self._on_one_table(usable)
@@ -148,24 +119,22 @@ class Measurement:
                     continue
                 for name, of_sites in measured.items():
                     values = of_sites[site.place, : site.num_heads]
-                    is_total = name in self._plan.totals
+                    is_total = name in self.plan.totals
                     columns[site.name, name] = values / site.copies if is_total else values
         else:
             self.discard()
         if not sites:
-            if columns:
-                return columns  # of other ranks
-            raise NoAttentionSeenError("no attention was seen so far")
+            return columns or None  # those of other ranks
         known = self._count(sites)
         if known != self._known:
             self._known, self._metric = known, None  # counted anew at the next sampled step
         self._without_directions = set(sites)
-        for norms in norms_of_sites(sites, self._plan.norms):
+        for norms in norms_of_sites(sites, self.plan.norms):
             columns[norms.site, norms.indicator] = norms.values
             if norms.indicator == "w_q_spectral_norm":
                 self.directions[norms.site] = norms.directions
                 self._without_directions.discard(norms.site)
-        self._next_audited += self._num_audited_heads
+        self._next_audited += self._settings.num_audited_heads
         return columns
 
     def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
@@ -183,7 +152,7 @@ class Measurement:
         if not table or not ranks.all_agree(is_ready, table):
             return None, []
         if metric is None:
-            metric = AttentionMetric(self._plan.calls, 0, 0)
+            metric = AttentionMetric(self.plan.calls, 0, 0)
         places = {(site.name, site.num_heads): site.place for site in table}
         metric = metric.on_table(
             [places.get((site.name, site.num_heads)) for site in own],
@@ -211,7 +180,7 @@ class Measurement:
             sample = Sample(sent.step, site, layer, indicator, values)
             samples += [sample, *self._running_sums.follow(sample)]
         samples += samples_of(sent.scalars, (number for (number,) in numbers))
-        return [sample for sample in samples if sample.indicator in self._plan.wanted]
+        return [sample for sample in samples if sample.indicator in self.plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next samples depend on; plain Python only."""

@@ -31,9 +31,6 @@ class AttentionMetric:
     All probes and sites share two state tensors, so that ranks exchange one sum and one maximum.
     Results are held back and added up many at a time, because many small kernels would keep the
     host busier than the device.
-
-    Attributes:
-        has_calls: Whether it has looked at a call.
     """
 
     def __init__(
@@ -47,18 +44,16 @@ class AttentionMetric:
         self.shape = (num_sites, num_heads)
         self._sums = tuple(name for probe in probes for name in probe.sums)
         self._maxima = tuple(name for probe in probes for name in probe.maxima)
-        shapes = [(len(names), *self.shape) for names in (self._sums, self._maxima)]
-        self.sums = torch.empty(shapes[0], dtype=torch.float64, device=device)
-        self.maxima = torch.empty(shapes[1], dtype=torch.float32, device=device)
+        self._device = device
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything, including what is held back."""
-        self.has_calls = False
+        self.has_calls = False  # whether it has looked at a call
         self._held: list[_Held] = []
         self._held_bytes = 0
-        self.sums = torch.zeros_like(self.sums)
-        self.maxima = torch.full_like(self.maxima, -torch.inf)
+        shapes = [(len(names), *self.shape) for names in (self._sums, self._maxima)]
+        self.sums = torch.zeros(shapes[0], dtype=torch.float64, device=self._device)
+        self.maxima = torch.full(shapes[1], -torch.inf, dtype=torch.float32, device=self._device)
 
     def update(self, site: int, view: CallView, first: int = 0) -> None:
         """Lets the probes look at one call, whose first head has the number `first`."""

@@ -39,17 +39,14 @@ def plan_for(wanted: Collection[str]) -> Plan:
 
 
 class KnownSite(NamedTuple):
-    """A site of the metric, at `place`; `layer` is its number for readers.
-
-    `copies` is the number of ranks that make the very same calls of each head.
-    """
+    """A site of the metric."""
 
     place: int
-    layer: int
+    layer: int  # its number for readers
     name: str
     num_heads: int
     is_sharded: bool
-    copies: int
+    copies: int  # number of ranks that make the very same calls of each head
 
 
 def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:

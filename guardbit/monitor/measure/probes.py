@@ -39,7 +39,6 @@ class CallView:
     directions: Tensor | None = None  # FP32 `(H, D)`, the directions of their coherent errors
     # Whether any probe reads the shadow; the maxima are then taken from it.
     needs_shadow: bool = True
-    repeats: bool = False  # whether backwards are run a second time
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -101,25 +100,18 @@ class CallProbe:
     """Measures some indicators in attention calls. It keeps no state, so one serves all sites.
 
     S is the number of sites, H the largest number of heads of one.
-
-    Attributes:
-        name: Its name in the catalogue.
-        indicators: Those of its indicators that are wanted, or summed up by one that is, in the
-            catalogue's order.
-        sums: Names of the values that are added up over rows, micro-batches and ranks.
-        maxima: Names of the values whose largest is taken.
-        needs_shadow: Whether it reads `CallView.shadow`.
-        totals: Those of `indicators` that are sums over rows, not means, maxima or ratios. Ranks
-            that make the very same calls would count them several times.
     """
 
-    name: ClassVar[Probe]
-    sums: tuple[str, ...] = ()
-    maxima: tuple[str, ...] = ()
-    needs_shadow: bool = False
+    name: ClassVar[Probe]  # in the catalogue
+    sums: tuple[str, ...] = ()  # the values that are added up over rows, micro-batches and ranks
+    maxima: tuple[str, ...] = ()  # the values whose largest is taken
+    needs_shadow: bool = False  # whether it reads `CallView.shadow`
+    # The indicators that are sums over rows, not means, maxima or ratios. Ranks that make the very
+    # same calls would count them several times.
     totals: tuple[str, ...] = ()
 
     def __init__(self, wanted: Collection[str]) -> None:
+        # Those that are wanted, or summed up by one that is, in the catalogue's order.
         needed = {SUMS.get(name, name) for name in wanted}
         self.indicators = tuple(name for name in of_probe(self.name) if name in needed)
 
@@ -375,9 +367,9 @@ class RepeatProbe(CallProbe):
     sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
 
     def update(self, view: CallView) -> Found | None:
-        """Runs the backward again, if it is asked for and possible."""
+        """Runs the backward again, if that is possible."""
         call = view.call
-        if not view.repeats or call.again is None or call.dq is None:
+        if call.again is None or call.dq is None:
             return None
         # Sums are in FP32 at best: of FP32 tensors their order changes many of the last bits.
         heads, unit = call.q.size(1), max(torch.finfo(call.q.dtype).eps / 2, _FINEST)

@@ -26,14 +26,10 @@ class Turn(NamedTuple):
 
 
 def turns_of(model: nn.Module, size: int, positions: int, device: torch.device) -> list[Turn]:
-    """Lists the turns that a model's tables allow; the first one changes nothing.
+    """Lists the turns of a head's features that a model's tables allow; the first changes nothing.
 
-    Args:
-        model: Its buffers and parameters that are named after frequencies, as `inv_freq` `(n,)` or
-            complex `freqs_cis` `(positions, n)`, turn the first 2 n features of a head.
-        size: Features of a head.
-        positions: Tokens of a sequence, at positions from 0 on.
-        device: Where the turns will be used.
+    A table is named after frequencies, as `inv_freq` `(n,)` or complex `freqs_cis`
+    `(positions, n)`, and turns the first 2 n features.
     """
     cos = torch.ones(positions, size, dtype=torch.float32, device=device)
     turns = [Turn(cos, torch.zeros_like(cos), torch.arange(size, device=device))]

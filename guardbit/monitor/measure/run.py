@@ -30,7 +30,6 @@ class RunProbe:
         self._kept: list[tuple[str, int, Tensor | float, float]] = []
 
     def loss(self, step: int, value: Tensor | float, factor: float) -> None:
-        """Keeps the loss of a micro-batch of optimizer step `step`."""
         if "loss" in self._wanted:
             self._kept.append(("loss", step, _number(value), factor))
 
@@ -50,7 +49,6 @@ class RunProbe:
         return [(name, step, factor) for name, step, _, factor in kept], [one[2] for one in kept]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what is kept, as plain Python."""
         values = Transfer(value for _, _, value, _ in self._kept).read()
         return {
             "scalars": [
@@ -80,14 +78,10 @@ def _number(value: Tensor | float) -> Tensor | float:
 
 
 class RunningSums:
-    """Adds indicators up over the sampled steps.
-
-    Attributes:
-        sums: Running sum -> site -> one sum a head; NaN, no data, as long as there was nothing to
-            add.
-    """
+    """Adds indicators up over the sampled steps."""
 
     def __init__(self) -> None:
+        # Running sum -> site -> one sum a head; NaN as long as there was nothing to add.
         self.sums: dict[str, dict[str, list[float]]] = {name: {} for name in SUMS}
 
     def follow(self, sample: Sample) -> Iterator[Sample]:

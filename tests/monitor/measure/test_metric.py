@@ -319,13 +319,10 @@ WORKER = textwrap.dedent(
 
 def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     calls = [call_of(*sink_inputs(batch=1 + i, seed=20 + i)) for i in range(3)]
-    shares = [calls[:1], calls[1:]]
-    for rank, share in enumerate(shares):
-        # What runs a backward again stays in its process.
-        torch.save(
-            [replace(call, again=None, uncorrected=None) for call in share],
-            tmp_path / f"calls{rank}.pt",
-        )
+    # What runs a backward again stays in its process.
+    calls = [replace(call, again=None, uncorrected=None) for call in calls]
+    for rank, share in enumerate([calls[:1], calls[1:]]):
+        torch.save(share, tmp_path / f"calls{rank}.pt")
     (tmp_path / "worker.py").write_text(WORKER)
     launch(tmp_path / "worker.py", 2, tmp_path)
     alone = AttentionMetric(PROBES, 1, 4)

@@ -24,22 +24,15 @@ from guardbit.monitor.detectors.rule import (
 
 
 class Lead(NamedTuple):
-    """How far the heads of one attention module are ahead, one value a head.
+    """How far the heads of one attention module are ahead, one value a head."""
 
-    Attributes:
-        lead: Logarithm of the factor by which the head has outrun what it was allowed; 0 or more,
-            NaN where the head has not been measured yet.
-        log: Logarithm of the head's value.
-        since: Step at which the lead began.
-        growth: Logarithm of the factor by which the head has grown since then.
-        typical: The same of the typical head.
-    """
-
+    # Logarithm of the factor by which the head has outrun what it was allowed; 0 or more, NaN where
+    # it has not been measured yet.
     lead: Values
-    log: Values
-    since: Values
-    growth: Values
-    typical: Values
+    log: Values  # logarithm of the head's value
+    since: Values  # step at which the lead began
+    growth: Values  # logarithm of the factor by which the head has grown since then
+    typical: Values  # the same of the typical head
 
 
 _COLUMNS = ("lead", "log", "clock", "step", "first_log", "first_clock", "first_step")

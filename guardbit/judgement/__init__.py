@@ -7,16 +7,13 @@ the report, the live page, `replay` and `guardbit.load` all show what it returns
 from __future__ import annotations
 
 import math
-import statistics
-from array import array
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from guardbit.catalog import NONFINITE, of_probe
-from guardbit.records import Event, Sample, Verdict
+from guardbit.judgement.evidence import RISK_STEP, SHARES, Evidence, Head, Nonfinite
+from guardbit.records import Event, Verdict
 
 State = Literal[
     "healthy", "unclear", "warning", "alarmed", "switched", "saved", "lost", "learning-rate"
@@ -28,25 +25,9 @@ Ended = Literal["finished", "interrupted", "crashed", "not closed"]
 
 Severity = Literal["none", "warning", "critical"]
 
-#: The tensors of a call's forward, in `NONFINITE`.
-FORWARD = ("q", "k", "v", "O")
-
-#: A head is named by the pair (layer, head), both counted from 0.
-Head = tuple[int, int]
-
-#: A loss has come back when the median of this many last samples is within so many nats of the
-#: smallest such median.
-LOSS_SAMPLES, COME_BACK = 8, 0.1
-#: It rises when the median of this many last ones lies further above the smallest such median, and
-#: further than so many times their scatter: of many noisy losses some window is always low.
-RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
-#: Before there are so many losses: nats by which `LOSS_SAMPLES` of them must lie above the best.
-SURELY_ABOVE = 1.0
 #: A switched head is still alarming with an alarm in so many last steps; one within so many steps
 #: of its switch is of the failure before.
 LASTING = 1000
-#: What a switch is to stop.
-GROWING = ("w_q_spectral_norm", "max_logit")
 #: A head goes on growing if all of `GROWING` are so many times their value at its switch. The
 #: switch has had an effect once one of them is at most so many times that value.
 STILL_GROWING, FALLEN = 1.1, 0.9
@@ -60,31 +41,19 @@ AT_ONCE = 1000
 HIGH_LOGIT, RISING_LOGIT, RISE, RISE_STEPS = 4096.0, 1024.0, 1.4, 1000
 #: Logits at which BF16 leaves no digit of the differences between keys.
 CRITICAL_LOGIT = 10_000.0
-
-#: How many samples of a module are kept of each of `GROWING`.
-_KEPT = 512
-#: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
-SHARES = of_probe("burst")
-#: The largest `key_common_mode` of this step tells kinds of model apart: the study's kinds above
+#: The largest `key_common_mode` of `RISK_STEP` tells kinds of model apart: the study's kinds above
 #: the first limit were at risk, those below the second hardly (studies/rescue/README.md).
-RISK_STEP, AT_RISK, HARDLY_AT_RISK = 2000, 0.94, 0.7
+AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
 
 
 class Cause(NamedTuple):
-    """What moves the alarmed heads.
+    """What moves the alarmed heads."""
 
-    Attributes:
-        what: "rounding" or "not rounding", where the interval lies above or below one half;
-            "not settled" where it holds it; "not measured".
-        why: Why it is not measured, or cannot be rounding; else "".
-        share: Rounding's share of what the norm of W_Q does, None where it was not measured.
-        interval: The 95 % interval of the share.
-    """
-
+    # By the interval: above one half, below it, or around it; "not measured" without any.
     what: Literal["rounding", "not rounding", "not settled", "not measured"]
-    why: str = ""
-    share: float | None = None
-    interval: tuple[float, float] | None = None
+    why: str = ""  # why it is not measured, or cannot be rounding; else ""
+    share: float | None = None  # rounding's share of what the norm of W_Q does
+    interval: tuple[float, float] | None = None  # the 95 % interval of the share
 
     @property
     def sentence(self) -> str:
@@ -118,329 +87,57 @@ _VERDICTS: dict[str, Verdict] = {
 }
 
 
-class Nonfinite(NamedTuple):
-    """Where the first NaN or infinity of a run was seen."""
-
-    step: int
-    site: str
-    tensor: str
-    heads: tuple[int, ...]
-
-
-class _Kept:
-    """Values of a module's heads at evenly spread samples, the first and the latest among them."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, array[float]]] = []
-        self.latest: tuple[int, array[float]] = 0, array("f")
-        self._count, self._stride = 0, 1
-
-    @property
-    def all(self) -> list[tuple[int, array[float]]]:
-        """The rows that are kept, and the latest."""
-        return self.rows if self.rows[-1] is self.latest else [*self.rows, self.latest]
-
-    def add(self, step: int, values: Sequence[float]) -> None:
-        if step == self.latest[0] and self._count:
-            # The rest of a sample that came in parts.
-            row = self.latest[1]
-            row.extend([math.nan] * (len(values) - len(row)))
-            for head, value in enumerate(values):
-                if not math.isnan(value):
-                    row[head] = value
-            return
-        self.latest = step, array("f", values)
-        if self._count % self._stride == 0:
-            self.rows.append(self.latest)
-            if len(self.rows) > _KEPT:
-                del self.rows[1::2]
-                self._stride *= 2
-        self._count += 1
-
-
-class Losses:
-    """The training loss, which may be known of every step, in memory that does not grow with it.
-
-    Attributes:
-        first, last: The first and the last step, None without any.
-        lost: The first step of those at the end whose loss is not finite, None without any.
-        is_back: Whether the last losses are near the best ones.
-        rise: How far the last losses lie above the best ones, 0 where that is within their scatter.
-        critical: (step, whether the loss is unsound from there on), where that changes.
-    """
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.last: int | None = None
-        self.lost: int | None = None
-        self.is_back = True
-        self.rise = 0.0
-        self.critical: list[tuple[int, bool]] = []
-        self._few: deque[float] = deque(maxlen=LOSS_SAMPLES)
-        self._many: deque[float] = deque(maxlen=RISING_SAMPLES)
-        self._least_of_few, self._least_of_many = math.inf, math.inf
-        self._count = 0
-
-    def add(self, step: int, value: float) -> None:
-        """Takes in the loss of a later step."""
-        self.first, self.last = step if self.first is None else self.first, step
-        if math.isfinite(value):
-            self.lost = None
-        elif self.lost is None:
-            self.lost = step
-        self._few.append(value)
-        self._many.append(value)
-        self._count += 1
-        few = _median(self._few)
-        self._least_of_few = min(self._least_of_few, few)
-        self.is_back = few <= self._least_of_few + COME_BACK
-        if self._count >= RISING_SAMPLES:
-            self._look_for_rise()
-        elif self._count >= LOSS_SAMPLES:  # too few to know their scatter
-            above = few - self._least_of_few
-            self.rise = above if above > SURELY_ABOVE else 0.0
-        is_critical = self.lost is not None or self.rise > 0
-        if is_critical != (bool(self.critical) and self.critical[-1][1]):
-            self.critical.append((step, is_critical))
-
-    def _look_for_rise(self) -> None:
-        median = _median(self._many)
-        self._least_of_many = min(self._least_of_many, median)
-        above = median - self._least_of_many
-        if above <= COME_BACK:
-            self.rise = 0.0
-            return
-        # 1.4826 turns the median distance into a standard deviation.
-        scatter = 1.4826 * _median([abs(value - median) for value in self._many])
-        self.rise = above if above > BEYOND_SCATTER * scatter else 0.0
-
-
-def _median(losses: Iterable[float]) -> float:
-    """The median of the finite ones, infinity without any."""
-    finite = [value for value in losses if math.isfinite(value)]
-    return statistics.median(finite) if finite else math.inf
-
-
-class Evidence:
-    """What a judgement needs of the samples of a run; it takes them in the order of their steps.
-
-    Attributes:
-        steps: The first and the last recorded step, None without any.
-        layers: Attention module -> its layer.
-        heads: Attention module -> its heads that were measured.
-        indicators: What was measured of heads.
-        head_steps: How often heads were measured, when last, and the most steps between two times.
-        loss: The training loss so far.
-        logits: Step -> the largest logit of all heads.
-        shares: Head -> step of the latest measured share of rounding, and that with its interval.
-        common_modes: The first step from `RISK_STEP` on, or the last one before, at which keys were
-            measured; layer -> the largest `key_common_mode` of its heads then.
-    """
-
-    def __init__(self) -> None:
-        self.steps: tuple[int, int] | None = None
-        self.layers: dict[str, int] = {}
-        self.heads: dict[str, set[int]] = {}
-        self.indicators: set[str] = set()
-        self.head_steps: tuple[int, int | None, int | None] = 0, None, None
-        self.loss = Losses()
-        self.logits: dict[int, float] = {}
-        self.shares: dict[Head, tuple[int, dict[str, float]]] = {}
-        self.common_modes: tuple[int, dict[int, float]] = -1, {}
-        self._nonfinite: list[Sample] = []  # of the first step that has any
-        self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
-        self._latest_of: dict[str, tuple[int, list[int]]] = {}
-        self._values: dict[tuple[int, str], _Kept] = {}
-
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Takes in samples."""
-        for sample in samples:
-            first, last = self.steps or (sample.step, sample.step)
-            self.steps = min(first, sample.step), max(last, sample.step)
-            if sample.site:
-                self._add_heads(sample)
-            elif sample.indicator == "loss":
-                self.loss.add(sample.step, sample.values[0] if sample.values else math.nan)
-            if (
-                sample.indicator == "nonfinite"
-                and not all(map(math.isnan, sample.values))
-                and (not self._nonfinite or sample.step <= self._nonfinite[0].step)
-            ):
-                self._nonfinite.append(sample)
-
-    def _add_heads(self, sample: Sample) -> None:
-        step, layer, name = sample.step, sample.layer, sample.indicator
-        measured = [head for head, value in enumerate(sample.values) if not math.isnan(value)]
-        if not measured:
-            return
-        self.layers.setdefault(sample.site, layer)
-        # Most indicators of a step measure the same heads.
-        if self._latest_of.get(sample.site) != (step, measured):
-            self._latest_of[sample.site] = step, measured
-            self.heads.setdefault(sample.site, set()).update(measured)
-            for head in measured:
-                first, _ = self._measured.get((layer, head), (step, step))
-                self._measured[layer, head] = first, step
-        self.indicators.add(name)
-        count, last, every = self.head_steps
-        if last is None or step > last:
-            self.head_steps = (
-                count + 1,
-                step,
-                None if last is None else max(every or 0, step - last),
-            )
-        if name in SHARES:
-            for head in measured:
-                known = self.shares.get((layer, head))
-                if known is None or known[0] != step:
-                    known = self.shares[layer, head] = step, {}
-                known[1][name] = sample.values[head]
-        largest = max(sample.values[head] for head in measured)
-        if name == "max_logit":
-            self.logits[step] = max(largest, self.logits.get(step, -math.inf))
-        if name == "key_common_mode" and math.isfinite(largest):
-            if self.common_modes[0] < min(step, RISK_STEP):
-                self.common_modes = step, {}
-            if self.common_modes[0] == step:
-                modes = self.common_modes[1]
-                modes[layer] = max(largest, modes.get(layer, 0.0))
-        if name in GROWING:
-            self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
-
-    @property
-    def nonfinite(self) -> Nonfinite | None:
-        """The first NaN or infinity in a call of attention."""
-        first = min((sample.step for sample in self._nonfinite), default=0)
-        found = first_nonfinite(sample for sample in self._nonfinite if sample.step == first)
-        return None if found is None else Nonfinite(first, found[0].site, *found[1:])
-
-    def growth(self, head: Head, since: int) -> dict[str, float]:
-        """By what factor each of `GROWING` has changed from a step to the end, where known."""
-        found: dict[str, float] = {}
-        for name in GROWING:
-            kept = self._values.get((head[0], name))
-            rows = [] if kept is None else kept.all
-            values = [(step, row[head[1]]) for step, row in rows if head[1] < len(row)]
-            values = [(step, value) for step, value in values if not math.isnan(value)]
-            at = bisect_right([step for step, _ in values], since)
-            if 0 < at < len(values) and 0 < values[at - 1][1] < math.inf:
-                # The middle of three, as one batch may be out of the ordinary.
-                latest = statistics.median(value for _, value in values[at:][-3:])
-                found[name] = latest / values[at - 1][1]
-        return found
-
-    def heads_of(self, event: Event) -> list[Head]:
-        """The measured heads that an event concerns."""
-        layer = self.layers.get(event.site)
-        if layer is None:
-            return []
-        known = self.heads[event.site]
-        return [(layer, head) for head in event.heads or sorted(known) if head in known]
-
-    def first(self, events: Iterable[Event]) -> dict[Head, Event]:
-        """Every head that the events concern -> the first of them, earliest first."""
-        found: dict[Head, Event] = {}
-        for event in events:
-            found.update({head: event for head in self.heads_of(event) if head not in found})
-        return found
-
-    def switched(self, events: Iterable[Event]) -> dict[Head, Event]:
-        """Every head that is switched at the end -> the first of its switches since it was not."""
-        found: dict[Head, Event] = {}
-        for event in events:
-            for head in self.heads_of(event) if event.kind == "switch" else ():
-                if event.stabilizer == "none":
-                    found.pop(head, None)
-                else:
-                    found.setdefault(head, event)
-        return found
-
-    def span(self, head: Head) -> tuple[float, float]:
-        """The steps of a head's first and last sample; the first is infinite without any."""
-        return self._measured.get(head, (math.inf, -1))
-
-
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is to be said of a run.
+    """What is to be said of a run."""
 
-    Attributes:
-        state: One of `STATES`. "healthy": rules had what they need, and neither the loss nor the
-            logits rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are
-            not switched, or go on alarming or growing. "switched": all are switched, and what that
-            does is not seen yet. "saved": half of the switched heads or more fell by a tenth in
-            logits or W_Q, no logits grow, and the loss is sound. "lost": the loss diverged, or is
-            not finite.
-        cause: What moves the alarmed heads.
-        risk: Whether the model is of a kind at risk.
-        severity: "critical" for logits above 10,000, a loss that is lost, or one that rises with an
-            alarmed head.
-        ended: How the run ended; None where that is not known.
-        first_step, last_step: Of the samples; None without any.
-        first_alarm: Step of the first alarm, None without any.
-        num_alarms: Alarms in all.
-        alarmed: The heads alarmed, in the order of their first alarm; (layer, head).
-        num_heads, num_layers: What was measured.
-        head_samples: Steps at which heads were measured.
-        last_head_step: The last of them, None without any.
-        head_samples_every: The most steps between two of them, None without two.
-        num_modules: Attention modules that were measured or that the run's metadata name.
-        not_watched: Names of those that called no attention that could be watched, and of those of
-            which no head was measured. Of some of them the weights were measured all the same.
-        without_attention: Number of sampled steps in which no watched module called attention, and
-            the first of them.
-        first_switch: Step of the first switch to a stabilizer, None without any.
-        switched: Number of heads that are switched at the end.
-        alarmed_and_switched: Number of these that alarmed.
-        stabilizers: What they were switched to.
-        alarming_again: Number of switched heads that go on alarming at the end.
-        still_growing: Number of alarmed heads whose logit and W_Q have both grown by a tenth since
-            their switch, or since their alarm if that is later.
-        not_measured_since: Number of alarmed and switched heads without a sample since then.
-        unknown_before: Number of those without a sample up to their alarm, as in the folder of a
-            resumed run: what the switch does to them cannot be seen.
-        missing_loss: Which losses are missing to say that the loss is sound, a clause; "" if none.
-        departed: Step at which the loss diverged, None where it did not or has come back.
-        lead: Steps from the first alarm on a head to that one; None without either, or after it.
-        rising: What rises although nothing alarms, a clause; "" if nothing does.
-        largest_logit: The largest of the last sample, None where it was not measured.
-        loss_is_finite: Whether the last loss is a number.
-        nonfinite: The first NaN or infinity in a call of attention.
-    """
-
+    # One of `STATES`. "healthy": rules had what they need, and neither the loss nor the logits
+    # rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are not switched,
+    # or go on alarming or growing. "switched": all are switched, and what that does is not seen
+    # yet. "saved": half of the switched heads or more fell by a tenth in logits or W_Q, no logits
+    # grow, and the loss is sound. "lost": the loss diverged, or is not finite.
     state: State
-    cause: Cause
-    risk: Risk
+    cause: Cause  # what moves the alarmed heads
+    risk: Risk  # whether the model is of a kind at risk
+    # "critical" for logits above 10,000, a loss that is lost, or one that rises with an alarmed
+    # head.
     severity: Severity
-    ended: Ended | None
-    first_step: int | None
+    ended: Ended | None  # None where that is not known
+    first_step: int | None  # of the samples, None without any
     last_step: int | None
-    first_alarm: int | None
+    first_alarm: int | None  # its step, None without any
     num_alarms: int
-    alarmed: tuple[Head, ...]
-    num_heads: int
+    alarmed: tuple[Head, ...]  # in the order of their first alarm
+    num_heads: int  # that were measured
     num_layers: int
-    head_samples: int
-    last_head_step: int | None
-    head_samples_every: int | None
-    num_modules: int
+    head_samples: int  # steps at which heads were measured
+    last_head_step: int | None  # the last of them, None without any
+    head_samples_every: int | None  # the most steps between two of them, None without two
+    num_modules: int  # attention modules that were measured or that the run's metadata name
+    # Names of those that called no attention that could be watched, and of those of which no head
+    # was measured. Of some of them the weights were measured all the same.
     not_watched: tuple[str, ...]
+    # Number of sampled steps in which no watched module called attention, and the first of them.
     without_attention: tuple[int, int | None]
-    first_switch: int | None
-    switched: int
-    alarmed_and_switched: int
-    stabilizers: tuple[str, ...]
-    alarming_again: int
+    first_switch: int | None  # step of the first switch to a stabilizer, None without any
+    switched: int  # number of heads that are switched at the end
+    alarmed_and_switched: int  # number of these that alarmed
+    stabilizers: tuple[str, ...]  # what they were switched to
+    alarming_again: int  # number of switched heads that go on alarming at the end
+    # Number of alarmed heads whose logit and W_Q have both grown by a tenth since their switch, or
+    # since their alarm if that is later.
     still_growing: int
-    not_measured_since: int
+    not_measured_since: int  # number of alarmed and switched heads without a sample since then
+    # Number of those without a sample up to their alarm, as in the folder of a resumed run: what
+    # the switch does to them cannot be seen.
     unknown_before: int
-    missing_loss: str
-    departed: int | None
-    lead: int | None
-    rising: str
-    largest_logit: float | None
-    loss_is_finite: bool
-    nonfinite: Nonfinite | None
+    missing_loss: str  # which losses are missing to say that the loss is sound, or ""
+    departed: int | None  # step at which the loss diverged, unless it has come back
+    lead: int | None  # steps from the first alarm on a head to that one, None if that is earlier
+    rising: str  # what rises although nothing alarms, a clause; "" if nothing does
+    largest_logit: float | None  # of the last sample, None where it was not measured
+    loss_is_finite: bool  # whether the last loss is a number
+    nonfinite: Nonfinite | None  # the first NaN or infinity in a call of attention
 
     @property
     def verdict(self) -> Verdict:
@@ -541,11 +238,8 @@ class Judgement:
         """Its layer and number."""
         layer, number = head
         # One value a layer may be the largest over its heads: their numbers are then not known.
-        return (
-            f"layer {layer}, head {number}"
-            if self.num_heads > self.num_layers
-            else f"layer {layer}"
-        )
+        which = f", head {number}" if self.num_heads > self.num_layers else ""
+        return f"layer {layer}{which}"
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
@@ -569,14 +263,7 @@ def judge(
     metadata: Mapping[str, Any] | None = None,
     ended: Ended | None = None,
 ) -> Judgement:
-    """Judges a run.
-
-    Args:
-        evidence: Its samples.
-        events: Its events.
-        metadata: As `guardbit.read_metadata` returns it.
-        ended: How it ended, None where that is not known.
-    """
+    """Judges a run by its samples and events, its metadata, and how it ended, where known."""
     events = sorted(events, key=lambda event: event.step)
     alarms = [event for event in events if event.kind == "alarm"]
     alarmed, switched = evidence.first(alarms), evidence.switched(events)
@@ -624,7 +311,7 @@ def judge(
         departed=left,
         lead=_lead(alarmed, left),
         rising=_rising(evidence),
-        largest_logit=_last(evidence.logits),
+        largest_logit=_logits(evidence)[0],
         loss_is_finite=evidence.loss.lost is None,
         nonfinite=evidence.nonfinite,
     )
@@ -819,9 +506,9 @@ def _rising(evidence: Evidence) -> str:
 
 def _logits(evidence: Evidence) -> tuple[float | None, float | None]:
     """The largest logit of the last sample, and of the last one so many steps before."""
-    end = max(evidence.logits, default=0) - RISE_STEPS
-    before = [step for step in evidence.logits if step <= end]
-    return _last(evidence.logits), evidence.logits[max(before)] if before else None
+    last = max(evidence.logits, default=-1)
+    before = max((step for step in evidence.logits if step <= last - RISE_STEPS), default=-1)
+    return evidence.logits.get(last), evidence.logits.get(before)
 
 
 def _logits_rise(evidence: Evidence) -> bool:
@@ -829,10 +516,6 @@ def _logits_rise(evidence: Evidence) -> bool:
     if logit is None or before is None:
         return False
     return logit >= RISING_LOGIT and logit > RISE * before
-
-
-def _last(values: Mapping[int, float]) -> float | None:
-    return values[max(values)] if values else None
 
 
 def _alarming_again(
@@ -899,40 +582,10 @@ def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int |
     return 0, None
 
 
-def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, ...]] | None:
-    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in."""
-    found = sorted(
-        (sample for sample in samples if sample.indicator == "nonfinite"),
-        key=lambda sample: sample.layer,
-    )
-    forward = sum(NONFINITE[name] for name in FORWARD)
-    with_forward = [one for one in found if any(code & forward for code in _codes(one))]
-    sample = with_forward[0] if with_forward else found[-1] if found else None
-    if sample is None:
-        return None
-    for name, number in NONFINITE.items():
-        heads = tuple(head for head, code in enumerate(_codes(sample)) if code & number)
-        if heads:
-            return sample, name, heads
-    return None
-
-
-def _codes(sample: Sample) -> Iterator[int]:
-    return (int(value) if value == value else 0 for value in sample.values)
-
-
 # --- sentences -----------------------------------------------------------------------------------
 
-_TITLES: dict[State, str] = {
-    "healthy": "Healthy",
-    "unclear": "Unclear",
-    "warning": "Warning",
-    "alarmed": "Alarmed",
-    "switched": "Switched",
-    "saved": "Saved",
-    "lost": "Lost",
-    "learning-rate": "Learning rate too high",
-}
+_TITLES = {state: state.capitalize() for state in STATES}
+_TITLES["learning-rate"] = "Learning rate too high"
 
 _ENDS: dict[Ended | None, str] = {
     "crashed": "the run crashed",

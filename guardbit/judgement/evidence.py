@@ -1,0 +1,281 @@
+"""What a judgement needs of the samples of a run, in memory that does not grow with the run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from guardbit.catalog import NONFINITE, of_probe
+from guardbit.records import Event, Sample
+
+#: The tensors of a call's forward, in `NONFINITE`.
+FORWARD = ("q", "k", "v", "O")
+
+#: A head is named by the pair (layer, head), both counted from 0.
+Head = tuple[int, int]
+
+#: A loss has come back when the median of this many last samples is within so many nats of the
+#: smallest such median.
+LOSS_SAMPLES, COME_BACK = 8, 0.1
+#: It rises when the median of this many last ones lies further above the smallest such median, and
+#: further than so many times their scatter: of many noisy losses some window is always low.
+RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
+#: Before there are so many losses: nats by which `LOSS_SAMPLES` of them must lie above the best.
+SURELY_ABOVE = 1.0
+#: What a switch is to stop.
+GROWING = ("w_q_spectral_norm", "max_logit")
+#: How many samples of a module are kept of each of `GROWING`.
+_KEPT = 512
+#: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
+SHARES = of_probe("burst")
+#: The step at which the keys of kinds of model are compared.
+RISK_STEP = 2000
+
+
+class Nonfinite(NamedTuple):
+    """Where the first NaN or infinity of a run was seen."""
+
+    step: int
+    site: str
+    tensor: str
+    heads: tuple[int, ...]
+
+
+class _Kept:
+    """Values of a module's heads at evenly spread samples, the first and the latest among them."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, array[float]]] = []
+        self.latest: tuple[int, array[float]] = 0, array("f")
+        self._count, self._stride = 0, 1
+
+    @property
+    def all(self) -> list[tuple[int, array[float]]]:
+        """The rows that are kept, and the latest."""
+        return self.rows if self.rows[-1] is self.latest else [*self.rows, self.latest]
+
+    def add(self, step: int, values: Sequence[float]) -> None:
+        if step == self.latest[0] and self._count:
+            # The rest of a sample that came in parts.
+            row = self.latest[1]
+            row.extend([math.nan] * (len(values) - len(row)))
+            for head, value in enumerate(values):
+                if not math.isnan(value):
+                    row[head] = value
+            return
+        self.latest = step, array("f", values)
+        if self._count % self._stride == 0:
+            self.rows.append(self.latest)
+            if len(self.rows) > _KEPT:
+                del self.rows[1::2]
+                self._stride *= 2
+        self._count += 1
+
+
+class Losses:
+    """The training loss, which may be known of every step, in memory that does not grow with it."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None  # step, as all of these; None without any
+        self.last: int | None = None
+        self.lost: int | None = None  # the first of those at the end whose loss is not finite
+        self.is_back = True  # whether the last losses are near the best ones
+        self.rise = 0.0  # of the last losses above the best ones, 0 where within their scatter
+        # Where it changes: (step, whether the loss is unsound from there on).
+        self.critical: list[tuple[int, bool]] = []
+        self._few: deque[float] = deque(maxlen=LOSS_SAMPLES)
+        self._many: deque[float] = deque(maxlen=RISING_SAMPLES)
+        self._least_of_few, self._least_of_many = math.inf, math.inf
+        self._count = 0
+
+    def add(self, step: int, value: float) -> None:
+        """Takes in the loss of a later step."""
+        self.first, self.last = step if self.first is None else self.first, step
+        if math.isfinite(value):
+            self.lost = None
+        elif self.lost is None:
+            self.lost = step
+        self._few.append(value)
+        self._many.append(value)
+        self._count += 1
+        few = _median(self._few)
+        self._least_of_few = min(self._least_of_few, few)
+        self.is_back = few <= self._least_of_few + COME_BACK
+        if self._count >= RISING_SAMPLES:
+            self._look_for_rise()
+        elif self._count >= LOSS_SAMPLES:  # too few to know their scatter
+            above = few - self._least_of_few
+            self.rise = above if above > SURELY_ABOVE else 0.0
+        is_critical = self.lost is not None or self.rise > 0
+        if is_critical != (bool(self.critical) and self.critical[-1][1]):
+            self.critical.append((step, is_critical))
+
+    def _look_for_rise(self) -> None:
+        median = _median(self._many)
+        self._least_of_many = min(self._least_of_many, median)
+        above = median - self._least_of_many
+        if above <= COME_BACK:
+            self.rise = 0.0
+            return
+        # 1.4826 turns the median distance into a standard deviation.
+        scatter = 1.4826 * _median([abs(value - median) for value in self._many])
+        self.rise = above if above > BEYOND_SCATTER * scatter else 0.0
+
+
+def _median(losses: Iterable[float]) -> float:
+    """The median of the finite ones, infinity without any."""
+    finite = [value for value in losses if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.inf
+
+
+class Evidence:
+    """What a judgement needs of the samples of a run; it takes them in the order of their steps."""
+
+    def __init__(self) -> None:
+        self.steps: tuple[int, int] | None = None  # the first and the last, None without any
+        self.layers: dict[str, int] = {}  # attention module -> its layer
+        self.heads: dict[str, set[int]] = {}  # attention module -> its heads that were measured
+        self.indicators: set[str] = set()  # what was measured of heads
+        # How often heads were measured, when last, and the most steps between two times.
+        self.head_steps: tuple[int, int | None, int | None] = 0, None, None
+        self.loss = Losses()
+        self.logits: dict[int, float] = {}  # step -> the largest of all heads
+        # Head -> step of the latest measured share of rounding, and that with its interval.
+        self.shares: dict[Head, tuple[int, dict[str, float]]] = {}
+        # The first step from `RISK_STEP` on, or the last one before, at which keys were measured;
+        # layer -> the largest `key_common_mode` of its heads then.
+        self.common_modes: tuple[int, dict[int, float]] = -1, {}
+        self._nonfinite: list[Sample] = []  # of the first step that has any
+        self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
+        self._latest_of: dict[str, tuple[int, list[int]]] = {}
+        self._values: dict[tuple[int, str], _Kept] = {}
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Takes in samples."""
+        for sample in samples:
+            first, last = self.steps or (sample.step, sample.step)
+            self.steps = min(first, sample.step), max(last, sample.step)
+            if sample.site:
+                self._add_heads(sample)
+            elif sample.indicator == "loss":
+                self.loss.add(sample.step, sample.values[0] if sample.values else math.nan)
+            if (
+                sample.indicator == "nonfinite"
+                and not all(map(math.isnan, sample.values))
+                and (not self._nonfinite or sample.step <= self._nonfinite[0].step)
+            ):
+                self._nonfinite.append(sample)
+
+    def _add_heads(self, sample: Sample) -> None:
+        step, layer, name = sample.step, sample.layer, sample.indicator
+        measured = [head for head, value in enumerate(sample.values) if not math.isnan(value)]
+        if not measured:
+            return
+        self.layers.setdefault(sample.site, layer)
+        # Most indicators of a step measure the same heads.
+        if self._latest_of.get(sample.site) != (step, measured):
+            self._latest_of[sample.site] = step, measured
+            self.heads.setdefault(sample.site, set()).update(measured)
+            for head in measured:
+                first, _ = self._measured.get((layer, head), (step, step))
+                self._measured[layer, head] = first, step
+        self.indicators.add(name)
+        count, last, every = self.head_steps
+        if last is None or step > last:
+            longest = None if last is None else max(every or 0, step - last)
+            self.head_steps = count + 1, step, longest
+        if name in SHARES:
+            for head in measured:
+                known = self.shares.get((layer, head))
+                if known is None or known[0] != step:
+                    known = self.shares[layer, head] = step, {}
+                known[1][name] = sample.values[head]
+        largest = max(sample.values[head] for head in measured)
+        if name == "max_logit":
+            self.logits[step] = max(largest, self.logits.get(step, -math.inf))
+        if name == "key_common_mode" and math.isfinite(largest):
+            if self.common_modes[0] < min(step, RISK_STEP):
+                self.common_modes = step, {}
+            if self.common_modes[0] == step:
+                modes = self.common_modes[1]
+                modes[layer] = max(largest, modes.get(layer, 0.0))
+        if name in GROWING:
+            self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
+
+    @property
+    def nonfinite(self) -> Nonfinite | None:
+        """The first NaN or infinity in a call of attention."""
+        first = min((sample.step for sample in self._nonfinite), default=0)
+        return first_nonfinite(sample for sample in self._nonfinite if sample.step == first)
+
+    def growth(self, head: Head, since: int) -> dict[str, float]:
+        """By what factor each of `GROWING` has changed from a step to the end, where known."""
+        found: dict[str, float] = {}
+        for name in GROWING:
+            kept = self._values.get((head[0], name))
+            rows = [] if kept is None else kept.all
+            values = [(step, row[head[1]]) for step, row in rows if head[1] < len(row)]
+            values = [(step, value) for step, value in values if not math.isnan(value)]
+            at = bisect_right([step for step, _ in values], since)
+            if 0 < at < len(values) and 0 < values[at - 1][1] < math.inf:
+                # The middle of three, as one batch may be out of the ordinary.
+                latest = statistics.median(value for _, value in values[at:][-3:])
+                found[name] = latest / values[at - 1][1]
+        return found
+
+    def heads_of(self, event: Event) -> list[Head]:
+        """The measured heads that an event concerns."""
+        layer = self.layers.get(event.site)
+        if layer is None:
+            return []
+        known = self.heads[event.site]
+        return [(layer, head) for head in event.heads or sorted(known) if head in known]
+
+    def first(self, events: Iterable[Event]) -> dict[Head, Event]:
+        """Every head that the events concern -> the first of them, earliest first."""
+        found: dict[Head, Event] = {}
+        for event in events:
+            found.update({head: event for head in self.heads_of(event) if head not in found})
+        return found
+
+    def switched(self, events: Iterable[Event]) -> dict[Head, Event]:
+        """Every head that is switched at the end -> the first of its switches since it was not."""
+        found: dict[Head, Event] = {}
+        for event in events:
+            for head in self.heads_of(event) if event.kind == "switch" else ():
+                if event.stabilizer == "none":
+                    found.pop(head, None)
+                else:
+                    found.setdefault(head, event)
+        return found
+
+    def span(self, head: Head) -> tuple[float, float]:
+        """The steps of a head's first and last sample; the first is infinite without any."""
+        return self._measured.get(head, (math.inf, -1))
+
+
+def first_nonfinite(samples: Iterable[Sample]) -> Nonfinite | None:
+    """Returns where the first NaN or infinity of a sampled step is."""
+    found = sorted(
+        (sample for sample in samples if sample.indicator == "nonfinite"),
+        key=lambda sample: sample.layer,
+    )
+    forward = sum(NONFINITE[name] for name in FORWARD)
+    with_forward = [one for one in found if any(code & forward for code in _codes(one))]
+    sample = with_forward[0] if with_forward else found[-1] if found else None
+    if sample is None:
+        return None
+    for name, number in NONFINITE.items():
+        heads = tuple(head for head, code in enumerate(_codes(sample)) if code & number)
+        if heads:
+            return Nonfinite(sample.step, sample.site, name, heads)
+    return None
+
+
+def _codes(sample: Sample) -> Iterator[int]:
+    return (int(value) if value == value else 0 for value in sample.values)
