@@ -85,11 +85,11 @@ def test_without_an_alarm_a_run_is_healthy():
     [
         (
             {"logit": lambda step: 5000.0},
-            "the largest logit is 5,000 and was 5,000 1,000 steps earlier",
+            "the largest logit is 5,000, and 1,000 steps earlier it was 5,000",
         ),
         (
             {"logit": lambda step: 10.0 if step < 9500 else 1500.0},
-            "the largest logit is 1,500 and was 10 1,000 steps earlier",
+            "the largest logit is 1,500, and 1,000 steps earlier it was 10",
         ),
         (
             {"loss": lambda step: 3.0 if step < 9000 else 3.2, "every": 10},

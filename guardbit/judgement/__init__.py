@@ -500,7 +500,7 @@ def _rising(evidence: Evidence) -> str:
     logit, before = _logits(evidence)
     if logit is None or (logit < HIGH_LOGIT and not _logits_rise(evidence)):
         return ""
-    since = "" if before is None else f" and was {before:,.0f} {RISE_STEPS:,} steps earlier"
+    since = "" if before is None else f", and {RISE_STEPS:,} steps earlier it was {before:,.0f}"
     return f"the largest logit is {logit:,.0f}{since}"
 
 
