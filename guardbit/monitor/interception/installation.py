@@ -21,7 +21,8 @@ from torch._dynamo import trace_rules
 
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+from guardbit.monitor.interception.entry_points.base import EntryPoint, note_flash_call
 from guardbit.monitor.interception.errors import guarded, stand_in
 from guardbit.monitor.interception.frames import Frame, drop_all, drop_stale, frame_stack, pop, push
 from guardbit.monitor.interception.references import Change, Own, replace_others, replace_variables

@@ -16,7 +16,7 @@ from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import Clock
-from guardbit.monitor import interception
+from guardbit.monitor.interception import errors, hooks, installation
 from guardbit.monitor.sites.site import Site
 from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
 from guardbit.records import nearest
@@ -87,9 +87,9 @@ class Instrumentation:
         try:
             if candidates:
                 user = object()
-                uninstall = functools.partial(interception.uninstall, user)
-                self._installed += [interception.restore, uninstall]
-                interception.install(user)
+                uninstall = functools.partial(installation.uninstall, user)
+                self._installed += [installation.restore, uninstall]
+                installation.install(user)
             for name, module in candidates.items():
                 self._attach(name, module)
         except BaseException:
@@ -106,8 +106,8 @@ class Instrumentation:
         number = runtime.add_site(name, self._clock)
         self._sites[name] = Site(name, module, number, outer)
         self._installed.append(functools.partial(runtime.remove_site, number))
-        self._installed.append(functools.partial(interception.detach, module, number))
-        interception.attach(module, number)
+        self._installed.append(functools.partial(hooks.detach, module, number))
+        hooks.attach(module, number)
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -272,8 +272,8 @@ class Instrumentation:
         try:
             undo_all(self._installed)
         finally:
-            if self._installed and interception.restore not in self._installed:
-                self._installed.insert(0, interception.restore)  # it waits for what failed
+            if self._installed and installation.restore not in self._installed:
+                self._installed.insert(0, installation.restore)  # it waits for what failed
             self._sites.clear()
             self._switched.clear()
 
@@ -293,8 +293,8 @@ class Instrumentation:
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Reports errors of GuardBit inside a forward to a listener, until `remove`."""
-        self._installed.append(functools.partial(interception.unlisten, listener))
-        interception.listeners.append(listener)
+        self._installed.append(functools.partial(errors.unlisten, listener))
+        errors.listeners.append(listener)
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
@@ -325,7 +325,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     if is_of_fabric(model):
         model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
-        if interception.is_attached(module):
+        if hooks.is_attached(module):
             raise ValueError(
                 f"the model is instrumented already (module '{name}'): one monitor is enough;"
                 " take out the other one, or close or remove it first; after Ctrl-C within a step,"

@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState
-from guardbit.monitor import interception
-from guardbit.monitor.interception import SiteRecord, StepCalls
+from guardbit.monitor.interception.observing import OBSERVE
+from guardbit.monitor.interception.rerunning import rerun
+from guardbit.monitor.interception.seen import SiteRecord, StepCalls, parts, site_record
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 from guardbit.records import STABILIZERS
@@ -59,7 +60,7 @@ class Site:
 
     @property
     def record(self) -> SiteRecord:
-        return interception.site_record(self.enclosing) or _NEVER_CALLED
+        return site_record(self.enclosing) or _NEVER_CALLED
 
     @property
     def calls(self) -> StepCalls:
@@ -130,7 +131,7 @@ class Site:
     @property
     def parts(self) -> int:
         """Number of ranks over which tensor parallelism spreads its weights; 1 without it."""
-        return max(1, interception.parts(self.number))
+        return max(1, parts(self.number))
 
     # --- its weights -----------------------------------------------------------------------------
 
@@ -282,9 +283,9 @@ class Site:
         for module, inputs in self.record.modules:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
-            rerun = functools.partial(interception.rerun, self.number, module, inputs)
+            run = functools.partial(rerun, self.number, module, inputs)
             try:
-                found = settle(module, rerun, is_shared=interception.parts(self.number) > 0)
+                found = settle(module, run, is_shared=parts(self.number) > 0)
                 self.state.calls_are_alike = found[0].calls_are_alike
                 return found
             except LayoutUnavailable as unavailable:
@@ -370,9 +371,9 @@ class Site:
     @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
-        if self.entry == interception.OBSERVE:
+        if self.entry == OBSERVE:
             return (
-                f"{interception.OBSERVE} shows the inputs of attention, but neither its output nor"
+                f"{OBSERVE} shows the inputs of attention, but neither its output nor"
                 " gradients; guardbit.watch_attention shows these too"
             )
         dropout_p = self.state.native_dropout_p

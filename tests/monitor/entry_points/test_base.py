@@ -10,8 +10,8 @@ from torch import nn
 
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import installation
-from guardbit.monitor.interception.entry_points import ENTRY_POINTS, Bound, EntryPoint
-from guardbit.monitor.interception.entry_points.base import as_given, heads_first
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, as_given, heads_first
 from tests.toys import instrumented
 
 LIBRARY = """

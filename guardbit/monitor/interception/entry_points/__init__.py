@@ -6,14 +6,9 @@ To add one: its file, with `bind` and the function that stands in for it; its pl
 
 from __future__ import annotations
 
-from guardbit.monitor.interception.entry_points.base import (
-    Bound,
-    EntryPoint,
-    Refusal,
-    note_flash_call,
-)
+from guardbit.monitor.interception.entry_points.base import EntryPoint
 from guardbit.monitor.interception.entry_points.flex import FLEX
-from guardbit.monitor.interception.entry_points.libraries import OF_LIBRARIES, VARLEN
+from guardbit.monitor.interception.entry_points.libraries import OF_LIBRARIES
 from guardbit.monitor.interception.entry_points.multi_head import MULTI_HEAD
 from guardbit.monitor.interception.entry_points.sdpa import SDPA
 from guardbit.monitor.interception.entry_points.transformer_engine import FUSED
@@ -23,5 +18,3 @@ from guardbit.monitor.interception.entry_points.transformers_eager import EAGER
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
     SDPA, MULTI_HEAD, EAGER, FLEX, *OF_LIBRARIES, FUSED
 )  # fmt: skip
-
-__all__ = ["ENTRY_POINTS", "VARLEN", "Bound", "EntryPoint", "Refusal", "note_flash_call"]
