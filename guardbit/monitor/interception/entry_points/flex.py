@@ -31,7 +31,7 @@ from guardbit.monitor.interception.entry_points.base import (
     observed,
     observed_eagerly,
 )
-from guardbit.monitor.interception.entry_points.refusals import why_groups, why_head, why_now
+from guardbit.monitor.interception.entry_points.refusals import why_groups, why_now, why_tensors
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 
@@ -61,24 +61,13 @@ def bind(
     **_: Any,
 ) -> Bound | Refusal:
     """Binds a call, see `base.EntryPoint`. What its functions ask for is known only at run time."""
-    why = _why(query, key, value, enable_gqa, kernel_options)
+    why = why_tensors(query, key, value, any_width=True)
+    if why is None and kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
+        why = "flex_attention's FLASH backend has an LSE of another unit"
+    why = why or why_groups(query, key, are_allowed=enable_gqa) or why_now(query, key, value)
     if why is not None:
         return Refusal(why, query, key)
     return Bound(query, key, value, AttentionSpec(scale or 1.0 / math.sqrt(query.size(-1))))
-
-
-def _why(
-    q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, options: dict[str, Any] | None
-) -> str | None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        return "its inputs are not of shape (batch, heads, tokens, head size)"
-    if (why := why_head(q, q.size(3)) or why_head(v, v.size(3))) is not None:
-        return why
-    if q.size(0) != k.size(0):
-        return "its queries and keys differ in batch"
-    if options is not None and options.get("BACKEND") == "FLASH":
-        return "flex_attention's FLASH backend has an LSE of another unit"
-    return why_groups(q, k, are_allowed=enable_gqa) or why_now(q, k, v)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Any:
