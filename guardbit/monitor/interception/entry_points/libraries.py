@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +92,19 @@ _NOT_COMPILED = (
 class LibraryEntryPoint(EntryPoint):
     """A function of a library."""
 
+    bind: Callable[..., Bound | Refusal] = field(init=False)
+    returns: Callable[..., Any] = field(init=False)
+    is_packed: bool = field(init=False)  # whether it takes packed sequences, `(T, H, D)`
     engine: str = ""
-    is_packed: bool = False  # whether it takes packed sequences, `(T, H, D)`
     # The parameters of the installed function, in order, with their defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     missing: str | None = None  # why the kernels of this release cannot be called
     _others: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bind, self.returns = self._understand, self._result
+        self.is_packed = "varlen" in self.attribute
+        super().__post_init__()
 
     @property
     def is_of_hub(self) -> bool:
@@ -159,7 +166,7 @@ class LibraryEntryPoint(EntryPoint):
             return None
         return "its function does not return what its kernel does, so that it is another one"
 
-    def understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
+    def _understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
         if not is_unread():
             return self._bound(args, kwargs, is_unread=False)
         with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
@@ -209,7 +216,7 @@ class LibraryEntryPoint(EntryPoint):
             return "its sinks are not one number a head"
         return why_dropout(dropout_p) or _why_window(asked, self.defaults)
 
-    def result(self, out: Tensor, lse: Tensor, args: Args, kwargs: Kwargs) -> Any:
+    def _result(self, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
         lse = lse.squeeze(0) if self.is_packed else lse
         if self.engine == "varlen_attn":
@@ -319,26 +326,8 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
     )
 
 
-def _entry_point(name: str, home: str, engine: str) -> LibraryEntryPoint:
-    def bind(*args: Any, **kwargs: Any) -> Bound | Refusal:
-        return entry.understand(*args, **kwargs)
-
-    def returns(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return entry.result(out, lse, args, kwargs)
-
-    attribute = name.rpartition(".")[2]
-    entry = LibraryEntryPoint(
-        name, home, attribute, bind, returns, engine=engine, is_packed="varlen" in attribute
-    )
-    return entry
-
-
-def _with_cache(package: str, home: str) -> EntryPoint:
-    def bind(*args: Any, **kwargs: Any) -> Refusal:
-        return Refusal("it is inference with a cache of keys, which is not watched")
-
-    attribute = "flash_attn_with_kvcache"
-    return EntryPoint(f"{package}.{attribute}", home, attribute, bind)
+def _bind_cached(*args: Any, **kwargs: Any) -> Refusal:
+    return Refusal("it is inference with a cache of keys, which is not watched")
 
 
 # Package, home and engine -> the functions there. Later versions have fewer.
@@ -353,17 +342,22 @@ _FUNCTIONS = {
     ("kernels/flash_attn_4", "", "kernels/flash_attn_4"): _OF_4,
 }
 
-VARLEN = _entry_point(
-    "torch.nn.attention.varlen.varlen_attn", "torch.nn.attention.varlen", "varlen_attn"
-)
+_CACHED = "flash_attn_with_kvcache"
 
 OF_LIBRARIES: tuple[EntryPoint, ...] = (
-    VARLEN,
-    *(
-        _entry_point(f"{package}.flash_attn{kind}_func", home, engine)
-        for (package, home, engine), kinds in _FUNCTIONS.items()
-        for kind in kinds
+    LibraryEntryPoint(
+        "torch.nn.attention.varlen.varlen_attn",
+        home="torch.nn.attention.varlen",
+        attribute="varlen_attn",
+        engine="varlen_attn",
     ),
-    _with_cache("flash_attn", "flash_attn.flash_attn_interface"),
-    _with_cache("flash_attn_interface", "flash_attn_interface"),
+    *(
+        LibraryEntryPoint(f"{package}.{name}", home, name, engine=engine)
+        for (package, home, engine), kinds in _FUNCTIONS.items()
+        for name in (f"flash_attn{kind}_func" for kind in kinds)
+    ),
+    *(
+        EntryPoint(f"{home.partition('.')[0]}.{_CACHED}", home, _CACHED, _bind_cached)
+        for home in ("flash_attn.flash_attn_interface", "flash_attn_interface")
+    ),
 )

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines.libraries import library_engine, parameters
 from guardbit.monitor.interception.entry_points.libraries import LibraryEntryPoint
@@ -34,6 +36,9 @@ class _Fused(LibraryEntryPoint):
         tokens_first = given["qkv_layout"].startswith("sb")
         return {**given, "causal": causal, "window_size": window, "tokens_first": tokens_first}
 
+    def _result(self, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return out
+
     def why_asked(self, asked: Mapping[str, Any]) -> str | None:
         mask, layout = asked["attn_mask_type"], asked["qkv_layout"]
         if set(layout.replace("2", "").replace("3", "").split("_")) not in ({"sbhd"}, {"bshd"}):
@@ -53,6 +58,5 @@ FUSED = _Fused(
     "transformer_engine.FusedAttnFunc",
     home="transformer_engine.pytorch.attention.dot_product_attention.backends",
     attribute="FusedAttnFunc.apply",
-    bind=lambda *args: FUSED.understand(*args),
     engine="transformer_engine",
 )
