@@ -75,15 +75,11 @@ class HeadsExchanged(LayoutUnavailable):
 
 
 class NotOneMatrix(LayoutUnavailable):
-    """The matrix that multiplies the input is not one parameter.
-
-    Attributes:
-        parameters: Names of the parameters that the matrix is made of.
-    """
+    """The matrix that multiplies the input is made of several parameters."""
 
     def __init__(self, why: str, parameters: Iterable[str]) -> None:
         super().__init__(why)
-        self.parameters = tuple(parameters)
+        self.parameters = tuple(parameters)  # their names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,11 +203,7 @@ class _Reach(NamedTuple):
 
 
 class _Search:
-    """Runs an attention module with other matrices in place of its own, and looks at q and k.
-
-    Attributes:
-        leaves: Its matrices and other parameters.
-    """
+    """Runs an attention module with other matrices in place of its own, and looks at q and k."""
 
     def __init__(self, project: Project, parameters: Mapping[str, Tensor]) -> None:
         self._project = project

@@ -81,10 +81,7 @@ def runnable_copy(
 
 
 class Copiers:
-    """Deepcopy's table of copiers by type, with one for all other types.
-
-    It serves the thread that has made it; deepcopies in other threads are as ever.
-    """
+    """Deepcopy's table of copiers by type, with one for all others, in the thread that made it."""
 
     _own: Mapping[type, Copier] = copy._deepcopy_dispatch  # pyright: ignore
     _lock = threading.RLock()
@@ -154,10 +151,7 @@ def _unread() -> Iterator[Any]:
 
 
 def _copied(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Copies a module and what it refers to, with given tensors in place of its parameters.
-
-    Other floating tensors get a dtype.
-    """
+    """Copies a module with given parameters; other floating tensors get a dtype."""
     num_bytes = 0
 
     def copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -403,10 +403,7 @@ def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 class _WithoutExchange(TorchDispatchMode):
-    """Refuses operations that ranks must do together.
-
-    Each rank runs a copy of the module by itself, so one might wait for another for ever.
-    """
+    """Refuses what ranks must do together: each runs its copy of the module by itself."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -39,11 +39,7 @@ class Own(dict):
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """What a holder held, and holds now; `undo` puts it back unless somebody has changed it since.
-
-    PyTorch's `context_parallel`, for example, replaces `F.scaled_dot_product_attention`, and its
-    function calls the one that it has found there.
-    """
+    """What a holder held, and holds now; `undo` leaves what somebody has changed since."""
 
     holder: Any
     key: Any

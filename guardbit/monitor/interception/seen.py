@@ -98,11 +98,7 @@ class StepCalls:
 
 @dataclass(slots=True)
 class SiteRecord:
-    """What interception learned about one site.
-
-    What is learned in evaluation, with padded batches for example, counts only while nothing is
-    known from training.
-    """
+    """What is known of one site; what evaluation shows counts until training shows something."""
 
     number: int
     modules: list[tuple[nn.Module, ModuleInputs]]  # around the call, innermost first
@@ -113,35 +109,27 @@ class SiteRecord:
 
 
 class _TracedRefusal(NamedTuple):
-    """Why a call that a compiler traced keeps PyTorch's function.
-
-    Where ranks share the heads, the call goes through the op all the same, because the compiler
-    cannot ask which heads are here; its heads are refused instead.
-    """
+    """Why a call that a compiler traced keeps PyTorch's function."""
 
     why: str
     heads: Heads
     with_gradients: bool
-    is_sharded: bool
+    is_sharded: bool  # it is in the op all the same: the compiler cannot ask which heads are here
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a site, from eager calls and from a trace; `parts` is the number of ranks.
-
-    All that a trace shows is also kept by the type of the module: of several modules of one type a
-    compiler traces only the first. The share is kept for spread weights and others apart.
-    """
+    """What is known of a site, or of a type: of its modules a compiler traces only the first."""
 
     eager: SiteRecord | None = None
     inputs: ModuleInputs | None = None
     refusal: _TracedRefusal | None = None
     entry: str = ""
     share: tuple[Share | str, int] | None = None
-    parts: int = 0
+    parts: int = 0  # over how many ranks its weights are spread
 
 
-# By number of the site, by type, and by type and whether ranks spread the weights.
+# By number of the site, by type, and, of shares, by type and whether ranks spread the weights.
 _known: dict[int | type | tuple[type, bool], _Known] = {}
 _NOTHING = _Known()
 

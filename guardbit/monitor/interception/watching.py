@@ -29,11 +29,7 @@ WRITTEN_OUT = (
 
 
 class Watch:
-    """One call that is watched.
-
-    The call gets `query(q)` instead of its queries, and its caller gets `output(out, ...)` instead
-    of its output. The observer hears of the call when dQ has been computed.
-    """
+    """One call that is watched; the observer hears of it when dQ has been computed."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -45,7 +41,7 @@ class Watch:
         self._spec = AttentionSpec(1.0)
 
     def query(self, q: Tensor) -> Tensor:
-        """Returns the queries `(B, H, N, D)`, with a hook on their gradient."""
+        """Returns what the call gets as queries `(B, H, N, D)`, with a hook on their gradient."""
         observed = self._hooked(q, self._take_dq)
         self._waits_for_dq = observed is not q
         return observed
@@ -74,7 +70,7 @@ class Watch:
         spec: AttentionSpec,
         keeps_output: bool = False,
     ) -> Tensor:
-        """Returns the output, with a hook on its gradient."""
+        """Returns what the caller gets as output, with a hook on its gradient."""
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
         self._spec = spec

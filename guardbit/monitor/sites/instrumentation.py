@@ -185,10 +185,7 @@ class Instrumentation:
         return {name: names for name, names in in_use.items() if names}
 
     def asked(self) -> dict[str, list[str]]:
-        """Returns the stabilizer asked for: name of the site -> one name a head.
-
-        That includes a switch that does not fit the number of heads of the latest calls.
-        """
+        """Returns the stabilizer asked for, also one that does not fit the latest calls."""
         asked = {n: list(site.outgrown or site.asked) for n, site in self._present().items()}
         return {name: names for name, names in asked.items() if names}
 
@@ -240,23 +237,13 @@ class Instrumentation:
         observer: Callable[[AttentionCall], None] | None,
         only: Collection[str] | None = None,
     ) -> None:
-        """Calls `observer` in every attention backward from now on; None ends that.
-
-        Args:
-            observer: The function, or None.
-            only: Names of the sites; None for all.
-        """
+        """Calls `observer` in every attention backward of some sites; None ends that."""
         for name, site in self._sites.items():
             if only is None or name in only:
                 site.state.observer = observer
 
     def rest(self, at_rest: bool, but: Collection[str] = ()) -> None:
-        """Says whether calls need not be seen from now on, see `SiteState.at_rest`.
-
-        Args:
-            at_rest: Whether they need not.
-            but: Names of the sites whose calls are to be seen in any case.
-        """
+        """Says whether calls need not be seen from now on, but of some sites."""
         wanted = at_rest, frozenset(but)
         if wanted != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = wanted
@@ -283,10 +270,7 @@ class Instrumentation:
         return bool(self._installed)
 
     def keep_residuals(self, is_wanted: bool) -> None:
-        """Says whether compiled calls may be asked for "compensated", until `remove`.
-
-        Their graphs have room for it if any model of the process may be asked, or if none has said.
-        """
+        """Says whether compiled calls may be asked for "compensated", until `remove`."""
         asker = object()
         self._installed.append(functools.partial(runtime.keep_residuals, asker, None))
         runtime.keep_residuals(asker, is_wanted)

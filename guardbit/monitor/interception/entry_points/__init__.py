@@ -1,8 +1,4 @@
-"""One file for each function that people call for attention.
-
-To add one: its file, with `bind` and the function that stands in for it; its place in
-`ENTRY_POINTS`; its test in `tests/monitor/entry_points`; its row in `docs/support.md`.
-"""
+"""One file for each function that people call for attention; CONTRIBUTING.md says what it has."""
 
 from __future__ import annotations
 

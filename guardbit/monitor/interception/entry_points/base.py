@@ -84,16 +84,13 @@ def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(eq=False)
 class EntryPoint:
-    """A function that people call for attention.
-
-    `bind` takes the arguments of a call and returns what they ask for. `returns` makes the
-    original's return value from out in the caller's layout, lse `(B, H, N)` and these arguments.
-    """
+    """A function that people call for attention."""
 
     name: str  # what users call it
     home: str  # the module that holds it, which GuardBit never imports by itself
     attribute: str  # its name there; with a dot, the names of a class and its method
-    bind: Callable[..., Bound | Refusal]
+    bind: Callable[..., Bound | Refusal]  # what the arguments of a call ask for
+    # The original's value, of out in the caller's layout, lse `(B, H, N)` and these arguments.
     returns: Callable[..., Any] = _only_out
     # Installs the stand-in and returns what undoes it; None: wherever a reference to it is.
     put_in_place: Callable[[], Callable[[], None]] | None = None

@@ -116,17 +116,13 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
 
 
 class _Products:
-    """Stands in for `torch` in PyTorch's function, to watch its two matrix products.
-
-    The first multiplies the scaled queries and the keys, and adds the mask. The second multiplies P
-    and the values. All tensors are `(B * H, rows, columns)`.
-    """
+    """Stands in for `torch` in PyTorch's function, to watch Q K^T + mask and P V of all heads."""
 
     def __init__(self, watch: Watch, num_heads: int, dropout_p: float) -> None:
         self._watch = watch
         self._num_heads = num_heads
         self._dropout_p = dropout_p
-        self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None  # q, k and the mask
         self._is_called = self._is_observed = False
         bmm, baddbmm = (types.SimpleNamespace(original=f) for f in (torch.bmm, torch.baddbmm))
         self.bmm = stand_in(bmm, self._before_bmm, None)
