@@ -80,6 +80,11 @@ def site_number(module: nn.Module) -> int:
     return number_of(site_of(module))
 
 
+def is_attached(module: nn.Module) -> bool:
+    """Whether a module is hooked; a copy of a hooked one is not."""
+    return hasattr(module, SITE_ATTRIBUTE) and site_modules.get(site_number(module)) is module
+
+
 def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
     """Records that a module begins to run, called by `caller`; call `drop_stale` first."""
     if not frame_stack:

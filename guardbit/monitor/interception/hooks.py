@@ -142,11 +142,6 @@ def _hook_entries(
     )
 
 
-def is_attached(module: nn.Module) -> bool:
-    """Whether a module is hooked already; a copy of a hooked one is not."""
-    return hasattr(module, SITE_ATTRIBUTE) and site_modules.get(site_number(module)) is module
-
-
 def detach(module: nn.Module, number: int) -> None:
     registered = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
     # Not by the shared ids alone: an error may have come before the hooks had them.

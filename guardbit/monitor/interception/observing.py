@@ -29,7 +29,7 @@ from guardbit.monitor.interception.entry_points.base import (
 )
 from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.errors import report, reporting
-from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
+from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, is_attached, site_number
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import Heads, note_call, note_traced_call, refuse_call
 from guardbit.monitor.interception.watching import Watch, gradient_as_it_came, hand_to_observer
@@ -203,14 +203,11 @@ class _Shown:
         if torch.compiler.is_compiling():
             _note_traced(module, (0, 0, 0), _WATCH)
             return None
-        begun = self._begin(module, args, kwargs)
-        self.running.append(None if begun is None else begun[0])
-        return None if begun is None else begun[1]
+        self.running.append(None)
+        return self._begin(module, args, kwargs)
 
     @reporting
-    def _begin(
-        self, module: nn.Module, args: Args, kwargs: Kwargs
-    ) -> tuple[tuple[_Observed, Watch | None], tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         bound = self.signature.bind(*args, **kwargs)
         named = bound.arguments
         for name in (self.q, self.k, self.v):
@@ -227,7 +224,9 @@ class _Shown:
         watch = Watch(observed.number) if observed.listens else None
         if watch is not None:
             named[self.q] = as_given(watch.query(q), self.layout)
-        return (observed, watch), (bound.args, bound.kwargs)
+        given = bound.args, bound.kwargs
+        self.running[-1] = observed, watch  # last: after an error nothing of the call is observed
+        return given
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -289,9 +288,7 @@ def _number(module: nn.Module | None) -> int | None:
     if is_jit_traced():
         return None
     if module is not None and probe.site is None:
-        is_known = hasattr(module, SITE_ATTRIBUTE)
-        number = site_number(module) if is_known else None
-        return number if number is not None and site_modules.get(number) is module else None
+        return site_number(module) if is_attached(module) else None
     return int(runtime.current) if runtime.is_inside_site() else None
 
 

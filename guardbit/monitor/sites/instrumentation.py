@@ -16,7 +16,7 @@ from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import Clock
-from guardbit.monitor.interception import errors, hooks, installation
+from guardbit.monitor.interception import errors, frames, hooks, installation
 from guardbit.monitor.sites.site import Site
 from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
 from guardbit.records import nearest
@@ -309,7 +309,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     if is_of_fabric(model):
         model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
-        if hooks.is_attached(module):
+        if frames.is_attached(module):
             raise ValueError(
                 f"the model is instrumented already (module '{name}'): one monitor is enough;"
                 " take out the other one, or close or remove it first; after Ctrl-C within a step,"
