@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
-from guardbit.kernels import engines
-from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given, heads_first
 from guardbit.kernels.engines.proof import proof_of
@@ -67,7 +65,6 @@ class Refusal(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     bound: Bound | None = None  # if it is watched all the same; q is then its first argument
-    is_fused: bool = True  # whether one of PyTorch's fused kernels may run it
 
 
 class Watched(NamedTuple):
@@ -75,7 +72,6 @@ class Watched(NamedTuple):
 
     watch: Watch
     bound: Bound
-    keeps_output: bool  # whether the backward takes delta from the output
 
 
 def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +264,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
     if bound is None or state.is_unobserved or not torch.is_grad_enabled():
         return None
     state.native_dropout_p = bound.spec.dropout_p
-    return Watched(Watch(number), bound, found.is_fused and _keeps_output(bound))
+    return Watched(Watch(number), bound)
 
 
 def _why_broken(bound: Bound) -> str | None:
@@ -281,20 +277,15 @@ def _why_broken(bound: Bound) -> str | None:
     return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
 
-def _keeps_output(bound: Bound) -> bool:
-    q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
-    return engines.choose(q, k, v, bound.spec, training=True).reads_out
-
-
 def _around(entry: EntryPoint, watched: Watched, args: Args, kwargs: Kwargs) -> Around:
     """Lets the original run, and the observer hear of it."""
-    watch, (q, k, v, spec, layout, *_), keeps_output = watched
+    watch, (q, k, v, spec, layout, *_) = watched
     q = watch.query(q)
 
     def after(out: Tensor) -> Tensor:
         hear = functools.partial(watch.output, heads_first(out, layout), q, k, v, spec)
         hand_back = functools.partial(as_given, layout=layout)
-        return then_finish(functools.partial(hear, keeps_output=keeps_output), hand_back, report)
+        return then_finish(hear, hand_back, report)
 
     if args:
         return Around((as_given(q, layout), *args[1:]), kwargs, after)

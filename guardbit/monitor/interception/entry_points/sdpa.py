@@ -60,21 +60,17 @@ def bind(
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
-    if broadcasts is not None or key.size(3) != value.size(3):
-        spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
-        bound = Bound(query, key, value, spec)
-        why = _why_width(bound) if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
-        if shared is not None:
-            return Refusal(why or OTHER_WIDTH, query, key)
-        if why is not None:
-            return Refusal(why, query, key, bound, is_fused=broadcasts is None)
-        return bound
-    if shared is not None:
-        spec = AttentionSpec(scale, causal, attn_mask)
-        return Bound(query, key, value, spec, shared=shared)
     if attn_mask is None and not torch.compiler.is_compiling():
-        return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
-    return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
+        spec = _without_mask(scale, causal, dropout_p)
+    else:
+        spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
+    bound = Bound(query, key, value, spec, shared=shared)
+    if broadcasts is None and key.size(3) == value.size(3):
+        return bound
+    why = _why_width(bound) if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
+    if shared is not None:
+        return Refusal(why or OTHER_WIDTH, query, key)
+    return bound if why is None else Refusal(why, query, key, bound)
 
 
 def _why_width(bound: Bound) -> str | None:
@@ -82,9 +78,8 @@ def _why_width(bound: Bound) -> str | None:
     if torch.compiler.is_compiling():
         return f"{_OTHER_WIDTH}, which is switched in eager runs only"
     q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
-    if not engines.choose(q, k, v, bound.spec, training=True).reads_out:
-        return f"{_OTHER_WIDTH}, {_BY_MATH}"
-    return None
+    is_rounded = engines.choose(q, k, v, bound.spec, training=True).reads_out
+    return None if is_rounded else f"{_OTHER_WIDTH}, {_BY_MATH}"
 
 
 @lru_cache

@@ -109,7 +109,7 @@ def _bind(
         why = _why_other(original, module, found, args, kwargs)
     if isinstance(found, Refusal) or why is not None:
         return Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
-    return Refusal(WRITTEN_OUT, found.q, found.k, found, is_fused=False)
+    return Refusal(WRITTEN_OUT, found.q, found.k, found)
 
 
 def _traced(
@@ -129,7 +129,7 @@ def _before(args: Args, kwargs: Kwargs) -> Around | None:
     found = observed_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
     if not isinstance(found, Watched):
         return None
-    watch, bound, _ = found
+    watch, bound = found
     original, module, query, *others = args
     key, value = others[:2]
 
