@@ -62,11 +62,6 @@ class StepCalls:
     per_forward: int = 0  # the most calls in one forward of the module
 
     @property
-    def unwatched(self) -> str | None:
-        """Why none of the calls is watched, or None."""
-        return None if self.is_watched else self.bypass
-
-    @property
     def refusal(self) -> str | None:
         """Why none of the calls can be switched, or None."""
         return self.conflict or (None if self.is_switchable else self.bypass)

@@ -92,7 +92,8 @@ class Site:
     @property
     def unwatched(self) -> str | None:
         """Why nothing is measured in the latest step's calls, or None."""
-        return self.calls.unwatched
+        calls = self.calls
+        return None if calls.is_watched else calls.bypass
 
     @property
     def lasting_refusal(self) -> str | None:

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from guardbit.kernels.engines.libraries import as_given, heads_first
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, as_given, heads_first
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint
 from tests.toys import instrumented
 
 LIBRARY = """

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels.engines.base import drawing_once
-from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given, heads_first
+from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
     why: str
     q: Tensor | None = None
     k: Tensor | None = None
-    bound: Bound | None = None  # if it is watched all the same; q is then its first argument
+    bound: Bound | None = None  # if it is watched all the same; its first argument is then this q
 
 
 class Watched(NamedTuple):
@@ -279,18 +279,13 @@ def _why_broken(bound: Bound) -> str | None:
 
 def _around(entry: EntryPoint, watched: Watched, args: Args, kwargs: Kwargs) -> Around:
     """Lets the original run, and the observer hear of it."""
-    watch, (q, k, v, spec, layout, *_) = watched
+    watch, (q, k, v, spec, *_) = watched
     q = watch.query(q)
-
-    def after(out: Tensor) -> Tensor:
-        hear = functools.partial(watch.output, heads_first(out, layout), q, k, v, spec)
-        hand_back = functools.partial(as_given, layout=layout)
-        return then_finish(hear, hand_back, report)
-
+    after = functools.partial(watch.output, q=q, k=k, v=v, spec=spec)
     if args:
-        return Around((as_given(q, layout), *args[1:]), kwargs, after)
+        return Around((q, *args[1:]), kwargs, after)
     first = next(iter(inspect.signature(entry.bind).parameters))
-    return Around((), {**kwargs, first: as_given(q, layout)}, after)
+    return Around((), {**kwargs, first: q}, after)
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:

@@ -22,16 +22,9 @@ from torch import Tensor
 
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
+from guardbit.kernels.engines.libraries import Layout, as_given, heads_first
 from guardbit.kernels.spec import AttentionSpec, Documents
-from guardbit.monitor.interception.entry_points.base import (
-    Bound,
-    EntryPoint,
-    Layout,
-    Refusal,
-    as_given,
-    heads_first,
-    is_unread,
-)
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, is_unread
 from guardbit.monitor.interception.entry_points.refusals import (
     why_dropout,
     why_groups,

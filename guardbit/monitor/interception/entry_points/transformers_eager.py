@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit.guard import Args, Around, Kwargs, call_first
+from guardbit.kernels.engines.libraries import as_given, heads_first
 from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -26,8 +27,6 @@ from guardbit.monitor.interception.entry_points.base import (
     EntryPoint,
     Refusal,
     Watched,
-    as_given,
-    heads_first,
     heads_of,
     is_empty,
     observed_eagerly,
