@@ -116,7 +116,7 @@ BELOW = {
     "call: its site": (base, "runtime", "is_inside_site"),
     "call: its refusal": (sdpa.SDPA, "bind"),
     "call: noting it": (base, "note_call"),
-    "call: noting it first": (seen, "describe_inputs"),
+    "call: noting it first": (seen, "describe"),
     "call: its state": (base, "runtime", "site"),
     "call: recomputing": (installation, "push"),
     "call in backward": (AttentionMetric, "update"),

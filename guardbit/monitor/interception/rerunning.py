@@ -57,23 +57,12 @@ class _Values:
     tensor: Tensor
 
 
-@dataclass(slots=True)
-class ModuleInputs:
-    """The inputs of one forward of a module, as `describe` returns them."""
-
-    args: Args
-    kwargs: Kwargs
-
-
-def describe_inputs(args: Args, kwargs: Kwargs) -> ModuleInputs:
-    """Describes the inputs of one forward; tensors may be a compiler's fake ones."""
-    return ModuleInputs(
-        tuple(describe(x) for x in args), {name: describe(x) for name, x in kwargs.items()}
-    )
+#: The inputs of one forward of a module, as `describe` returns them.
+ModuleInputs = tuple[Args, Kwargs]
 
 
 def describe(x: Any) -> Any:
-    """Describes an input; a tensor that cannot be described becomes None."""
+    """Describes inputs, also a compiler's; a tensor that cannot be described becomes None."""
 
     def copier_of(kind: type) -> Copier | None:
         if issubclass(kind, Tensor):
@@ -107,12 +96,9 @@ def present_size(n: int | torch.SymInt) -> int:
 
 def make_up(
     inputs: ModuleInputs, generator: torch.Generator, cut: bool, with_objects: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes up inputs that match a description, on the generator's device.
-
-    With `cut` it makes one sequence only. Objects that are no containers become None, unless
-    `with_objects`.
-    """
+) -> ModuleInputs:
+    """Makes up inputs: with `cut` one sequence, without `with_objects` None for what is no data."""
+    args, kwargs = inputs
     batch = _batch_of(inputs) if cut else None
 
     def copier_of(kind: type) -> Copier | None:
@@ -122,14 +108,15 @@ def make_up(
             return _itself
         return None if with_objects or issubclass(kind, _CONTAINERS) else lambda x, _: None
 
-    # One by one: a tensor that was given twice was described twice, and is made twice.
+    # One by one: a tensor that was given twice is made twice.
     with Copiers(copier_of).in_use():
-        args = tuple(copy.deepcopy(x) for x in inputs.args)
-        return args, {name: copy.deepcopy(x) for name, x in inputs.kwargs.items()}
+        made = tuple(copy.deepcopy(x) for x in args)
+        return made, {name: copy.deepcopy(x) for name, x in kwargs.items()}
 
 
 def _batch_of(inputs: ModuleInputs) -> int | None:
-    for x in (*inputs.args, *inputs.kwargs.values()):
+    args, kwargs = inputs
+    for x in (*args, *kwargs.values()):
         try:
             leaves = tree_leaves(x)
         except RecursionError:  # it contains itself

@@ -33,12 +33,7 @@ from guardbit.monitor.interception.frames import (
     site_modules,
     site_number,
 )
-from guardbit.monitor.interception.rerunning import (
-    ModuleInputs,
-    describe,
-    describe_inputs,
-    present_size,
-)
+from guardbit.monitor.interception.rerunning import ModuleInputs, describe, present_size
 from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, parts_of, share_of
 
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
@@ -153,7 +148,7 @@ def note_call(
     record = known.eager
     with_gradients = torch.is_grad_enabled()
     if record is None or (with_gradients and not record.with_gradients):
-        modules = [(f.module, describe_inputs(f.args, f.kwargs)) for f in reversed(frame_stack)]
+        modules = [(f.module, describe((f.args, f.kwargs))) for f in reversed(frame_stack)]
         if share is None:
             holder = weighted_module(number)
             sharded = _keep_share(number, share_of(holder, heads), parts_of(holder))
@@ -242,7 +237,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     inputs = [(module, _inputs(number, module)) for number, module in enclosing]
     modules = [(module, described) for module, described in inputs if described is not None]
     if refusal is None:
-        calls = _compiled(state.ran_at, (num_heads, 0, 0))
+        calls = _compiled(state.ran_at, (num_heads, 0, 0), can=True, could=True)
     else:
         heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
         last = max(state.ran_at, state.clock.done)
@@ -254,7 +249,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
 
 
 def _compiled(
-    step: int, heads: Heads, can: bool = True, could: bool = True, bypass: str | None = None
+    step: int, heads: Heads, can: bool, could: bool, bypass: str | None = None
 ) -> StepCalls:
     """Describes compiled calls, of which those that can be switched are watched."""
     return StepCalls(step, heads, can, bypass, was_switchable=could, is_watched=can)
@@ -308,11 +303,8 @@ def _read_inputs(context: Any) -> None:
             context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
             for name in ("module", "args", "kwargs")
         )
-        inputs = ModuleInputs(
-            tuple(_describe_variable(x) for x in args.items),
-            {key.vt.as_python_constant(): _describe_variable(x) for key, x in kwargs.items.items()},
-        )
-        _keep_traced_inputs(module.value, inputs)
+        named = {k.vt.as_python_constant(): _describe_variable(x) for k, x in kwargs.items.items()}
+        _keep_traced_inputs(module.value, (tuple(map(_describe_variable, args.items)), named))
     except Exception:
         # The weights of the site are then reported as unavailable.
         return
@@ -324,7 +316,7 @@ def _read_call(context: Any) -> None:
     try:
         # Modules around the traced code, entered before the tracing began.
         for frame in frame_stack:
-            _keep_traced_inputs(frame.module, describe_inputs(frame.args, frame.kwargs))
+            _keep_traced_inputs(frame.module, describe((frame.args, frame.kwargs)))
         why = context.get_local("refusal").as_python_constant()
         entry = context.get_local("entry").as_python_constant()
         site, sizes = (
