@@ -187,7 +187,7 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("below", "error"),
-    [((seen, "forget"), ERRORS[0]), ((hooks, "_hook_entries"), ERRORS[1]),
+    [((seen, "forget"), ERRORS[0]), ((hooks, "_dicts"), ERRORS[1]),
      ((references, "setattr"), ERRORS[4])],
     ids=str,
 )  # fmt: skip

@@ -126,19 +126,16 @@ def attach(module: nn.Module, number: int) -> None:
     after = module.register_forward_hook(_leave, always_call=True)
     if not _hook_ids:
         _hook_ids.extend((before.id, after.id))
-    for hooks, own_id, shared_id in _hook_entries(module, before.id, after.id):
-        hooks[shared_id] = hooks.pop(own_id)
+    for handle, shared_id, dicts in zip((before, after), _hook_ids, _dicts(module), strict=True):
+        for hooks in dicts:
+            hooks[shared_id] = hooks.pop(handle.id)
 
 
-def _hook_entries(
-    module: nn.Module, before: int, after: int
-) -> tuple[tuple[dict[int, Any], int, int], ...]:
-    shared_before, shared_after = _hook_ids or (0, 0)
+def _dicts(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], ...]:
+    """Where a module keeps hooks before its forward, and after it."""
     return (
-        (module._forward_pre_hooks, before, shared_before),
-        (module._forward_pre_hooks_with_kwargs, before, shared_before),
-        (module._forward_hooks, after, shared_after),
-        (module._forward_hooks_always_called, after, shared_after),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_always_called),
     )
 
 
@@ -146,7 +143,8 @@ def detach(module: nn.Module, number: int) -> None:
     registered = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
     # Not by the shared ids alone: an error may have come before the hooks had them.
     own = [key for key, hook in registered if hook in (_enter, _leave)]
-    for hooks, _, _ in _hook_entries(module, 0, 0):
+    before, after = _dicts(module)
+    for hooks in (*before, *after):
         for key in own:
             hooks.pop(key, None)
     vars(module).pop(SITE_ATTRIBUTE, None)

@@ -34,7 +34,7 @@ from guardbit.monitor.interception.frames import (
     site_number,
 )
 from guardbit.monitor.interception.rerunning import ModuleInputs, describe, present_size
-from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, parts_of, share_of
+from guardbit.monitor.interception.sharding import WHOLE, Share, parts_of, share_of
 
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
@@ -90,7 +90,6 @@ class StepCalls:
 class SiteRecord:
     """What is known of one site; what evaluation shows counts until training shows something."""
 
-    number: int
     modules: list[tuple[nn.Module, ModuleInputs]]  # around the call, innermost first
     calls: StepCalls
     with_gradients: bool = False
@@ -154,7 +153,7 @@ def note_call(
             sharded = _keep_share(number, share_of(holder, heads), parts_of(holder))
         else:
             sharded = _keep_share(number, share, share.parts)
-        record = SiteRecord(number, modules, StepCalls(), with_gradients, sharded)
+        record = SiteRecord(modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
     calls = count_call()
@@ -202,7 +201,7 @@ def know_traced_share(number: int) -> None:
     kind = type(site_modules[number])
     spread, whole = (_known.get((kind, is_it), _NOTHING).share for is_it in (True, False))
     if found is None and (spread or whole):
-        found = (spread if is_spread(weighted_module(number)) else None) or whole
+        found = (spread if parts_of(weighted_module(number)) else None) or whole
     if found is not None:
         _keep_share(number, *found)
 
@@ -245,7 +244,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         calls = _compiled(last, heads, was and state.ran_at == last, was, refusal.why)
     know_traced_share(number)
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
-    return SiteRecord(number, modules, calls, sharded=sharded, entry=own.entry or of_type.entry)
+    return SiteRecord(modules, calls, sharded=sharded, entry=own.entry or of_type.entry)
 
 
 def _compiled(
@@ -348,8 +347,8 @@ def _keep_traced_share(number: int, heads: Heads) -> str | None:
     """Records which heads of a module are here in a call that a compiler traced."""
     module, holder = site_modules[number], weighted_module(number)
     found = share_of(holder, heads)
-    traced = found, parts_of(holder)
-    _of(number).share = _of((type(module), is_spread(holder))).share = traced
+    num_parts = parts_of(holder)
+    _of(number).share = _of((type(module), num_parts > 0)).share = found, num_parts
     for other in site_modules:
         know_traced_share(other)
     return found if isinstance(found, str) else None

@@ -56,10 +56,6 @@ def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
     return _share_along(parameter, dim)
 
 
-def is_spread(module: nn.Module) -> bool:
-    return bool(_spread(module))
-
-
 def parts_of(module: nn.Module) -> int:
     """Returns over how many ranks tensor parallelism spreads a running module's weights, or 0."""
     return max((p.device_mesh.size(dim) for p, dim, _ in _spread(module)), default=0)

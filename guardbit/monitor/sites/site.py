@@ -23,7 +23,7 @@ from guardbit.records import STABILIZERS
 
 T = TypeVar("T")
 
-_NEVER_CALLED = SiteRecord(-1, [], StepCalls(bypass="it has not been called yet"))
+_NEVER_CALLED = SiteRecord([], StepCalls(bypass="it has not been called yet"))
 
 
 class Site:

@@ -228,14 +228,12 @@ class LibraryEntryPoint(EntryPoint):
         for name, x in given.items():
             is_known = _MEANS.get(name, name) in _KNOWN
             is_known |= name in SCHEDULING and isinstance(x, int)
-            if is_known or x is self.defaults.get(name) or _is_same(x, self.defaults.get(name)):
+            default = self.defaults.get(name)
+            is_plain = isinstance(x, bool | int | float | str | tuple | list)
+            if is_known or x is default or (is_plain and x == default):
                 continue
             return _WHY.get(name, f"it is called with `{name}`, which GuardBit does not pass on")
         return None
-
-
-def _is_same(x: Any, default: Any) -> bool:
-    return isinstance(x, bool | int | float | str | tuple | list) and x == default
 
 
 def _inputs(asked: Mapping[str, Any], layout: Layout) -> tuple[Tensor, Tensor, Tensor] | str:
