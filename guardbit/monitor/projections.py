@@ -184,7 +184,7 @@ def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     return lambda x, *_, **__: F.linear(x, weight, bias)
 
 
-def settle(module: nn.Module, rerun: Rerun, is_shared: bool = False) -> tuple[Layout, Weights]:
+def settle(module: nn.Module, rerun: Rerun, is_shared: bool) -> tuple[Layout, Weights]:
     """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices."""
     if is_shared or ranks.world_size() > 1:
         rerun = _by_itself(rerun)

@@ -191,18 +191,12 @@ def restore() -> None:
     try:
         undo_all(_restore)
     finally:
-        _replace_what_is_left(list(_installed))
+        # `from ... import` may have made references to the stand-ins in the meantime. Elsewhere
+        # than in variables of modules a stand-in may stay: it hands all calls on.
+        originals = {e.stand_in: e.original for e in _installed if e.put_in_place is None}
+        replace_variables({checkpoint: original_checkpoint, **originals})
         drop_all()  # of a forward that was interrupted
         _installed.clear()  # last: as long as it holds something there is something to do
-
-
-def _replace_what_is_left(installed: list[EntryPoint]) -> None:
-    # `from ... import` may have made references to the stand-ins in the meantime. Elsewhere than in
-    # variables of modules a stand-in may stay: it hands all calls on.
-    originals = {
-        entry.stand_in: entry.original for entry in installed if entry.put_in_place is None
-    }
-    replace_variables({checkpoint: original_checkpoint, **originals})
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:

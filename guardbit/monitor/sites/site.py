@@ -38,7 +38,7 @@ class Site:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, number: int, enclosing: Sequence[Site] = ()
+        self, name: str, module: nn.Module, number: int, enclosing: Sequence[Site]
     ) -> None:
         self.name, self.module = name, module
         self.number = number  # by which the kernels know it
@@ -394,7 +394,7 @@ def kernel_of(site: Site | None) -> str:
 
 
 def metadata_of(
-    sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None] = lambda _: None
+    sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
     """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
     found: dict[str, dict[str, Any]] = {}
