@@ -223,16 +223,12 @@ def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
 @contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
     """Puts back the generators of Python, NumPy and PyTorch, on the host and on a device."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            undo.callback(numpy.random.set_state, numpy.random.get_state())
+        undo.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        yield
 
 
 @contextmanager
@@ -334,17 +330,12 @@ def _put_back_attribute(owner: type, name: str, before: Any) -> None:
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Keeps global module hooks, such as those of profilers, from seeing the copy."""
-    everywhere = [
-        nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks,
-    ]  # fmt: skip
-    before = [hooks.copy() for hooks in everywhere]
-    for hooks in everywhere:
-        hooks.clear()
-    try:
+    everywhere = nn.modules.module
+    with ExitStack() as undo:
+        for hooks in (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks):
+            undo.callback(hooks.update, hooks.copy())
+            hooks.clear()
         yield
-    finally:
-        for hooks, kept in zip(everywhere, before, strict=True):
-            hooks.update(kept)
 
 
 @contextmanager

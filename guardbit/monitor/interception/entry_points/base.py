@@ -41,9 +41,6 @@ from guardbit.monitor.interception.seen import (
 from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.watching import Watch
 
-#: What is done in an eager call instead of calling the original, see `guard.stand_in`.
-Before = Callable[[Args, Kwargs], Around | Result | None]
-
 
 class Bound(NamedTuple):
     """A call that GuardBit can compute: q `(B, H, N, D)`, k and v `(B, H_kv, M, D)`, as views."""
@@ -91,7 +88,8 @@ class EntryPoint:
     # Installs the stand-in and returns what undoes it; None: wherever a reference to it is.
     put_in_place: Callable[[], Callable[[], None]] | None = None
     original: Callable[..., Any] | None = None  # None until its module is imported
-    before: Before | None = None  # see `guard.stand_in`; None for `before` below
+    # What is done in an eager call, see `guard.stand_in`; None for `before` below.
+    before: Callable[[Args, Kwargs], Around | Result | None] | None = None
     traced: Callable[..., Any] | None = None  # what compilers trace; None for `call` below
     stand_in: Callable[..., Any] = field(init=False)
 
