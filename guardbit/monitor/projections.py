@@ -140,7 +140,11 @@ class Weights:
         return {name: _as_part_of(own[name], tensor) for name, tensor in parameters.items()}
 
     def _here(self, parameter: Tensor) -> Tensor:
-        return _part(parameter) if self.is_shared else _whole(parameter)
+        """Returns what is here of a parameter; all ranks must ask for one that is sharded."""
+        parameter = parameter.detach()
+        if not isinstance(parameter, DTensor):
+            return parameter
+        return _part(parameter) if self.is_shared else parameter.full_tensor()
 
     def _measured(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns matrix and bias of a submodule.
@@ -370,17 +374,8 @@ def _axis(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    """Returns a parameter, detached; all ranks must ask for one that is sharded."""
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _part(parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter under tensor parallelism, detached."""
-    parameter = parameter.detach()
-    if not isinstance(parameter, DTensor):
-        return parameter
+def _part(parameter: DTensor) -> Tensor:
+    """Returns this rank's part of a parameter under tensor parallelism."""
     mesh, shared = parameter.device_mesh, parameter.placements[-1]  # FSDP's meshes come before
     if mesh.ndim == 1:
         return parameter.to_local()

@@ -48,13 +48,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """A tensor whose values are kept."""
-
-    tensor: Tensor
+    values: Tensor | None  # if they are kept
 
 
 #: The inputs of one forward of a module, as `describe` returns them.
@@ -77,15 +71,15 @@ def _itself(x: Any, _: object) -> Any:
     return x
 
 
-def _describe_tensor(x: Tensor) -> TensorSpec | _Values | None:
+def _describe_tensor(x: Tensor) -> TensorSpec | None:
     if x.is_nested or x.layout is not torch.strided or is_lazy(x):
         return None
     shape = tuple(present_size(n) for n in x.shape)
     is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     is_real = type(x) in (Tensor, nn.Parameter) and not isinstance(x, FakeTensor)
-    if is_whole and is_real and x.numel() <= _MOST_KEPT and not torch.compiler.is_compiling():
-        return _Values(x.detach().clone())
-    return TensorSpec(shape, x.dtype)
+    is_kept = is_whole and is_real and x.numel() <= _MOST_KEPT
+    is_kept = is_kept and not torch.compiler.is_compiling()
+    return TensorSpec(shape, x.dtype, x.detach().clone() if is_kept else None)
 
 
 def present_size(n: int | torch.SymInt) -> int:
@@ -102,7 +96,7 @@ def make_up(
     batch = _batch_of(inputs) if cut else None
 
     def copier_of(kind: type) -> Copier | None:
-        if issubclass(kind, TensorSpec | _Values):
+        if issubclass(kind, TensorSpec):
             return lambda x, _: _made(x, batch, generator)
         if issubclass(kind, _AS_THEY_ARE):
             return _itself
@@ -122,15 +116,15 @@ def _batch_of(inputs: ModuleInputs) -> int | None:
         except RecursionError:  # it contains itself
             continue
         for leaf in leaves:
-            if isinstance(leaf, TensorSpec) and len(leaf.shape) >= 2:
+            if isinstance(leaf, TensorSpec) and leaf.values is None and len(leaf.shape) >= 2:
                 return leaf.shape[0]
     return None
 
 
-def _made(x: TensorSpec | _Values, batch: int | None, generator: torch.Generator) -> Tensor:
+def _made(x: TensorSpec, batch: int | None, generator: torch.Generator) -> Tensor:
     device = generator.device  # the module's; it may have been moved since the inputs were seen
-    if isinstance(x, _Values):
-        values = x.tensor.to(device)
+    if x.values is not None:
+        values = x.values.to(device)
         return values[:1] if values.dim() >= 2 and len(values) == batch else values.clone()
     shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
     if x.dtype.is_floating_point or x.dtype.is_complex:

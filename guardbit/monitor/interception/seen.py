@@ -80,11 +80,6 @@ class StepCalls:
         if heads[0] and (refusal is None or not self.is_switchable):
             self.heads = heads
 
-    def take_back(self, refusal: str) -> None:
-        """Says of the calls of the step that none can be watched or switched after all."""
-        self.is_switchable = self.was_switchable = self.is_watched = False
-        self.bypass = refusal
-
 
 @dataclass(slots=True)
 class SiteRecord:
@@ -169,7 +164,9 @@ def refuse_call(number: int, refusal: str) -> None:
     """Records why a call that was noted cannot be watched, where its output shows that."""
     record = _known.get(number, _NOTHING).eager
     if record is not None and torch.is_grad_enabled() == record.with_gradients:
-        record.calls.take_back(refusal)
+        calls = record.calls
+        calls.is_switchable = calls.was_switchable = calls.is_watched = False
+        calls.bypass = refusal
 
 
 def weighted_module(number: int) -> nn.Module:

@@ -80,11 +80,7 @@ def bind(
 
 def _before_interface(args: Args, kwargs: Kwargs) -> Around:
     """Sees to it that a model that gets a function of its own gets `attend`."""
-
-    def after(found: Any) -> Any:
-        return _attending(found, args, kwargs)
-
-    return Around(args, kwargs, after)
+    return Around(args, kwargs, functools.partial(_attending, args=args, kwargs=kwargs))
 
 
 def _traced_interface(*args: Any, **kwargs: Any) -> Any:
