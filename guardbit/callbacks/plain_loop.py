@@ -18,7 +18,7 @@ from guardbit.monitor.measure import Sent
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to, takes
 from guardbit.monitor.stages import beside_bars
-from guardbit.records import Alarm, RunEnd
+from guardbit.records import Alarm
 
 
 class MonitorSession(Session):
@@ -80,23 +80,13 @@ class MonitorSession(Session):
             try:
                 self._say(lambda: first_line(every, self._logged.place))
             except BaseException:  # Ctrl-C: nobody will have the session, to close it
-                super().close("interrupted")
+                self.close("interrupted")
                 raise
 
-    @guard.method()
-    def close(self, end: RunEnd = "finished") -> None:
-        """Writes what is left, and takes the instrumentation out of the model.
-
-        Within a step it is taken out when the step has ended, because a forward and its
-        recomputation must be alike. A second call tries again what could not be taken out.
-
-        Args:
-            end: How the run ended, for the report and the live page.
-        """
-        was_closed = self._is_closed
-        super().close(end)
-        if not was_closed:
-            self._say(lambda: last_line(end, self, self._logged.place))
+    def _tell_end(self) -> None:
+        super()._tell_end()
+        if self._notices.first("last line"):
+            self._say(lambda: last_line(self._ended or "finished", self, self._logged.place))
 
     def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
         alarms = super()._take_samples(step, sent)

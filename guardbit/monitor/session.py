@@ -567,6 +567,14 @@ class Session(Guarded):
 
     @guard.method(at_last=lambda session: session._leave())
     def close(self, end: RunEnd = "finished") -> None:
+        """Writes what is left, and takes the instrumentation out of the model.
+
+        Within a step it is taken out when the step has ended, because a forward and its
+        recomputation must be alike. A second call tries again what could not be taken out.
+
+        Args:
+            end: How the run ended, for the report and the live page.
+        """
         self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises

@@ -57,6 +57,7 @@ FOUND = (
     Place("plain loop", MemoryError, "monitor/session.py", "if kind is None:", 3),
     Place("returned weights", OverflowError, "monitor/session.py", "self.session.end_step()", 3),
     Place("plain loop", KeyboardInterrupt, "callbacks/loggers.py", 'live = f"the live page', 0),
+    Place("hugging face", MemoryError, "callbacks/plain_loop.py", "super()._tell_end()", 0),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = probe", 8),
