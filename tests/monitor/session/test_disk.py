@@ -27,7 +27,7 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),))
     loop.session.begin_batch(0)
     with monkeypatch.context() as patch:
-        patch.setattr("guardbit.store.writing.publish", full_disk)
+        patch.setattr("guardbit.store.files.publish", full_disk)
         loop.run([0], close=False)
         for head in range(200):
             # More than give up would take, of one step.
@@ -37,7 +37,7 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     assert list(read_metadata(tmp_path)["sites"]) == SITES
     assert len(events_of(tmp_path, "alarm")) == 201
     with monkeypatch.context() as patch:
-        patch.setattr("guardbit.store.writing.publish", full_disk)
+        patch.setattr("guardbit.store.files.publish", full_disk)
         loop.run([2], close=False)
         loop.session.switch(SITES[0], "compensated", heads=[1])
         loop.run([3], close=False)
@@ -126,7 +126,7 @@ def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, cap
     settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": False}
     loop = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
     with monkeypatch.context() as patch:
-        patch.setattr("guardbit.store.writing.publish", refuse)
+        patch.setattr("guardbit.store.files.publish", refuse)
         if error == 24:
             patch.setattr(journal, "is_run", refuse)
         loop.run(range(4), close=False)
@@ -171,7 +171,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
 
     if where == "disk full later":
         loop.run([0], close=False)
-        monkeypatch.setattr("guardbit.store.writing.publish", full_disk)
+        monkeypatch.setattr("guardbit.store.files.publish", full_disk)
     loop.run(range(1, 5), close=False)
     assert "compensated" in loop.session.instrumentation.stabilizers()[SITES[1]], "it still acts"
     loop.session.close()
@@ -180,5 +180,5 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
         assert sampled(folder) == [0]
     strict = Loop(every_n_train_steps=1, dirpath=tmp_path / "another", strict=True)
     with pytest.raises(OSError, match="No space left"):
-        monkeypatch.setattr("guardbit.store.writing.publish", full_disk)
+        monkeypatch.setattr("guardbit.store.files.publish", full_disk)
         strict.run([0])
