@@ -69,15 +69,16 @@ def watched(strict: bool, make: Callable[[], S]) -> S | None:
 
     That happens if GuardBit would see none of the model's attention, or after an error of its own.
     """
+    session: S | None = None
     try:
         session = make()
+        return None if session._is_void else session
     except UnseenAttentionError as error:
         if strict:
             raise
         log.warning("GuardBit does not watch this run, which goes on without it: %s", error)
         return None
-    try:
-        return None if session._is_void else session
-    except Exception:  # nobody else can close it
-        session.close("crashed")
+    except Exception:
+        if session is not None:  # nobody else can close it
+            session.close("crashed")
         raise
