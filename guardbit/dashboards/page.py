@@ -270,14 +270,13 @@ class RunPage:
         """The judgement of the run, so far or at its end."""
         found = judge(self._evidence, self.events, self.metadata, self.ended)
         waiting = "" if self.has_samples else "Waiting for the first sample"
-        verdict = f"Verdict {found.verdict}: {found.why}. " if found.num_alarms else ""
         return {
             "outcome": "waiting" if waiting else found.state,
             "headline": waiting or found.headline,
             "headline_running": waiting or found.headline_running,
             "departed": found.departed,
             "loss": last_loss(self._losses),
-            "advice": "" if waiting else f"{verdict}{found.advice}",
+            "advice": "" if waiting else found.verdict_and_advice,
         }
 
     def _map(self, bucket: int) -> Json:

@@ -207,6 +207,12 @@ class Judgement:
         return f"{advice} {going_on}".strip() if self.state in ("warning", "unclear") else advice
 
     @property
+    def verdict_and_advice(self) -> str:
+        """The verdict on alarms, if there are any, and what to do."""
+        verdict = f"Verdict {self.verdict}: {self.why}. " if self.num_alarms else ""
+        return f"{verdict}{self.advice}"
+
+    @property
     def why(self) -> str:
         """Why the verdict is what it is."""
         if self.state == "learning-rate":

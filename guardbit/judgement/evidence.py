@@ -1,4 +1,4 @@
-"""What a judgement needs of the samples of a run, in memory that does not grow with the run."""
+"""What a judgement needs of a run's samples. It grows by one number a sampled step at most."""
 
 from __future__ import annotations
 

@@ -115,16 +115,14 @@ def extent(run: LoadedRun) -> str:
 def summary(run: LoadedRun) -> list[str]:
     """What happened, in a few sentences, most important first."""
     frame, judgement = run.samples, run.judgement
-    sentences = ["The run recorded no samples."] if frame.empty else []
     alarms = [event for event in marks.events_of(run.events) if event.kind == "alarm"]
-    if alarms:
-        first = alarms[0]
-        sentences += [
-            f"Verdict {judgement.verdict}: {judgement.why}. {judgement.advice}",
-            f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}",
-        ]
-    elif not frame.empty:
-        sentences.append(judgement.advice)
+    sentences = ["The run recorded no samples."] if frame.empty else []
+    if alarms or not frame.empty:
+        sentences.append(judgement.verdict_and_advice)
+    sentences += [
+        f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
+        for first in alarms[:1]
+    ]
     return sentences if frame.empty else [*sentences, judgement.risk.sentence]
 
 

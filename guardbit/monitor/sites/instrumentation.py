@@ -237,13 +237,23 @@ class Instrumentation:
         observer: Callable[[AttentionCall], None] | None,
         only: Collection[str] | None = None,
     ) -> None:
-        """Calls `observer` in every attention backward of some sites; None ends that."""
+        """Calls `observer` in every attention backward from now on; None ends that.
+
+        Args:
+            observer: The function, or None.
+            only: Names of the sites; None for all.
+        """
         for name, site in self._sites.items():
             if only is None or name in only:
                 site.state.observer = observer
 
     def rest(self, at_rest: bool, but: Collection[str] = ()) -> None:
-        """Says whether calls need not be seen from now on, but of some sites."""
+        """Says whether calls need not be seen from now on.
+
+        Args:
+            at_rest: Whether they need not.
+            but: Names of the sites whose calls are to be seen in any case.
+        """
         wanted = at_rest, frozenset(but)
         if wanted != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = wanted

@@ -166,7 +166,12 @@ class Site:
         return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
 
     def plain_rows(self) -> list[tuple[HeadRows, list[nn.Parameter]]]:
-        """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained."""
+        """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained.
+
+        Raises:
+            LayoutUnavailable: If they are no parameters of this rank alone, or the queries are
+                normalised after them.
+        """
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.is_latent:
             raise self._unavailable(
