@@ -338,9 +338,8 @@ def backward(
     try:
         own = _by_ours(call, d_out, saved._replace(out=carried), ran.on_triton, plan)
     except Exception as error:
-        if (
-            engine is None or inputs.drawn is not None
-        ):  # PyTorch's kernel cannot know what ours dropped
+        # PyTorch's kernel cannot know what ours dropped.
+        if engine is None or inputs.drawn is not None:
             raise
         # The engine's backward takes our out and lse too: only the rounding differs.
         state.fall_back(error)
