@@ -3,9 +3,10 @@
     PYTHONPATH=. python benchmarks/scale.py --gpus 2 --strategy fsdp tp --csv FILE
     PYTHONPATH=. python benchmarks/scale.py --gpus 2 --tiny --accelerator cpu
 
-Random weights and tokens, BF16, AdamW, gradients clipped. In each round a block without a monitor
-is timed; then one is attached, and its first sample, a block without a sample, samples with the two
-steps after each, which may have to wait for it, and a block with all heads on `exact_delta`.
+Random weights and tokens, BF16, AdamW, gradients clipped. In each round a block is timed without a
+monitor; then, with one, its first sample, a block without a sample, samples with the two steps
+after each, which may have to wait for it, and a block with all heads on `exact_delta`; last, a
+second block without a monitor, since machines drift.
 At a cadence of 50, the mean step of a watched run is one without a sample plus a fiftieth of what a
 sample adds; p95 is of steps without a sample, because samples are rarer than 5 %. Ratios are taken
 within a round, medians over rounds; that of memory is the largest of all ranks. Every rank has its
@@ -36,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.common import machine, timed, write
 from guardbit import MonitorSession
 
-EVERY, BLOCK, WARM_UP, SAMPLES, AFTER = 50, 12, 3, 4, 2
+EVERY, BLOCK, WARM_UP, SAMPLES, AFTER = 50, 20, 4, 4, 2
 VOCABULARY = 32_000
 
 
@@ -144,16 +145,20 @@ def measure(strategy: str, device: torch.device, options: argparse.Namespace) ->
         exact = block(EVERY * (2 + SAMPLES) + 1 + WARM_UP)
         session.close()
         session = None
+        block(0, WARM_UP)
+        plain += block(WARM_UP)
         usual = statistics.mean(unsampled)
         extra = sum(sampled) / SAMPLES - (1 + AFTER) * usual
         late, plain_late = (torch.tensor(x).quantile(0.95).item() for x in (unsampled, plain))
         millis = statistics.mean(plain)
-        return {
+        found = {
             "step_ms": millis, "sample_ms": extra, "mean_ratio": (usual + extra / EVERY) / millis,
             "p95_ratio": late / plain_late, "first_sample_s": first,
             "peak_ratio": most / plain_peak,
             "exact_delta_ratio": statistics.mean(exact) / millis, "norms_error": error,
         }  # fmt: skip
+        print(dist.get_rank(), {name: f"{value:.4g}" for name, value in found.items()}, flush=True)
+        return found
 
     rounds = [figures() for _ in range(options.rounds)]
     return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
@@ -192,7 +197,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="or processes, with gloo")
     parser.add_argument("--strategy", nargs="+", choices=("ddp", "fsdp", "tp"), default=["ddp"])
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--csv", metavar="FILE", help="where to add the rows")
