@@ -131,7 +131,6 @@ def one_line_a_family(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Packs, or prints all tables and writes them beside the data."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="thin runs for the repository")

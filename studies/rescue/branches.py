@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -74,7 +73,6 @@ def held(runs: list[Run]) -> list[tuple[Run, Run, int, Run]]:
 
 
 def what_was_done(run: Run) -> str:
-    """In a word or two."""
     if run.facts["arm"] == "qk_clip":
         # Runs made before there was another bound do not tell theirs.
         return f"logits clipped at {run.facts.get('bound', 100):,.0f}"
@@ -167,8 +165,7 @@ def draw(runs: list[Run]) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--until", type=float, default=math.inf, help="compare up to this step")
@@ -182,4 +179,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

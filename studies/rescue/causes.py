@@ -15,7 +15,6 @@ takes the file from the telemetry of the folders that `doses.py` wrote.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,8 +110,7 @@ def copies(rows: pd.DataFrame) -> str:
     return many.groupby(of_head)["grew"].apply(lambda grew: sorted(grew)).to_string()
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", type=Path)
     parser.add_argument("--collect", type=Path, nargs="+", help="folders to be read first")
@@ -130,4 +128,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

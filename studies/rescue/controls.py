@@ -8,7 +8,6 @@ A seed's runs share weights and batches.
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 
 import numpy as np
@@ -38,9 +37,6 @@ def is_corrected(run: Run) -> bool:
 
 def table(runs: list[Run]) -> pd.DataFrame:
     """A row a seed that has both.
-
-    Args:
-        runs: All runs.
 
     Returns:
         What corrected the one; the largest logit at step 8,000 of both; the steps both have, and
@@ -83,8 +79,7 @@ def chance_of_pairs(ratios: np.ndarray) -> float:
     return float(np.mean(np.array(sums) >= ratios.sum() - 1e-12))
 
 
-def main(arguments: list[str]) -> None:
-    """Prints the table and what chance would do."""
+def main(arguments: list[str] | None = None) -> None:
     found = table(load(options_of(__doc__, arguments).results))
     print(found.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
     one, other = (np.log(found[name].to_numpy()) for name in ("logit", "logit_corrected"))
@@ -94,4 +89,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -9,7 +9,6 @@ single heads was looked at afterwards.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from itertools import cycle
 
@@ -34,9 +33,6 @@ Head = tuple[str, int]
 def families(runs: list[Run]) -> list[tuple[list[Run], pd.DataFrame]]:
     """The originals that were copied at `STEP`, each with its copies and their logits.
 
-    Args:
-        runs: All runs.
-
     Returns:
         Of each family its runs, the original first, and a column a run of the largest logits, by
         the steps that all have: runs end at steps of their own, and packed ones keep the logits of
@@ -57,9 +53,6 @@ def families(runs: list[Run]) -> list[tuple[list[Run], pd.DataFrame]]:
 
 def ratios(runs: list[Run]) -> pd.DataFrame:
     """How large the logits of the copies from `STEP` are beside their original's.
-
-    Args:
-        runs: All runs.
 
     Returns:
         A row a copy: its `seed`; `what` was done; the last `step` of which the original and all
@@ -120,14 +113,7 @@ def without_each(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def alarmed(run: Run, first: float, last: float, without: str = "") -> set[Head]:
-    """The heads that alarms of a run name from one step to another, both included.
-
-    Args:
-        run: The run.
-        first: The first step.
-        last: The last step.
-        without: A rule whose alarms do not count.
-    """
+    """The heads that alarms of a run name from one step to another, but for those of one rule."""
     events = run.events.query("kind == 'alarm' and @first <= step <= @last and rule != @without")
     return {
         (site, head)
@@ -138,9 +124,6 @@ def alarmed(run: Run, first: float, last: float, without: str = "") -> set[Head]
 
 def fallen(runs: list[Run]) -> pd.DataFrame:
     """How many of the heads that had been alarmed by `STEP` have smaller logits than then.
-
-    Args:
-        runs: All runs.
 
     Returns:
         A row a way, that of the originals first, and a column for each step that all runs of a
@@ -161,9 +144,6 @@ def fallen(runs: list[Run]) -> pd.DataFrame:
 
 def newly_alarmed(runs: list[Run]) -> pd.DataFrame:
     """How many heads have been alarmed for the first time after `STEP`.
-
-    Args:
-        runs: All runs.
 
     Returns:
         A row a way, that of the originals first: how many heads had been `alarmed` by `STEP`; how
@@ -259,8 +239,7 @@ def draw(found: pd.DataFrame) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments, figure="where to draw the ratios")
     runs = load(options.results)
     print(told(runs))
@@ -269,4 +248,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

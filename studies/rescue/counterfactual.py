@@ -12,7 +12,6 @@ points, hundredths of log sigma, from the checkpoint to the last step that all r
 from __future__ import annotations
 
 import math
-import sys
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -21,6 +20,7 @@ import pandas as pd
 from matplotlib.ticker import StrMethodFormatter
 
 from studies.rescue.branches import branches, is_before_alarm, what_was_done
+from studies.rescue.measures import series
 from studies.rescue.packed import Run, load, options_of
 
 #: What a copy is that nothing was done to, and one that is corrected, as `what_was_done` says it.
@@ -174,11 +174,7 @@ def draw(found: list[Family]) -> plt.Figure:
         for axis, head in zip(row, panels, strict=False):
             seen: set[str] = set()
             for run in (family.origin, *family.copies):
-                lines = (
-                    run.frame[run.frame["indicator"] == "max_logit"].groupby("step")["value"].max()
-                    if head is None
-                    else sigmas(run)[head]
-                )
+                lines = series(run.frame, "max_logit") if head is None else sigmas(run)[head]
                 if run is family.origin:
                     look, before = ("black", "the original"), lines.loc[: family.step]
                 else:
@@ -200,8 +196,7 @@ def draw(found: list[Family]) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments, figure="where to draw it")
     found = families(load(options.results))
     if not found:
@@ -214,4 +209,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

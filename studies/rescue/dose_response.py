@@ -16,7 +16,6 @@ they are no test.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -256,8 +255,7 @@ def draw(found: list[Family]) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments, figure="where to draw it")
     found = families(load(options.results))
     if not found:
@@ -269,4 +267,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from studies.rescue.branches import STEP
@@ -57,18 +56,7 @@ STEPS_OF = {"doses": STEPS, "losses": 1500, "twins": CHECKPOINT_EVERY + 600, "lo
 
 
 def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, int]:
-    """Runs all of it.
-
-    Args:
-        options: See `main`.
-        command: See `Jobs`.
-
-    Returns:
-        The seed that was copied and the step from which.
-
-    Raises:
-        SystemExit: If no start is alarmed by step `--by`, after its first checkpoint.
-    """
+    """Runs all of it; returns the seed that was copied and the step from which."""
     kept = options.folder / "frozen"
     if kept.exists():
         raise SystemExit(f"{kept} is of a call that was cut off: remove it first")
@@ -154,8 +142,7 @@ def _copy(options: argparse.Namespace, jobs: Jobs, common: list[str], run: Path,
                 jobs.stop(name)
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--again", type=int, required=True, help="number of the starts")
@@ -174,4 +161,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

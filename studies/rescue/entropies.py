@@ -9,7 +9,6 @@ was chosen after the entropies had been seen, so it can only do too well.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -49,8 +48,7 @@ def table(found: list[tuple[Run, pd.DataFrame]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).sort_values(["run", "alarm"], ignore_index=True)
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments)
     paths = ((run, options.results / run.name / PACKED) for run in load(options.results))
     found = [(run, entropies(path, run)) for run, path in paths if path.exists()]
@@ -62,4 +60,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from studies.rescue.branches import STEP
@@ -43,15 +42,7 @@ WAYS = (
 
 
 def families(options: argparse.Namespace, command: Command = python) -> list[int]:
-    """Runs all of it.
-
-    Args:
-        options: See `main`.
-        command: See `Jobs`.
-
-    Returns:
-        The seeds that were copied.
-    """
+    """Runs all of it; returns the seeds that were copied."""
     if (options.folder / "frozen").exists():
         raise SystemExit(f"{options.folder}/frozen is of a call that was cut off: remove it first")
     jobs = Jobs(options.folder / "logs", command, options.minutes)
@@ -111,8 +102,7 @@ def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
     return copied
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--again", type=int, required=True, help="number of the starts")
@@ -127,4 +117,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

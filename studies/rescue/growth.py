@@ -10,7 +10,6 @@ compiled, so that the two part; what the original's heads did is told beside it.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -94,11 +93,6 @@ def parts(sums: pd.DataFrame) -> pd.DataFrame:
 def original_change(run: pd.DataFrame, first: int, last: int) -> pd.DataFrame:
     """What log sigma of an original's heads did over some steps, as far as packed runs tell.
 
-    Args:
-        run: Its telemetry, which holds norms of every 200th step.
-        first: The first of the steps.
-        last: The last of them.
-
     Returns:
         By (layer, head) the `change`, from the last step kept up to `first` to the first from
         `last` on, which are its `attrs` "first" and "last".
@@ -132,13 +126,7 @@ def with_and_without(of: pd.Series, other: pd.Series) -> str:
 
 
 def table(name: str, frame: pd.DataFrame, original: pd.DataFrame | None = None) -> str:
-    """What became of the heads that rounding pushes most, of the others, and correlations.
-
-    Args:
-        name: What the run is called.
-        frame: What `push.py` wrote.
-        original: What `original_change` returned of its original.
-    """
+    """What became of the heads that rounding pushes most, of the others, and correlations."""
     sums = totals(frame)
     engines = [column for column in ENGINES if column in sums]
     rounding, change = sums["growth_run"], sums["change"]
@@ -211,8 +199,7 @@ def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="where to draw it")
@@ -230,4 +217,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

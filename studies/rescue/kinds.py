@@ -10,7 +10,6 @@ recorded stays.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from studies.rescue.jobs import Command, Jobs, python
@@ -49,8 +48,7 @@ def kinds(options: argparse.Namespace, command: Command = python) -> None:
         jobs.stop_all()
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pairs", type=pair, nargs="+", metavar="ARCHITECTURE,RATE,SEED")
     parser.add_argument("--again", type=int, required=True, help="number in the runs' names")
@@ -63,4 +61,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

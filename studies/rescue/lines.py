@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from studies.rescue.measures import (
+    WINDOW,
     excess_loss,
     logit_growth,
     logits_by_head,
@@ -26,9 +27,6 @@ _CORRECTED = (
     ("from_start", "exact_delta"),
 )
 
-#: Losses are averaged over the last of these steps.
-_LAST = 500
-
 
 def one_line_a_run(runs: list[Run]) -> pd.DataFrame:
     """What each run was and what became of it; `studies.rescue.analyse` explains the columns."""
@@ -37,10 +35,6 @@ def one_line_a_run(runs: list[Run]) -> pd.DataFrame:
 
 def matched_run(run: Run, runs: list[Run]) -> Run | None:
     """The run that a run is held against.
-
-    Args:
-        run: The run.
-        runs: Those to choose from.
 
     Returns:
         The one of the same kind of model and seed whose heads were compensated from the start, or,
@@ -115,7 +109,7 @@ def _failure(run: Run, twin: Run | None) -> dict:
         "matched": twin.facts["arm"],
         "compared_steps": compared,
         "failed_at": loss_departure(*loss),
-        "above_matched": excess.loc[compared - _LAST + 1 :].mean(),
+        "above_matched": excess.loc[compared - WINDOW + 1 :].mean(),
     }
 
 
@@ -154,7 +148,7 @@ def _telemetry(run: Run, since: int) -> dict:
         series(run.frame, name) for name in ("loss", "max_logit", "w_q_spectral_norm")
     )
     return {
-        "last_loss": loss.loc[loss.index[-1] - _LAST + 1 :].mean(),
+        "last_loss": loss.loc[loss.index[-1] - WINDOW + 1 :].mean(),
         "highest_logit": logit.loc[since:].max(),
         "largest_norm": norm.iloc[-1],
         "largest_logit": logit.iloc[-1],

@@ -1,13 +1,12 @@
-"""A model of Llama's kind, as large as GPT-2 small: RMSNorm, SwiGLU, grouped keys."""
+"""Models of Llama's kind, as large as GPT-2 small: RMSNorm, SwiGLU, grouped or latent keys."""
 
 from __future__ import annotations
 
-import math
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from studies.rescue.model import Size, rotate
+from studies.rescue.model import Size, Transformer, rotate
 
 #: Queries that share a key.
 GROUP = 3
@@ -34,7 +33,6 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C)."""
         b, n, c = x.shape
         q = self.q_norm(self.q_proj(x).view(b, n, self.heads, -1)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(b, n, self.kv_heads, -1)).transpose(1, 2)
@@ -45,63 +43,93 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(b, n, c))
 
 
+class LatentAttention(nn.Module):
+    """DeepSeek-V3's, half as wide: queries, and keys with values, are made of latent vectors.
+
+    A third of a head's query and key is rotated; that of the keys is one for all heads.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads, self.width = size.heads, size.width // size.heads
+        self.rotated, self.latent = self.width // 2, size.width // 3
+        self.q_a_proj = nn.Linear(size.width, 2 * self.latent, bias=False)
+        self.q_a_layernorm = nn.RMSNorm(2 * self.latent)
+        queries = size.heads * (self.width + self.rotated)
+        self.q_b_proj = nn.Linear(2 * self.latent, queries, bias=False)
+        self.kv_a_proj = nn.Linear(size.width, self.latent + self.rotated, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(self.latent)
+        self.kv_b_proj = nn.Linear(self.latent, 2 * size.width, bias=False)
+        self.o_proj = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        latent, shared = self.kv_a_proj(x).split([self.latent, self.rotated], -1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
+        q, kv = (y.view(b, n, self.heads, -1).transpose(1, 2) for y in (q, kv))
+        k, v = kv.chunk(2, -1)
+        shared = rotate(shared[:, None]).expand(-1, self.heads, -1, -1)
+        q = torch.cat([q[..., : self.width], rotate(q[..., self.width :])], -1)
+        # Flash kernels take only values that are as wide as the keys.
+        y = F.scaled_dot_product_attention(
+            q, torch.cat([k, shared], -1), F.pad(v, (0, self.rotated)), is_causal=True
+        )
+        return self.o_proj(y[..., : self.width].transpose(1, 2).reshape(b, n, c))
+
+
 class Block(nn.Module):
     """Pre-norm transformer block; its feed-forward part has as many weights as GPT-2's."""
 
-    def __init__(self, size: Size, rotary: bool, normed: bool, biased: bool) -> None:
+    def __init__(self, size: Size, attention: nn.Module) -> None:
         super().__init__()
         hidden = 8 * size.width // 3
         self.input_layernorm = nn.RMSNorm(size.width)
-        self.self_attn = Attention(size, rotary, normed, biased)
+        self.self_attn = attention
         self.post_attention_layernorm = nn.RMSNorm(size.width)
         self.gate_proj = nn.Linear(size.width, hidden, bias=False)
         self.up_proj = nn.Linear(size.width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C)."""
         x = x + self.self_attn(self.input_layernorm(x))
         y = self.post_attention_layernorm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
 
-class Llama(nn.Module):
-    """The language model; its embeddings are tied.
+class Llama(Transformer):
+    """The language model.
 
     Args:
         size: Sizes; `heads` is a multiple of `GROUP`.
         positions: One of `POSITIONS`.
         normed: Whether queries and keys are normalized, each head by its root mean square.
         biased: Whether the projections to queries, keys and values have biases, as Qwen2's.
+        latent: Whether attention is DeepSeek-V3's, whatever the others say.
     """
 
     def __init__(
-        self, size: Size, positions: str = "rotary", normed: bool = False, biased: bool = False
+        self,
+        size: Size,
+        positions: str = "rotary",
+        normed: bool = False,
+        biased: bool = False,
+        latent: bool = False,
     ) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(size.vocabulary, size.width)
-        self.embed_positions = (
-            nn.Embedding(size.context, size.width) if positions == "learned" else None
-        )
+        super().__init__(size, learned=positions == "learned")
         rotary = [
             positions == "rotary" or (positions == "rotary_but_every_fourth" and number % 4 != 0)
             for number in range(1, size.layers + 1)
         ]
-        self.layers = nn.ModuleList(Block(size, each, normed, biased) for each in rotary)
+        self.layers = nn.ModuleList(
+            Block(size, LatentAttention(size) if latent else Attention(size, each, normed, biased))
+            for each in rotary
+        )
         self.norm = nn.RMSNorm(size.width)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Residual branches start smaller, as in the study's GPT-2.
-                is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
-                depth = math.sqrt(2 * size.layers) if is_last else 1.0
-                nn.init.normal_(parameter, std=0.02 / depth)
+        self.initialize(size.layers)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of (B, N + 1) tokens."""
-        x = self.embed_tokens(tokens[:, :-1])
-        if self.embed_positions is not None:
-            x = x + self.embed_positions.weight[: x.size(1)]
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
         for block in self.layers:
             x = block(x)
-        logits = F.linear(self.norm(x), self.embed_tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return self.norm(x)

@@ -15,8 +15,6 @@ largest logit that any head has come to, by 15,400 steps or the end of the short
 
 from __future__ import annotations
 
-import sys
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -46,7 +44,7 @@ COMPARED, LONG = 15_400, 10_000
 def runs_at(runs: list[Run]) -> list[Run]:
     """Those at this rate, by seed, the shorter ones first."""
     found = [run for run in runs if run.facts["learning_rate"] == RATE]
-    return sorted(found, key=lambda run: (run.facts["seed"], _last(run)))
+    return sorted(found, key=lambda run: (run.facts["seed"], run.last))
 
 
 def is_corrected(run: Run) -> bool:
@@ -57,7 +55,7 @@ def is_corrected(run: Run) -> bool:
 def other_of(run: Run, runs: list[Run]) -> Run | None:
     """The start of its seed that a run is held against, see the module; None if there is none."""
     others = [r for r in runs if r.facts["seed"] == run.facts["seed"] and r.name != run.name]
-    longest = max(others, key=lambda other: (is_corrected(other), _last(other)), default=None)
+    longest = max(others, key=lambda other: (is_corrected(other), other.last), default=None)
     return matched_run(run, runs) or longest
 
 
@@ -96,7 +94,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
         rows.append(
             {
                 "run": run.name,
-                "steps": _last(run),
+                "steps": run.last,
                 "advisory": advisories.min(),
                 "alarm": min(alarmed.values(), default=np.nan),
                 "heads": len(alarmed),
@@ -120,8 +118,8 @@ def compared(runs: list[Run]) -> pd.DataFrame:
     """
     rows = []
     for seed in sorted({run.facts["seed"] for run in runs if is_corrected(run)}):
-        starts = [run for run in runs if run.facts["seed"] == seed and _last(run) >= LONG]
-        step = min([COMPARED, *(_last(run) for run in starts if is_corrected(run))])
+        starts = [run for run in runs if run.facts["seed"] == seed and run.last >= LONG]
+        step = min([COMPARED, *(run.last for run in starts if is_corrected(run))])
         rows += [
             {
                 "run": run.name,
@@ -139,7 +137,7 @@ def compared(runs: list[Run]) -> pd.DataFrame:
 def draw(runs: list[Run]) -> plt.Figure:
     """The long starts of the seed that was corrected: heads, logits and losses."""
     seeds = [run.facts["seed"] for run in runs if is_corrected(run)]
-    starts = [run for run in runs if run.facts["seed"] in seeds[:1] and _last(run) >= LONG]
+    starts = [run for run in runs if run.facts["seed"] in seeds[:1] and run.last >= LONG]
     starts.sort(key=lambda run: (is_corrected(run), again_of(run.name) or 0))
     worst = max(starts, key=lambda run: series(run.frame, "max_logit").max(), default=None)
     if worst is None or not alarms(worst):
@@ -187,16 +185,11 @@ def _label(run: Run) -> str:
     return f"again{again_of(run.name)}, {done}"
 
 
-def _last(run: Run) -> int:
-    return int(run.frame["step"].max())
-
-
 def _as_step(step: float) -> str:
     return "-" if pd.isna(step) else f"{step:,.0f}"
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments, figure="where to draw it")
     found = runs_at(load(options.results))
     if not found:
@@ -219,4 +212,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

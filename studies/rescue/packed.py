@@ -51,6 +51,10 @@ class Run(NamedTuple):
     frame: pd.DataFrame
     events: pd.DataFrame
 
+    @property
+    def last(self) -> int:
+        return int(self.frame["step"].max())
+
 
 def kind_of(run: Run) -> str:
     """The architecture; runs made before there was a choice do not tell theirs."""
@@ -162,7 +166,7 @@ def load(results: Path) -> list[Run]:
     ]
 
 
-def options_of(doc: str, arguments: list[str], figure: str = "") -> argparse.Namespace:
+def options_of(doc: str, arguments: list[str] | None, figure: str = "") -> argparse.Namespace:
     """Reads the command line of a program over packed runs, which may draw a figure."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("results", type=Path)

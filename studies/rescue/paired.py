@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -170,8 +169,7 @@ Expected: exact delta < clip < unchanged and sham. Pairs in this order: {pairs:g
 by chance as many in {chance:.2g} of all ways to deal the losses out."""
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="folder of runs with --csv, else the table")
     parser.add_argument("--csv", type=Path, help="where to write the table of a folder's copies")
@@ -182,4 +180,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -9,8 +9,6 @@ it. First alarms are those of today's rules, in a replay of what is packed.
 
 from __future__ import annotations
 
-import sys
-
 import pandas as pd
 
 from guardbit.monitor.replay import replay
@@ -32,7 +30,7 @@ def starts(runs: list[Run]) -> dict[int, list[Run]]:
         facts = run.facts
         is_start = facts["arm"] in ("stock", "from_start") and facts["branched_from"] is None
         is_alike = (facts["backend"], facts["learning_rate"]) == ("cudnn", RATE)
-        if is_start and is_alike and _last(run) >= REACHED:
+        if is_start and is_alike and run.last >= REACHED:
             found.setdefault(facts["seed"], []).append(run)
     return {seed: some for seed, some in found.items() if some[0].facts["stabilizer"] == "row_max"}
 
@@ -48,7 +46,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
     rows = []
     for seed, some in starts(runs).items():
         for run in some:
-            last = min(map(_last, (run, some[0])))
+            last = min(run.last, some[0].last)
             until = run.frame[run.frame["step"] <= last]
             row = {
                 "seed": seed,
@@ -72,12 +70,7 @@ def _place(run: Run) -> tuple[int, bool, bool, str]:
     return run.facts["seed"], stabilizer != "row_max", stabilizer is None, run.name
 
 
-def _last(run: Run) -> int:
-    return int(run.frame["step"].max())
-
-
-def main(arguments: list[str]) -> None:
-    """Prints the table."""
+def main(arguments: list[str] | None = None) -> None:
     if (found := table(load(options_of(__doc__, arguments).results))).empty:
         raise SystemExit("no run was on row_max from the start")
     steps = dict.fromkeys(("alarm", "departs"), lambda x: "-" if pd.isna(x) else f"{x:,.0f}")
@@ -86,4 +79,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

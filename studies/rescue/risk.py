@@ -9,7 +9,6 @@ all heads have an exact delta from the second step on. `README.md`, "Who is at r
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -18,6 +17,7 @@ import pandas as pd
 from scipy.stats import permutation_test
 
 from guardbit.judgement import AT_RISK, HARDLY_AT_RISK
+from studies.rescue.counterfactual import alarms
 from studies.rescue.measures import series
 from studies.rescue.packed import Run, again_of, kind_of, load
 
@@ -30,6 +30,9 @@ EARLIER = {
 
 #: The step up to which a pair is compared, the one it must reach, and that of the predictor.
 STEP, REACHED, PREDICTED = 6000, 5000, 2000
+
+#: Kinds that were tried after the test was made: they are told, and no part of it.
+LATER = ("mla", "encoder", "vit")
 
 #: Kinds that the test needs, and seeds of each.
 KINDS, SEEDS = 7, 2
@@ -76,20 +79,13 @@ def table(runs: list[Run]) -> pd.DataFrame:
                 "W_Q": norms[0].loc[step],
                 "W_Q twin's": norms[1].loc[step],
                 "W_Q log ratio": np.log(norms[0].loc[step] / norms[1].loc[step]),
-                "alarmed": alarmed(pair[0], step),
-                "alarmed twin's": alarmed(pair[1], step),
+                "alarmed": len(alarms(pair[0], step)),
+                "alarmed twin's": len(alarms(pair[1], step)),
                 "loss less twin's": (losses[0] - losses[1]).mean(),
                 "common mode": series(pair[0].frame, "key_common_mode").loc[PREDICTED],
             }
         )
     return pd.DataFrame(rows)
-
-
-def alarmed(run: Run, step: int) -> int:
-    """How many heads of a run were alarmed up to a step."""
-    alarms = run.events.query("kind == 'alarm' and site != '' and step <= @step")
-    pairs = zip(alarms["site"], alarms["heads"], strict=True)
-    return len({(site, head) for site, heads in pairs for head in heads})
 
 
 def test(found: pd.DataFrame) -> tuple[float, float]:
@@ -116,7 +112,7 @@ def draw(found: pd.DataFrame) -> plt.Figure:
     axes.axvspan(HARDLY_AT_RISK, AT_RISK, color="0.93", zorder=0)
     axes.text((HARDLY_AT_RISK + AT_RISK) / 2, 6, "no kind lies here", ha="center", color="0.4")
     axes.axhline(1, color="0.7", linewidth=1)
-    for (kind, pairs), marker in zip(found.groupby("kind"), "os^DvPX*", strict=False):
+    for (kind, pairs), marker in zip(found.groupby("kind"), "os^DvPX*<>p", strict=False):
         axes.plot(pairs["common mode"], np.exp(pairs["log ratio"]), marker, label=kind)
     axes.set(xlabel=f"largest key_common_mode of any head at step {PREDICTED:,}", yscale="log",
              ylabel="largest logit over the corrected twin's")  # fmt: skip
@@ -127,8 +123,7 @@ def draw(found: pd.DataFrame) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="where to draw the pairs")
@@ -141,7 +136,7 @@ def main(arguments: list[str]) -> None:
     if options.figure:
         draw(found).savefig(options.figure, dpi=120)
     seeds = found.groupby("kind")["seed"].nunique()
-    complete = found[found["kind"].isin(seeds.index[seeds >= SEEDS])]
+    complete = found[found["kind"].isin(seeds.index[seeds >= SEEDS].difference(LATER))]
     kinds = complete["kind"].nunique()
     if kinds < KINDS:
         print(f"\n{kinds} of {KINDS} kinds have {SEEDS} seeds: the test is not made yet.")
@@ -151,4 +146,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -17,7 +17,6 @@ growth.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,8 +103,7 @@ def table(results: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main(arguments: list[str]) -> None:
-    """Reads the command line; see the module's docstring."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--collect", type=Path, help="folder of the copies, to be read first")
@@ -122,4 +120,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

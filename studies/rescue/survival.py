@@ -11,7 +11,6 @@ estimates; intervals from a bootstrap over seeds and rates, because runs of one 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -109,8 +108,7 @@ def draw(entries: Mapping[str, Sequence[Course]]) -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str]) -> None:
-    """Prints the table, and draws it."""
+def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments, figure="where to draw the curves")
     results = options.results
     runs = pd.read_csv(results / "runs.csv")
@@ -146,4 +144,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

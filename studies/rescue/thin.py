@@ -62,7 +62,6 @@ def thin(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Thins both runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("target", type=Path)

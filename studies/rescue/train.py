@@ -47,7 +47,7 @@ from studies.rescue import corpus
 from studies.rescue.errors import FACTORS, HandOn
 from studies.rescue.heads import KeepHeads
 from studies.rescue.llama import Llama
-from studies.rescue.model import LanguageModel, Net, Size
+from studies.rescue.model import Encoder, LanguageModel, Net, Size, ViT
 from studies.rescue.packed import step_of
 from studies.rescue.updates import FILE, KeepUpdates
 
@@ -73,6 +73,9 @@ NETS = {
     "llama_learned": partial(Llama, positions="learned"),
     "llama_none": partial(Llama, positions="none"),
     "llama_every_fourth": partial(Llama, positions="rotary_but_every_fourth"),
+    "mla": partial(Llama, latent=True),
+    "encoder": Encoder,
+    "vit": ViT,
 }
 
 
@@ -148,7 +151,6 @@ class Clock(Callback):
         self.seconds = math.inf if minutes is None else 60 * minutes
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Appends step and seconds."""
         passed = time.monotonic() - self.start
         if trainer.global_step % 100 == 0:
             with self.path.open("a") as file:
@@ -158,7 +160,6 @@ class Clock(Callback):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--backend", choices=BACKENDS, default="any", help="of attention")

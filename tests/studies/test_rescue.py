@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 
 from guardbit import read_events, read_run
 from guardbit.doctor.diagnose import diagnose
@@ -17,7 +18,7 @@ from guardbit.doctor.snapshots import read_snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train
-from studies.rescue.model import LanguageModel, rotate
+from studies.rescue.model import Encoder, LanguageModel, rotate
 from tests.studies.conftest import TINY
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
@@ -222,14 +223,29 @@ def test_rotated_scores_depend_on_the_distance_alone():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", [name for name in train.NETS if "llama" in name])
-def test_a_llama_in_miniature_is_watched_head_by_head(common, architecture):
+@pytest.mark.parametrize("architecture", [name for name in train.NETS if "gpt2" not in name])
+def test_a_kind_in_miniature_is_watched_head_by_head(common, architecture):
     common[common.index("--heads=2")] = "--heads=3"
     common[common.index("--width=32")] = "--width=48"
     folder = train.main(["--arm=stock", f"--architecture={architecture}", *common])
     assert json.loads((folder / "about.json").read_text())["architecture"] == architecture
     frame = read_run(folder)
     heads = frame[frame["indicator"] == "w_q_spectral_norm"].groupby("site")["head"].unique()
-    assert {site: sorted(found) for site, found in heads.items()} == {
-        "net.layers.0.self_attn": [0, 1, 2]
-    }
+    site = "net.h.0.attn" if architecture in ("encoder", "vit") else "net.layers.0.self_attn"
+    assert {site: sorted(found) for site, found in heads.items()} == {site: [0, 1, 2]}
+
+
+def test_an_encoder_sees_all_tokens_but_those_it_is_to_tell(monkeypatch):
+    torch.manual_seed(0)
+    net = Encoder(TINY)
+    tokens, hidden = net.draw(torch.arange(999) % 300, TINY, torch.Generator().manual_seed(0))
+    assert 0 < hidden.sum() < hidden.numel() / 2
+    first, *_, last = (~hidden[0]).nonzero()[:, 0]
+    told = net((tokens, hidden))
+    monkeypatch.setattr(net, "loss", lambda x, targets: (x, targets))
+    x, _ = net((tokens, hidden))
+    expected = F.cross_entropy((x @ net.wte.weight.T)[hidden], tokens[hidden])
+    torch.testing.assert_close(told, expected)
+    assert torch.equal(net((tokens.where(~hidden, 7), hidden))[0], x)
+    tokens[0, last] += 1
+    assert not torch.equal(net((tokens, hidden))[0][0, first], x[0, first]), "later tokens are seen"
