@@ -48,7 +48,7 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
-from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, named
+from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, place_of
 
 T = TypeVar("T")
 
@@ -129,12 +129,9 @@ class Session(Guarded):
         )
         self._findings = self._journal.findings
         self._snapshots = Snapshots(
-            self.instrumentation,
-            settings.dirpath,
-            settings.snapshot_megabytes,
-            lambda site: self._measurement.directions.get(site),
-            lambda why: self._journal.note({"snapshots": why}),
-        )
+            self.instrumentation, settings, lambda site: self._measurement.directions.get(site),
+            self._journal.note,
+        )  # fmt: skip
         self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
         self._clipping = Clipping(self.policy, self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
@@ -145,7 +142,7 @@ class Session(Guarded):
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._examinations = Examinations(
-            model, self.instrumentation, self._schedule, self._journal, self.record,
+            model, self.instrumentation, self._journal.note, self.record,
             settings.preflight_seconds,
         )  # fmt: skip
         self._has_given_up = False
@@ -153,7 +150,7 @@ class Session(Guarded):
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(lambda session: nullcontext(session))
+    @guard.method(nullcontext)
     def step(self, step: int) -> AbstractContextManager[Session]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -670,7 +667,8 @@ class Session(Guarded):
         if self._is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
-        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
+        ended = self._schedule.last_ended
+        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds, ended))
 
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
@@ -805,8 +803,9 @@ class Session(Guarded):
         if self.policy and state["policy"] is not None and state["dry_run"] == self.dry_run:
             self.policy.load_state_dict(state["policy"])
         self._switching.load(stabilizers, state["is_of_parts"])
-        if stay := _described(stabilizers):
-            _warn(f"heads stay switched as the state says: {stay}")
+        stay = [f"{place_of(e)} to {e.stabilizer}" for e in self._switching.events(0, True)]
+        if stay:
+            _warn(f"heads stay switched as the state says: {'; '.join(stay)}")
         self._schedule.last_ended = state["last_step"]
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
@@ -911,13 +910,3 @@ def _is_number(value: object) -> bool:
     except Exception:  # whatever the object does
         return False
     return not isinstance(value, Complex) or isinstance(value, Real)
-
-
-def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:
-    """Names the heads of each module that are switched, and what to; "" if none is."""
-    return "; ".join(
-        f"{site} {named(h for h, n in enumerate(names) if n == name)} to {name}"
-        for site, names in stabilizers.items()
-        for name in dict.fromkeys(names)
-        if name != "none"
-    )
