@@ -21,6 +21,6 @@ def alarms_in(rule, series, steps=None, normalised=(), **settings):
     ]
 
 
-def beside(indicator, own, *peers):
+def beside(indicator, own, peers):
     """Module a has a series of its own, b and c have that of their peers."""
-    return {(site, indicator): rows for site, rows in zip("abc", (own, *peers, *peers))}
+    return {(site, indicator): rows for site, rows in zip("abc", (own, peers, peers), strict=True)}
