@@ -6,13 +6,20 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from guardbit import read_events, read_run
 from guardbit.monitor.measure import metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
+from tests.monitor.session.plain_loop import (
+    SITES,
+    Always,
+    Loop,
+    LossAtStep,
+    checkpointed,
+    events_of,
+    sampled,
+)
 from tests.toys import Model
 
 
@@ -102,11 +109,6 @@ def test_a_switch_that_waits_for_the_end_of_a_step_outlives_the_monitor():
 def test_what_comes_between_a_forward_and_its_recomputation_waits(
     monkeypatch, tmp_path, what, ends
 ):
-    def checkpointed(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)  # says if they are not alike
-        return x
-
     monkeypatch.setattr(Model, "forward", checkpointed)
     loop = Loop(every_n_train_steps=100, dirpath=tmp_path, strict=True).run([0], close=False)
     session, stock = loop.session, F.scaled_dot_product_attention

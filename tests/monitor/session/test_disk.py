@@ -63,10 +63,6 @@ def record_a_refusal(loop):
     return weakref.ref(why)
 
 
-class NoText:
-    """What no file takes."""
-
-
 def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(journal, "PATIENCE", 3)
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
@@ -83,21 +79,6 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
     caplog.clear()
     assert [why() for why in kept] == [None, None], "nothing is kept any more"
     loop.run([6])
-    assert sampled(tmp_path) == [0]
-
-
-def test_an_event_that_cannot_be_written_at_all_keeps_nothing(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
-    kept = []
-    for _ in range(3):
-        why = NoText()
-        kept.append(weakref.ref(why))
-        loop.session.record(Event(0, "alarm", SITES[0], (0,), why))
-        del why
-    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
-    caplog.clear()
-    assert [why() is None for why in kept] == [False, True, True]
-    loop.run([1])
     assert sampled(tmp_path) == [0]
 
 

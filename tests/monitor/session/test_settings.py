@@ -129,13 +129,6 @@ def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
     MonitorSession(model).close()
 
 
-def test_a_second_monitor_of_a_model_is_told_what_to_do():
-    session = MonitorSession(model := model_of())
-    with pytest.raises(ValueError, match=r"one monitor is enough; take out the other one"):
-        MonitorSession(model)
-    session.close()
-
-
 def test_a_closed_session_switches_nothing():
     loop = Loop(every_n_train_steps=1)
     loop.run([0])

@@ -61,7 +61,7 @@ def test_after_ctrl_c_a_session_leaves_as_the_refusal_of_the_next_one_says():
     left = Loop(every_n_train_steps=1)
     left.session.begin_batch(0)
     left.backward(0)
-    refusal = r"instrumented already .* call its session's abandon_step\(\) and then close\(\)"
+    refusal = r"instrumented already .* the other one, .* abandon_step\(\) and then close\(\)"
     with pytest.raises(ValueError, match=refusal):
         MonitorSession(left.model)
     left.session.close()  # within the step
