@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
 from guardbit.monitor import ranks
@@ -30,8 +30,6 @@ from guardbit.records import (
 from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
 from guardbit.store.reading import resumptions
 from guardbit.store.samples import samples_of
-
-T = TypeVar("T")
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
@@ -149,7 +147,7 @@ class Journal:
         self._earlier_metadata: dict[str, Any] = {}  # of rank 0, so ranks must not act on it
         self._warned: set[tuple[str, str, str]] = set()
         #: Opens the folder, once it is known how the run begins.
-        self._begin: Callable[[], str] | None = None
+        self._begin: Callable[[], None] | None = None
         self._is_closed = False
         # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
@@ -323,10 +321,10 @@ class Journal:
                 self._dirpath,
             )
 
-    def _unless_failing(self, function: Callable[[], T]) -> T | None:
+    def _unless_failing(self, function: Callable[[], None]) -> None:
         """Keeps pending what could not be written, unless that has happened too often."""
         try:
-            return function()
+            function()
         except OSError as error:
             if self._stages.strict or self._failures >= PATIENCE:
                 self._is_closed, self._writer = True, None
@@ -338,7 +336,6 @@ class Journal:
                     "telemetry could not be written, and is pending for another try: %s", error
                 )
             self._is_failing = True
-            return None
 
     def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
         """Records the metadata of the attention modules (`metadata_of`), if they have changed."""
