@@ -16,7 +16,7 @@ from guardbit.guard import Guarded
 from guardbit.kernels import flex, op
 from guardbit.monitor.interception import installation, seen, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.session import Session, StepBracket
+from guardbit.monitor.session import Session
 from tests.toys import instrumented
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
@@ -58,11 +58,6 @@ def test_every_method_that_training_calls_is_guarded(kind):
     found = dict(entries_of(kind))
     assert found
     assert [name for name, function in found.items() if not is_guarded(function)] == []
-
-
-def test_a_step_begins_and_ends_guarded():
-    assert is_guarded(StepBracket.__enter__)
-    assert is_guarded(StepBracket.__exit__)
 
 
 @pytest.mark.parametrize("base", [pl.Callback, TrainerCallback])

@@ -11,7 +11,7 @@ writes them back, undoes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -282,11 +282,6 @@ class _Clipped(NamedTuple):
     norm: float  # NaN if unknown
     in_vain: int  # how many clips before it, in a row, were
 
-    def in_vain_now(self, logit: float, norm: float) -> int:
-        if self.in_vain < MOST_IN_VAIN:
-            return self.in_vain + 1 if logit > self.logit and norm < self.norm else 0
-        return self.in_vain
-
 
 def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
     """Scales the heads of an attention module that are above the bound, in place."""
@@ -300,17 +295,20 @@ def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, flo
 class Clipping:
     """Clips the heads that sampled steps find above a bound, and records it."""
 
-    def __init__(self, is_dry_run: bool, record: Callable[[Event], None]) -> None:
-        self._is_dry_run, self._record = is_dry_run, record
+    def __init__(
+        self, policy: Policy | None, is_dry_run: bool, record: Callable[[Event], None]
+    ) -> None:
+        self._policy, self._is_dry_run, self._record = policy, is_dry_run, record
         # (attention module, head) -> step of the event about it; (module, -1): a refusal.
         self._reported: dict[tuple[str, int], int] = {}
         self._clipped: dict[str, _Clipped] = {}
 
-    def act(
-        self, sites: Mapping[str, Site], samples: Iterable[Sample], bound: float, why: str
-    ) -> None:
-        """Clips by the samples of one step; called between steps."""
-        samples = list(samples)
+    def act(self, sites: Mapping[str, Site], samples: Sequence[Sample]) -> None:
+        """Clips by the samples of one step, if it has come to that; called between steps."""
+        policy = self._policy
+        if policy is None or policy.qk_clip is None or policy.clipping is None:
+            return
+        bound, (_, why) = policy.qk_clip, policy.clipping
         logits = [sample for sample in samples if sample.indicator == "max_logit"]
         norms = {s.site: s.values for s in samples if s.indicator == "w_q_spectral_norm"}
         # All ranks see the same samples, so all of them refuse, or none.
@@ -343,40 +341,37 @@ class Clipping:
     ) -> str | None:
         """Clips a module's heads; returns why not where that did not happen."""
         norms = norms or [math.nan] * len(sample.values)
-        in_vain, last = 0, self._clipped.get(sample.site)
-        if last is not None:
-            in_vain = last.in_vain_now(sample.values[last.head], norms[last.head])
-            if in_vain == MOST_IN_VAIN:
-                self._clipped[sample.site] = last._replace(in_vain=in_vain)
-                return f"{in_vain} clips of head {last.head} lowered W_Q and not the logits"
-        site = sites[sample.site]
+        site, last = sites[sample.site], self._clipped.get(sample.site)
+        if last is not None and last.in_vain < MOST_IN_VAIN:
+            was = sample.values[last.head] > last.logit and norms[last.head] < last.norm
+            last = last._replace(in_vain=last.in_vain + 1 if was else 0)
+            self._clipped[sample.site] = last
+        if last is not None and last.in_vain == MOST_IN_VAIN:
+            return f"{MOST_IN_VAIN} clips of head {last.head} lowered W_Q and not the logits"
         try:
-            if (shared := _sharing(site, sites)) is not None:
-                return (
-                    f"its W_Q or W_K is that of '{shared}', too, which a clip would scale as well"
-                )
+            if shared := _sharing(site, sites):
+                return f"its W_Q or W_K is that of {shared}, too, which a clip would scale as well"
             clipped = clip(site, sample.values, bound)
         except LayoutUnavailable as unavailable:
             return str(unavailable)
         if clipped:
             head = min(clipped, key=clipped.__getitem__)
             scale = clipped[head]  # of the logits; W_Q has its square root
-            self._clipped[sample.site] = _Clipped(
-                head, sample.values[head] * scale**0.5, norms[head] * scale**0.25, in_vain
-            )
+            half = sample.values[head] * scale**0.5, norms[head] * scale**0.25
+            self._clipped[sample.site] = _Clipped(head, *half, last.in_vain if last else 0)
         return None
 
     def _is_new(self, step: int, site: str, heads: Sequence[int]) -> bool:
-        last = {head: self._reported.get((site, head), -REPORTED_EVERY) for head in heads}
-        new = [head for head in heads if step - last[head] >= REPORTED_EVERY]
-        self._reported.update({(site, head): step for head in new})
+        known = self._reported
+        new = [h for h in heads if step - known.get((site, h), -REPORTED_EVERY) >= REPORTED_EVERY]
+        known.update({(site, head): step for head in new})
         return bool(new)
 
 
-def _sharing(site: Site, sites: Mapping[str, Site]) -> str | None:
-    """Returns the name of another module that has some of the weights that a clip scales."""
+def _sharing(site: Site, sites: Mapping[str, Site]) -> str:
+    """Returns the name of another module that has some of the weights that a clip scales, or ""."""
     scaled = {id(p) for _, parameters in site.plain_rows() for p in parameters}
     for name, other in sites.items():
         if other is not site and not scaled.isdisjoint(map(id, other.module.parameters())):
-            return name
-    return None
+            return f"'{name}'"
+    return ""

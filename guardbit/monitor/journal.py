@@ -6,22 +6,30 @@ import importlib.metadata
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from guardbit.judgement import Ended, Evidence, Judgement, judge
+from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import Event, RunEnd, Sample, line_of, place_of, printable
+from guardbit.records import (
+    Alarm,
+    Event,
+    Role,
+    RunEnd,
+    Sample,
+    event_of,
+    line_of,
+    place_of,
+    printable,
+)
 from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
 from guardbit.store.reading import resumptions
 from guardbit.store.samples import samples_of
-
-T = TypeVar("T")
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
@@ -52,6 +60,69 @@ _ADVICE = {
 PATIENCE = 100
 
 
+class Findings:
+    """The first alarms of a run, and the verdict by them."""
+
+    def __init__(self) -> None:
+        # The first alarm, or advisory, of each rule and attention module.
+        self._first: dict[tuple[str, str], Alarm] = {}
+        self.verdict = "stable"  # the latest one that was recorded
+        self.alarmed: dict[str, set[int]] = {}  # attention module -> the heads alarms have named
+        self.sound_step: int | None = None  # of the last state taken before any of them
+        self.is_whole = True  # whether the alarms are known from the run's first step on
+
+    def add(self, alarm: Alarm) -> bool:
+        """Returns whether it is the first of its rule and module, or names another head."""
+        is_new = self._first.setdefault((alarm.rule, alarm.site), alarm) is alarm
+        if not alarm.role.is_advisory:
+            heads = self.alarmed.setdefault(alarm.site, set())
+            is_new = is_new or not heads.issuperset(alarm.heads)
+            heads.update(alarm.heads)
+        return is_new
+
+    def state_is_taken(self, step: int | None) -> None:
+        """Takes the last step, or None before the first, of a state for a checkpoint."""
+        if self.is_whole and not self.alarmed:
+            self.sound_step = step
+
+    @property
+    def way_back(self) -> str:
+        """The checkpoint to go back to where no switch has helped; `Policy.remedy` goes on."""
+        if self.sound_step is None:
+            return "no checkpoint from before the first alarm is known; begin anew"
+        # Trainers name files by the number of steps that are done, and steps count from 0.
+        step = self.sound_step
+        return (
+            f"go back to the checkpoint after step {step} ({step + 1} in the file's name), the last"
+            " one before the first alarm, if it is still there, and resume"
+        )
+
+    def events(self) -> Iterator[Event]:
+        return map(event_of, self._first.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        # Plain tuples only: PyTorch loads no other with weights_only.
+        first = self._first.values()
+        return {
+            "first_alarms": [(*astuple(one)[:5], tuple(one.role), one.severity) for one in first],
+            "verdict": self.verdict,
+            "alarmed": {site: sorted(heads) for site, heads in self.alarmed.items()},
+            "sound_step": self.sound_step,
+            "is_whole": self.is_whole,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        alarms = [
+            Alarm(step, site, tuple(heads), rule, why, Role(*role), severity)
+            for step, site, heads, rule, why, role, severity in state["first_alarms"]
+        ]
+        self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
+        self.verdict = state["verdict"]
+        self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
+        self.sound_step = state["sound_step"]
+        self.is_whole = state["is_whole"]
+
+
 class Journal:
     """Logs a run's events and writes its folder, if it has one; the stage "store"."""
 
@@ -71,13 +142,12 @@ class Journal:
         #: metadata. Of a run that goes on in its folder, what that holds is among it.
         self.evidence = Evidence()
         self.events: list[Event] = []
+        self.findings = Findings()
         self.metadata: dict[str, Any] = {"settings": settings}
         self._earlier_metadata: dict[str, Any] = {}  # of rank 0, so ranks must not act on it
         self._warned: set[tuple[str, str, str]] = set()
-        #: The sentence of the first alarm of each rule and attention module, once logged.
-        self._said: dict[tuple[str, str], str] = {}
         #: Opens the folder, once it is known how the run begins.
-        self._begin: Callable[[], str] | None = None
+        self._begin: Callable[[], None] | None = None
         self._is_closed = False
         # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
@@ -92,23 +162,22 @@ class Journal:
         remembered: Callable[[], Iterable[Event]],
         is_resumed: bool,
         try_again: bool = True,
-    ) -> str | None:
+    ) -> None:
         """Opens the folder, unless it is open or the run has none."""
         if self._dirpath is None or self._writer is not None:
-            return None
-        is_first = self._begin is None
-        if not is_first and not try_again:
-            return None
+            return
+        if self._begin is not None and not try_again:
+            return
 
-        def begin() -> str | None:
+        def begin() -> None:
             if self._begin is None:
-                self._begin = partial(self._open, first_step, list(remembered()), is_resumed)
-            return self._unless_failing(self._begin)
+                events = [*self.findings.events(), *remembered()]
+                self._begin = partial(self._open, first_step, events, is_resumed)
+            self._unless_failing(self._begin)
 
-        verdict = self._stages.attempt("store", begin)
-        return verdict if is_first else None
+        self._stages.attempt("store", begin)
 
-    def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> str:
+    def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> None:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
         goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
@@ -143,11 +212,12 @@ class Journal:
         for event in missing:
             self._log(event)
         self._events[:0] = missing
+        if not self._is_failing:  # else pending events may hold a later verdict
+            # A new verdict is recorded only if it differs from the one the folder ends with.
+            verdicts = [event.verdict for event in recorded if event.kind == "verdict"]
+            self.findings.verdict = verdicts[-1] if verdicts else "stable"
         self._writer = writer
         self._try_to_write([])
-        return next(
-            (event.verdict for event in reversed(recorded) if event.kind == "verdict"), "stable"
-        )
 
     def _take_past(self, step: int) -> list[Event]:
         """Takes what the folder holds of earlier steps, a part at a time; returns its events."""
@@ -172,6 +242,16 @@ class Journal:
     def judgement(self, ended: Ended | None) -> Judgement:
         return judge(self.evidence, self.events, self._earlier_metadata | self.metadata, ended)
 
+    def report_verdict(self, step: int) -> None:
+        """Records the verdict on the alarms so far, if it is another than before."""
+        alarms = [event for event in self.events if event.kind == "alarm"]
+        cause = cause_of(self.evidence, alarms, self.metadata)
+        first = [event for event in self.findings.events() if event.kind == "alarm"]
+        verdict, why = verdict_of(first, cause)
+        if verdict != self.findings.verdict:
+            self.findings.verdict = verdict
+            self.record(Event(step, "verdict", "", (), why, verdict=verdict))
+
     def record(self, event: Event) -> None:
         self._log(event)
         if self._is_kept():
@@ -183,19 +263,14 @@ class Journal:
             self.events.append(replace(event, why=""))
         if ranks.rank() > 0:
             return
-        why = str(event.why)
-        # A verdict quotes its first alarm, which stands in the log already.
-        for quoted in self._said.values() if event.kind == "verdict" else ():
-            why = why.replace(f": {quoted}", "")
         where = f" {place_of(event)}" if event.site else ""
         verdict = f" {event.verdict}" if event.kind == "verdict" else ""
         switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
-        line = f"step {event.step}: {event.kind}{where}{verdict}{switch}: {why}"
+        line = f"step {event.step}: {event.kind}{where}{verdict}{switch}: {event.why}"
         if event.kind != "alarm":
             log.warning("%s", printable(line))
             return
         log.info("%s", printable(line))
-        self._said.setdefault((event.rule, event.site), why)
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, self.advice)))
 
     def add(self, samples: list[Sample]) -> None:
@@ -246,10 +321,10 @@ class Journal:
                 self._dirpath,
             )
 
-    def _unless_failing(self, function: Callable[[], T]) -> T | None:
+    def _unless_failing(self, function: Callable[[], None]) -> None:
         """Keeps pending what could not be written, unless that has happened too often."""
         try:
-            return function()
+            function()
         except OSError as error:
             if self._stages.strict or self._failures >= PATIENCE:
                 self._is_closed, self._writer = True, None
@@ -261,7 +336,6 @@ class Journal:
                     "telemetry could not be written, and is pending for another try: %s", error
                 )
             self._is_failing = True
-            return None
 
     def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
         """Records the metadata of the attention modules (`metadata_of`), if they have changed."""

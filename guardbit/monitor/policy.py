@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 from guardbit.records import STABILIZERS, Alarm, Decision, nearest
 
 F = TypeVar("F", bound=Callable[..., None])
+#: By attention module: what its heads are asked to run, and which heads must stay switched.
+Asked = Mapping[str, Sequence[str]]
+Restless = Mapping[str, Collection[int]]
 
 #: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
 #: of the model.
@@ -192,8 +195,8 @@ class Policy:
         self,
         alarms: Iterable[Alarm],
         step: int,
-        stabilizers: Mapping[str, Sequence[str]],
-        restless: Mapping[str, Collection[int]] = MappingProxyType({}),
+        stabilizers: Asked,
+        restless: Restless = MappingProxyType({}),
     ) -> list[Decision]:
         """Takes the alarms raised since the last call and returns what to do now.
 
@@ -206,10 +209,9 @@ class Policy:
                 self._model_alarm = alarm.step
             if alarm.role.measures_cause:
                 self._causes.add(alarm.rule)
-            if alarm.role.judges == "head":
-                for head in alarm.heads:
-                    rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
-                    rules[alarm.rule] = alarm.step
+            for head in alarm.heads if alarm.role.judges == "head" else ():
+                rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
+                rules[alarm.rule] = alarm.step
         if self.escalate:
             self._widen(alarms, step)
         if self.always:
@@ -218,13 +220,12 @@ class Policy:
             return list(self._switch_all(step, stabilizers, "kept", self._widened[""][1]))
         if self.scope == "head":
             return list(self._of_heads(step, stabilizers, restless))
-        groups = {"": stabilizers}
-        if self.scope == "layer":
-            groups = {site: {site: names} for site, names in stabilizers.items()}
+        if self.scope == "model":
+            return list(self._of_group("", step, stabilizers, restless))
         return [
             decision
-            for group, sites in groups.items()
-            for decision in self._of_group(group, step, sites, restless)
+            for site, names in stabilizers.items()
+            for decision in self._of_group(site, step, {site: names}, restless)
         ]
 
     def was_refused(self, site: str, heads: Iterable[int]) -> None:
@@ -248,7 +249,7 @@ class Policy:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
-        state = {
+        return copy.deepcopy({
             "scope": self._kind,
             "alarmed": self._alarmed,
             "switched": self._switched,
@@ -259,8 +260,7 @@ class Policy:
             "widened": self._widened,
             "advice": self.advice,
             "clipping": self.clipping,
-        }
-        return copy.deepcopy(state)
+        })  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the policy stood whose `state_dict` this is.
@@ -292,21 +292,16 @@ class Policy:
         for alarm in alarms:
             if alarm.role.judges != "head":
                 continue
-            known = self._alarmed[alarm.site]
+            known, since = self._alarmed[alarm.site], self._since.get(alarm.site, {})
             agreed = [head for head in alarm.heads if self._agreeing(known[str(head)], step)]
-            if again := [head for head in agreed if self._has_settled(alarm, head)]:
-                head = again[0]
-                since = self._since[alarm.site][str(head)]
-                why = (
-                    f"head {head} of {alarm.site} is alarmed {alarm.step - since:,} steps after it"
-                    f" was to run {self.stabilizer}"
-                )
-                self._widen_from(alarm, head, step, why)
+            lasting = {head: alarm.step - since.get(str(head), alarm.step) for head in agreed}
+            if again := [head for head in agreed if lasting[head] >= SETTLING_STEPS]:
+                self._widen_from(alarm, again[0], step, lasting[again[0]])
             elif agreed and self.scope == "head" and not self.always:
                 recent = [
                     head
                     for head, rules in known.items()
-                    if max(rules.values(), default=-WITHIN_STEPS - 1) >= alarm.step - WITHIN_STEPS
+                    if any(at >= alarm.step - WITHIN_STEPS for at in rules.values())
                 ]
                 if len(recent) >= HEADS_OF_ONE_MODULE and alarm.site not in self._widened:
                     why = (
@@ -315,14 +310,12 @@ class Policy:
                     )
                     self._widened[alarm.site] = step, why
 
-    def _has_settled(self, alarm: Alarm, head: int) -> bool:
-        """Whether an alarm comes long after this policy has switched the head."""
-        since = self._since.get(alarm.site, {}).get(str(head))
-        return since is not None and alarm.step - since >= SETTLING_STEPS
-
-    def _widen_from(self, alarm: Alarm, head: int, step: int, why: str) -> None:
+    def _widen_from(self, alarm: Alarm, head: int, step: int, lasting: int) -> None:
         """Goes one step wider than what a head was switched with, once that has settled."""
-        is_layer = self.scope == "layer" or alarm.site in self._widened
+        why = (
+            f"head {head} of {alarm.site} is alarmed {lasting:,} steps after it was to run"
+            f" {self.stabilizer}"
+        )
         if self.always or self.scope == "model" or "" in self._widened:
             last, _ = self.clipping or self._widened.get("", (-SETTLING_STEPS, ""))
             if alarm.step - last < SETTLING_STEPS or self.advice is not None:
@@ -332,7 +325,7 @@ class Policy:
                 self.clipping = step, no_help
             else:
                 self.advice = no_help
-        elif not is_layer:
+        elif self.scope == "head" and alarm.site not in self._widened:
             self._widened[alarm.site] = step, f"{why}, so all of its layer's heads are switched"
         else:
             last, _ = self._widened.get(alarm.site, (-SETTLING_STEPS, ""))
@@ -352,12 +345,7 @@ class Policy:
             f" and {head} is alarmed again"
         )
 
-    def _of_heads(
-        self,
-        step: int,
-        stabilizers: Mapping[str, Sequence[str]],
-        restless: Mapping[str, Collection[int]],
-    ) -> Iterator[Decision]:
+    def _of_heads(self, step: int, stabilizers: Asked, restless: Restless) -> Iterator[Decision]:
         for site, names in stabilizers.items():
             if site not in self._alarmed:
                 continue
@@ -390,21 +378,17 @@ class Policy:
                 yield self._undo(step, site, undo)
 
     def _of_group(
-        self,
-        group: str,
-        step: int,
-        stabilizers: Mapping[str, Sequence[str]],
-        restless: Mapping[str, Collection[int]],
+        self, group: str, step: int, stabilizers: Asked, restless: Restless
     ) -> Iterator[Decision]:
         """Decides about heads that are switched, and switched back, together."""
-        what = f"the heads of {group} are" if group else "the model is"
         sites = [group] if group else list(self._alarmed)
         alarmed = [rules for site in sites for rules in self._alarmed.get(site, {}).values()]
+        what = f"the heads of {group} are" if group else "the model is"
         state, why = self._groups.get(group, ""), f"{what} switched"
         are_restless = any(
-            head in restless.get(site, ())
+            int(head) in restless.get(site, ())
             for site in sites
-            for head in map(int, self._switched.get(site, {}))
+            for head in self._switched.get(site, ())
         )
         if state == "on" and self._is_quiet(alarmed, step) and not are_restless:
             state = self._groups[group] = "undone"
@@ -426,7 +410,7 @@ class Policy:
         yield from self._switch_all(step, stabilizers, state, why)
 
     def _switch_all(
-        self, step: int, stabilizers: Mapping[str, Sequence[str]], state: str, why: str
+        self, step: int, stabilizers: Asked, state: str, why: str
     ) -> Iterator[Decision]:
         """Switches the heads of some modules, except those known already or taken."""
         for site, names in stabilizers.items():

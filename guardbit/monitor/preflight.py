@@ -20,9 +20,7 @@ from guardbit.doctor.text import conclusion
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor import ranks
 from guardbit.monitor.interception import recorders
-from guardbit.monitor.journal import Journal
 from guardbit.monitor.module_copy import random_states_kept
-from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import log
 from guardbit.records import Event
@@ -161,31 +159,28 @@ class Examinations:
         self,
         model: nn.Module,
         instrumentation: Instrumentation,
-        schedule: Schedule,
-        journal: Journal,
+        note: Callable[[Mapping[str, Any]], None],
         record: Callable[[Event], None],
         seconds: float,
     ) -> None:
         self._model, self._instrumentation = model, instrumentation
-        self._schedule, self._journal, self._record = schedule, journal, record
-        self._seconds = seconds
+        self._note, self._record, self._seconds = note, record, seconds
         # Takes the calls of the step that is examined; None once that is done.
         self.calls = OwnCalls() if seconds > 0 and ranks.rank() == 0 else None
         self._found_before = ""
 
-    def batch(self, batch: Any, seconds: float) -> Preflight | None:
-        """Examines the calls of a forward, see `Session.preflight`."""
+    def batch(self, batch: Any, seconds: float, ended: int | None) -> Preflight | None:
+        """Examines the calls of a forward after step `ended`, see `Session.preflight`."""
         self._instrumentation.rest(False)  # calls at rest are not read
         try:
             calls = calls_of(self._model, batch)
         finally:
             self._instrumentation.rest(True)
-        return self._examine(calls, seconds, 0) if ranks.rank() == 0 else None
+        return self._examine(calls, seconds, ended) if ranks.rank() == 0 else None
 
     def step(self, step: int) -> None:
         """Examines the calls of a sampled step that has ended, once."""
-        calls = self.calls
-        if calls:
+        if calls := self.calls:
             self.calls = None
             self._examine(calls, self._seconds, step)
 
@@ -195,13 +190,13 @@ class Examinations:
             why, self._found_before = self._found_before, ""
             self._record(Event(step, "advisory", "", (), why, rule="preflight"))
 
-    def _examine(self, calls: OwnCalls, seconds: float, step: int) -> Preflight:
+    def _examine(self, calls: OwnCalls, seconds: float, step: int | None) -> Preflight:
         found = calls.examine(seconds)
         why = summary(found)
-        self._journal.note({"preflight": [why, *map(str, found.findings)]})
+        self._note({"preflight": [why, *map(str, found.findings)]})
         if not found.is_broken:
             log.info("%s", why)
-        elif self._schedule.step is None and self._schedule.last_ended is None:
+        elif step is None:
             log.warning("%s", why)
             self._found_before = why
         else:

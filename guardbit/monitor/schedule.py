@@ -20,8 +20,13 @@ _HOW = (
 class Schedule:
     """Counts steps, and warns once of each way in which a loop does not begin or end them."""
 
-    def __init__(self, cadence: int, warn: Callable[[str], None] = lambda line: None) -> None:
-        self._cadence, self._warn = cadence, warn
+    def __init__(
+        self,
+        cadence: int,
+        warn: Callable[[str], None] = lambda line: None,
+        wants_first: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._cadence, self._warn, self._wants_first = cadence, warn, wants_first
         self.step: int | None = None  # that began last; None before the first, and if abandoned
         self.last_ended: int | None = None
         self.is_sampled = False  # whether the step that has begun is
@@ -32,10 +37,10 @@ class Schedule:
         self._not_ended = self._repeated = self._batches = 0
         self._warned: set[str] = set()
 
-    def begin(self, step: int, is_wanted: bool) -> None:
+    def begin(self, step: int) -> None:
         # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
         if step != self.step:
-            self.is_sampled = self.is_due(step, is_wanted)
+            self.is_sampled = self.is_due(step)
             self.step = step
         self._follow(step)
 
@@ -59,9 +64,9 @@ class Schedule:
     def is_within_step(self) -> bool:
         return self.step is not None and self.step != self.last_ended
 
-    def is_due(self, step: int, is_wanted: bool) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
-        if not self._has_any_ended and is_wanted:
+        if not self._has_any_ended and self._wants_first():
             return True
         previous = step - 1 if self.last_ended is None else self.last_ended
         return step % self._cadence == 0 or step // self._cadence != previous // self._cadence

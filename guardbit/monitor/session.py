@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Complex, Real
@@ -22,13 +22,12 @@ from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import SHARES, Judgement, cause_of, nothing_to_correct, severities
+from guardbit.judgement import SHARES, Judgement, nothing_to_correct, severities
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
-from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import (
     Burst,
@@ -49,7 +48,7 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
-from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, named
+from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, place_of
 
 T = TypeVar("T")
 
@@ -79,30 +78,6 @@ def _what_is_switched(session: Session) -> dict[str, Any]:
     return {}
 
 
-class StepBracket(Guarded):
-    """One optimizer step of a plain training loop, see `Session.step`."""
-
-    def __init__(self, session: Session, step: int | None) -> None:
-        self.session, self._step = session, step
-
-    @guard.method(lambda bracket: bracket.session)
-    def __enter__(self) -> Session:
-        if self._step is not None:
-            self.session.begin_batch(self._step)
-        return self.session
-
-    # Abandoning does nothing once the step has ended.
-    @guard.method(at_last=lambda bracket: bracket.session.abandon_step())
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.session.end_step()
-        else:
-            self.session.abandon_step()
-
-    def _contain(self, error: Exception, where: str) -> None:
-        self.session._contain(error, where)
-
-
 class Session(Guarded):
     """One monitored run; callbacks, that of plain loops among them, drive it."""
 
@@ -117,8 +92,7 @@ class Session(Guarded):
         try:
             self._set_up(model, checked)
         except BaseException:
-            with suppress(Exception):  # it may not be made yet
-                self.instrumentation.remove()
+            _quietly(lambda: self.instrumentation.remove())  # it may not be made yet
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
@@ -146,23 +120,20 @@ class Session(Guarded):
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
-        self._schedule = Schedule(settings.every_n_train_steps, _warn)
-        self._findings = Findings()
+        self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
         url = os.environ.get(VARIABLE) if ranks.rank() == 0 else None
         self.alerts = Alerts(os.fspath(settings.dirpath or "a run without a folder"), url)
         self._stages = Stages(self._strict, self._report_failure)
         self._journal = Journal(
             settings.dirpath, settings.described(), self._stages, _advice(settings)
         )
+        self._findings = self._journal.findings
         self._snapshots = Snapshots(
-            self.instrumentation,
-            settings.dirpath,
-            settings.snapshot_megabytes,
-            lambda site: self._measurement.directions.get(site),
-            lambda why: self._journal.note({"snapshots": why}),
-        )
+            self.instrumentation, settings, lambda site: self._measurement.directions.get(site),
+            self._journal.note,
+        )  # fmt: skip
         self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
-        self._clipping = Clipping(self.dry_run, self.record)
+        self._clipping = Clipping(self.policy, self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
         self._notices = Notices(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
@@ -170,9 +141,8 @@ class Session(Guarded):
         self._missed = MissedModules(settings.every_n_train_steps)
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
-        self._left_out: set[str] = set()  # the scalars that were no numbers
         self._examinations = Examinations(
-            model, self.instrumentation, self._schedule, self._journal, self.record,
+            model, self.instrumentation, self._journal.note, self.record,
             settings.preflight_seconds,
         )  # fmt: skip
         self._has_given_up = False
@@ -180,7 +150,7 @@ class Session(Guarded):
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(lambda session: StepBracket(session, None))
+    @guard.method(nullcontext)
     def step(self, step: int) -> AbstractContextManager[Session]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -191,7 +161,17 @@ class Session(Guarded):
             ValueError: If the step is no whole number from 0.
         """
         with refusing():
-            return StepBracket(self, checked_step(step))
+            return self._bracket(checked_step(step))
+
+    @contextmanager
+    def _bracket(self, step: int) -> Iterator[Session]:
+        self.begin_batch(step)
+        try:
+            yield self
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step()
 
     @guard.method()
     def begin_batch(self, step: int) -> None:
@@ -211,20 +191,17 @@ class Session(Guarded):
             if self._notices.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
-        self._schedule.begin(step, self._wants_first_step())
+        self._schedule.begin(step)
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
 
     def _begin(self, step: int, is_new: bool) -> None:
         is_resumed = self._schedule.last_ended is not None
-        verdict = self._journal.open(
+        self._journal.open(
             step,
-            lambda: (*self._findings.events(), *self._switching.events(step, is_resumed)),
+            lambda: self._switching.events(step, is_resumed),
             is_resumed=is_resumed,
             try_again=self._schedule.is_sampled and is_new,
         )
-        if verdict is not None:
-            # A new verdict is recorded only if it differs from the one the folder ends with.
-            self._findings.verdict = verdict
         self._examinations.tell_earlier(step)
         if is_new:
             self.instrumentation.begin_step()
@@ -301,14 +278,13 @@ class Session(Guarded):
 
         It is drawn where runs are compared, and no rule reads it.
         """
-        if self._is_closed:
-            return
-        step = self._schedule.last_ended or 0
 
         def record() -> None:
+            step = self._schedule.last_ended or 0
             self._journal.add([Sample(step, "", -1, VALIDATION_LOSS, (float(value),))])
 
-        self._take("validation_loss", value, record)
+        if not self._is_closed:
+            self._take("validation_loss", value, record)
 
     def _take_of_step(self, name: str, value: Tensor | float, *more: float) -> None:
         self._schedule.use(name)
@@ -321,16 +297,11 @@ class Session(Guarded):
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once where it is none."""
-
-        def take_number() -> None:
-            if _is_number(value):
-                take()
-            elif name not in self._left_out:
-                self._left_out.add(name)
-                kind = type(value).__name__
-                _warn(f"{name} is a {kind} that is no single real number: it is left out")
-
-        self._stages.attempt(name, take_number)
+        if _is_number(value):
+            self.attempt(name, take)
+        elif self._notices.first(f"{name} is no number"):
+            kind = type(value).__name__
+            _warn(f"{name} is a {kind} that is no single real number: it is left out")
 
     @guard.method(lambda _: [], at_last=_forget_step)
     def end_step(self) -> list[Alarm]:
@@ -360,7 +331,9 @@ class Session(Guarded):
                 self.attempt("burst", lambda: self.instrumentation.observe(None))
         if not self._is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
-            self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
+            self._stages.always(
+                _WATCHING, lambda: self._rest_unless(self._schedule.is_due(step + 1))
+            )
         alarms = self.catch_up()
         if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
@@ -476,10 +449,10 @@ class Session(Guarded):
                     alarms, step, now, self.detectors.restless(), self._findings.way_back
                 ),
             )
-            self.attempt("clip", lambda: self._clip(samples))
+            self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
 
         self._after_step(decide)
-        self.attempt("verdict", lambda: self._record_verdict(ended))
+        self.attempt("verdict", lambda: self._journal.report_verdict(ended))
         return alarms
 
     def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:
@@ -534,21 +507,6 @@ class Session(Guarded):
         why = self._burst.why_not
         if why != self._journal.metadata.get("rounding_unmeasured", ""):
             self._journal.note({"rounding_unmeasured": why})
-
-    def _clip(self, samples: list[Sample]) -> None:
-        """Clips the heads above the policy's bound, if it has come to that."""
-        policy = self.policy
-        if policy is not None and policy.qk_clip is not None and policy.clipping is not None:
-            _, why = policy.clipping
-            self._clipping.act(self.instrumentation.sites, samples, policy.qk_clip, why)
-
-    def _record_verdict(self, ended: int) -> None:
-        """Records the verdict on the run if it is another than before."""
-        alarms = [event for event in self._journal.events if event.kind == "alarm"]
-        cause = cause_of(self._journal.evidence, alarms, self._journal.metadata)
-        event = self._findings.judge(cause, ended)
-        if event is not None:
-            self.record(event)
 
     @guard.method(at_last=_forget_step)
     def abandon_step(self) -> None:
@@ -709,7 +667,8 @@ class Session(Guarded):
         if self._is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
-        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
+        ended = self._schedule.last_ended
+        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds, ended))
 
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
@@ -760,8 +719,7 @@ class Session(Guarded):
     def _stand_back(self) -> None:
         """Leaves the model alone; until the session is closed, switched heads stay switched."""
         if self.instrumentation.switched and not self._is_closed:
-            with suppress(Exception):
-                self.instrumentation.rest(True)
+            _quietly(lambda: self.instrumentation.rest(True))
         else:
             self._let_go()
 
@@ -845,8 +803,9 @@ class Session(Guarded):
         if self.policy and state["policy"] is not None and state["dry_run"] == self.dry_run:
             self.policy.load_state_dict(state["policy"])
         self._switching.load(stabilizers, state["is_of_parts"])
-        if stay := _described(stabilizers):
-            _warn(f"heads stay switched as the state says: {stay}")
+        stay = [f"{place_of(e)} to {e.stabilizer}" for e in self._switching.events(0, True)]
+        if stay:
+            _warn(f"heads stay switched as the state says: {'; '.join(stay)}")
         self._schedule.last_ended = state["last_step"]
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
@@ -855,9 +814,6 @@ class Session(Guarded):
             self._burst.want(site, heads)
         self.attempt("burst", self._follow_burst)
         self._unjudged = None
-
-    def _is_due(self, step: int) -> bool:
-        return self._schedule.is_due(step, self._wants_first_step())
 
     def _wants_first_step(self) -> bool:
         """Whether the policy only waits for sites to be known: then the first step is sampled."""
@@ -888,8 +844,7 @@ class Session(Guarded):
     def _report_failure(self, stage: str, error: Exception) -> None:
         where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage == "burst":
-            with suppress(Exception):
-                self._burst.stop()
+            _quietly(self._burst.stop)
         if stage != "store":
             why = f"{where}: {text_of(error)}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
@@ -898,13 +853,10 @@ class Session(Guarded):
 
     def _give_up(self) -> None:
         """Leaves the model alone for good; what is recorded stays."""
-        with suppress(Exception):
-            self._drop_calls()
-        with suppress(Exception):
-            self._snapshots.discard()
+        _quietly(self._drop_calls)
+        _quietly(self._snapshots.discard)
         if self._is_closed:
-            with suppress(Exception):
-                self._journal.close("crashed")
+            _quietly(lambda: self._journal.close("crashed"))
         is_within = not self._is_closed and self._schedule.is_within_step
         if is_within and not self.instrumentation.switched:
             self._wants_out = True
@@ -919,14 +871,17 @@ class Session(Guarded):
         )  # fmt: skip
         self._is_void = True
         log.unwatched(error)
-        with suppress(Exception):
-            leave_word(self._dirpath, f"{OFF}: {text_of(error)}")
+        _quietly(lambda: leave_word(self._dirpath, f"{OFF}: {text_of(error)}"))
 
     def _capture_failed(self, error: Exception) -> None:
         """Takes an error inside a forward or backward."""
-        with suppress(Exception):
-            self._drop_calls()
+        _quietly(self._drop_calls)
         self._stages.fail("capture", error)
+
+
+def _quietly(function: Callable[[], object]) -> None:
+    with suppress(Exception):
+        function()
 
 
 def _warn(line: str) -> None:
@@ -948,20 +903,10 @@ def _precision_of(q: Tensor) -> str:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and not value.is_meta
     try:
+        if isinstance(value, Tensor):
+            return value.numel() == 1 and not value.is_complex() and not value.is_meta
         float(value)  # pyright: ignore[reportArgumentType]
     except Exception:  # whatever the object does
         return False
     return not isinstance(value, Complex) or isinstance(value, Real)
-
-
-def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:
-    """Names the heads of each module that are switched, and what to; "" if none is."""
-    return "; ".join(
-        f"{site} {named(h for h, n in enumerate(names) if n == name)} to {name}"
-        for site, names in stabilizers.items()
-        for name in dict.fromkeys(names)
-        if name != "none"
-    )

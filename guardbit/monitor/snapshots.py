@@ -6,15 +6,16 @@ the sampled steps after it. Training is not changed by it: what is kept are copi
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from guardbit.doctor.attention import HeadInputs, head_of_call, spread
 from guardbit.doctor.snapshots import KeptHead, snapshot_files, write_snapshots
 from guardbit.kernels.attention_call import AttentionCall
+from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, checked_heads
 
 #: How often a head is kept after its alarm: whether errors add up shows over several steps.
@@ -33,14 +34,13 @@ class Snapshots:
     def __init__(
         self,
         instrumentation: Instrumentation,
-        dirpath: str | os.PathLike[str] | None,
-        megabytes: float,
+        settings: Settings,
         direction: Callable[[str], Tensor | None],
-        note: Callable[[str], None],
+        note: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._instrumentation, self._direction, self._note = instrumentation, direction, note
-        self._folder = None if dirpath is None or megabytes == 0 else Path(dirpath)
-        self._megabytes = megabytes
+        self._megabytes, dirpath = settings.snapshot_megabytes, settings.dirpath
+        self._folder = Path(dirpath) if dirpath is not None and self._megabytes else None
         # Steps still to be kept of each head, and all that were ever wanted by an alarm.
         self._wanted: dict[tuple[str, int], int] = {}
         self._alarmed: set[tuple[str, int]] = set()
@@ -89,7 +89,7 @@ class Snapshots:
                     del self._wanted[key]
                     if (why := str(error)) not in self._told:
                         self._told.add(why)
-                        self._note(f"head {head} of {name} is not kept: {why}")
+                        self._note({"snapshots": f"head {head} of {name} is not kept: {why}"})
                 else:
                     self._held[key] = KeptHead(
                         -1, name, head, call.stabilizers[place], inputs, call.kernel

@@ -11,27 +11,20 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-@contextmanager
-def beside_bars() -> Iterator[None]:
+def beside_bars() -> AbstractContextManager[None]:
     """Takes tqdm's progress bars off the console while something is printed."""
-    bars = []
-    with suppress(Exception):
-        # In other threads, whoever holds tqdm's lock may wait for what is printed.
-        if threading.current_thread() is threading.main_thread():
-            every = list(sys.modules["tqdm"].tqdm._instances)
-            bars = [bar for bar in every if bar.fp in (sys.stdout, sys.stderr)]
-        for bar in bars:
-            bar.clear()
-    yield  # without tqdm's lock, as a log handler may take it
-    for bar in bars:
-        bar.refresh()
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    # In other threads, whoever holds tqdm's lock may wait for what is printed.
+    if tqdm is None or threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return tqdm.external_write_mode(nolock=True)  # a log handler may take the lock
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):

@@ -1,5 +1,7 @@
 """Samples that arrive late from the device are judged after the next step, with equal results."""
 
+import json
+
 import pandas as pd
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.measure import run as transfer
 from guardbit.monitor.policy import Policy
+from guardbit.records import Role
 from tests.toys import Attention, Fires
 
 SITE = "0"
@@ -138,7 +141,7 @@ def test_a_policy_that_is_due_switches_after_the_first_step(waits):
 def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
     settings = {
         "every_n_train_steps": 3,
-        "rules": (Fires(SITE),),
+        "rules": (Fires(SITE), Fires(SITE, name="cause", role=Role(measures_cause=True))),
         "policy": Policy("compensated", scope="head"),
     }
 
@@ -148,7 +151,8 @@ def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, la
     whole = run("whole").steps(range(last + 1))
     state = whole.session.state_dict()  # as a checkpoint does
     weights = whole.weights().clone()
-    whole.steps(range(last + 1, 9)).session.close()
+    whole_state = whole.steps(range(last + 1, 9)).session.state_dict()
+    whole.session.close()
 
     stopped = run("parts").steps(range(last + 1))
     stopped_state = stopped.session.state_dict()
@@ -156,8 +160,12 @@ def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, la
     stopped.session.close()
     resumed = run("parts")
     nn.utils.vector_to_parameters(weights, resumed.model.parameters())
-    resumed.session.load_state_dict(stopped_state)
-    resumed.steps(range(last + 1, 9)).session.close()
+    resumed.session.load_state_dict(json.loads(json.dumps(stopped_state)))
+    # Before the first forward, too: a run may be stopped right after it was resumed.
+    assert resumed.session.state_dict()["stabilizers"] == {SITE: ["none", "compensated"]}
+    found = resumed.steps(range(last + 1, 9)).session.state_dict()
+    assert json.dumps(found) == json.dumps(whole_state)
+    resumed.session.close()
     assert torch.equal(whole.weights(), resumed.weights())
     pd.testing.assert_frame_equal(read_run(tmp_path / "whole"), read_run(tmp_path / "parts"))
     assert events(tmp_path / "whole") == events(tmp_path / "parts")

@@ -9,7 +9,6 @@ import pytest
 
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
-    CommonMode,
     Detectors,
     GradientError,
     HeadGrowth,
@@ -17,25 +16,13 @@ from guardbit.monitor.detectors import (
     ModelLogits,
 )
 from guardbit.records import SUBJECTS, Alarm, Role, Sample, event_of
+from tests.monitor.rules.series import alarms_in, beside
 
-NAN, INF = math.nan, math.inf
+NAN, INF, LOGIT = math.nan, math.inf, "max_logit"
 
 
 def sample(step, indicator, values, site="h.0", layer=0):
     return Sample(step, site, layer, indicator, tuple(float(value) for value in values))
-
-
-def run(detectors, series, indicator, steps=None):
-    """Feeds site -> (steps, heads) and returns the alarms."""
-    length = len(next(iter(series.values())))
-    steps = range(0, 10 * length, 10) if steps is None else steps
-    return [
-        alarm
-        for index, step in enumerate(steps)
-        for alarm in detectors.update(
-            [sample(step, indicator, rows[index], site) for site, rows in series.items()]
-        )
-    ]
 
 
 @pytest.mark.parametrize("role", [Role("everything"), "everything", "loss"])
@@ -77,66 +64,50 @@ def test_an_advisory_is_none_of_the_alarms():
 
 def test_model_logits_need_three_quarters_of_the_layers():
     def alarms(high):
-        rows = {
-            f"h.{layer}": np.array([[5.0]] * 3 + [[1030.0 if layer < high else 1010.0]] * 3)
-            for layer in range(6)
-        }
-        return run(Detectors((ModelLogits(),)), rows, "max_logit")
+        tops = {f"h.{layer}": 1030.0 if layer < high else 1010.0 for layer in range(6)}
+        series = {(site, LOGIT): [5.0] * 3 + [top] * 3 for site, top in tops.items()}
+        return alarms_in(ModelLogits(), series)
 
     assert alarms(4) == []
     assert [alarm.site for alarm in alarms(5)] == ["h.0", "h.1", "h.2", "h.3", "h.4"]
     assert {alarm.rule for alarm in alarms(5)} == {"model_logits"}
 
 
-def test_model_logits_spare_a_model_that_began_there_and_one_of_two_layers():
+@pytest.mark.parametrize("sites, logits, first", [
     # 64 times 16 is 1,024, and 64 times 100 is 6,400.
-    started_high = {site: np.array([[100.0]] * 3 + [[6300.0]] * 3) for site in "abc"}
-    assert run(Detectors((ModelLogits(),)), started_high, "max_logit") == []
-    two = {site: np.array([[1.0], [1.0], [9e4], [9e4]]) for site in "ab"}
-    assert run(Detectors((ModelLogits(),)), two, "max_logit") == []
+    ("abc", [100.0] * 3 + [6300.0] * 3, None),
+    ("abc", [100.0] * 3 + [6500.0] * 3, 40),
+    ("ab", [1.0, 1.0, 9e4, 9e4], None),  # of two layers one is no majority
+    ("abc", [1.0, 9e4, 1.0, 1.0], None),  # one extreme batch
+    ("abc", [9000.0] * 3, 10),  # what is saturated need not have grown
+])  # fmt: skip
+def test_model_logits_go_by_growth_and_saturation(sites, logits, first):
+    alarms = alarms_in(ModelLogits(), {(site, LOGIT): logits for site in sites})
+    assert [(a.step, a.site) for a in alarms[:3]] == [(first, s) for s in sites if first]
 
 
-def test_model_logits_that_are_saturated_need_no_growth():
-    saturated = {site: np.full((3, 1), 9000.0) for site in "abc"}
-    alarms = run(Detectors((ModelLogits(),)), saturated, "max_logit")
-    assert [(alarm.step, alarm.site) for alarm in alarms] == [(10, "a"), (10, "b"), (10, "c")]
-
-
-def test_model_logits_spare_one_extreme_batch():
-    rows = {site: np.array([[1.0], [9e4], [1.0], [1.0]]) for site in "abc"}
-    assert run(Detectors((ModelLogits(),)), rows, "max_logit") == []
-
-
-# Loss
+def loss_alarms(losses):
+    return alarms_in(LossDeparture(), {("", "loss"): losses}, range(len(losses)))
 
 
 def test_loss_departure_at_the_rise_and_not_before():
-    detectors = Detectors((LossDeparture(),))
-    losses = [3.0] * 20 + [3.9] * 20 + [4.1] * 20
-    alarms = [a for i, loss in enumerate(losses) for a in detectors.update([run_loss(i, loss)])]
+    alarms = loss_alarms([3.0] * 20 + [3.9] * 20 + [4.1] * 20)
     # The median of the last 8 is 4.1 or (3.9 + 4.1) / 2 = 4.0 once 4 of them are.
     assert [(a.step, a.site, a.heads) for a in alarms] == [(43, "", ())]
 
 
-def run_loss(step, value):
-    return Sample(step, "", -1, "loss", (value,))
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_loss_departure_takes_nan_and_inf_for_large_but_spares_one(value):
-    detectors = Detectors((LossDeparture(),))
-    for step in range(20):
-        assert detectors.update([run_loss(step, value if step == 10 else 3.0)]) == []
-    alarms = [a for step in range(20, 40) for a in detectors.update([run_loss(step, value)])]
-    assert alarms[-1].why == "the loss is not finite"
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("before", [0, 10])
+def test_losses_that_are_not_finite_are_large_and_one_is_spared(before, value):
+    sound = [3.0] * before
+    (alarm,) = loss_alarms([*sound, value, *sound, *[value] * 20])
+    assert (alarm.rule, alarm.why) == ("loss_departure", "the loss is not finite")
+    assert alarm.step > 2 * before
 
 
 def test_loss_departure_spares_noisy_losses():
     # Single-sequence batches: a scatter of 0.8 nats.
-    generator = np.random.default_rng(9)
-    detectors = Detectors((LossDeparture(),))
-    for step in range(2000):
-        assert detectors.update([run_loss(step, 3.0 + 0.8 * generator.normal())]) == []
+    assert loss_alarms(3.0 + 0.8 * np.random.default_rng(9).normal(size=2000)) == []
 
 
 # The machinery
@@ -155,7 +126,7 @@ def mixed_run(seed=0):
         tops = {"a": [5.0 * grown**6, 10.0], "b": [1.0, 20.0], "c": [9.0, 20.0]}
         if index > 38:
             tops["b"], tops["c"] = [1.0, 4000.0], [3000.0, 20.0]
-        samples = [run_loss(step, 9.0 if index > 30 else 3.0)]
+        samples = [Sample(step, "", -1, "loss", (9.0 if index > 30 else 3.0,))]
         for layer, site in enumerate("abc"):
             coherent = [0.0, generator.normal(0.0, 2.0) if site == "b" else 0.01]
             entropy = [1.0, 4.5 if site == "b" else 1.0]
@@ -170,7 +141,7 @@ def mixed_run(seed=0):
         yield samples
 
 
-@pytest.mark.parametrize("start", [1, 5000, 10**6])
+@pytest.mark.parametrize("start", [-500, 1, 5000, 10**6])
 def test_the_number_of_the_step_does_not_matter(start):
     def alarms(start):
         moved = (
@@ -222,24 +193,15 @@ def test_resumed_equals_uninterrupted_at_every_cut():
     for cut in range(len(steps)):
         first = Detectors(cool_down_steps=200)
         before = [first.update(samples) for samples in steps[:cut]]
-        saved = json.dumps(first.state_dict(), allow_nan=False)
+        saved = first.state_dict()
+        text = json.dumps(saved, allow_nan=False)
         if cut < len(steps):
-            first.update(steps[cut])  # must not reach into what was saved
+            first.update(steps[cut])
+        assert json.dumps(saved) == text, "a saved state does not change with the run"
         second = Detectors(cool_down_steps=200)
-        second.load_state_dict(json.loads(saved))
+        second.load_state_dict(json.loads(text))
         after = [second.update(samples) for samples in steps[cut:]]
         assert before + after == expected, f"cut before step {cut}"
-
-
-def test_a_saved_state_does_not_change_with_the_run():
-    detectors = Detectors()
-    steps = list(mixed_run())
-    detectors.update(steps[0])
-    saved = detectors.state_dict()
-    text = json.dumps(saved)
-    for samples in steps[1:]:
-        detectors.update(samples)
-    assert json.dumps(saved) == text
 
 
 def test_many_steps_at_once_in_any_order_equal_one_at_a_time():
@@ -263,24 +225,13 @@ def test_old_and_repeated_steps_and_unknown_indicators_are_ignored():
 
 
 def test_cool_down_holds_back_the_head_that_fired_and_no_other():
-    detectors = Detectors((HeadGrowth(),), cool_down_steps=50)
     # Three times as large at every sample: an alarm each time, but for the cool-down.
     first, second = 3.0 ** np.arange(12), 3.0 ** np.maximum(np.arange(12) - 3, 0)
-    rows = {"a": np.stack([first, second], 1), "b": np.ones((12, 2)), "c": np.ones((12, 2))}
-    alarms = run(detectors, rows, "w_q_spectral_norm")
+    series = beside("w_q_spectral_norm", np.stack([first, second], 1), np.ones((12, 2)))
+    alarms = alarms_in(HeadGrowth(), series, cool_down_steps=50)
     assert [(a.step, a.heads) for a in alarms] == [
         (10, (0,)), (40, (1,)), (60, (0,)), (90, (1,)), (110, (0,))
     ]  # fmt: skip
-
-
-def test_an_advisory_names_a_head_once():
-    detectors = Detectors((CommonMode(),), cool_down_steps=0)
-    alarms = []
-    for step in range(0, 5000, 100):
-        alarms += detectors.update(
-            [sample(step, "max_logit", [900.0, 1.0]), sample(step, "attention_entropy", [5.0, 5.0])]
-        )
-    assert [(a.step, a.heads, a.role.is_advisory) for a in alarms] == [(100, (0,), True)]
 
 
 @pytest.mark.parametrize("indicator, small, large", [
@@ -349,9 +300,6 @@ def test_thresholds_that_make_no_sense_are_named(rule):
             with pytest.raises(ValueError, match=rf"{rule.name}\.{name} is {value!s}|'{value}'"):
                 dataclasses.replace(rule, **{name: value})
         assert getattr(dataclasses.replace(rule, **{name: 7}), name) == 7
-
-
-def test_medians_hold_something():
     with pytest.raises(ValueError, match="is 0; it must be >= 1"):
         LossDeparture(samples=0)
 
@@ -363,29 +311,3 @@ def test_what_is_no_rule_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Detectors(rules)
-
-
-def test_steps_may_be_counted_from_below_zero():
-    rows = [[[9e5], [9e5], [9e5]], [[9e5], [9e5], [9e5]]]
-    series = {f"h.{i}": [row[i] for row in rows] for i in range(3)}
-    steps = {start: range(start, start + 20, 10) for start in (-500, 500)}
-    found = {
-        start: [
-            (alarm.step - start, alarm.site, alarm.rule)
-            for alarm in run(Detectors(), series, "max_logit", steps[start])
-        ]
-        for start in steps
-    }
-    assert found[-500] == found[500] != []
-
-
-@pytest.mark.parametrize("broken", [NAN, INF, -INF])
-def test_a_loss_that_was_never_finite_is_a_departure(broken):
-    alarms = run(Detectors(), {"": [[broken]] * 8}, "loss")
-    assert [(a.rule, a.why) for a in alarms] == [("loss_departure", "the loss is not finite")]
-
-
-@pytest.mark.parametrize("broken", [NAN, INF, -INF])
-def test_a_loss_that_is_not_finite_is_a_departure(broken):
-    losses = {"": [[1.0]] * 10 + [[broken]] * 10}
-    assert [a.rule for a in run(Detectors(), losses, "loss")] == ["loss_departure"]

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, flash_attention, read_events
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor import findings as findings_module
 from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
 from guardbit.monitor.interception import hooks, installation, references, seen, watching
@@ -89,7 +88,7 @@ BELOW = {
     "begin_batch: listening": (sites.Instrumentation, "observe"),
     "begin_batch: opening the journal": (journal, "is_run"),
     "begin_batch: the folder": (journal, "RunWriter"),
-    "begin_batch: what is remembered": (findings_module.Findings, "events"),
+    "begin_batch: what is remembered": (journal.Findings, "events"),
     "begin_batch: the journal so far": (journal, "read_events"),
     "loss": (RunProbe, "loss"),
     "grad_norm": (RunProbe, "grad_norm"),
@@ -103,7 +102,7 @@ BELOW = {
     "end_step: writing": (journal.Journal, "add"),
     "end_step: detectors": (session_module.Detectors, "update"),
     "end_step: policy": (policy.Policy, "decide"),
-    "end_step: verdict": (findings_module, "verdict_of"),
+    "end_step: verdict": (journal, "verdict_of"),
     "end_step: sites": (journal.Journal, "describe"),
     "state_dict: detectors": (session_module.Detectors, "state_dict"),
     "state_dict: measurement": (Measurement, "state_dict"),

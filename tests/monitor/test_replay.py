@@ -219,12 +219,6 @@ def test_other_rules_give_other_alarms():
     assert {alarm.rule for alarm in later.alarms} == {"head_growth"}
 
 
-def test_rows_may_come_in_any_order():
-    frame = read(FAILS)
-    shuffled, sorted_ = replay(frame.sample(frac=1.0, random_state=5)), replay(frame)
-    assert shuffled.alarms == sorted_.alarms and shuffled.judgement() == sorted_.judgement()
-
-
 # A head that is missing in the whole run makes the heads of modules fractions.
 @pytest.mark.parametrize("head", [-1, None])
 def test_samples_hold_one_value_a_head(head):
@@ -264,10 +258,6 @@ def test_what_is_no_telemetry_is_refused(rows, columns, message):
         replay(pd.DataFrame(rows, columns=columns))
 
 
-def test_of_an_empty_run_nothing_is_known():
-    assert replay(pd.DataFrame(columns=COLUMNS)).judgement().verdict == "unclear"
-
-
 @pytest.mark.parametrize("indicators, verdict, named", [
     (INDICATORS, "stable", []),
     (["loss", "w_q_spectral_norm"], "stable", ["gradient_error", "model_logits", "max_logit"]),
@@ -290,45 +280,19 @@ def test_what_no_rule_could_judge_is_not_called_stable(indicators, verdict, name
     assert replay(unknown).judgement().verdict == "unclear"
 
 
-def test_a_loss_that_departs_where_no_head_was_measured_is_blamed_on_nothing():
-    steps = list(range(0, 3000, 20))
-    frame = pd.DataFrame({"step": steps, "site": None, "layer": -1, "head": -1, "indicator": "loss",
-                          "value": [3.0 if step < 2000 else 9.0 for step in steps]})  # fmt: skip
-    result = replay(frame)
-    assert result.judgement().verdict == "unclear" and result.first_alarm >= 2000
-    assert "head_growth" in result.unjudged
-    assert "no head was watched" in result.judgement().headline
-    # Who asks for the loss alone is told of the loss, and no more.
-    assert replay(frame, (LossDeparture(),)).judgement().verdict == "unclear"
+class Quiet:
+    """A rule that does not say what it reads: it is taken to judge heads."""
+
+    name = "quiet"
+
+    def examine(self, frame, state):
+        return []
 
 
-def test_a_loss_that_is_nan_over_sound_heads_is_blamed_on_nothing_as_in_the_run():
-    rows = [(step, f"h.{layer}", layer, 0, name, 5.0) for step in range(0, 60) for layer in (0, 1)
-            for name in ("w_q_spectral_norm", "max_logit")]  # fmt: skip
-    rows += [(step, "", -1, -1, "loss", 3.0 if step < 13 else math.nan) for step in range(60)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    result = replay(frame)
-    assert {alarm.rule for alarm in result.alarms} == {"loss_departure"}
-    judgement = result.judgement()
-    assert (judgement.state, judgement.verdict) == ("lost", "unclear")
-    assert "from step 13, before any head alarmed" in judgement.headline
-
-
-@pytest.mark.parametrize("rules", [(), (LossDeparture(),), (ModelLogits(),)])
-def test_without_a_rule_of_heads_nothing_is_stable(rules):
+@pytest.mark.parametrize("rule", [None, LossDeparture(), ModelLogits(), Quiet()])
+def test_without_a_rule_of_heads_nothing_is_stable(rule):
     rows = [(step, "h.0", 0, 0, "max_logit", 5.0) for step in range(0, 1000, 50)]
     rows += [(step, "", -1, -1, "loss", 3.0) for step in range(0, 1000, 50)]
-    result = replay(pd.DataFrame(rows, columns=COLUMNS), rules)
-    assert (result.alarms, result.judgement().verdict) == ([], "unclear")
-
-
-def test_a_rule_that_says_not_what_it_reads_is_taken_to_judge():
-    class Quiet:
-        name = "quiet"
-
-        def examine(self, frame, state):
-            return []
-
-    frame = pd.DataFrame({"step": [0, 1], "site": "h.0", "layer": 0, "head": 0,
-                          "indicator": "attention_entropy", "value": 1.0})  # fmt: skip
-    assert replay(frame, (Quiet(),)).judgement().verdict == "stable"
+    result = replay(pd.DataFrame(rows, columns=COLUMNS), (rule,) if rule else ())
+    verdict = "stable" if isinstance(rule, Quiet) else "unclear"
+    assert (result.alarms, result.judgement().verdict) == ([], verdict)

@@ -147,8 +147,6 @@ def test_impossible_demands_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no snapshots are kept"):
         off.snapshot(SITE, [0])
     off.close()
-    with pytest.raises(ValueError, match="snapshot_megabytes is -1; it must be a number from 0"):
-        MonitorSession(model_of(), snapshot_megabytes=-1)
 
 
 def test_other_ranks_keep_nothing_and_refuse_nothing(monkeypatch):

@@ -151,30 +151,6 @@ def test_micro_batches_of_one_step_refused_and_not(run):
     assert "in some calls only" in reason
 
 
-def test_a_refusal_of_the_whole_model_is_told_too(run):
-    run.steps(None)
-    run.session.switch(SITE, "compensated")
-    run.model.double()
-    run.run = lambda x, wide: run.model(x.double(), wide)
-    run.steps(None)
-    assert run.stabilizers() == ["none"] * 2
-    assert "it computes in torch.float64" in run.reasons("switch")[-1]
-
-
-def test_a_resumed_run_asks_for_what_ran_natively_when_it_was_saved(run, tmp_path):
-    run.steps(None)
-    run.session.switch(SITE, "compensated", heads=[0])
-    run.steps(WIDE)
-    again = Run(tmp_path / "again")
-    again.session.load_state_dict(run.session.state_dict())
-    again.step = run.step
-    again.steps(WIDE)
-    assert [event[3] for event in again.events("switch")] == ["compensated", "none"]
-    again.steps(None)
-    assert again.switched_launches() == 1
-    again.session.close()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_compiled_calls_that_keep_the_native_kernel(run, how):

@@ -92,16 +92,6 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
     )
 
 
-def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_so(tmp_path):
-    model, session = session_of(tmp_path, rules=(Names(since=500),), policy=Policy(always=True))
-    run(model, session, STEPS[:6])
-    session.close()
-    ((why,),) = recorded(tmp_path, "advisory", "why")
-    assert why.endswith(
-        "and resume at a lower learning rate, or with stabilizer='compensated'"
-    ) and "always" not in why  # fmt: skip
-
-
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, scope):
     model, session = session_of(tmp_path, rules=(Names(since=500),), policy=Policy(scope=scope))
@@ -219,8 +209,3 @@ def test_where_no_switch_helps_logits_are_clipped_before_the_way_back_is_told(tm
     session.close()
     ((why,),) = recorded(again, "advisory", "why")
     assert "since step 0, their logits are clipped since step 2000, and head 1 of 1" in why
-
-
-def test_a_policy_that_does_not_escalate_never_clips():
-    with pytest.raises(ValueError, match="qk_clip is 100 and escalate is False: heads are clipped"):
-        Policy(qk_clip=100, escalate=False)

@@ -146,14 +146,13 @@ class Detectors:
             indicator: {site: to_plain(values) for site, values in sites.items()}
             for indicator, sites in self._latest.items()
         }
-        state = {
+        return copy.deepcopy({
             "rules": self._rule_states,
             "last_step": self._last_step,
             "latest": latest,
             "widths": self._widths,
             "fired": self._fired,
-        }
-        return copy.deepcopy(state)
+        })  # fmt: skip
 
     def load_state_dict(self, state: State) -> None:
         if state["rules"].keys() != self._rule_states.keys():

@@ -1,21 +1,15 @@
 import pytest
 
-from guardbit.monitor.detectors import CommonMode, Detectors
-from guardbit.records import Sample
+from guardbit.monitor.detectors import CommonMode
+from tests.monitor.rules.series import alarms_in
 
 
 def found_in(logits, entropies):
-    detectors = Detectors((CommonMode(),))
-    return [
-        alarm
-        for index, (logit, entropy) in enumerate(zip(logits, entropies, strict=True))
-        for alarm in detectors.update(
-            [
-                Sample(1000 * index, "a", 0, "max_logit", (1.0, logit)),
-                Sample(1000 * index, "a", 0, "attention_entropy", (5.0, entropy)),
-            ]
-        )
-    ]
+    series = {
+        ("a", "max_logit"): [(1.0, logit) for logit in logits],
+        ("a", "attention_entropy"): [(5.0, entropy) for entropy in entropies],
+    }
+    return alarms_in(CommonMode(), series, range(0, 1000 * len(logits), 1000))
 
 
 @pytest.mark.parametrize(
@@ -28,14 +22,11 @@ def found_in(logits, entropies):
         ([250, 250], [4, 4], False),
         ([float("inf")] * 2, [4, 4], True),
         ([300, 300], [float("nan")] * 2, False),
+        ([300] * 9, [4] * 9, True),  # and named once
     ],
 )
 def test_it_takes_large_logits_and_many_keys_on_two_samples(logits, entropies, fires):
     found = found_in(logits, entropies)
-    assert [(alarm.site, alarm.heads, alarm.role.is_advisory) for alarm in found] == [
-        ("a", (1,), True)
+    assert [(one.step, one.site, one.heads, one.role.is_advisory) for one in found] == [
+        (1000, "a", (1,), True)
     ] * fires
-
-
-def test_a_head_is_named_once():
-    assert [alarm.step for alarm in found_in([300] * 9, [4] * 9)] == [1000]

@@ -103,26 +103,6 @@ def test_units_layers_cadence_and_the_number_of_the_step_do_not_matter(scale, la
     assert all(lead.max() == 0 for site, lead in leads.items() if site != "h.0")
 
 
-def test_a_typical_head_that_shrinks_lends_nothing():
-    series = {"a": np.ones((2, 1)), "b": np.array([[1.0], [0.1]]), "c": np.array([[1.0], [0.1]])}
-    assert leads_of([0, 1000], series)["a"][0] == 0
-
-
-def test_who_grew_before_he_was_seen_has_no_lead():
-    steps = np.arange(0, 8001, 500)
-    series = growing(steps)
-    late = {site: values[steps >= 4000] for site, values in series.items()}
-    assert leads_of(steps[steps >= 4000].tolist(), late)["h.0"][0] == 0
-
-
-def test_a_lead_that_is_not_kept_up_fades():
-    steps = list(range(0, 20_001, 1000))
-    own = np.where(np.arange(21) > 1, math.e, 1.0)[:, None]
-    series = {"a": own, "b": np.ones((21, 1)), "c": np.ones((21, 1))}
-    # The best stretch is the step from 1,000 to 2,000, kept for 18,000 steps.
-    assert leads_of(steps, series)["a"][0] == pytest.approx(1 - 19 * 0.05)
-
-
 def test_after_a_restart_only_further_growth_counts():
     state = {}
     ones = {"b": np.ones(1), "c": np.ones(1)}

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.detectors import Finding
@@ -21,6 +22,13 @@ def attention(heads=2):
 def model_of():
     """Two attention layers, the second with twice the heads and grouped keys."""
     return Model(attention(), attention(4))
+
+
+def checkpointed(self, x):
+    """The model's forward under activation checkpointing."""
+    for layer in self.layers:
+        x = checkpoint(layer, x, use_reentrant=False)  # says if a recomputation is not alike
+    return x
 
 
 class Loop:
@@ -90,18 +98,9 @@ def sampled(path):
 Always = partial(Fires, SITES[1], why="it always does", name="always")
 
 
-@dataclass(frozen=True)
-class LossAtStep:
+def LossAtStep(step):
     """Alarms on the loss at every sample from one step on."""
-
-    role: ClassVar = Role("loss")
-
-    step: int
-    name: str = "my_loss"
-
-    def examine(self, frame, state):
-        due = frame.step >= self.step and frame.of("loss")
-        return [Finding("", (), "the loss has risen")] if due else []
+    return Fires("", (), since=step, indicator="loss", name="my_loss", role=Role("loss"))
 
 
 ALL_HEADS = [(SITES[0], (0, 1)), (SITES[1], (0, 1, 2, 3))]

@@ -6,15 +6,21 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from guardbit import read_events, read_run
 from guardbit.monitor.measure import metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
-from tests.toys import Model, recorded
+from tests.monitor.session.plain_loop import (
+    SITES,
+    Always,
+    Loop,
+    LossAtStep,
+    checkpointed,
+    events_of,
+    sampled,
+)
+from tests.toys import Model
 
 
 def test_a_verdict_is_recorded_once(tmp_path):
@@ -103,11 +109,6 @@ def test_a_switch_that_waits_for_the_end_of_a_step_outlives_the_monitor():
 def test_what_comes_between_a_forward_and_its_recomputation_waits(
     monkeypatch, tmp_path, what, ends
 ):
-    def checkpointed(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)  # says if they are not alike
-        return x
-
     monkeypatch.setattr(Model, "forward", checkpointed)
     loop = Loop(every_n_train_steps=100, dirpath=tmp_path, strict=True).run([0], close=False)
     session, stock = loop.session, F.scaled_dot_product_attention
@@ -180,24 +181,6 @@ def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
     assert together["value"].notna().any()
     # Only the order of FP64 sums may differ.
     pd.testing.assert_frame_equal(together, singly, rtol=1e-12, atol=0)
-
-
-def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tmp_path):
-    loop = Loop(
-        every_n_train_steps=2, rules=(Always(sample=2),), dirpath=tmp_path, strict=True,
-        policy=Policy("row_max", scope="model", quiet_steps=6),
-    )  # fmt: skip
-    layers = loop.model.layers
-    loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
-    loop.run(range(4), close=False)
-    loop.model.layers = layers
-    loop.run(range(4, 10))
-    assert recorded(tmp_path, "switch", "step", "site", "heads", "stabilizer") == [
-        (2, SITES[1], (0, 1, 2, 3), "row_max"),
-        (4, SITES[0], (0, 1), "row_max"),
-        (8, SITES[0], (0, 1), "none"),
-        (8, SITES[1], (0, 1, 2, 3), "none"),
-    ]
 
 
 @pytest.mark.parametrize("scope", ["head", "model"])

@@ -59,15 +59,3 @@ def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
     assert [event[:3] for event in switches(tmp_path / "later")] == [
         (5, *which) for which in ALL_HEADS
     ]
-
-
-def test_always_in_a_dry_run_switches_nothing(tmp_path):
-    policy = Policy("compensated", always=True)
-    loop = Loop(every_n_train_steps=2, rules=(), dirpath=tmp_path, policy=policy, dry_run=True)
-    loop.run(range(5))
-    why = "not switched to compensated: dry run (from the start (always=True))"
-    assert switches(tmp_path) == []
-    refused = [(0, *which, "compensated", why) for which in ALL_HEADS]
-    assert switches(tmp_path, "refusal") == refused
-    running = loop.session.state_dict()["running"].values()
-    assert running and all({*names} == {"none"} for names in running)

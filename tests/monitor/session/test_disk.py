@@ -63,10 +63,6 @@ def record_a_refusal(loop):
     return weakref.ref(why)
 
 
-class NoText:
-    """What no file takes."""
-
-
 def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(journal, "PATIENCE", 3)
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
@@ -76,27 +72,13 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
         kept = [record_a_refusal(loop)]
         loop.run(range(2, 6), close=False)
     assert sum("pending for another try" in line for line in caplog.messages) == 1
-    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
+    (line,) = [line for line in caplog.messages if "'store' failed and is off" in line]
+    assert "(telemetry is not kept from here on; alarms and switches go on): [Errno 28]" in line
     assert loop.session.samples[0].step == 5, "the steps are watched all the same"
     kept.append(record_a_refusal(loop))
     caplog.clear()
     assert [why() for why in kept] == [None, None], "nothing is kept any more"
     loop.run([6])
-    assert sampled(tmp_path) == [0]
-
-
-def test_an_event_that_cannot_be_written_at_all_keeps_nothing(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
-    kept = []
-    for _ in range(3):
-        why = NoText()
-        kept.append(weakref.ref(why))
-        loop.session.record(Event(0, "alarm", SITES[0], (0,), why))
-        del why
-    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
-    caplog.clear()
-    assert [why() is None for why in kept] == [False, True, True]
-    loop.run([1])
     assert sampled(tmp_path) == [0]
 
 
@@ -106,16 +88,6 @@ def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         loop.session.close()
     MonitorSession(loop.model).close()
-
-
-def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monkeypatch, caplog):
-    def forbidden(_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(journal, "is_run", forbidden)
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2))
-    assert loop.session.samples, "the steps are watched all the same"
-    assert any("Permission denied" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("error", [28, 24], ids=["disk full", "no file handles"])
@@ -178,7 +150,3 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
     assert sum("the stage 'store' failed" in message for message in caplog.messages) == 1
     if where == "disk full later":
         assert sampled(folder) == [0]
-    strict = Loop(every_n_train_steps=1, dirpath=tmp_path / "another", strict=True)
-    with pytest.raises(OSError, match="No space left"):
-        monkeypatch.setattr("guardbit.store.files.publish", full_disk)
-        strict.run([0])

@@ -1,12 +1,10 @@
 """What is measured, and what it means for a verdict."""
 
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_run
-from guardbit.kernels import dispatch
 from guardbit.monitor.measure.run import Transfer
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_metadata
@@ -32,39 +30,6 @@ def test_suspects_are_audited_besides_those_in_turn(tmp_path):
     rows = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[1])]
     audited = {step: group["head"].tolist() for step, group in rows.groupby("step")}
     assert audited == {1: [1], 2: [1, 2], 3: [1, 3]}
-
-
-def test_one_value_that_is_not_finite_does_not_stay_in_the_running_sum(tmp_path, monkeypatch):
-    original = dispatch.delta_bias
-    bad = {2: torch.inf, 4: torch.nan}
-    loop = Loop(every_n_train_steps=2, dirpath=tmp_path, strict=True)
-
-    def delta_bias(*tensors, **which):
-        bias, bias_abs = original(*tensors, **which)
-        return bias + bad.get(len(loop.losses), 0.0), bias_abs
-
-    monkeypatch.setattr(dispatch, "delta_bias", delta_bias)
-    loop.run(range(7))
-    frame = read_run(tmp_path)
-    head = frame[(frame.site == SITES[0]) & (frame["head"] == 0)].set_index(["indicator", "step"])
-    sums = [head.value["delta_bias_cumulative", step] for step in (0, 2, 4, 6)]
-    assert head.value["delta_bias", 2] == torch.inf and ("delta_bias", 4) not in head.index
-    assert sums[0] == sums[1] == sums[2] == head.value["delta_bias", 0]
-    assert sums[3] == sums[0] + head.value["delta_bias", 6]
-
-
-def test_the_loss_scale_is_taken_out_of_the_delta_bias(tmp_path):
-    for name, scale in (("one", 1.0), ("many", 4096.0)):
-        loop = Loop(every_n_train_steps=1, dirpath=tmp_path / name, strict=True)
-        with loop.session.step(0):
-            loop.session.loss_scale = scale
-            loop.backward(0, scale)
-        loop.session.close()
-    frames = [read_run(tmp_path / name) for name in ("one", "many")]
-    # Powers of two scale all roundings alike.
-    pd.testing.assert_frame_equal(*frames)
-    biases = frames[0][frames[0].indicator == "delta_bias"].value
-    assert len(biases) == 6 and (biases != 0).all()
 
 
 def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_again(tmp_path):

@@ -1,7 +1,6 @@
 """Networks that take turns: those that no sampled step meets are reported as not watched."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -49,70 +48,50 @@ def alternating(step):
     return "GD"[step % 2]
 
 
-def test_a_network_that_no_sampled_step_meets_is_named_once(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        session = train(tmp_path, range(20), alternating)
-    assert measured(tmp_path) == {"G.layers.0": list(range(0, 20, 2))}
-    (line,) = told(caplog)
-    assert "at D.layers.0: 3 sampled steps have passed it by" in line
-    assert "try every_n_train_steps=3" in line
-    assert session.coverage == (1, 2)
+def met_first(step):
+    return "GD" if step == 0 else alternating(step)
+
+
+PASSED_BY = "at D.layers.0: 3 sampled steps have passed it by"
+
+
+@pytest.mark.parametrize("steps, every, turns, said, not_watched", [
+    (20, 2, alternating, PASSED_BY, True),
+    (20, 3, alternating, None, False),  # the cadence that is named
+    # It takes three samples while the run goes on; at its end, none if it was met in the first.
+    (5, 2, met_first, None, False),
+    (6, 2, met_first, None, False),
+    (7, 2, met_first, PASSED_BY, True),
+    (4, 50, alternating, "at D.layers.0: it was called, and in no sampled step", True),
+    (13, 2, lambda step: "D" if step == 12 else alternating(step), PASSED_BY, False),  # met again
+    (20, 2, lambda step: "GD" if step < 4 else "G", None, False),  # no longer called
+])  # fmt: skip
+def test_a_network_that_no_sampled_step_meets_is_named_once(
+    tmp_path, caplog, steps, every, turns, said, not_watched
+):
+    session = train(tmp_path, range(steps), turns, every)
+    lines = told(caplog)
+    assert len(lines) == (said is not None) and all(said in line for line in lines)
+    assert said != PASSED_BY or "try every_n_train_steps=3" in lines[0]
+    assert session.coverage == (2 - not_watched, 2)
     found = outcome(tmp_path)
-    assert found.not_watched == ("D.layers.0",)
-    assert found.headline.endswith("; only 1 of 2 attention modules was watched")
+    assert found.not_watched == ("D.layers.0",) * not_watched
+    assert found.headline.endswith("only 1 of 2 attention modules was watched") is not_watched
+    if every == 3:
+        # A module gets its place in the table after the first sampled step that meets it.
+        assert measured(tmp_path) == {"G.layers.0": [0, 6, 12, 18], "D.layers.0": [9, 15]}
 
 
-def test_the_cadence_that_is_named_meets_both(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        session = train(tmp_path, range(20), alternating, every=3)
-    # A module gets its place in the table after the first sampled step that meets it.
-    assert measured(tmp_path) == {"G.layers.0": [0, 6, 12, 18], "D.layers.0": [9, 15]}
-    assert (told(caplog), session.coverage, outcome(tmp_path).not_watched) == ([], (2, 2), ())
-
-
-@pytest.mark.parametrize(("last", "is_named"), [(5, False), (6, False), (7, True)])
-def test_it_takes_three_samples_while_the_run_goes_on(tmp_path, caplog, last, is_named):
-    def turns(step):  # met in the first step, so that the end of the run says nothing of it
-        return "GD" if step == 0 else alternating(step)
-
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        train(tmp_path, range(last), turns)
-    assert bool(told(caplog)) is is_named
-    assert outcome(tmp_path).not_watched == (("D.layers.0",) if is_named else ())
-
-
-def test_a_short_run_says_so_at_its_end(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        session = train(tmp_path, range(4), alternating, every=50)
-    (line,) = told(caplog)
-    assert "at D.layers.0: it was called, and in no sampled step" in line
-    assert outcome(tmp_path).not_watched == ("D.layers.0",)
-    assert session.coverage == (1, 2)
-
-
-def test_one_that_is_met_again_counts_as_watched_again(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        train(tmp_path, range(13), lambda step: "D" if step == 12 else alternating(step))
-    assert len(told(caplog)) == 1
-    assert outcome(tmp_path).not_watched == ()
-
-
-def test_one_that_is_no_longer_called_or_not_in_training_is_passed_by_by_nothing(tmp_path, caplog):
-    def first_phase_only(step):
-        return "GD" if step < 4 else "G"
-
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        train(tmp_path / "phase", range(20), first_phase_only)
-        model = nn.ModuleDict({name: Model(Attention()) for name in "GD"})
-        session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path / "validation")
-        for step in range(20):
-            with session.step(step):
-                model["G"](torch.randn(2, 8, 32)).square().mean().backward()
-            with torch.no_grad():
-                model["D"](torch.randn(2, 8, 32))
-        session.close()
+def test_one_that_is_not_in_training_is_passed_by_by_nothing(tmp_path, caplog):
+    model = nn.ModuleDict({name: Model(Attention()) for name in "GD"})
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
+    for step in range(20):
+        with session.step(step):
+            model["G"](torch.randn(2, 8, 32)).square().mean().backward()
+        with torch.no_grad():
+            model["D"](torch.randn(2, 8, 32))
+    session.close()
     assert told(caplog) == []
-    assert outcome(tmp_path / "phase").not_watched == ()
 
 
 def swapped(path, at, steps=range(10)):
@@ -163,11 +142,10 @@ def test_compiled_calls_are_met(tmp_path, caplog):
     model = Model(Attention())
     session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path, strict=True)
     compiled = torch.compile(model, backend="aot_eager")
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        for step in range(9):
-            with session.step(step):
-                compiled(torch.randn(2, 8, 32)).square().mean().backward()
-        session.close()
+    for step in range(9):
+        with session.step(step):
+            compiled(torch.randn(2, 8, 32)).square().mean().backward()
+    session.close()
     torch._dynamo.reset()
     assert (told(caplog), errors(tmp_path)) == ([], [])
     assert outcome(tmp_path).not_watched == ()

@@ -35,7 +35,7 @@ class Lead(NamedTuple):
     typical: Values  # the same of the typical head
 
 
-_COLUMNS = ("lead", "log", "clock", "step", "first_log", "first_clock", "first_step")
+_COLUMNS = ("log", "clock", "step", "first_log", "first_clock", "first_step")
 
 
 def outrun(
@@ -61,19 +61,18 @@ def outrun(
     if grown := np.sort(change[~np.isnan(change)]).tolist():
         clock += max(0.0, grown[(len(grown) - 1) // 2])
     state["clock"] = clock
-    allowed = over_peers * (clock - past["clock"]) + drift * (step - past["step"]) / 1000
-    lead = np.maximum(past["lead"] + log - past["log"] - allowed, 0.0)
+    since, first_clock = past["first_step"], past["first_clock"]
+    allowed = over_peers * (clock - first_clock) + drift * (step - since) / 1000
+    lead = log - past["first_log"] - allowed
     known = ~np.isnan(log)
-    lead = np.where(known, np.where(np.isnan(lead), 0.0, lead), past["lead"])
-    begins = known & (lead == 0)
+    begins = known & ~(lead > 0)  # also where nothing was known
     now = {"log": log, "clock": np.full(len(log), clock), "step": np.full(len(log), step)}
     after = {name: np.where(known, value, past[name]) for name, value in now.items()}
     for name, value in now.items():
         after[f"first_{name}"] = np.where(begins, value, past[f"first_{name}"])
-    after["lead"] = lead
     plain = {name: to_plain(column) for name, column in after.items()}
     ahead = Lead(
-        np.where(known, lead, np.nan),
+        np.where(begins, 0.0, lead),
         log,
         after["first_step"],
         log - after["first_log"],
@@ -89,10 +88,9 @@ def outrun(
 
 def restart(state: State, site: str, heads: tuple[int, ...]) -> None:
     """Sets the leads of heads to 0, so that they are named again only if they go on growing."""
-    columns = state["sites"].get(site, {"lead": []})
+    columns = state["sites"].get(site, {"log": []})
     # A head that came later may not have been measured by this state's indicator since.
-    for head in (head for head in heads if head < len(columns["lead"])):
-        columns["lead"][head] = 0.0
+    for head in (head for head in heads if head < len(columns["log"])):
         for name in ("log", "clock", "step"):
             columns[f"first_{name}"][head] = columns[name][head]
 
