@@ -99,9 +99,8 @@ _num_imported = 0
 def install(user: object) -> None:
     """Replaces the attention functions of this process, once for any number of models."""
     global _num_imported
-    is_first = not _needed_by
     _needed_by.add(user)
-    if not is_first:
+    if len(_needed_by) > 1:
         return
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
@@ -131,18 +130,16 @@ def _look_again() -> None:
 
 def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
     _installed.extend(found)
+    attention = {}
     for entry in found:
         if entry.put_in_place is not None:
             _restore.append(entry.put_in_place())
-    by_reference = [entry for entry in found if entry.put_in_place is None]
-    for entry in by_reference:
+            continue
+        attention[entry.original] = entry.stand_in
         if isinstance(entry.owner, type):
             _replace(entry.owner, entry.name_there, entry.stand_in)
-    attention = {entry.original: entry.stand_in for entry in by_reference}
-    changes = replace_variables({**attention, **others})
-    _restore.extend(change.undo for change in changes)
-    changes = replace_others(attention, list(_own_dicts()))
-    _restore.extend(change.undo for change in changes)
+    _restore.extend(change.undo for change in replace_variables({**attention, **others}))
+    _restore.extend(change.undo for change in replace_others(attention, list(_own_dicts())))
 
 
 def _own_dicts() -> Iterator[dict[str, Any]]:

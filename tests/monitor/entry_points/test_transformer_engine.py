@@ -15,7 +15,7 @@ from torch import nn
 import guardbit
 from guardbit.kernels.engines import Inputs, library_engine
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points.transformer_engine import FUSED
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests.flash_stand_in.transformer_engine import (
     KERNELS,
     FlashAttention,
@@ -27,6 +27,7 @@ from tests.oracle import dense
 from tests.toys import instrumented
 
 HEADS, WIDTH = 4, 16
+FUSED = ENTRY_POINTS[-1]
 
 
 @pytest.fixture(autouse=True)
