@@ -126,17 +126,6 @@ class MyAttentionBlock(nn.Sequential):
     """Holds attention that is seen."""
 
 
-class Bloom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = transformers.BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=2)
-        self.bloom = transformers.BloomModel(config)
-
-    def forward(self, x):
-        return self.bloom(inputs_embeds=x).last_hidden_state
-
-
 ONE = "1 module that looks like attention ran and was not seen to call it"
 SHARE = "1 of 2 attention modules is watched"
 
@@ -149,10 +138,6 @@ TOLD = {
     ),
     "a kernel": (
         lambda: [AtenAttention(), AttentionScale(), Never()], [ONE, "1 (AtenAttention)"], ["1"]
-    ),
-    "BLOOM": (
-        lambda: [Bloom()],
-        ["1.bloom.h.0.self_attention (BloomAttention)"], ["1.bloom.h.0.self_attention"],
     ),
     "many": (
         lambda: [WrittenOutAttention() for _ in range(7)],
@@ -346,62 +331,26 @@ def test_unseen_attention_of_a_compiled_model(tmp_path):
     assert "1 (CompiledAttention)" in why
 
 
-def test_a_language_model_that_is_eager_beside_a_vision_tower_that_is_not(tmp_path, caplog):
+SMALL = {
+    "hidden_size": 32, "vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "why"),
+    [
+        ("Mamba2", None, "Mamba2ForCausalLM has no module that looks like attention"),
+        ("Llama", "kernels-community/flash-attn", "'kernels-community/flash-attn', which GuardBit"),
+    ],
+)
+def test_models_without_attention_that_is_seen_are_refused_at_setup(name, implementation, why):
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    text = {
-        "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    }  # fmt: skip
-    vision = {
-        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
-    }  # fmt: skip
-    config = transformers.PaliGemmaConfig(
-        text_config=text, vision_config=vision, projection_dim=32, image_token_index=63,
-        hidden_size=32,
-    )  # fmt: skip
-    config.text_config._attn_implementation = "eager"
-    config.vision_config._attn_implementation = "sdpa"
-    model = transformers.PaliGemmaForConditionalGeneration(config).train()
-    ids = torch.tensor([[63] * 4 + [3, 4, 5, 6]])
-    batch = {
-        "input_ids": ids, "labels": ids, "pixel_values": torch.randn(1, 3, 16, 16),
-        "token_type_ids": torch.tensor([[0] * 4 + [1] * 4]),
-    }  # fmt: skip
-    session = MonitorSession(model, every_n_train_steps=100, dirpath=tmp_path, strict=True)
-    with session.step(0):
-        model(**batch).loss.backward()
-    seen = list(session.instrumentation.sites)
-    session.close()
-    assert sum("vision" in name for name in seen) == 3  # its head is torch.nn's
-    language = [name for name in seen if "language_model" in name]
-    assert len(language) == 2
-    sites = read_metadata(tmp_path)["sites"]
-    assert not any(facts["unwatched"] for facts in sites.values())
-    assert "no head can be switched at model.language_model.layers.0.self_attn" in caplog.text
-
-
-def test_a_model_without_attention_is_said_to_have_none():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Mamba2Config(
-        num_heads=4, head_dim=16, hidden_size=32, vocab_size=16, num_hidden_layers=1, state_size=8,
-        n_groups=1,
-    )  # fmt: skip
-    model = transformers.Mamba2ForCausalLM(config)
-    with pytest.raises(ValueError, match="Mamba2ForCausalLM has no module that looks like atten"):
-        guardbit.instrument(model)
-
-
-def test_kernels_of_hugging_faces_hub_are_refused_at_setup():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1,
-        vocab_size=8,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.config._attn_implementation = "kernels-community/flash-attn"
-    with pytest.raises(ValueError, match="'kernels-community/flash-attn', which GuardBit does not"):
+    config = getattr(transformers, f"{name}Config")(**SMALL)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    if implementation is not None:
+        model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=why):
         guardbit.instrument(model)
 
 

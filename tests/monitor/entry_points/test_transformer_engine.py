@@ -207,19 +207,6 @@ def test_what_is_not_understood_stays_with_the_library_and_is_said_once(
     ]  # fmt: skip
 
 
-def test_evaluation_keeps_its_bits_and_says_nothing_of_training(tiny):
-    model, x = build("sbh3d")
-    with torch.no_grad():
-        before = model.eval()(x)
-        with instrumented(model, lambda call: None) as inst:
-            assert torch.equal(model(x), before)
-            with torch.enable_grad():
-                tiny.step(model.train(), x)
-            inst.switch("0.core", "exact_delta")
-            assert torch.equal(model.eval()(x), before)
-            assert inst.sites["0.core"].refusal is None
-
-
 def test_the_function_is_put_back():
     forward, apply = FusedAttnFunc.forward, FusedAttnFunc.apply
     with instrumented(build("sbh3d")[0]):
