@@ -65,26 +65,6 @@ checkpoint = functools.wraps(original_checkpoint)(
 )
 
 
-def without(
-    stand_ins: Mapping[Any, Any], rules: Callable[[], Mapping[Any, Any]]
-) -> Callable[[], Mapping[Any, Any]]:
-    """Makes a function that returns Dynamo's table with PyTorch's own functions in it."""
-
-    @functools.cache
-    def own_rules() -> Mapping[Any, Any]:
-        return {stand_ins.get(found, found): rule for found, rule in rules().items()}
-
-    def cache_clear(forget: Callable[[], None] = own_rules.cache_clear) -> None:
-        forget()
-        getattr(rules, "cache_clear", lambda: None)()
-
-    setattr(own_rules, "cache_clear", cache_clear)  # noqa: B010 (type checkers do not see it)
-    return own_rules
-
-
-# The compiler's table of PyTorch's functions.
-_RULES = "get_torch_obj_rule_map"
-
 # Who needs the stand-ins: a token of each instrumented model.
 _needed_by: set[object] = set()
 _restore: list[Callable[[], None]] = []
@@ -143,7 +123,8 @@ def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
 
 
 def _own_dicts() -> Iterator[dict[str, Any]]:
-    """Attributes of GuardBit's that refer to originals and stand-ins."""
+    """Attributes of GuardBit's, and the compiler's table, that refer to originals and stay."""
+    yield getattr(trace_rules, "get_torch_obj_rule_map", dict)()
     for entry in ENTRY_POINTS:
         yield vars(entry)
         yield vars(entry.stand_in)
@@ -151,16 +132,18 @@ def _own_dicts() -> Iterator[dict[str, Any]]:
 
 
 def _keep_compiler_rules() -> None:
-    rules = getattr(trace_rules, _RULES, None)
-    if rules is None:  # another version of PyTorch
+    """Lets the compiler, which looks functions up by name, find PyTorch's and no stand-ins."""
+    load = getattr(trace_rules, "load_object", None)
+    if load is None:  # another version of PyTorch
         return
-    stand_ins = Own({checkpoint: original_checkpoint})
-    stand_ins |= {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
-    # The replacement refers to itself. It would keep the stand-ins until garbage is collected.
-    _restore.append(stand_ins.clear)
-    # Once everything is put back, the compiler rebuilds a table that it built in between.
-    _restore.append(getattr(rules, "cache_clear", lambda: None))
-    _replace(trace_rules, _RULES, without(stand_ins, rules))
+    originals = {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
+    originals = Own({checkpoint: original_checkpoint, **originals})
+
+    def load_original(name: str) -> Any:
+        found = load(name)
+        return originals.get(found, found)
+
+    _replace(trace_rules, "load_object", load_original)
 
 
 def left_alone() -> list[str]:
