@@ -456,9 +456,9 @@ def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
 def test_everything_is_given_back():
     code, operator = flex_attention.__code__, vars_of_operator()
     held = torch.compile(flex_attention, backend=BACKEND)
-    inst = guardbit.instrument(Model(held, {}))
-    assert flex_attention.__code__ is not code
-    inst.remove()
+    with instrumented(Model(held, {})):
+        assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
+        assert left_alone() == [], "a release that is known"
     assert flex_attention.__code__ is code
     assert vars_of_operator() == operator
     assert "_guardbit_flex_attention" not in vars(home)
@@ -492,13 +492,6 @@ def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch
     (said,) = left_alone()
     assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
     assert f"PyTorch {torch.__version__}" in said
-
-
-def test_a_release_that_is_known_is_not_said_to_be_unknown_once_it_is_instrumented():
-    with instrumented(Model(flex_attention, {})):
-        assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
-        assert left_alone() == []
-    assert left_alone() == []
 
 
 class Calls:
