@@ -72,13 +72,13 @@ class Notices:
         self._instrumentation = instrumentation
         self._journal, self._exchange, self._record = journal, exchange, record
         self._on_alarm = on_alarm
-        self._said: set[str] = set()
+        # Calls elsewhere are left alone on purpose where modules were selected.
+        self._said = {"outside"} if instrumentation.is_selection else set[str]()
         # The modules that look like attention and were not seen to call it, and how much is
         # watched: both are known once attention was called.
         self._unseen: list[Site] = []
         self._table: dict[str, dict[str, Any]] = {}
-        # Calls elsewhere are left alone on purpose where modules were selected.
-        self._outside = None if instrumentation.is_selection else interception.OutsideCalls()
+        self._outside = interception.OutsideCalls()
         self._switch_reports = SwitchReports(instrumentation)
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
@@ -137,22 +137,17 @@ class Notices:
 
     def begin_sampled_step(self) -> None:
         """Counts the calls of attention outside all modules, until `report_outside`."""
-        if self._outside is not None:
-            self._outside.start()
+        self._outside.start()
 
     def abandon_sampled_step(self) -> None:
         """Forgets what was counted since `begin_sampled_step`."""
-        if self._outside is not None:
-            self._outside.stop()
+        self._outside.stop()
 
     def report_outside(self, step: int) -> None:
         """Reports, once, attention that a sampled step called outside the model."""
         outside = self._outside
-        if outside is None:
-            return
         outside.stop()
-        if outside.count:
-            self._outside = None
+        if outside.count and self.first("outside"):
             self._tell(
                 step,
                 f"attention was called outside the modules of the watched model, {outside.count}"

@@ -12,7 +12,6 @@ from guardbit import MonitorSession, instrument, read_events
 from guardbit.kernels import dispatch
 from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor import actions
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
 from tests.toys import Attention, Model, recorded
@@ -146,28 +145,6 @@ def test_a_switch_is_asked_for_until_it_has_run(run):
     run.one(math=True)
     assert run.stabilizers() == ["none"] * 2
     assert [event[2] for event in run.events()] == ["exact_delta", "compensated", "none"]
-
-
-def test_a_switch_is_asked_for_before_any_call(tmp_path):
-    run = Run(tmp_path)
-    run.session.load_state_dict({"stabilizers": {SITE: ["none", "exact_delta"]}})
-    assert run.stabilizers() == ["none", "exact_delta"]
-    run.session.close()
-
-
-def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
-    monkeypatch.setattr(actions, "LASTING", 3)
-    run.one()
-    run.session.switch(SITE, "exact_delta")
-    for step in range(8):
-        run.one(math=step % 2 == 0)
-    told = ["exact_delta", "compensated", "exact_delta"]
-    assert [event[2] for event in run.events()] == told
-    assert "in some calls only: compensated runs instead" in run.reason("monitor_error")
-    for _ in range(4):
-        run.one(math=True)
-    assert [event[2] for event in run.events()] == [*told, "compensated"], "what lasts is told"
-    assert len(run.events("monitor_error")) == 1
 
 
 def test_a_journal_ends_with_what_the_heads_ran_last(run):

@@ -65,26 +65,6 @@ checkpoint = functools.wraps(original_checkpoint)(
 )
 
 
-def without(
-    stand_ins: Mapping[Any, Any], rules: Callable[[], Mapping[Any, Any]]
-) -> Callable[[], Mapping[Any, Any]]:
-    """Makes a function that returns Dynamo's table with PyTorch's own functions in it."""
-
-    @functools.cache
-    def own_rules() -> Mapping[Any, Any]:
-        return {stand_ins.get(found, found): rule for found, rule in rules().items()}
-
-    def cache_clear(forget: Callable[[], None] = own_rules.cache_clear) -> None:
-        forget()
-        getattr(rules, "cache_clear", lambda: None)()
-
-    setattr(own_rules, "cache_clear", cache_clear)  # noqa: B010 (type checkers do not see it)
-    return own_rules
-
-
-# The compiler's table of PyTorch's functions.
-_RULES = "get_torch_obj_rule_map"
-
 # Who needs the stand-ins: a token of each instrumented model.
 _needed_by: set[object] = set()
 _restore: list[Callable[[], None]] = []
@@ -99,9 +79,8 @@ _num_imported = 0
 def install(user: object) -> None:
     """Replaces the attention functions of this process, once for any number of models."""
     global _num_imported
-    is_first = not _needed_by
     _needed_by.add(user)
-    if not is_first:
+    if len(_needed_by) > 1:
         return
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
@@ -131,22 +110,21 @@ def _look_again() -> None:
 
 def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
     _installed.extend(found)
+    attention = {}
     for entry in found:
         if entry.put_in_place is not None:
             _restore.append(entry.put_in_place())
-    by_reference = [entry for entry in found if entry.put_in_place is None]
-    for entry in by_reference:
+            continue
+        attention[entry.original] = entry.stand_in
         if isinstance(entry.owner, type):
             _replace(entry.owner, entry.name_there, entry.stand_in)
-    attention = {entry.original: entry.stand_in for entry in by_reference}
-    changes = replace_variables({**attention, **others})
-    _restore.extend(change.undo for change in changes)
-    changes = replace_others(attention, list(_own_dicts()))
-    _restore.extend(change.undo for change in changes)
+    _restore.extend(change.undo for change in replace_variables({**attention, **others}))
+    _restore.extend(change.undo for change in replace_others(attention, list(_own_dicts())))
 
 
 def _own_dicts() -> Iterator[dict[str, Any]]:
-    """Attributes of GuardBit's that refer to originals and stand-ins."""
+    """Attributes of GuardBit's, and the compiler's table, that refer to originals and stay."""
+    yield getattr(trace_rules, "get_torch_obj_rule_map", dict)()
     for entry in ENTRY_POINTS:
         yield vars(entry)
         yield vars(entry.stand_in)
@@ -154,16 +132,18 @@ def _own_dicts() -> Iterator[dict[str, Any]]:
 
 
 def _keep_compiler_rules() -> None:
-    rules = getattr(trace_rules, _RULES, None)
-    if rules is None:  # another version of PyTorch
+    """Lets the compiler, which looks functions up by name, find PyTorch's and no stand-ins."""
+    load = getattr(trace_rules, "load_object", None)
+    if load is None:  # another version of PyTorch
         return
-    stand_ins = Own({checkpoint: original_checkpoint})
-    stand_ins |= {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
-    # The replacement refers to itself. It would keep the stand-ins until garbage is collected.
-    _restore.append(stand_ins.clear)
-    # Once everything is put back, the compiler rebuilds a table that it built in between.
-    _restore.append(getattr(rules, "cache_clear", lambda: None))
-    _replace(trace_rules, _RULES, without(stand_ins, rules))
+    originals = {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
+    originals = Own({checkpoint: original_checkpoint, **originals})
+
+    def load_original(name: str) -> Any:
+        found = load(name)
+        return originals.get(found, found)
+
+    _replace(trace_rules, "load_object", load_original)
 
 
 def left_alone() -> list[str]:

@@ -21,8 +21,7 @@ from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
-from guardbit.monitor.interception.entry_points.base import heads_of, is_empty
-from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
+from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
 from guardbit.monitor.interception.errors import report, reporting
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, is_attached, site_number
 from guardbit.monitor.interception.rerunning import probe

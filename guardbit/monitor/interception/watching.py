@@ -35,14 +35,13 @@ class Watch:
         self._number = number
         self._waits_for_dq = False
         self._is_dq_of_attention = True
-        # Filled during the backward: q, k, v and, where delta is taken from it, O; then dO.
+        # Filled during the backward: dO, q, k, v and, where delta is taken from it, O.
         self._saved: tuple[Tensor, ...] = ()
-        self._d_out: Tensor | None = None
         self._spec = AttentionSpec(1.0)
 
     def query(self, q: Tensor) -> Tensor:
         """Returns what the call gets as queries `(B, H, N, D)`, with a hook on their gradient."""
-        observed = self._hooked(q, self._take_dq)
+        observed = self._hooked(q, self._report)
         self._waits_for_dq = observed is not q
         return observed
 
@@ -85,7 +84,7 @@ class Watch:
 
     @reporting
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
-        self._d_out, self._saved = d_out, saved
+        self._saved = d_out, *saved
         if not self._waits_for_dq:
             self._report(None)
 
@@ -94,15 +93,11 @@ class Watch:
         self._is_dq_of_attention = False
 
     @reporting
-    def _take_dq(self, dq: Tensor) -> None:
-        self._report(dq if self._is_dq_of_attention else None)
-
     def _report(self, dq: Tensor | None) -> None:
-        saved, d_out = self._saved, self._d_out
-        self._saved, self._d_out = (), None
-        if d_out is None:
+        saved, self._saved = self._saved, ()
+        if not saved:
             return
-        q, k, v, *out = saved
+        d_out, q, k, v, *out = saved
         heads, dropout_p = q.size(1), self._spec.dropout_p
         dropped = None
         if dropout_p > 0:  # PyTorch does not say which entries it dropped
@@ -110,7 +105,8 @@ class Watch:
         hand_to_observer(
             self._number, q, k, v, self._spec, ("none",) * heads, dropout=dropped,
             out=out[0].detach() if out else None,
-            d_out=d_out.detach().to(q.dtype), dq=None if dq is None else dq.detach(),
+            d_out=d_out.detach().to(q.dtype),
+            dq=dq.detach() if dq is not None and self._is_dq_of_attention else None,
         )  # fmt: skip
 
 
@@ -156,4 +152,4 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, *d_outs: Any) -> Any:
         saved = ctx.saved_tensors  # read once: a checkpoint does not give them a second time
         ctx.watch.take_d_out(d_outs[0], saved)
-        return d_outs[0], None, *(None for _ in saved)
+        return gradient_as_it_came(ctx, *d_outs)

@@ -18,14 +18,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
-from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch, flex
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
-from guardbit.monitor.measure.metric import AttentionMetric
-from guardbit.monitor.measure.plan import plan_for
-from guardbit.monitor.measure.probes import CallView
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
 
@@ -322,34 +318,17 @@ def test_an_lse_that_nobody_uses_does_not_hide_dq(mode):
     assert torch.equal(calls[0].dq, dq)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
-def test_under_activation_checkpointing(mode):
-    case = "documents and a window"
-    inputs, expected = tensors(case), exact(case, tensors(case))
-    model, _ = build(mode, options_of(case))
-
-    def run(*leaves):
-        return checkpoint(model, *leaves, use_reentrant=False)
-
-    before = step(run, inputs)
-    with instrumented(model, lambda call: None) as inst:
-        assert all(map(torch.equal, step(run, inputs), before))
-        inst.switch("*", "exact_delta")
-        after = step(run, inputs)
-    assert torch.equal(after[0], before[0])
-    assert (error(after[1], expected.dq) < 2 * 2**-9).all()
-
-
-@pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
-def test_reentrant_checkpointing_and_evaluation(mode):
-    """Both run forwards without gradients; only the first is run again in the backward."""
+def test_checkpointing_and_evaluation(mode, reentrant):
+    """Reentrant and evaluated forwards have no gradients; only the first are run again."""
     case = "documents and a window"
     inputs, expected = tensors(case), exact(case, tensors(case))
     model, inner = build(mode, options_of(case))
 
     def run(_, inputs):
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        out = checkpoint(inner, *leaves, use_reentrant=True)
+        out = checkpoint(inner, *leaves, use_reentrant=reentrant)
         out.backward(inputs[3])
         return out.detach(), *(x.grad for x in leaves)
 
@@ -477,9 +456,9 @@ def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
 def test_everything_is_given_back():
     code, operator = flex_attention.__code__, vars_of_operator()
     held = torch.compile(flex_attention, backend=BACKEND)
-    inst = guardbit.instrument(Model(held, {}))
-    assert flex_attention.__code__ is not code
-    inst.remove()
+    with instrumented(Model(held, {})):
+        assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
+        assert left_alone() == [], "a release that is known"
     assert flex_attention.__code__ is code
     assert vars_of_operator() == operator
     assert "_guardbit_flex_attention" not in vars(home)
@@ -504,32 +483,6 @@ def test_what_is_refused(change, why):
         assert why in inst.sites["attention"].refusal
 
 
-ON_DEMAND = {"repeat_difference", "nonfinite"}
-
-
-def test_the_indicators_of_a_call_are_numbers():
-    case = "soft cap, documents"
-    inputs = tensors(case)
-    model, run = build("compiled by itself", options_of(case))
-    # Those measured only where it is asked for, and that of what is not finite, are left out.
-    names = [name for name in HEAD_INDICATORS if name not in ON_DEMAND]
-    gathered = AttentionMetric(plan_for(names).calls, 1, HEADS, DEVICE)
-    heads = list(range(HEADS))
-
-    def consume(call):
-        with torch.no_grad():
-            gathered.update(0, CallView(call, None, heads, torch.eye(HEADS, 32, device=DEVICE)))
-
-    with instrumented(model, consume):
-        step(run, inputs)
-    found = gathered.measured()
-    assert len(found) == 9 and all(values.isfinite().all() for values in found.values())
-    audited = found["dq_relative_error"][0]
-    rounded = error(step(run, inputs)[1], exact(case, inputs).dq)
-    # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.
-    torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)
-
-
 def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch):
     entry = dataclasses.replace(FLEX, original=None)
     assert entry.find() and left_alone() == []
@@ -539,13 +492,6 @@ def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch
     (said,) = left_alone()
     assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
     assert f"PyTorch {torch.__version__}" in said
-
-
-def test_a_release_that_is_known_is_not_said_to_be_unknown_once_it_is_instrumented():
-    with instrumented(Model(flex_attention, {})):
-        assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
-        assert left_alone() == []
-    assert left_alone() == []
 
 
 class Calls:

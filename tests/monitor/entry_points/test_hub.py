@@ -1,12 +1,10 @@
 """FlashAttention as a kernel of Hugging Face's hub: found by its shape; tried, then trusted."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import hub_kernels
 
@@ -29,40 +27,6 @@ def libraries(monkeypatch):
 
 def by_name(name):
     return next(entry for entry in LIBRARY if entry.name == name)
-
-
-class Nanochat(nn.Module):
-    """nanochat, gpt.py and flash_attention.py: keeps the kernel's module, read at each call."""
-
-    def __init__(self, kernel):
-        super().__init__()
-        self.c_q, self.c_k, self.c_v = (nn.Linear(64, 16 * n) for n in (4, 2, 2))
-        # There a variable of a module.
-        self.flash = SimpleNamespace(fa3=kernel)
-
-    def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (-1, 16)) for f in (self.c_q, self.c_k, self.c_v))
-        q, k = (torch.nn.functional.rms_norm(y, (16,)) for y in (q, k))
-        y = self.flash.fa3.flash_attn_func(q, k, v, causal=True, window_size=(8, 0))
-        return y.flatten(2)
-
-
-def test_a_kernel_that_is_asked_of_its_module_is_watched_and_switched(tiny):
-    torch.manual_seed(0)
-    kernel = sys.modules["flash_attn3_77c1.flash_attn_interface"]
-    model = nn.Sequential(Nanochat(kernel)).bfloat16()
-    x = torch.randn(2, 12, 64).bfloat16()
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, x), before)
-        site = inst.sites["0"]
-        assert (site.entry, site.refusal) == (FUNC, None)
-        assert torch.equal(site.query_weight(3), model[0].c_q.weight[48:].float())
-        inst.switch("0", "exact_delta", heads=[1])
-        switched = tiny.step(model, x)
-        assert torch.equal(switched["loss"], before["loss"])
-        assert not torch.equal(switched["0.c_q.weight"][16:32], before["0.c_q.weight"][16:32])
-        assert torch.equal(switched["0.c_q.weight"][32:], before["0.c_q.weight"][32:])
 
 
 def other_bits(q, k, v, **options):

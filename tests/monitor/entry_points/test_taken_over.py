@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 
 import guardbit
-from guardbit.monitor.interception.entry_points.refusals import is_taken_over
+from guardbit.monitor.interception.entry_points.base import is_taken_over
 
 ROOT = Path(__file__).parents[3]
 TOKENS = 16

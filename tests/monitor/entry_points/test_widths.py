@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from guardbit import MonitorSession
 from guardbit.kernels import engines
 from guardbit.kernels.engines import Gradients
 from guardbit.kernels.engines.sdpa import Efficient
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.measure import Measurement
 from tests.oracle import dense
 from tests.toys import instrumented
 
@@ -135,36 +133,6 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
         assert squares[1][head] < squares[0][head]
 
 
-@pytest.mark.parametrize("width", [16, 48])
-def test_what_is_measured_is_of_the_call(width, tiny, monkeypatch):
-    model, calls, consume = build(width), [], Measurement.consume
-    before = tiny.step(model, tokens())
-    monkeypatch.setattr(
-        Measurement, "consume", lambda self, call: (calls.append(call), consume(self, call))
-    )
-    session = MonitorSession(model, every_n_train_steps=1, num_audited_heads=4, strict=True)
-    for step in range(2):  # the second one knows directions, which an audit needs
-        with session.step(step):
-            assert tiny.equal(tiny.step(model, tokens()), before)
-    (site,) = session.instrumentation.sites.values()
-    assert site.unwatched is None
-    assert "another head size than its keys, so PyTorch's math kernel runs it" in site.refusal
-    assert torch.equal(site.query_weights(), model[0].q_proj.weight.view(4, 32, 64))
-    with pytest.raises(ValueError, match="another head size than its keys"):
-        session.instrumentation.switch("0", "exact_delta")
-    session.close()
-    values = {sample.indicator: torch.tensor(sample.values).double() for sample in session.samples}
-    exact = by_hand(calls[-1])
-    # FP32 against FP64.
-    largest = exact.scores.nan_to_num(neginf=0.0).abs().amax((0, 2, 3))
-    torch.testing.assert_close(values["max_logit"], largest, rtol=1e-5, atol=0.0)
-    entropy = torch.special.entr(exact.weights).sum(-1).mean((0, 2))
-    torch.testing.assert_close(values["attention_entropy"], entropy, rtol=1e-5, atol=0.0)
-    dq, bound = exact.dq, 1e-5 * exact.dq.abs().max()
-    torch.testing.assert_close(calls[-1].dq.double(), dq, rtol=1e-4, atol=bound)
-    assert values["dq_relative_error"].max() < 1e-5
-
-
 def test_compiled_it_is_not_watched_and_says_so(tiny):
     torch._dynamo.reset()
     model = build(16)
@@ -189,15 +157,27 @@ class Broadcasting(Attention):
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-def test_one_key_head_that_is_broadcast(tiny):
+WIDTH = "its values have another head size than its keys, so PyTorch's math kernel runs it"
+BROADCAST = "it broadcasts keys over heads, so PyTorch's math kernel runs it"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(lambda: Attention(16), WIDTH), (lambda: Attention(48), WIDTH), (Broadcasting, BROADCAST)],
+    ids=["narrow", "wide", "broadcast"],
+)
+def test_calls_of_the_math_kernel_are_watched_and_not_switched(make, why, tiny):
     torch.manual_seed(0)
-    model, calls = nn.Sequential(Broadcasting()), []
+    model, calls = nn.Sequential(make()), []
     before = tiny.step(model, tokens())
     with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, tokens()), before)
         (site,) = inst.sites.values()
         assert site.unwatched is None
-        assert site.refusal.startswith("it broadcasts keys over heads, so PyTorch's math kernel")
+        assert site.refusal.startswith(why)
+        assert torch.equal(site.query_weights(), model[0].q_proj.weight.view(4, 32, 64))
+        with pytest.raises(ValueError, match=why):
+            inst.switch("0", "exact_delta")
     (call,) = calls
     assert call.out is None, "its backward takes delta from P"
     dq = by_hand(call).dq

@@ -1,14 +1,18 @@
-"""Calls that cannot be switched stay with PyTorch, whatever they are made with."""
+"""Calls keep their bits, and stay with PyTorch where they cannot be switched or are not ours."""
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import guardbit
 from guardbit.kernels import engines
+from guardbit.kernels.runtime import runtime
+from tests.monitor.interception.models import SelfAttention
 
 # PyTorch's own, while it compiles.
 pytestmark = [
@@ -243,3 +247,78 @@ def test_calls_that_can_be_switched_and_others(how, double, tiny, tokens, instru
     else:
         # A refusal is about the latest training step.
         assert all("float64" in site.refusal for site in sites)
+
+
+@pytest.mark.parametrize(
+    ("model", "sites"),
+    [
+        (SelfAttention(), ["inner"]),  # sequence first
+        (
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(64, 4, 64, dropout=0.1, batch_first=True), 2
+            ),
+            ["layers.0.self_attn", "layers.1.self_attn"],
+        ),
+    ],
+    ids=["sequence first", "dropout"],
+)
+def test_modules_of_torch_keep_their_bits(model, sites, tiny, instrument):
+    x = torch.randn(2, 9, 64)
+    before = tiny.step(model, x)
+    inst = instrument(model)
+    assert tiny.equal(tiny.step(model, x), before)
+    assert list(inst.sites) == sites
+    for site in inst.sites.values():
+        assert (site.num_heads, site.refusal) == (4, None)
+        inner = model.get_submodule(site.name)
+        assert torch.equal(site.query_weight(3), inner.in_proj_weight[48:64])
+
+
+def test_forward_without_gradients(tiny, tokens, instrument):
+    model = tiny.GPT().eval()
+    with torch.no_grad():
+        before = model(tokens)
+    inst = instrument(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(tokens), before)
+    assert all(way == "forward" for way, _ in inst.sites["h.0.attn"].launches)
+
+
+def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens, instrument):
+    """A thread runs inside the instrumented model's own call, where its stack is full."""
+    model, other, twin = tiny.GPT(), tiny.GPT(layers=1), tiny.GPT(layers=1)
+    inst, twin_inst = instrument(model), instrument(twin)
+    q = torch.randn(1, 3, 5, 16)
+    expected = F.scaled_dot_product_attention(q, q, q), other(tokens), twin(tokens)
+    errors, results = [], []
+
+    def elsewhere():
+        try:
+            results.append(F.scaled_dot_product_attention(q, q, q))
+            for run in (other, twin):
+                results.append(run(tokens))
+            guardbit.flash_attention(q, q, q)
+        except BaseException as error:
+            errors.append(error)
+
+    def run_a_thread(*_):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    hook = model.h[1].attn.qkv.register_forward_hook(run_a_thread)
+    tiny.step(model, tokens)
+    inst.switch("*", "compensated")
+    for name, site in inst.sites.items():
+        assert torch.equal(
+            site.query_weights().flatten(0, 1), model.get_submodule(name).qkv.weight[:64]
+        )
+    hook.remove()
+    assert errors == []
+    assert len(results) == 3, "once in the step; hooks of others do not run for W_Q"
+    for i, result in enumerate(results):
+        assert torch.equal(result, expected[i % 3])
+    assert [(site.num_heads, site.refusal) for site in inst.sites.values()] == [(4, None)] * 2
+    assert list(twin_inst.sites) == ["h.0.attn"], "it was seen before the thread ran"
+    assert runtime.running == []

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
 from guardbit.kernels import engines
@@ -25,21 +24,6 @@ from guardbit.monitor.interception.entry_points import ENTRY_POINTS, sdpa
 from tests import toys
 
 ROOT = Path(__file__).parents[3]
-
-
-def test_aliases_are_covered(tiny, tokens, instrument):
-    class Aliased(tiny.Attention):
-        def attend(self, q, k, v):
-            return alias(q, k, v, is_causal=True)
-
-    model = tiny.GPT(attention=Aliased)
-    before = tiny.step(model, tokens)
-    inst = instrument(model)
-    assert alias is sdpa.scaled_dot_product_attention
-    assert tiny.equal(tiny.step(model, tokens), before)
-    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
-    inst.remove()
-    assert alias is engines.scaled_dot_product_attention
 
 
 @pytest.fixture
@@ -58,17 +42,6 @@ def test_aliases_made_while_instrumented_are_given_back(tiny, instrument, late):
     inst.remove()
     assert late.attend is engines.scaled_dot_product_attention
     assert late.checkpoint is torch.utils.checkpoint.checkpoint
-
-
-def test_aliases_are_given_back_also_after_others_held_a_stand_in(tiny, instrument, late):
-    inst = instrument(tiny.GPT())
-    held = [F.scaled_dot_product_attention]
-    inst.remove()
-    again = instrument(tiny.GPT())  # while there is one reference too many
-    held.clear()
-    late.attend = F.scaled_dot_product_attention
-    again.remove()
-    assert late.attend is engines.scaled_dot_product_attention
 
 
 def test_garbage_that_imports_while_references_are_looked_for_does_no_harm(tiny, instrument):
@@ -232,30 +205,6 @@ def test_references_are_found_wherever_they_lie_and_given_back(holders, tiny, in
         if holder.held() is not engines.scaled_dot_product_attention
     ]
     assert left == []
-
-
-def test_what_is_looked_up_by_the_function_is_found(tiny, instrument):
-    scales = {"other": 1.0, F.scaled_dot_product_attention: 0.25, "third": 2.0}
-    few, fewest = {F.scaled_dot_product_attention}, frozenset({F.scaled_dot_product_attention})
-
-    class Layer(tiny.Attention):
-        def __init__(self, look_up):
-            super().__init__()
-            self.look_up = look_up
-
-        def attend(self, q, k, v):
-            attend = F.scaled_dot_product_attention
-            return attend(q, k, v, is_causal=True, scale=self.look_up(attend))
-
-    look_ups = (
-        lambda attend: scales.get(attend, 0.5),
-        lambda attend: 0.25 if attend in few else 0.5,
-        lambda attend: 0.25 if attend in fewest else 0.5,
-    )
-    model, x = toys.Model(*map(Layer, look_ups)), torch.randn(2, 5, tiny.WIDTH)
-    expected = tiny.step(model, x)
-    instrument(model)
-    assert tiny.equal(tiny.step(model, x), expected)
 
 
 def test_a_second_monitor_finds_what_a_tuple_holds_too():

@@ -77,25 +77,23 @@ def test_a_compiled_model_is_given_back(tiny, tokens):
     assert launches == {("forward", "FLASH_ATTENTION"): 1, ("backward", "FLASH_ATTENTION"): 1}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupted_forward_leaves_nothing(error, tiny, tokens, instrument):
+def test_a_forward_that_fails_leaves_nothing(tiny, tokens, instrument):
     class Failing(tiny.Attention):
         fails = False
 
         def forward(self, x):
             y = super().forward(x)
             if self.fails:
-                raise error("stop")
+                raise RuntimeError("stop")
             return y
 
     model = tiny.GPT(attention=Failing)
     inst = instrument(model)
     before = tiny.step(model, tokens)
     Failing.fails = True
-    with pytest.raises(error, match="stop"):
+    with pytest.raises(RuntimeError, match="stop"):
         model(tokens)
-    if error is RuntimeError:
-        assert not runtime.running
+    assert not runtime.running
     Failing.fails = False
     assert tiny.equal(tiny.step(model, tokens), before)
     assert not runtime.running
@@ -126,52 +124,6 @@ def test_another_hook_that_fails_first_moves_no_site(tiny, tokens, instrument):
     inst = instrument(outer)
     tiny.step(outer, tokens)
     assert list(inst.sites) == ["gpt.h.0.attn", "gpt.h.1.attn"]
-
-
-def test_copies_of_an_instrumented_model(tiny, tokens, instrument):
-    model = tiny.GPT()
-    before = tiny.step(model, tokens)
-    inst = instrument(model)
-    twin = copy.deepcopy(model)
-    assert tiny.equal(tiny.step(twin, tokens), before)
-    assert not inst.sites, "a copy, an average of the weights say, is another model"
-    tiny.step(model, tokens)
-    inst.switch("*", "compensated")
-    assert tiny.equal(tiny.step(twin, tokens), before)
-    inst.switch("*", "none")
-    own = instrument(twin)
-    tiny.step(twin, tokens)
-    own.switch("*", "compensated")
-    assert inst.stabilizers()["h.0.attn"] == ["none"] * 4
-    inst.remove()
-    tiny.step(twin, tokens)
-    assert own.sites["h.0.attn"].launches["backward", "compensated"] == 1
-
-
-def test_pickled_models_work_in_a_process_that_did_not_instrument(tmp_path, instrument):
-    model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
-    inst = instrument(model)
-    x = torch.randn(2, 5, 64)
-    expected = model(x)
-    inst.switch("*", "row_max")
-    stream = io.BytesIO()
-    torch.save((model, x, expected), stream)
-    (tmp_path / "model.pt").write_bytes(stream.getvalue())
-    code = """
-import sys, torch, guardbit
-torch.set_num_threads(1)
-model, x, expected = torch.load(sys.argv[1], weights_only=False)
-other = guardbit.instrument(torch.nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True))
-assert torch.equal(model(x), expected)
-assert not other.sites
-mine = guardbit.instrument(model)
-model(x)
-assert list(mine.sites) == ["self_attn"]
-"""
-    (tmp_path / "other.py").write_text(code)
-    launch(tmp_path / "other.py", 1, tmp_path / "model.pt")
-    inst.switch("*", "none")
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
 
 
 def saved(model):
@@ -222,23 +174,19 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("by", ["pickle", "torch"])
-def test_a_saved_model_is_loaded_where_guardbit_is_missing(by, tmp_path, instrument):
+def test_a_saved_model_is_loaded_where_guardbit_is_missing(tmp_path, instrument):
     model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
     x = torch.randn(2, 5, 64)
     expected = model(x)
     instrument(model)
-    (tmp_path / "model.pt").write_bytes(pickle.dumps((model, x, expected)))
-    if by == "torch":
-        torch.save((model, x, expected), tmp_path / "model.pt")
+    torch.save((model, x, expected), tmp_path / "model.pt")
     code = """
-import pickle, sys, torch
+import sys, torch
 sys.modules["guardbit"] = None  # its import then fails
 torch.set_num_threads(1)
-by_torch = lambda file: torch.load(file, weights_only=False)
-model, x, expected = (by_torch if sys.argv[2] == "torch" else pickle.load)(open(sys.argv[1], "rb"))
+model, x, expected = torch.load(sys.argv[1], weights_only=False)
 assert torch.equal(model(x), expected)
 assert torch.equal(torch.compile(model, backend="eager")(x), expected)
 """
     (tmp_path / "other.py").write_text(code)
-    launch(tmp_path / "other.py", 1, tmp_path / "model.pt", by)
+    launch(tmp_path / "other.py", 1, tmp_path / "model.pt")

@@ -1,14 +1,30 @@
-"""Functions that people call for attention: what a session sees, measures and switches of each."""
+"""Functions that people call for attention: what a session sees, measures and switches of each.
+
+Every model is one layer of attention, so that its W_Q can be sliced by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_home
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from guardbit import MonitorSession
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from tests.monitor.entry_points.library_models import install
+from tests.monitor.entry_points import (
+    library_models,
+    test_observing,
+    test_transformer_engine,
+    test_transformers_eager,
+)
 from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS
-from tests.monitor.support.functions import CASES, STAND_IN, Run, norms_by_hand
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
@@ -20,6 +36,280 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.Tensor.item:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
+
+HEADS, WIDTH, HEAD = 4, 64, 16
+
+
+class Case(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: What people call the function.
+        build: Makes a model and its input; two calls give the same.
+        queries: The rows of W_Q of a model, `(H, d_head, width)`.
+        keys: Those of W_K, `(H_kv, d_head, width)`.
+        against: What the function ran on.
+        stabilizer: What its heads are switched to.
+        breaks_graph: Whether a compiled call stays with the function, whose stand-in is no graph.
+    """
+
+    name: str
+    build: Callable[[], tuple[nn.Module, Tensor]]
+    queries: Callable[[nn.Module], Tensor]
+    keys: Callable[[nn.Module], Tensor]
+    against: str
+    stabilizer: str = "exact_delta"
+    breaks_graph: bool = False
+
+
+class Own(nn.Module):
+    """Attention with a fused projection, by a function of q, k and v, `(B, H, N, D)`."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.function(q, k, v).transpose(1, 2).flatten(2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+class Flex:
+    """FlexAttention with a block mask that is made once."""
+
+    def __init__(self):
+        self.block_mask = flex_home.create_block_mask(causal, None, None, 12, 12, device="cpu")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_home.flex_attention(q, k, v, block_mask=self.block_mask)
+
+
+class Multi(nn.Module):
+    """PyTorch's own module, which calls a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=True)[0]
+
+
+class Eager(nn.Module):
+    """A model of transformers, of token numbers that a float input stands for."""
+
+    def __init__(self, build: Callable[[], nn.Module]):
+        super().__init__()
+        self.model = build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x.long(), use_cache=False).logits
+
+
+def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    return model, torch.randn(2, 12, WIDTH)
+
+
+def rows(weight: Tensor, part: int, parts: int = 3) -> Tensor:
+    return weight.chunk(parts)[part].unflatten(0, (-1, HEAD))
+
+
+def of_own(part: int) -> Callable[[nn.Module], Tensor]:
+    return lambda model: rows(model[0].qkv.weight, part)
+
+
+def of_multi(part: int) -> Callable[[nn.Module], Tensor]:
+    return lambda model: rows(model[0].attention.in_proj_weight, part)
+
+
+def of_eager(name: str) -> Callable[[nn.Module], Tensor]:
+    site = test_transformers_eager.SITE
+    return lambda m: rows(m[0].model.get_submodule(f"{site}.{name}").weight, 0, 1)
+
+
+def of_transformer_engine(part: int) -> Callable[[nn.Module], Tensor]:
+    # Its layer has q, k and v of each head one after the other.
+    return lambda model: model[0].qkv.weight.unflatten(0, (HEADS, 3, HEAD))[:, part]
+
+
+def of_library(part: int) -> Callable[[nn.Module], Tensor]:
+    def slice_(model: nn.Module) -> Tensor:
+        kv = model[0].kv_heads
+        return model[0].qkv.weight.unflatten(0, (-1, HEAD)).split([HEADS, kv, kv])[part]
+
+    return slice_
+
+
+def of_observing(part: int) -> Callable[[nn.Module], Tensor]:
+    return lambda model: rows(model[1].qkv.weight, part)
+
+
+def eager_tokens(build: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, Tensor]]:
+    def model_and_tokens() -> tuple[nn.Module, Tensor]:
+        model, _ = seeded(lambda: Eager(build))
+        generator = torch.Generator().manual_seed(1)
+        return model, torch.randint(3, 32, (2, 12), generator=generator).float()
+
+    return model_and_tokens
+
+
+def llama() -> nn.Module:
+    return test_transformers_eager.build("Llama")
+
+
+class Shown(test_observing.Attention):
+    """A class of its own: what was compiled is remembered by class."""
+
+
+def observed(by: str) -> Callable[[], tuple[nn.Module, Tensor]]:
+    def build() -> tuple[nn.Module, Tensor]:
+        if by == "observe":
+            model = test_observing.build()
+        else:
+            model, _ = test_observing.shown()
+            model[1].__class__ = Shown
+        return model, torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+
+    return build
+
+
+PYTORCH = "PyTorch on the CPU"
+STAND_IN = "a stand-in only"
+SIGNATURES = "a stand-in with its signatures only"
+#: Of `flash_attn.cute` tests/kernels/test_libraries_gpu.py runs both functions.
+STAND_IN_AND_H200 = "a stand-in; FlashAttention 4 on an H200"
+
+
+def _against(entry) -> str:
+    if entry.name.startswith("flash_attn.cute."):
+        return STAND_IN_AND_H200
+    return STAND_IN if "flash_attn" in entry.name else "a stand-in for its kernels, and on an H200"
+
+
+CASES = [
+    Case(
+        "F.scaled_dot_product_attention", lambda: seeded(lambda: Own(sdpa)), of_own(0), of_own(1),
+        PYTORCH,
+    ),
+    Case(
+        "F.multi_head_attention_forward", lambda: seeded(Multi), of_multi(0), of_multi(1), PYTORCH
+    ),
+    Case(
+        "transformers' eager attention", eager_tokens(llama), of_eager("q_proj"),
+        of_eager("k_proj"), "transformers on the CPU",
+    ),
+    Case(
+        "torch.nn.attention.flex_attention.flex_attention", lambda: seeded(lambda: Own(Flex())),
+        of_own(0), of_own(1), "PyTorch on the CPU",
+    ),
+    *(
+        Case(
+            entry.name, lambda entry=entry: library_models.build(entry), of_library(0),
+            of_library(1), _against(entry), breaks_graph=entry.is_of_hub,
+        )
+        for entry in library_models.LIBRARY
+    ),
+    Case(
+        "transformer_engine.FusedAttnFunc", lambda: test_transformer_engine.build("sbh3d"),
+        of_transformer_engine(0), of_transformer_engine(1), SIGNATURES, breaks_graph=True,
+    ),
+    *(
+        Case(
+            f"guardbit.{by}", observed(by), of_observing(0), of_observing(1), PYTORCH,
+            "centered_keys",
+        )
+        for by in ("observe", "watch_attention")
+    ),
+]  # fmt: skip
+
+
+class Run:
+    """A model in training, watched or not.
+
+    Args:
+        case: Which model.
+        compiled: Whether it runs compiled.
+        watched: Whether a session watches it, every step.
+    """
+
+    def __init__(self, case: Case, compiled: bool, watched: bool = True):
+        self.case = case
+        self.model, self.x = case.build()
+        self.session = MonitorSession(self.model, every_n_train_steps=1) if watched else None
+        self.forward = (
+            torch.compile(
+                self.model,
+                backend="eager" if case.breaks_graph else "aot_eager",
+                fullgraph=not case.breaks_graph,
+            )
+            if compiled
+            else self.model
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.losses: list[Tensor] = []
+
+    def train(self, steps: range) -> Run:
+        for step in steps:
+            if self.session is not None:
+                self.session.begin_batch(step)
+            x = self.x if self.case.name.startswith("transformers") else self.x * (1 + 0.1 * step)
+            loss = self.forward(x).float().square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach())
+            if self.session is not None:
+                self.session.loss(loss)
+                self.session.end_step()
+        return self
+
+    def measured(self, indicator: str) -> list[float]:
+        """Of the last step, one value a head."""
+        return [
+            value
+            for sample in self.session.samples
+            if sample.indicator == indicator and sample.site
+            for value in sample.values
+        ]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def state(self) -> tuple:
+        return copy.deepcopy((self.model.state_dict(), self.session.state_dict()))
+
+    def load(self, state: tuple) -> Run:
+        weights, session = state
+        self.model.load_state_dict(weights)
+        self.session.load_state_dict(session)
+        return self
+
+    @property
+    def stabilizers(self) -> list[str]:
+        """What its heads run."""
+        (names,) = self.session.instrumentation.stabilizers().values()
+        return names
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+def norms_by_hand(weights: Tensor) -> list[float]:
+    return torch.linalg.svdvals(weights.detach().double())[:, 0].tolist()
+
 
 TITLE = "Functions"
 
@@ -37,7 +327,7 @@ CACHED = [entry for entry in ENTRY_POINTS if entry.attribute.endswith("_with_kvc
 def libraries(monkeypatch):
     """The stand-ins; and FlexAttention's backward on the CPU, which PyTorch refuses by a check."""
     monkeypatch.setattr(flex_home, "_validate_device", lambda *_: None)
-    _, take_back = install(monkeypatch)
+    _, take_back = library_models.install(monkeypatch)
     yield
     take_back()
 
@@ -118,7 +408,7 @@ def test_the_table_has_a_row_for_each(committed):
         f"docs/support.md has other rows than there are cases; run {COMMAND}"
     )
     without = {entry.name for entry in ENTRY_POINTS} - {case.name for case in (*CASES, *CACHED)}
-    assert not without, f"{without} has no case in tests/monitor/support/functions.py"
+    assert not without, f"{without} has no case in tests/monitor/support/test_functions.py"
 
 
 def test_the_page_says_what_the_short_words_stand_for():

@@ -30,8 +30,10 @@ from guardbit.monitor.interception.entry_points.base import (
     is_genuine,
     observed,
     observed_eagerly,
+    why_groups,
+    why_now,
+    why_tensors,
 )
-from guardbit.monitor.interception.entry_points.refusals import why_groups, why_now, why_tensors
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 
@@ -61,7 +63,7 @@ def bind(
     **_: Any,
 ) -> Bound | Refusal:
     """Binds a call, see `base.EntryPoint`. What its functions ask for is known only at run time."""
-    why = why_tensors(query, key, value, any_width=True)
+    why = why_tensors(query, key, value)
     if why is None and kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
         why = "flex_attention's FLASH backend has an LSE of another unit"
     why = why or why_groups(query, key, are_allowed=enable_gqa) or why_now(query, key, value)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,14 @@ from torch import Tensor
 
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
-from guardbit.kernels.engines.libraries import Layout, as_given, heads_first
+from guardbit.kernels.engines.libraries import Layout, as_given, heads_first, parameters
 from guardbit.kernels.spec import AttentionSpec, Documents
-from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, is_unread
-from guardbit.monitor.interception.entry_points.refusals import (
+from guardbit.monitor.interception.entry_points.base import (
+    OTHER_WIDTH,
+    Bound,
+    EntryPoint,
+    Refusal,
+    is_unread,
     why_dropout,
     why_groups,
     why_now,
@@ -74,6 +79,13 @@ _ENGINES = {
 }
 
 
+#: What parameters of TransformerEngine are in calls that do not use them, where that is not None.
+_UNUSED = {
+    "attn_bias_type": "no_bias", "softmax_type": "vanilla", "use_FAv2_bwd": False, "fp8": False,
+    "fp8_output": False, "bf16_backward": False, "return_max_logit": False, "is_training": True,
+    "window_size": (-1, -1),
+}  # fmt: skip
+
 _UNREAD = AttentionSpec(1.0)
 
 _NOT_COMPILED = (
@@ -116,8 +128,8 @@ class LibraryEntryPoint(EntryPoint):
             return False
         if not was_known:
             assert self.original is not None
-            parameters = inspect.signature(self.original).parameters
-            self.defaults = {name: x.default for name, x in parameters.items()}
+            signature = inspect.signature(self.original)
+            self.defaults = {name: x.default for name, x in signature.parameters.items()}
             self.missing = _ENGINES[self.engine, False].why_missing(self.is_packed)
             # Callers inspect the signature.
             functools.update_wrapper(self.stand_in, self.original, updated=())
@@ -236,6 +248,42 @@ class LibraryEntryPoint(EntryPoint):
         return None
 
 
+class _Fused(LibraryEntryPoint):
+    """`apply` of TransformerEngine's `FusedAttnFunc`, which Megatron and NeMo call."""
+
+    def find(self) -> bool:
+        if self.original is None and self.owner is not None:
+            # The class inherits it; as its own it can be replaced there.
+            self.original = self.owner.apply = self.owner.apply
+            self.defaults = dict.fromkeys(list(parameters(self.owner.forward))[1:]) | _UNUSED
+            self.missing = library_engine(self.engine, False).why_missing(is_packed=False)
+        return self.original is not None
+
+    def given(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+        given = super().given(args, kwargs)
+        causal, (left, right) = given["attn_mask_type"] != "no_mask", given["window_size"]
+        window = left, -1 if causal and right == 0 else right
+        tokens_first = given["qkv_layout"].startswith("sb")
+        return {**given, "causal": causal, "window_size": window, "tokens_first": tokens_first}
+
+    def _result(self, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return out
+
+    def why_asked(self, asked: Mapping[str, Any]) -> str | None:
+        mask, layout = asked["attn_mask_type"], asked["qkv_layout"]
+        if set(layout.replace("2", "").replace("3", "").split("_")) not in ({"sbhd"}, {"bshd"}):
+            return f"its tensors lie as {layout}: GuardBit does not know packed or paged sequences"
+        if mask not in ("no_mask", "causal", "causal_bottom_right"):
+            return f"its mask is {mask}: GuardBit knows causal masks and none"
+        is_aligned_first = mask == "causal" or asked.get("bottom_right_diagonal") is False
+        if is_aligned_first and asked["max_seqlen_q"] != asked["max_seqlen_kv"]:
+            return "its mask is aligned to the first key, of other keys than queries"
+        kernels = sys.modules[self.home].FusedAttnBackend["F16_arbitrary_seqlen"]
+        if asked["fused_attention_backend"] != kernels:
+            return "it runs on kernels that GuardBit does not know"
+        return super().why_asked(asked)
+
+
 def _inputs(asked: Mapping[str, Any], layout: Layout) -> tuple[Tensor, Tensor, Tensor] | str:
     """Returns the tensors of a call as `(B, H, N, D)`, or why they cannot be found."""
     names = ("qkv",) if "qkv" in asked else ("q", "kv") if "kv" in asked else ("q", "k", "v")
@@ -267,7 +315,7 @@ def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it computes in {q.dtype}"
     if q.size(3) % 8:
         return f"its head size {q.size(3)} is no multiple of 8, so that the library pads it"
-    return why_tensors(q, k, v)
+    return why_tensors(q, k, v) or (None if k.size(3) == v.size(3) else OTHER_WIDTH)
 
 
 def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
@@ -350,5 +398,11 @@ OF_LIBRARIES: tuple[EntryPoint, ...] = (
     *(
         EntryPoint(f"{home.partition('.')[0]}.{_CACHED}", home, _CACHED, _bind_cached)
         for home in ("flash_attn.flash_attn_interface", "flash_attn_interface")
+    ),
+    _Fused(
+        "transformer_engine.FusedAttnFunc",
+        home="transformer_engine.pytorch.attention.dot_product_attention.backends",
+        attribute="FusedAttnFunc.apply",
+        engine="transformer_engine",
     ),
 )

@@ -18,8 +18,13 @@ from torch import Tensor
 from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal, is_genuine
-from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
+from guardbit.monitor.interception.entry_points.base import (
+    EntryPoint,
+    Refusal,
+    is_genuine,
+    why_head,
+    why_now,
+)
 from guardbit.monitor.interception.errors import report, stand_in
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import Heads, note_call, note_outside, note_traced_call

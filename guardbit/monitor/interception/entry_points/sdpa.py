@@ -16,9 +16,13 @@ from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, before, call
-from guardbit.monitor.interception.entry_points.refusals import (
+from guardbit.monitor.interception.entry_points.base import (
     OTHER_WIDTH,
+    Bound,
+    EntryPoint,
+    Refusal,
+    before,
+    call,
     is_taken_over,
     takes_over,
     why_call,

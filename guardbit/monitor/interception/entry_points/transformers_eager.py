@@ -30,8 +30,9 @@ from guardbit.monitor.interception.entry_points.base import (
     heads_of,
     is_empty,
     observed_eagerly,
+    why_call,
+    why_groups,
 )
-from guardbit.monitor.interception.entry_points.refusals import why_call, why_groups
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT
