@@ -25,7 +25,7 @@ from guardbit.kernels.constants import device_constant
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
-from guardbit.kernels.reference import Dropout, Forward
+from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState, is_recomputing
 
@@ -201,44 +201,26 @@ def forward(
     names, shares_backward, why = resolve(call, state.running, engine, keeps_residual)
     plan = plan_of(names, call.native)
     keys = shift_keys(k, plan.names)
-    k = keys.k
-    out, lse, residual, on_triton = None, None, None, False
-    own: Forward | None = None
-
-    def run_engine() -> tuple[Tensor, Tensor]:
-        assert engine is not None
-        inputs = inputs_of(call, random, generator_state)
-        out, lse = engine.forward(inputs._replace(k=k), training)
-        state.launches["forward", engine.name] += 1
-        if lse is None or lse.numel() == 0:
-            return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
-        if lse.shape != q.shape[:-1]:
-            lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
-        return out, lse
-
+    call = call._replace(k=keys.k)
+    found, own, residual, on_triton = None, None, None, False
     if engine is not None and len(plan.own) < call.heads:
         # Runs first, so that it draws the same random numbers as without GuardBit.
-        out, lse = run_engine()
+        found = _by_engine(call, state, engine, random, generator_state)
     if plan.own:
         try:
             on_triton = dispatch.on_triton(dispatch.BACKENDS[call.backend], q)
             if spec.dropout_p > 0:
                 random[2].random_()
-            result = dispatch.launcher("forward", on_triton)(
-                q,
-                k,
-                v,
+            own = dispatch.launcher("forward", on_triton)(
+                *call[:3],
                 causal=spec.causal,
                 scale=spec.scale,
                 stabilizers=plan.own_names,
                 beta=call.beta,
                 eps=call.eps,
-                head_ids=plan.own if out is not None else None,
+                head_ids=None if found is None else plan.own,
                 dropout=dropout_of(call, plan, random),
             )
-            if result.residual is not None and out is not None:
-                residual = torch.zeros_like(q, dtype=torch.int8)
-            own = result
         except Exception as error:
             if engine is None:
                 raise
@@ -251,23 +233,37 @@ def forward(
         else:
             state.succeed()
             _count(state, "forward", plan, on_triton)
-        if own is None and out is None:  # after the except clause, which keeps memory alive
-            out, lse = run_engine()
-    if own is not None:
-        if out is None or lse is None:
-            out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
-        else:
-            index = device_constant(plan.own, torch.int64, q.device)
-            out.index_copy_(1, index, own.out)
-            lse.index_copy_(1, index, own.lse)
-            if own.residual is not None and residual is not None:
-                residual.index_copy_(1, index, own.residual)
-    assert out is not None and lse is not None
+    if found is None and own is None:  # after the except clause, which keeps memory alive
+        assert engine is not None
+        found = _by_engine(call, state, engine, random, generator_state)
+    if found is None:
+        out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
+    else:
+        out, lse = found
+    if found is not None and own is not None:
+        index = device_constant(plan.own, torch.int64, q.device)
+        out.index_copy_(1, index, own.out)
+        lse.index_copy_(1, index, own.lse)
+        if own.residual is not None:
+            residual = torch.zeros_like(q, dtype=torch.int8).index_copy_(1, index, own.residual)
     if keys.shifts and not call.native:  # the caller may ask for lse
         lse = lse + shift_of_lse(q, keys, spec.scale)
     if training:
         state.note(names, why)
     return out, lse, residual, Ran(engine, shares_backward, on_triton, names)
+
+
+def _by_engine(
+    call: Call, state: SiteState, engine: Engine, random: Tensor, generator_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    q = call.q
+    out, lse = engine.forward(inputs_of(call, random, generator_state), call.training)
+    state.launches["forward", engine.name] += 1
+    if lse is None or lse.numel() == 0:
+        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    if lse.shape != q.shape[:-1]:
+        lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
+    return out, lse
 
 
 def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -387,20 +383,14 @@ def _by_ours(call: Call, d_out: Tensor, saved: Saved, on_triton: bool, plan: Pla
         k, v = k.index_select(1, key_index), v.index_select(1, key_index)
         d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
         residual = None if residual is None else residual.index_select(1, index)
-    found = dispatch.launcher("backward", on_triton)(
-        d_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        residual,
+    tensors = d_out, q, k, v, out, lse, residual
+    return dispatch.launcher("backward", on_triton)(
+        *tensors,
         causal=call.spec.causal,
         scale=call.spec.scale,
         stabilizers=plan.own_names,
         dropout=dropout_of(call, plan, saved.random),
     )
-    return Gradients(found.dq, found.dk, found.dv)
 
 
 def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:

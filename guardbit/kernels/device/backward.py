@@ -383,22 +383,13 @@ def backward(
         "WIDTH": width,
         **launch.COMPILER_OPTIONS,
     }
+    row_tiles, key_tiles = (
+        triton.cdiv(seqlen_q, query_tile.block_m), triton.cdiv(seqlen_k, key_tile.block_n)
+    )  # fmt: skip
     with launch.device_of(q):
         if q.numel():
-            query_gradients_kernel[
-                (triton.cdiv(seqlen_q, query_tile.block_m) * batch * computed_heads,)
-            ](
-                q,
-                k,
-                v,
-                out,
-                residual,
-                d_out,
-                lse,
-                codes,
-                dq,
-                statistics,
-                *random,
+            query_gradients_kernel[(row_tiles * batch * computed_heads,)](
+                *(q, k, v, out, residual, d_out, lse, codes, dq, statistics, *random),
                 *launch.strides(q, k, v, out, residual, d_out, dq),
                 computed_heads,
                 *shared,
@@ -408,15 +399,8 @@ def backward(
                 **query_tile.options,
             )
         if k.numel():
-            key_gradients_kernel[(triton.cdiv(seqlen_k, key_tile.block_n) * batch * kv_heads,)](
-                q,
-                k,
-                v,
-                d_out,
-                statistics,
-                dk,
-                dv,
-                *random,
+            key_gradients_kernel[(key_tiles * batch * kv_heads,)](
+                *(q, k, v, d_out, statistics, dk, dv, *random),
                 *launch.strides(q, k, v, d_out, dk, dv),
                 kv_heads,
                 *shared,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -229,7 +228,7 @@ def carry_compensated_delta(
     """See `reference.carry_compensated_delta`."""
     launch.check_tensors(d_out=d_out, out=out)
     if into is None:
-        into = torch.empty_like(out)
+        into = launch.empty_like_rows(out)
         if len(head_ids) < out.size(1):
             into.copy_(out)
     d_out, out, residual = map(launch.rows_adjacent, (d_out, out, residual))
@@ -239,14 +238,9 @@ def carry_compensated_delta(
         return into
     with launch.device_of(out):
         carry_kernel[(triton.cdiv(seqlen_q, _BLOCK_M) * batch * len(ids),)](
-            out,
-            residual,
-            d_out,
-            into,
-            ids,
+            *(out, residual, d_out, into, ids),
             *launch.strides(out, residual, d_out, into),
-            len(ids),
-            seqlen_q,
+            *(len(ids), seqlen_q),
             HEAD_DIM=head_dim,
             WIDTH=launch.padded_width(head_dim),
             BLOCK_M=_BLOCK_M,

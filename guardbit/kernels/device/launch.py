@@ -82,13 +82,6 @@ def empty_like_rows(x: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else empty.new_empty(x.shape)
 
 
-def empty_as(x: Tensor) -> Tensor:
-    """Returns an empty tensor with x's strides, or a contiguous one if the last stride is not 1."""
-    if x.stride(-1) != 1:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
 def can_use_tma(x: Tensor) -> bool:
     """Whether TMA takes x `(B, H, M, D)`: not empty, address and strides multiples of 16 bytes."""
     unit = 16 // x.element_size()
