@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from guardbit.kernels import reference, tiles
+from guardbit.kernels import reference
 from guardbit.kernels.device import forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
@@ -28,7 +28,7 @@ inputs = partial(tensors.inputs, ties=True)
 
 
 def key_tile(q):
-    return tiles.tile(launch.capability_of(q), launch.padded_width(q.shape[-1]), "forward").block_n
+    return launch.tile_of(q, launch.padded_width(q.shape[-1]), "forward").block_n
 
 
 # B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; more keys than a tile.

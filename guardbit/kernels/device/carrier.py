@@ -236,15 +236,16 @@ def carry_compensated_delta(
     ids = launch.device_head_ids(tuple(head_ids), out.device)
     if not out.numel():
         return into
-    with launch.device_of(out):
-        carry_kernel[(triton.cdiv(seqlen_q, _BLOCK_M) * batch * len(ids),)](
-            *(out, residual, d_out, into, ids),
-            *launch.strides(out, residual, d_out, into),
-            *(len(ids), seqlen_q),
-            HEAD_DIM=head_dim,
-            WIDTH=launch.padded_width(head_dim),
-            BLOCK_M=_BLOCK_M,
-            num_warps=4,
-            **launch.COMPILER_OPTIONS,
-        )
+    launch.run(
+        carry_kernel,
+        triton.cdiv(seqlen_q, _BLOCK_M) * batch * len(ids),
+        (out, residual, d_out, into, ids),
+        launch.strides(out, residual, d_out, into),
+        (len(ids), seqlen_q),
+        HEAD_DIM=head_dim,
+        WIDTH=launch.padded_width(head_dim),
+        BLOCK_M=_BLOCK_M,
+        num_warps=4,
+        **launch.COMPILER_OPTIONS,
+    )
     return into

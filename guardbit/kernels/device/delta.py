@@ -318,15 +318,15 @@ def _launch(
     strides = launch.strides(q, k, v, d_out, lse)
     section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size()))
     counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
-    with launch.device_of(q):
-        delta_kernel[(triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),)](
-            *(q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
-            *(*strides, call.mask_strides, *launch.strides(out, carried)),
-            *counts,
-            *(call.shift, call.inner_scale, call.scale),
-            CARRY=carrier is not None,
-            OVERLAP=call.tile.overlap,
-            USE_TMA=use_tma,
-            **call.constants,
-        )
+    launch.run(
+        delta_kernel,
+        triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),
+        (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
+        (*strides, call.mask_strides, *launch.strides(out, carried)),
+        (*counts, call.shift, call.inner_scale, call.scale),
+        CARRY=carrier is not None,
+        OVERLAP=call.tile.overlap,
+        USE_TMA=use_tma,
+        **call.constants,
+    )
     return delta

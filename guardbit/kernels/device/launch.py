@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -98,14 +98,24 @@ def tma_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 
 
-def device_of(x: Tensor) -> AbstractContextManager:
-    """Returns a context in which launches go to x's device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def run(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Any, ...],
+    strides: tuple[tuple[int, ...], ...],
+    numbers: tuple[Any, ...],
+    **constants: Any,
+) -> None:
+    """Launches a kernel on the device of its first tensor."""
+    device = tensors[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*tensors, *strides, *numbers, **constants)
 
 
-def capability_of(x: Tensor) -> tuple[int, int] | None:
-    """Returns the compute capability of x's device; None on the CPU."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:
+    """Returns how a kernel works on x's device."""
+    capability = tiles.capability(x.device) if x.is_cuda else None
+    return tiles.tile(capability, width, kernel)
 
 
 class Prepared(NamedTuple):
@@ -139,7 +149,7 @@ def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: T
     else:
         spec.check_shape(shape)
     width, value_width = padded_width(head_dim), padded_width(value_dim)
-    tile = tiles.tile(capability_of(q), max(width, value_width), kernel)
+    tile = tile_of(q, max(width, value_width), kernel)
     if kind != NO_MASK.value or spec.softcap > 0 or (kernel == "shadow" and spec.is_ranged):
         tile = tile.for_mask
     return Prepared(
