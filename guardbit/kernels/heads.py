@@ -12,7 +12,7 @@ ran, and the engine's the others. `guardbit.flash_attention` runs our kernels in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,14 +20,62 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
-from guardbit.kernels.attention_call import Call, Saved
-from guardbit.kernels.constants import device_constant
-from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
+from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs, LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
 from guardbit.kernels.reference import Dropout
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import SiteState, is_recomputing
+from guardbit.kernels.runtime import SiteState, is_recomputing, runtime
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import device_constant
+
+
+class Call(NamedTuple):
+    """One call as the op gets it, made once, where it enters GuardBit."""
+
+    q: Tensor  # queries
+    k: Tensor  # keys
+    v: Tensor  # values
+    spec: AttentionSpec  # what the call asks for besides
+    # Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a Python
+    # number.
+    site: Tensor
+    # The engine of the library whose function was called; None for PyTorch's choice.
+    library: LibraryEngine | None = None
+    # Whether PyTorch's or a library's function was called, not `flash_attention`.
+    native: bool = True
+    training: bool = False  # whether a gradient will be asked for
+    wants_mask: bool = False  # whether the gradient of an additive mask is asked for
+    traced: bool = False  # whether a compiler traces the call
+    # For each head, its index in `STABILIZERS`, as the call itself asks for it.
+    stabilizers: Sequence[int] = ()
+    beta: float = 2.0  # see `guardbit.flash_attention`
+    eps: float = 1e-3  # the same
+    backend: int = 0  # index in `dispatch.BACKENDS`
+    # Whether a compiled graph reserves memory for the residual of `compensated`.
+    keeps_residual: bool = True
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.size(1)
+
+
+class Saved(NamedTuple):
+    """What the op returns: the output, and what the forward saves for the backward."""
+
+    out: Tensor  # the output
+    lse: Tensor  # logsumexp; zeros where the engine returns none
+    # INT8, what rounding took from O in compensated heads; empty if there are none.
+    residual: Tensor
+    # `Ran` as INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves
+    # all heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
+    # stabilizer of each head.
+    ran_codes: Tensor
+    # INT64 `(3,)`: seed and offset as in `Drawn.philox`, and the key of our kernels; empty without
+    # dropout.
+    random: Tensor
+    generator_state: Tensor  # see `Drawn`
+
 
 # --- the plan ------------------------------------------------------------------------------------
 

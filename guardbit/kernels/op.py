@@ -32,8 +32,6 @@ from torch.nn.attention import SDPBackend
 from guardbit import guard
 from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned, promise_aligned_outputs
-from guardbit.kernels.attention_call import AttentionCall, Call, Saved
-from guardbit.kernels.autocast import autocast_tensors, is_autocast
 from guardbit.kernels.engines import (
     LIBRARIES,
     AutogradEngine,
@@ -42,9 +40,10 @@ from guardbit.kernels.engines import (
     library_engine,
 )
 from guardbit.kernels.engines.base import drawing_once, generator_of
-from guardbit.kernels.heads import Ran, inputs_of, laid_out_as
-from guardbit.kernels.runtime import is_jit_traced, runtime
+from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
+from guardbit.kernels.runtime import AttentionCall, is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
+from guardbit.kernels.tensors import autocast_tensors, is_autocast
 from guardbit.records import STABILIZERS
 
 _TENSORS = (

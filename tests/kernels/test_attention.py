@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, op, reference
-from guardbit.kernels.attention_call import Call
+from guardbit.kernels.heads import Call
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec

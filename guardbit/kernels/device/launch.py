@@ -12,12 +12,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
-from guardbit.kernels.constants import device_constant
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.device.rounding import INTERPRET
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.reference.passes import check_names
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import device_constant
 from guardbit.kernels.tiles import Kernel, Tile
 from guardbit.records import STABILIZERS
 

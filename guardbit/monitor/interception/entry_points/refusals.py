@@ -11,8 +11,8 @@ from torch.overrides import _get_current_function_mode_stack, has_torch_function
 from torch.utils._device import DeviceContext
 
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
-from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.op import has_tangent
+from guardbit.kernels.tensors import is_autocast
 from guardbit.monitor.interception.seen import CAPTURED
 
 #: What answers for tensors of PyTorch's own classes, and for those that leave it at that.
