@@ -66,7 +66,7 @@ def _triton_obstacle(q: Tensor) -> str | None:
             found = ".".join(map(str, capability))
             return f"needs compute capability 8.0 or newer, but {q.device} has {found}"
         return None
-    from guardbit.kernels.device.rounding import INTERPRET
+    from guardbit.kernels.device.primitives import INTERPRET
 
     return None if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
 

@@ -94,7 +94,7 @@ def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
     attention = functools.partial(
         flash_attention, causal=causal, stabilizer=stabilizer, return_lse=True, dropout_p=dropout_p
     )
-    for rows, keys in [(21, 34), (34, 21), (1, 9)]:
+    for rows, keys in [(21, 34), (34, 21), (1, 9), (5, 300)]:
         *qkv, d_out = inputs((2, 4, 2, rows, keys, 16), seed=rows)
         torch.manual_seed(rows)
         mask = kept(int(next_word()), dropout_p, 2, 4, rows, keys)
@@ -104,16 +104,6 @@ def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
         close = {"rtol": 1e-5, "atol": 2e-5 / (1 - dropout_p)}
         for mine, truth in zip(found, exact, strict=True):
             torch.testing.assert_close(mine.double(), truth, **close)
-
-
-def test_several_key_tiles():
-    *qkv, d_out = inputs((1, 2, 1, 5, 300, 16))
-    torch.manual_seed(0)
-    mask = kept(int(next_word()), 0.3, 1, 2, 5, 300)
-    attention = functools.partial(flash_attention, return_lse=True, dropout_p=0.3)
-    found = run(attention, qkv, d_out)
-    for mine, truth in zip(found, fp64(*qkv, d_out, mask, 0.3), strict=True):
-        torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
 
 
 @given(
@@ -130,35 +120,6 @@ def test_a_tile_of_the_mask(word, dropout_p, batch, first, width):
     dropout = Dropout(dropout_p, torch.tensor(word), heads, 7)
     found = dropout.kept(batch, rows, slice(first, first + width))
     assert torch.equal(found, expected[:, list(heads)][:, :, rows][..., first:])
-
-
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
-def test_the_share_that_is_kept(dropout_p):
-    count = 4 * 8 * 128 * 128
-    dropout = Dropout(dropout_p, torch.tensor(12345678901234567), tuple(range(8)), 8)
-    mask = dropout.kept(4, torch.arange(128), slice(0, 128)).double()
-    share = 1 - round(dropout_p * 65536) / 65536
-    # Five standard deviations of the binomial distribution; of single keys, rows and heads too.
-    deviation = math.sqrt(share * (1 - share))
-    assert abs(mask.mean() - share) <= 5 * deviation / math.sqrt(count)
-    for dims in [(0, 1, 2), (0, 1, 3), (0, 2, 3), (1, 2, 3)]:
-        means = mask.mean(dims)
-        assert (means - share).abs().max() <= 5 * deviation / math.sqrt(count / len(means))
-    # Neighbours are independent: their joint share is the square.
-    joint = (mask[..., 1:] * mask[..., :-1]).mean()
-    spread = math.sqrt(share**2 * (1 - share**2) + 2 * share**3 * (1 - share))
-    assert abs(joint - share**2) <= 5 * spread / math.sqrt(count * 127 / 128)
-
-
-def test_the_mean_over_calls_is_the_undropped_output():
-    *qkv, _ = inputs((1, 2, 2, 6, 20, 16))
-    whole = flash_attention(*qkv)
-    torch.manual_seed(0)
-    outs = torch.stack([flash_attention(*qkv, dropout_p=0.4) for _ in range(400)])
-    error = (outs.mean(0) - whole) / (outs.std(0) / 20)
-    # 384 normal deviates: beyond 5 once in 4,500 times. Squares average to 1.
-    assert error.abs().max() <= 5
-    assert abs(error.square().mean() - 1) <= 0.4  # elements of a row go together: about 12 are free
 
 
 def test_the_seed_decides_and_dropout_zero_draws_nothing():

@@ -25,6 +25,7 @@ from guardbit.kernels.device.masks import (
 )
 from guardbit.kernels.device.primitives import (
     COUNTS,
+    decode_residual,
     head_of,
     load_rows,
     load_tile,
@@ -32,9 +33,9 @@ from guardbit.kernels.device.primitives import (
     product_exact,
     store_tile,
     tanh_and_slope,
+    widen,
     with_sink,
 )
-from guardbit.kernels.device.rounding import decode_residual, widen
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
 

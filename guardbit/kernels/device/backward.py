@@ -17,13 +17,15 @@ from guardbit.kernels.device.masks import allowed, behind, part_of_keys, seeing_
 from guardbit.kernels.device.primitives import (
     COUNTS,
     LOG2_E,
+    decode_residual,
     head_of,
     kept_entries,
     load_tile,
     product,
+    round_nearest,
     store_tile,
+    widen,
 )
-from guardbit.kernels.device.rounding import decode_residual, round_nearest, widen
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Gradients
 from guardbit.records import STABILIZERS

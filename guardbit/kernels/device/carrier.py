@@ -15,8 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.primitives import COUNTS, head_of, load_tile
-from guardbit.kernels.device.rounding import INTERPRET, decode_residual, round_nearest, widen
+from guardbit.kernels.device.primitives import (
+    COUNTS,
+    INTERPRET,
+    decode_residual,
+    head_of,
+    load_tile,
+    round_nearest,
+    widen,
+)
 from guardbit.kernels.reference.delta import ENOUGH, FIRST_COLUMNS, HALF_STEP, MISS, SMALLEST_MISS
 
 _FIRST = tl.constexpr(FIRST_COLUMNS)

@@ -20,14 +20,15 @@ from guardbit.kernels.device.primitives import (
     COUNTS,
     LN_2,
     count_above,
+    encode_residual,
     head_of,
     kept_entries,
     load_tile,
     partial_sums,
     product,
+    round_nearest,
     store_tile,
 )
-from guardbit.kernels.device.rounding import encode_residual, round_nearest
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
-from guardbit.kernels.device.rounding import INTERPRET
+from guardbit.kernels.device.primitives import INTERPRET
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.reference.passes import check_names
 from guardbit.kernels.spec import AttentionSpec

@@ -34,11 +34,12 @@ from guardbit.kernels.device.primitives import (
     partial_maxima,
     partial_sums,
     product,
+    round_nearest,
     store_tile,
     tanh_and_slope,
+    widen,
     with_sink,
 )
-from guardbit.kernels.device.rounding import round_nearest, widen
 from guardbit.kernels.mask import IRRELEVANT, hidden_rows
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
