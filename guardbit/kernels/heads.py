@@ -281,14 +281,15 @@ def forward(
         else:
             state.succeed()
             _count(state, "forward", plan, on_triton)
-    if found is None and own is None:  # after the except clause, which keeps memory alive
-        assert engine is not None
-        found = _by_engine(call, state, engine, random, generator_state)
-    if found is None:
+    if own is None:
+        if found is None:  # after the except clause, which keeps memory alive
+            assert engine is not None
+            found = _by_engine(call, state, engine, random, generator_state)
+        out, lse = found
+    elif found is None:
         out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
     else:
         out, lse = found
-    if found is not None and own is not None:
         index = device_constant(plan.own, torch.int64, q.device)
         out.index_copy_(1, index, own.out)
         lse.index_copy_(1, index, own.lse)
