@@ -55,24 +55,6 @@ def test_output_lse_and_gradients_against_fp64(stabilizer, causal):
             torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
 
 
-@pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
-def test_bf16_gradients_against_fp64(stabilizer):
-    q, k, v, d_out = inputs((2, 4, 2, 40, 40, 16), dtype=torch.bfloat16)
-    exact = fp64(q, k, v, d_out, "top-left")
-    theirs = gradients(
-        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True),
-        (q, k, v), d_out,
-    )  # fmt: skip
-    ours = gradients(
-        lambda *x: flash_attention(*x, causal="top-left", stabilizer=stabilizer), (q, k, v), d_out
-    )
-    for mine, other, truth in zip(ours, theirs, (exact[0], *exact[2:]), strict=True):
-        # Twice PyTorch's own error, and one step of BF16 at the largest magnitude, more
-        # than PyTorch may have been lucky by.
-        bar = 2 * (other.double() - truth).abs().max() + 2.0**-7 * truth.abs().max()
-        assert (mine.double() - truth).abs().max() <= bar
-
-
 def test_a_scale_of_ones_own():
     q, k, v, d_out = inputs((1, 2, 2, 9, 9, 16))
     exact = fp64(q, k, v, d_out, False, scale=0.7)
@@ -200,20 +182,6 @@ def test_untouched_heads_keep_their_bits(stabilizer, dtype, site):
         # A sum of two or three rounded shares, P and dS rounded before: three steps bound it, and
         # one share missing or counted twice is of the order of the largest value itself.
         assert (mine.double() - truth).abs().max() <= 3 * step * truth.abs().max()
-
-
-def test_shared_key_heads_get_the_sum_of_both_shares(site):
-    q, k, v, d_out = inputs((1, 4, 2, 20, 20, 16))
-    switch(site, ["none", "compensated", "compensated", "none"])
-    mixed = gradients(switched(site), (q, k, v), d_out)
-    untouched = torch.tensor([1.0, 0, 0, 1])[:, None, None]
-    attention = F.scaled_dot_product_attention
-    shares = [
-        gradients(lambda *x: attention(*x, is_causal=True, enable_gqa=True), (q, k, v), d)
-        for d in (d_out * untouched, d_out * (1 - untouched))
-    ]
-    for mine, first, second in zip(mixed[1:], shares[0][1:], shares[1][1:], strict=True):
-        torch.testing.assert_close(mine, first + second, **FP32_CLOSE)
 
 
 def test_a_nan_in_a_switched_head_stays_there(site):
