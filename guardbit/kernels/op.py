@@ -598,7 +598,7 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
     if not is_switched and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
         inputs = inputs_of(call, saved.random, saved.generator_state)
-        found = engine.differentiable_backward(inputs, d_out)
+        found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)
         return (*found[:4], None)
     with torch.no_grad():
         gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))

@@ -14,6 +14,8 @@ from tests.oracle import DEVICE
 pytestmark = [
     # -inf - -inf in rows that see no key, whose NaN is then not taken.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    # Products in plain torch, on a GPU.
+    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
 SPEC = AttentionSpec(0.25, True)
@@ -69,7 +71,8 @@ def name_of(function):
     return function.__module__.rpartition(".")[2] + "." + function.__name__
 
 
-ALL = pytest.mark.parametrize(("run", "kernel"), [*TRITON, *TORCH], ids=name_of)
+ON_GPU = [pytest.param(*each, marks=pytest.mark.gpu) for each in TRITON]
+ALL = pytest.mark.parametrize(("run", "kernel"), [*TRITON, *TORCH, *ON_GPU], ids=name_of)
 
 
 @ALL
@@ -91,12 +94,13 @@ def test_without_keys_rows_or_batch_all_is_0_and_maxima_are_minus_infinity(run, 
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         lambda x: x.mT.contiguous().mT,
         lambda x: x.repeat_interleave(2, -1)[..., ::2],
+        lambda x: x[:, :, :1].expand_as(x),
     ],
-    ids=["by rows", "transposed", "every second"],
+    ids=["by rows", "transposed", "every second", "expanded"],
 )
 def test_any_layout_gives_the_same(run, kernel, laid_out):
-    tensors = inputs((2, 2, 1, 33, 33, 16))
-    expected, found = run(kernel, *tensors), run(kernel, *map(laid_out, tensors))
+    tensors = [laid_out(x) for x in inputs((2, 2, 1, 33, 33, 16))]
+    expected, found = run(kernel, *(x.contiguous() for x in tensors)), run(kernel, *tensors)
     # Plain torch leaves the order of delta's sums to the layout.
     room = 1e-5 if kernel is reference.exact_delta else 0.0
     for name, results in expected.items():
