@@ -12,9 +12,10 @@ from guardbit.kernels.device import delta as kernels
 from guardbit.kernels.device import launch
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.spec_cases import CASES as SPEC_CASES
 from tests.kernels.tensors import backward_inputs as inputs
 from tests.kernels.tensors import masks
-from tests.oracle import DEVICE, dense
+from tests.oracle import DEVICE, dense, packed
 
 BOTH = pytest.mark.parametrize("module", [plain, kernels], ids=["torch", "triton"])
 pytestmark = [
@@ -82,16 +83,17 @@ def test_delta_with_a_dense_mask(module, name, causal):
 
 @BOTH
 @pytest.mark.parametrize("left", [-math.inf, math.inf, 0.0])
-@pytest.mark.parametrize("kind", ["causal", "boolean", "additive"])
+@pytest.mark.parametrize("kind", ["causal", "boolean", "additive", "documents"])
 def test_rows_that_see_no_key_have_delta_0_whatever_l_is(module, left, kind):
     tensors = inputs((1, 2, 2, 20, 12, 16, 16))
     seen = torch.ones(20, 12, dtype=torch.bool, device=DEVICE).tril(-8)
-    mask = {
-        "causal": None,
-        "boolean": seen,
-        "additive": torch.zeros(20, 12, device=DEVICE).masked_fill(~seen, -math.inf),
+    added = torch.zeros(20, 12, device=DEVICE).masked_fill(~seen, -math.inf)
+    spec = {
+        "causal": AttentionSpec(0.25, True),
+        "boolean": AttentionSpec(0.25, mask=seen),
+        "additive": AttentionSpec(0.25, mask=added),
+        "documents": AttentionSpec(0.25, documents=packed([8, 12], [0, 12])),
     }[kind]
-    spec = AttentionSpec(0.25, kind == "causal", mask)
     lse, _, truth, _ = exact(*tensors, spec)
     dead = lse == -math.inf
     assert dead[..., :8].all() and not dead[..., 8:].any()
@@ -118,13 +120,22 @@ def test_rows_whose_every_entry_is_the_lowest_number_weigh_all_keys_alike(module
 
 @BOTH
 @pytest.mark.parametrize("wrong", [-3.0, 1e-3, 4.0])
-def test_an_error_of_l_leaves_delta_as_it_is(module, wrong):
+@pytest.mark.parametrize(
+    ("shape", "spec", "room"),
+    [
+        ((1, 2, 1, 70, 70, 16, 16), AttentionSpec(0.25, True), 1),
+        # Divided by the sum of P over keys alone, delta would be ten times as large in head 2.
+        (*SPEC_CASES["sinks"], 2),
+    ],
+    ids=["plain", "sinks"],
+)
+def test_an_error_of_l_leaves_delta_as_it_is(module, wrong, shape, spec, room):
     # An L of 1,000 is rounded to 6e-5, one of 1e5 to 8e-3; each row's P is off by one factor.
-    tensors = inputs((1, 2, 1, 70, 70, 16, 16))
-    spec = AttentionSpec(0.25, True)
+    tensors = inputs(shape)
     lse, _, truth, size = exact(*tensors, spec)
-    computed = module.exact_delta(*tensors, (lse + wrong).float(), spec=spec, head_ids=[0, 1])
-    assert ((computed - truth).abs() <= DELTA_ERROR * size).all()
+    heads = list(range(shape[1]))
+    computed = module.exact_delta(*tensors, (lse + wrong).float(), spec=spec, head_ids=heads)
+    assert ((computed - truth).abs() <= room * DELTA_ERROR * size).all()
 
 
 @BOTH
