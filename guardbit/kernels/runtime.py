@@ -264,14 +264,9 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _Owner(NamedTuple):
-    """Where the running modules were called from."""
-
-    thread: int  # the thread
-    frame: FrameType | None  # the Python frame that called the outermost module
-
-
-_NOBODY = _Owner(0, None)
+# The thread, and the Python frame in it, that called the outermost of the running modules.
+_Owner = tuple[int, FrameType | None]
+_NOBODY: _Owner = (0, None)
 
 
 class Runtime:
@@ -292,7 +287,7 @@ class Runtime:
         # where they must not pass for modules of that process.
         self._next_number = int.from_bytes(os.urandom(6))
         self.running: list[Tensor] = []
-        self._owner = _NOBODY
+        self._owner: _Owner = _NOBODY
         self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
         self.keeps_residuals = True
         self._wishes: dict[Hashable, bool] = {}
@@ -342,7 +337,7 @@ class Runtime:
 
     def begin(self, caller: FrameType) -> None:
         """Records the caller of the outermost module, before it runs eagerly."""
-        self._owner = _Owner(threading.get_ident(), caller)
+        self._owner = (threading.get_ident(), caller)
 
     def end(self) -> None:
         """Records that the outermost module has ended."""
@@ -381,7 +376,7 @@ class Runtime:
 
     def is_other_thread(self) -> bool:
         """Whether the caller's thread is not the one whose modules are running."""
-        return threading.get_ident() != self._owner.thread and not is_recomputing()
+        return threading.get_ident() != self._owner[0] and not is_recomputing()
 
     def is_owner_running(self) -> bool:
         """Whether the outermost module is still running."""
