@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import guardbit
 from guardbit import MonitorSession, read_events
-from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.sites import Instrumentation
 from guardbit.records import Role

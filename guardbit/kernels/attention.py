@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, op
-from guardbit.kernels.attention_call import Call
-from guardbit.kernels.autocast import autocast_tensors
+from guardbit.kernels.heads import Call
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.tensors import autocast_tensors
 from guardbit.records import STABILIZERS
 
 #: Head sizes every backend supports.

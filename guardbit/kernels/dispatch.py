@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from guardbit.kernels import reference
+from guardbit.kernels import reference, tiles
 from guardbit.kernels.reference import Dropout, RowMaxima
 from guardbit.kernels.spec import AttentionSpec
 
@@ -45,11 +45,6 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def on_triton(backend: str, q: Tensor) -> bool:
     """Whether a call runs the Triton kernels; otherwise it runs plain torch."""
     if backend == "torch" or (backend == "auto" and not q.is_cuda):
@@ -66,12 +61,12 @@ def _triton_obstacle(q: Tensor) -> str | None:
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, but q is {q.dtype}"
     if q.is_cuda:
-        capability = _capability(q.device)
+        capability = tiles.capability(q.device)
         if capability < _OLDEST_CAPABILITY:
             found = ".".join(map(str, capability))
             return f"needs compute capability 8.0 or newer, but {q.device} has {found}"
         return None
-    from guardbit.kernels.device.rounding import INTERPRET
+    from guardbit.kernels.device.primitives import INTERPRET
 
     return None if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
 

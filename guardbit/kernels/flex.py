@@ -36,11 +36,9 @@ from torch.fx import GraphModule, Node
 
 from guardbit import guard
 from guardbit.kernels import dispatch, reference
-from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.constants import device_constant
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import log
+from guardbit.kernels.runtime import AttentionCall, log, runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import device_constant
 from guardbit.records import STABILIZERS
 
 #: The kernel option that holds the number of the call's attention module, a 0-d CPU tensor.

@@ -12,7 +12,7 @@ ran, and the engine's the others. `guardbit.flash_attention` runs our kernels in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,14 +20,62 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
-from guardbit.kernels.attention_call import Call, Saved
-from guardbit.kernels.constants import device_constant
-from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
+from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs, LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
-from guardbit.kernels.reference import Dropout, Forward
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import SiteState, is_recomputing
+from guardbit.kernels.reference import Dropout
+from guardbit.kernels.runtime import SiteState, is_recomputing, runtime
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import device_constant
+
+
+class Call(NamedTuple):
+    """One call as the op gets it, made once, where it enters GuardBit."""
+
+    q: Tensor  # queries
+    k: Tensor  # keys
+    v: Tensor  # values
+    spec: AttentionSpec  # what the call asks for besides
+    # Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a Python
+    # number.
+    site: Tensor
+    # The engine of the library whose function was called; None for PyTorch's choice.
+    library: LibraryEngine | None = None
+    # Whether PyTorch's or a library's function was called, not `flash_attention`.
+    native: bool = True
+    training: bool = False  # whether a gradient will be asked for
+    wants_mask: bool = False  # whether the gradient of an additive mask is asked for
+    traced: bool = False  # whether a compiler traces the call
+    # For each head, its index in `STABILIZERS`, as the call itself asks for it.
+    stabilizers: Sequence[int] = ()
+    beta: float = 2.0  # see `guardbit.flash_attention`
+    eps: float = 1e-3  # the same
+    backend: int = 0  # index in `dispatch.BACKENDS`
+    # Whether a compiled graph reserves memory for the residual of `compensated`.
+    keeps_residual: bool = True
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.size(1)
+
+
+class Saved(NamedTuple):
+    """What the op returns: the output, and what the forward saves for the backward."""
+
+    out: Tensor  # the output
+    lse: Tensor  # logsumexp; zeros where the engine returns none
+    # INT8, what rounding took from O in compensated heads; empty if there are none.
+    residual: Tensor
+    # `Ran` as INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves
+    # all heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
+    # stabilizer of each head.
+    ran_codes: Tensor
+    # INT64 `(3,)`: seed and offset as in `Drawn.philox`, and the key of our kernels; empty without
+    # dropout.
+    random: Tensor
+    generator_state: Tensor  # see `Drawn`
+
 
 # --- the plan ------------------------------------------------------------------------------------
 
@@ -201,44 +249,26 @@ def forward(
     names, shares_backward, why = resolve(call, state.running, engine, keeps_residual)
     plan = plan_of(names, call.native)
     keys = shift_keys(k, plan.names)
-    k = keys.k
-    out, lse, residual, on_triton = None, None, None, False
-    own: Forward | None = None
-
-    def run_engine() -> tuple[Tensor, Tensor]:
-        assert engine is not None
-        inputs = inputs_of(call, random, generator_state)
-        out, lse = engine.forward(inputs._replace(k=k), training)
-        state.launches["forward", engine.name] += 1
-        if lse is None or lse.numel() == 0:
-            return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
-        if lse.shape != q.shape[:-1]:
-            lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
-        return out, lse
-
+    call = call._replace(k=keys.k)
+    found, own, residual, on_triton = None, None, None, False
     if engine is not None and len(plan.own) < call.heads:
         # Runs first, so that it draws the same random numbers as without GuardBit.
-        out, lse = run_engine()
+        found = _by_engine(call, state, engine, random, generator_state)
     if plan.own:
         try:
             on_triton = dispatch.on_triton(dispatch.BACKENDS[call.backend], q)
             if spec.dropout_p > 0:
                 random[2].random_()
-            result = dispatch.launcher("forward", on_triton)(
-                q,
-                k,
-                v,
+            own = dispatch.launcher("forward", on_triton)(
+                *call[:3],
                 causal=spec.causal,
                 scale=spec.scale,
                 stabilizers=plan.own_names,
                 beta=call.beta,
                 eps=call.eps,
-                head_ids=plan.own if out is not None else None,
+                head_ids=None if found is None else plan.own,
                 dropout=dropout_of(call, plan, random),
             )
-            if result.residual is not None and out is not None:
-                residual = torch.zeros_like(q, dtype=torch.int8)
-            own = result
         except Exception as error:
             if engine is None:
                 raise
@@ -251,23 +281,38 @@ def forward(
         else:
             state.succeed()
             _count(state, "forward", plan, on_triton)
-        if own is None and out is None:  # after the except clause, which keeps memory alive
-            out, lse = run_engine()
-    if own is not None:
-        if out is None or lse is None:
-            out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
-        else:
-            index = device_constant(plan.own, torch.int64, q.device)
-            out.index_copy_(1, index, own.out)
-            lse.index_copy_(1, index, own.lse)
-            if own.residual is not None and residual is not None:
-                residual.index_copy_(1, index, own.residual)
-    assert out is not None and lse is not None
+    if own is None:
+        if found is None:  # after the except clause, which keeps memory alive
+            assert engine is not None
+            found = _by_engine(call, state, engine, random, generator_state)
+        out, lse = found
+    elif found is None:
+        out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
+    else:
+        out, lse = found
+        index = device_constant(plan.own, torch.int64, q.device)
+        out.index_copy_(1, index, own.out)
+        lse.index_copy_(1, index, own.lse)
+        if own.residual is not None:
+            residual = torch.zeros_like(q, dtype=torch.int8).index_copy_(1, index, own.residual)
     if keys.shifts and not call.native:  # the caller may ask for lse
         lse = lse + shift_of_lse(q, keys, spec.scale)
     if training:
         state.note(names, why)
     return out, lse, residual, Ran(engine, shares_backward, on_triton, names)
+
+
+def _by_engine(
+    call: Call, state: SiteState, engine: Engine, random: Tensor, generator_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    q = call.q
+    out, lse = engine.forward(inputs_of(call, random, generator_state), call.training)
+    state.launches["forward", engine.name] += 1
+    if lse is None or lse.numel() == 0:
+        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    if lse.shape != q.shape[:-1]:
+        lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
+    return out, lse
 
 
 def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -387,20 +432,14 @@ def _by_ours(call: Call, d_out: Tensor, saved: Saved, on_triton: bool, plan: Pla
         k, v = k.index_select(1, key_index), v.index_select(1, key_index)
         d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
         residual = None if residual is None else residual.index_select(1, index)
-    found = dispatch.launcher("backward", on_triton)(
-        d_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        residual,
+    tensors = d_out, q, k, v, out, lse, residual
+    return dispatch.launcher("backward", on_triton)(
+        *tensors,
         causal=call.spec.causal,
         scale=call.spec.scale,
         stabilizers=plan.own_names,
         dropout=dropout_of(call, plan, saved.random),
     )
-    return Gradients(found.dq, found.dk, found.dv)
 
 
 def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:

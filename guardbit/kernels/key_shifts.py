@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.constants import device_constant
+from guardbit.kernels.tensors import device_constant
 
 #: Stabilizer -> the vector that it subtracts, FP32 `(B, G, 1, D)`, from the keys of G key heads,
 #: FP32 `(B, G, M, D)`: the mean key of each sequence of this call.

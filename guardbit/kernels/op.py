@@ -32,8 +32,6 @@ from torch.nn.attention import SDPBackend
 from guardbit import guard
 from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned, promise_aligned_outputs
-from guardbit.kernels.attention_call import AttentionCall, Call, Saved
-from guardbit.kernels.autocast import autocast_tensors, is_autocast
 from guardbit.kernels.engines import (
     LIBRARIES,
     AutogradEngine,
@@ -42,9 +40,10 @@ from guardbit.kernels.engines import (
     library_engine,
 )
 from guardbit.kernels.engines.base import drawing_once, generator_of
-from guardbit.kernels.heads import Ran, inputs_of, laid_out_as
-from guardbit.kernels.runtime import is_jit_traced, runtime
+from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
+from guardbit.kernels.runtime import AttentionCall, is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
+from guardbit.kernels.tensors import autocast_tensors, is_autocast
 from guardbit.records import STABILIZERS
 
 _TENSORS = (
@@ -599,7 +598,7 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
     if not is_switched and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
         inputs = inputs_of(call, saved.random, saved.generator_state)
-        found = engine.differentiable_backward(inputs, d_out)
+        found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)
         return (*found[:4], None)
     with torch.no_grad():
         gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))

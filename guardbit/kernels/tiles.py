@@ -9,7 +9,10 @@ Programming Guide, table of technical specifications per compute capability).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, NamedTuple
+
+import torch
 
 Kernel = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit", "delta"]
 
@@ -132,6 +135,12 @@ TILES[10, 0] = {
     **FALLBACK,
     "forward": {**FALLBACK["forward"], 64: Tile(64, 64, 4, 2), 256: Tile(64, 16, 8, 2)},
 }
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def tile(capability: tuple[int, int] | None, width: int, kernel: Kernel) -> Tile:

@@ -23,7 +23,7 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import SHARES, Judgement, nothing_to_correct, severities
-from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from guardbit.doctor.attention import HeadInputs, head_of_call, spread
 from guardbit.doctor.snapshots import KeptHead, snapshot_files, write_snapshots
-from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, checked_heads
 

@@ -43,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 from guardbit.kernels import dispatch
-from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from studies.rescue.model import Attention, LanguageModel, Size
 

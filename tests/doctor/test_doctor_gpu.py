@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit.doctor.engines import flex, own_kernels, run, sdpa_engine
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
 from guardbit.doctor.preflight import Examiner
-from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import CallView, FiniteProbe, RepeatProbe
 from tests.doctor.faulty_engines import (

@@ -67,7 +67,7 @@ FOUND = (
     Place("checkpointed", MemoryError, f"{_CALLED}/base.py", "as_given(computed", 8),
     # Noted once more after the error, the call counted as the second of its forward.
     Place("checkpointed", KeyError, "monitor/interception/rerunning.py", "if x.is_nested or", 0),
-    Place("checkpointed", KeyError, "kernels/autocast.py", "torch.is_autocast_enabled(", 6),
+    Place("checkpointed", KeyError, "kernels/tensors.py", "torch.is_autocast_enabled(", 6),
     # Its backward read what was saved for a second time.
     Place("checkpointed", MemoryError, "kernels/op.py", "    return gradients", 4),
     # Entries of P were drawn once more for the second try: the run went on with other numbers.

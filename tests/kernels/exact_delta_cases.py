@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.runtime import SiteState, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
 from tests.kernels.switched import switchable_attention

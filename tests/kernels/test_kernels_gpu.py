@@ -14,7 +14,8 @@ from guardbit.kernels.device import backward, forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 from tests.kernels import tensors as drawn
-from tests.oracle import attend, coherent_error, dense, split
+from tests.kernels.test_reference_coherence import sink_rows
+from tests.oracle import attend, coherent_error, dense
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,62 +142,18 @@ def within_nan(x):
     return view
 
 
-def columns_adjacent(x):
-    return x.mT.contiguous().mT
-
-
-def every_second(x):
-    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-def heads_apart(x):
-    return x.contiguous()
-
-
-@pytest.mark.parametrize("layout", [within_nan, columns_adjacent, every_second, heads_apart])
 @pytest.mark.parametrize("width", [16, 64, 80, 128])
-def test_any_layout_and_nothing_read_outside(width, layout):
+def test_nothing_is_read_outside(width):
     for rows, keys in [(1, 1), (17, 17), (129, 100), (200, 257)]:
         tensors = inputs((2, 8, 4, rows, keys, width))
         options = {"causal": True, "scale": width**-0.5}
         expected, expected_gradients = run(*tensors, STABILIZERS * 2, **options)
-        result, gradients = run(*map(layout, tensors), STABILIZERS * 2, **options)
+        result, gradients = run(*map(within_nan, tensors), STABILIZERS * 2, **options)
         assert torch.allclose(result.lse, expected.lse, atol=1e-5)
         for mine, right in zip(
             (result.out, *gradients[:3]), (expected.out, *expected_gradients[:3]), strict=True
         ):
             assert_same_but_for_order(mine, right)
-
-
-def test_expanded_inputs():
-    q, k, v, d_out = inputs((2, 4, 1, 129, 129, 64))
-    one_row = d_out[:, :1, :1]
-    options = {"causal": True, "scale": 0.125}
-    tensors = (k.expand(-1, 4, -1, -1), v.expand(-1, 4, -1, -1), one_row.expand_as(q))
-    expanded, gradients = run(q, *tensors, STABILIZERS, **options)
-    whole, whole_gradients = run(q, *(x.contiguous() for x in tensors), STABILIZERS, **options)
-    for mine, right in zip(
-        (expanded.out, *gradients[:3]), (whole.out, *whole_gradients[:3]), strict=True
-    ):
-        assert_same_but_for_order(mine, right)
-
-
-def test_rows_without_a_key():
-    q, k, v, d_out = inputs((1, 8, 4, 300, 100, 64))
-    result, gradients = run(q, k, v, d_out, STABILIZERS * 2, causal=True, scale=0.125)
-    assert not result.out[:, :, :200].any()
-    assert not result.residual[:, :, :200].any()
-    assert not gradients.dq[:, :, :200].any()
-    assert (result.lse[:, :, :200] == -math.inf).all()
-    # The other rows are as they are without them.
-    kept, kept_gradients = run(
-        *(x[:, :, -100:] if x.shape[2] == 300 else x for x in (q, k, v, d_out)),
-        STABILIZERS * 2, causal=True, scale=0.125,
-    )  # fmt: skip
-    assert_same_but_for_order(result.out[:, :, 200:], kept.out)
-    assert all(x.isfinite().all() for x in (result.out, *gradients[:3], *kept_gradients[:3]))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -207,7 +164,9 @@ def test_mixes_equal_separate_launches_and_repeat_bit_for_bit(width):
         tensors = inputs((2, 8, 4, rows, keys, width))
         mix, mix_gradients = run(*tensors, names, **options)
         again, again_gradients = run(*tensors, names, **options)
-        for first, second in zip((*mix, *mix_gradients), (*again, *again_gradients), strict=True):
+        for first, second in zip(
+            (*mix, *mix_gradients[:3]), (*again, *again_gradients[:3]), strict=True
+        ):
             assert torch.equal(first.nan_to_num(), second.nan_to_num())
         for name in STABILIZERS:
             alone, gradients = run(*tensors, [name] * 8, **options)
@@ -289,31 +248,9 @@ def test_nan_and_infinity_spread_as_in_the_math_backend(spoilt, value):
         assert causal.out[:, :, :70].isfinite().all()
 
 
-def sink(maxima, rows, parts, width=64):
-    """Rows whose first `maxima` scores equal rm = 6 (1 + 0.2 u), V of one sign; eight seeds.
-
-    rm is the sum of `parts` BF16 numbers.
-    """
-    q, k, v = [], [], []
-    for seed in range(100, 108):
-        generator = torch.Generator().manual_seed(seed)
-        wide = {"generator": generator, "dtype": torch.float64}
-        row_max = 6 * (1 + 0.2 * torch.rand(rows, 1, **wide))
-        distances = (torch.randn(rows, 64 - maxima, **wide) - 2 - row_max).clamp_max(0)
-        columns = torch.cat([*split(row_max, torch.bfloat16, parts), distances.bfloat16()], -1)
-        keys = torch.zeros(64, width)
-        keys[:, :parts] = 1
-        keys[maxima:, parts : parts + 64 - maxima] = torch.eye(64 - maxima)
-        q.append(torch.nn.functional.pad(columns, (0, width - columns.shape[1])))
-        k.append(keys.bfloat16())
-        v.append((-2 - torch.rand(64, width, **wide)).float().bfloat16())
-    return [torch.stack(x)[:, None].cuda() for x in (q, k, v)]
-
-
 @pytest.mark.parametrize("maxima", [1, 2, 3, 4])
 def test_coherent_error_of_o(maxima):
-    # 63 distances and two parts would need 65 dimensions.
-    q, k, v = sink(maxima, rows=4096, parts=2 if maxima > 1 else 1)
+    q, k, v = (x.cuda() for x in sink_rows(maxima, rows=4096)[:3])
     truth = attend(q, k, v, AttentionSpec(1.0)).out
     result = forward.forward(
         q.expand(-1, 4, -1, -1), k, v, causal=False, scale=1.0, stabilizers=STABILIZERS
@@ -335,7 +272,7 @@ def test_coherent_error_of_o(maxima):
 
 @pytest.mark.parametrize("maxima", [2, 4])
 def test_coherent_error_of_dq(maxima):
-    q, k, v = sink(maxima, rows=256, parts=1)
+    q, k, v = (x.cuda() for x in sink_rows(maxima, rows=256, parts=1)[:3])
     generator = torch.Generator().manual_seed(5)
     d_out = (1 + torch.rand(q.shape, generator=generator)).cuda().bfloat16()
     _, gradients = run(

@@ -25,12 +25,7 @@ pytestmark = [
 ]
 
 
-HOMES = {
-    "varlen_attn": "torch.nn.attention.varlen",
-    "flash_attn": "flash_attn.flash_attn_interface",
-    "flash_attn_3": "flash_attn_interface",
-    "flash_attn_4": "flash_attn.cute.interface",
-}
+ENGINES = ("varlen_attn", "flash_attn", "flash_attn_3", "flash_attn_4")
 LENGTHS, OTHERS = [300, 1, 0, 129, 70], [310, 1, 0, 200, 70]
 SPECS = {
     "documents": lambda: AttentionSpec(0.125, True, documents=packed(LENGTHS, LENGTHS)),
@@ -63,12 +58,12 @@ def in_order():
 
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize(("kv_heads", "width"), [(4, 64), (2, 128)])
-@pytest.mark.parametrize("engine", HOMES)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     engine, kv_heads, width, case, site, in_order
 ):
     try:
-        importlib.import_module(HOMES[engine])
+        importlib.import_module(library_engine(engine, True).home)
     except ImportError as error:
         pytest.skip(str(error))
     if engine == "varlen_attn" and case not in PACKED:

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.kernels.runtime import runtime
 from tests.kernels.switched import switchable_attention
+from tests.kernels.tensors import gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -26,13 +27,6 @@ def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def run(attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves)
-    out.backward(d_out)
-    return [out.detach(), *(x.grad for x in leaves)]  # pyright: ignore[reportReturnType]
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")
@@ -59,11 +53,11 @@ def test_unswitched_calls_keep_every_bit(backend, dtype, shape, causal):
 
     with sdpa_kernel(backend):
         try:
-            expected = run(native, q, k, v, d_out)
+            expected = gradients(native, (q, k, v), d_out)
         except RuntimeError as error:
             pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
-        repeated = [run(native, q, k, v, d_out) for _ in range(8)]
-        actual = run(ours, q, k, v, d_out)
+        repeated = [gradients(native, (q, k, v), d_out) for _ in range(8)]
+        actual = gradients(ours, (q, k, v), d_out)
     launches = runtime.site(number).launches
     runtime.remove_site(number)
     assert launches == {("forward", backend.name): 1, ("backward", backend.name): 1}

@@ -5,9 +5,8 @@ import torch
 
 from guardbit import records
 from guardbit.kernels import engines, heads, op
-from guardbit.kernels.attention_call import Call
 from guardbit.kernels.engines.proof import Proof
-from guardbit.kernels.heads import resolve
+from guardbit.kernels.heads import Call, resolve
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import KINDS, make

@@ -86,17 +86,13 @@ def test_room_is_kept_as_long_as_one_wants_it_or_nobody_has_said(own):
     assert not own.keeps_residuals
     own.keep_residuals("wants", True)
     assert own.keeps_residuals
-    own.keep_residuals("wants", None)
+    own.keep_residuals("wants too", True)
+    for _ in range(2):
+        own.keep_residuals("wants", None)
+    assert own.keeps_residuals
+    own.keep_residuals("wants too", None)
     assert not own.keeps_residuals
     own.keep_residuals("refuses", None)
-    assert own.keeps_residuals
-
-
-def test_who_gives_room_up_twice_leaves_it_to_the_others(own):
-    for asker, is_wanted in (("one", True), ("other", True), ("refuses", False)):
-        own.keep_residuals(asker, is_wanted)
-    own.keep_residuals("one", None)
-    own.keep_residuals("one", None)
     assert own.keeps_residuals
 
 

@@ -425,18 +425,12 @@ def test_hidden_rows_are_those_that_the_mask_keeps_from_all_keys_in_all_heads(da
     ]
 
 
-def test_layouts_and_strides():
+def test_numbers_of_queries_may_be_strided():
     q, k, v, _ = inputs((2, 4, 2, 33, 33, 16))
     expected = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
-    by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    transposed = [x.mT.contiguous().mT for x in (q, k, v)]
-    strided = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
-    for layout in (by_rows, transposed, strided):
-        result = shadow.shadow(*layout, spec=AttentionSpec(0.25, True))
-        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
-    result = shadow.shadow(*by_rows, spec=AttentionSpec(0.25, True), query_ids=every_other)
+    result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True), query_ids=every_other)
     assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=2e-6)  # 33 terms
 
 
@@ -467,15 +461,7 @@ def test_nan_and_infinity_show_and_are_not_counted(module):
 
 
 @BOTH
-def test_no_keys_no_rows_no_batch(module):
-    for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
-        q, k, v, _ = inputs((*shape[:4], max(shape[4], 1), 16))
-        k, v = k[:, :, : shape[4]], v[:, :, : shape[4]]
-        result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
-        assert result.out.shape == q.shape
-        assert (result.row_max == -math.inf).all()
-        assert (result.largest == -math.inf).all()
-        assert not any(field.any() for field in (result.out, *result[2:5]))
+def test_no_rows_are_chosen(module):
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     assert module.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
@@ -541,16 +527,6 @@ def test_delta_bias_shows_nan_in_its_own_head(biases):
     exact[0, 1, 3, 2] = math.nan
     bias, size = biases.delta_bias(d_out, torch.ones_like(d_out), exact)
     assert bias.isnan().tolist() == size.isnan().tolist() == [False, True]
-
-
-def test_refusals():
-    q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
-    with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
-        shadow.shadow(q.float(), k, v, spec=AttentionSpec(1.0))
-    with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
-        shadow.row_maxima(q.float(), k, spec=AttentionSpec(1.0))
-    with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
-        audit.delta_bias(q.float(), q, q.float())
 
 
 def test_delta_bias_adds_many_rows_without_losing_small_ones():

@@ -51,9 +51,8 @@ def test_spans_of_chunks_hold_every_key_that_is_seen_and_no_further_edge(case):
     assert rows_met == shape[2]
 
 
-def test_a_range_never_leaves_the_keys_whatever_the_documents_say(monkeypatch):
-    # On a GPU nobody looks at these numbers before the kernels do.
-    monkeypatch.setattr(AttentionSpec, "check_shape", lambda self, shape: None)
+def test_a_range_never_leaves_the_keys_whatever_the_documents_say():
+    # Nobody looks at these numbers before the kernels do: a device would make the host wait.
     starts = torch.tensor([0, 4, 9, 30], dtype=torch.int32, device=DEVICE)
     spec = AttentionSpec(1.0, True, documents=Documents(starts, starts - 2, 9, 9))
     first, end = visible_range(spec, (1, 1, 40, 12), DEVICE)
@@ -108,25 +107,14 @@ def test_what_does_not_fit_the_tensors_is_refused_in_a_sentence():
     documents = packed([3, 4], [5, 6], "cpu")
     spec = AttentionSpec(1.0, documents=documents)
     spec.check_shape((1, 2, 7, 11))
-    for shape, sentence in (
-        ((2, 2, 7, 11), "`documents` needs a batch of one, packed sequences, but it is 2"),
-        ((1, 2, 8, 11), r"`cu_queries` needs to rise from 0 to 8, but is \[0, 3, 7\]"),
-        ((1, 2, 7, 10), r"`cu_keys` needs to rise from 0 to 10, but is \[0, 5, 11\]"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            spec.check_shape(shape)
-    falling = documents._replace(cu_keys=torch.tensor([0, 9, 8], dtype=torch.int32))
-    with pytest.raises(ValueError, match="cu_keys"):
-        AttentionSpec(1.0, documents=falling).check_shape((1, 2, 7, 8))
+    with pytest.raises(ValueError, match="needs a batch of one, packed sequences, but it is 2"):
+        spec.check_shape((2, 2, 7, 11))
     with pytest.raises(
         ValueError, match=r"`sinks` needs one number a head, \(2,\), but has \(3,\)"
     ):
         AttentionSpec(1.0, sinks=torch.zeros(3)).check_shape((1, 2, 7, 8))
     with pytest.raises(ValueError, match="on the device of q, meta, but is on cpu"):
         visible_range(spec, (1, 2, 7, 11), "meta")
-    # Elsewhere than on the CPU the numbers are not looked at: that would make the host wait.
-    away = Documents(documents.cu_queries.to("meta"), documents.cu_keys.to("meta"), 4, 6)
-    AttentionSpec(1.0, documents=away).check_shape((1, 2, 99, 99))
 
 
 def test_extras_are_what_pytorch_has_no_argument_for():

@@ -25,6 +25,7 @@ from guardbit.kernels.device.masks import (
 )
 from guardbit.kernels.device.primitives import (
     COUNTS,
+    decode_residual,
     head_of,
     load_rows,
     load_tile,
@@ -32,9 +33,9 @@ from guardbit.kernels.device.primitives import (
     product_exact,
     store_tile,
     tanh_and_slope,
+    widen,
     with_sink,
 )
-from guardbit.kernels.device.rounding import decode_residual, widen
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
 
@@ -211,29 +212,17 @@ def exact_query_gradient(
     if not dq.numel():
         return dq
     size_of_scale = launch.size_of_scale(call.scale)
-    with launch.device_of(q):
-        query_kernel[(triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),)](
-            q,
-            k,
-            v,
-            d_out,
-            *call.loaded,
-            ids,
-            dq,
-            *launch.strides(q, k, v, d_out),
-            call.mask_strides,
-            len(ids),
-            num_heads // k.shape[1],
-            seqlen_q,
-            k.shape[2],
-            call.shift,
-            call.inner_scale,
-            spec.scale,
-            size_of_scale * math.log2(math.e),
-            1 / size_of_scale,
-            NEGATIVE_SCALE=call.scale < 0,
-            **call.constants,
-        )
+    counts = len(ids), num_heads // k.shape[1], seqlen_q, k.shape[2], call.shift
+    scales = spec.scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
+    launch.run(
+        query_kernel,
+        triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),
+        (q, k, v, d_out, *call.loaded, ids, dq),
+        (*launch.strides(q, k, v, d_out), call.mask_strides),
+        (*counts, call.inner_scale, *scales),
+        NEGATIVE_SCALE=call.scale < 0,
+        **call.constants,
+    )
     return dq
 
 
@@ -309,25 +298,20 @@ def delta_bias(
     sums = exact.new_empty((2, batch, num_heads, tiles_of_head))
     width = launch.padded_width(head_dim)
     if sums.numel():
-        with launch.device_of(out):
-            delta_bias_kernel[(sums[0].numel(),)](
-                d_out,
-                out,
-                counts,
-                exact,
-                exact if query_ids is None else query_ids.contiguous(),
-                *sums,
-                *launch.strides(d_out, out, counts),
-                num_heads,
-                count,
-                seqlen_q,
-                HAS_QUERY_IDS=query_ids is not None,
-                COMPENSATED=residual is not None,
-                HEAD_DIM=head_dim,
-                WIDTH=width,
-                BLOCK_M=_BIAS_BLOCK_M,
-                num_warps=4 if width <= 64 else 8,
-                **launch.COMPILER_OPTIONS,
-            )
+        chosen = exact if query_ids is None else query_ids.contiguous()
+        launch.run(
+            delta_bias_kernel,
+            sums[0].numel(),
+            (d_out, out, counts, exact, chosen, *sums),
+            launch.strides(d_out, out, counts),
+            (num_heads, count, seqlen_q),
+            HAS_QUERY_IDS=query_ids is not None,
+            COMPENSATED=residual is not None,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            BLOCK_M=_BIAS_BLOCK_M,
+            num_warps=4 if width <= 64 else 8,
+            **launch.COMPILER_OPTIONS,
+        )
     bias, size = sums.double().sum((1, 3))
     return bias, size

@@ -12,19 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guardbit.kernels import tiles
 from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import allowed, behind, part_of_keys, seeing_rows, visible_keys
 from guardbit.kernels.device.primitives import (
     COUNTS,
     LOG2_E,
+    decode_residual,
     head_of,
     kept_entries,
     load_tile,
     product,
+    round_nearest,
     store_tile,
+    widen,
 )
-from guardbit.kernels.device.rounding import decode_residual, round_nearest, widen
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Gradients
 from guardbit.records import STABILIZERS
@@ -364,9 +365,8 @@ def backward(
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
 
     width = launch.padded_width(head_dim)
-    capability = launch.capability_of(q)
-    query_tile = tiles.tile(capability, width, "query_gradients")
-    key_tile = tiles.tile(capability, width, "key_gradients")
+    query_tile = launch.tile_of(q, width, "query_gradients")
+    key_tile = launch.tile_of(q, width, "key_gradients")
     if dropout is not None:
         query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
     lse = lse.contiguous()
@@ -383,47 +383,29 @@ def backward(
         "WIDTH": width,
         **launch.COMPILER_OPTIONS,
     }
-    with launch.device_of(q):
-        if q.numel():
-            query_gradients_kernel[
-                (triton.cdiv(seqlen_q, query_tile.block_m) * batch * computed_heads,)
-            ](
-                q,
-                k,
-                v,
-                out,
-                residual,
-                d_out,
-                lse,
-                codes,
-                dq,
-                statistics,
-                *random,
-                *launch.strides(q, k, v, out, residual, d_out, dq),
-                computed_heads,
-                *shared,
-                **options,
-                BLOCK_M=query_tile.block_m,
-                BLOCK_N=query_tile.block_n,
-                **query_tile.options,
-            )
-        if k.numel():
-            key_gradients_kernel[(triton.cdiv(seqlen_k, key_tile.block_n) * batch * kv_heads,)](
-                q,
-                k,
-                v,
-                d_out,
-                statistics,
-                dk,
-                dv,
-                *random,
-                *launch.strides(q, k, v, d_out, dk, dv),
-                kv_heads,
-                *shared,
-                **options,
-                BOUNDED=seqlen_q % key_tile.block_m != 0,
-                BLOCK_M=key_tile.block_m,
-                BLOCK_N=key_tile.block_n,
-                **key_tile.options,
-            )
+    if q.numel():
+        launch.run(
+            query_gradients_kernel,
+            triton.cdiv(seqlen_q, query_tile.block_m) * batch * computed_heads,
+            (q, k, v, out, residual, d_out, lse, codes, dq, statistics, *random),
+            launch.strides(q, k, v, out, residual, d_out, dq),
+            (computed_heads, *shared),
+            **options,
+            BLOCK_M=query_tile.block_m,
+            BLOCK_N=query_tile.block_n,
+            **query_tile.options,
+        )
+    if k.numel():
+        launch.run(
+            key_gradients_kernel,
+            triton.cdiv(seqlen_k, key_tile.block_n) * batch * kv_heads,
+            (q, k, v, d_out, statistics, dk, dv, *random),
+            launch.strides(q, k, v, d_out, dk, dv),
+            (kv_heads, *shared),
+            **options,
+            BOUNDED=seqlen_q % key_tile.block_m != 0,
+            BLOCK_M=key_tile.block_m,
+            BLOCK_N=key_tile.block_n,
+            **key_tile.options,
+        )
     return Gradients(dq, dk, dv)

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.primitives import COUNTS, head_of, load_tile
-from guardbit.kernels.device.rounding import INTERPRET, decode_residual, round_nearest, widen
+from guardbit.kernels.device.primitives import (
+    COUNTS,
+    INTERPRET,
+    decode_residual,
+    head_of,
+    load_tile,
+    round_nearest,
+    widen,
+)
 from guardbit.kernels.reference.delta import ENOUGH, FIRST_COLUMNS, HALF_STEP, MISS, SMALLEST_MISS
 
 _FIRST = tl.constexpr(FIRST_COLUMNS)
@@ -229,7 +235,7 @@ def carry_compensated_delta(
     """See `reference.carry_compensated_delta`."""
     launch.check_tensors(d_out=d_out, out=out)
     if into is None:
-        into = torch.empty_like(out)
+        into = launch.empty_like_rows(out)
         if len(head_ids) < out.size(1):
             into.copy_(out)
     d_out, out, residual = map(launch.rows_adjacent, (d_out, out, residual))
@@ -237,20 +243,16 @@ def carry_compensated_delta(
     ids = launch.device_head_ids(tuple(head_ids), out.device)
     if not out.numel():
         return into
-    with launch.device_of(out):
-        carry_kernel[(triton.cdiv(seqlen_q, _BLOCK_M) * batch * len(ids),)](
-            out,
-            residual,
-            d_out,
-            into,
-            ids,
-            *launch.strides(out, residual, d_out, into),
-            len(ids),
-            seqlen_q,
-            HEAD_DIM=head_dim,
-            WIDTH=launch.padded_width(head_dim),
-            BLOCK_M=_BLOCK_M,
-            num_warps=4,
-            **launch.COMPILER_OPTIONS,
-        )
+    launch.run(
+        carry_kernel,
+        triton.cdiv(seqlen_q, _BLOCK_M) * batch * len(ids),
+        (out, residual, d_out, into, ids),
+        launch.strides(out, residual, d_out, into),
+        (len(ids), seqlen_q),
+        HEAD_DIM=head_dim,
+        WIDTH=launch.padded_width(head_dim),
+        BLOCK_M=_BLOCK_M,
+        num_warps=4,
+        **launch.COMPILER_OPTIONS,
+    )
     return into

@@ -277,7 +277,7 @@ def carry_exact_delta(
 ) -> Carried:
     """See `reference.carry_exact_delta`; one launch."""
     if into is None:
-        into = launch.empty_as(out)
+        into = launch.empty_like_rows(out)
         if len(set(head_ids)) < q.shape[1]:
             into.copy_(out)
     if into.stride(-1) != 1:
@@ -311,33 +311,22 @@ def _launch(
     carried = out if carrier is None else carrier
     rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
     use_tma = call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v)
-    with launch.device_of(q):
-        delta_kernel[(triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),)](
-            q,
-            launch.tma_descriptor(k, rows, widths[0]) if use_tma else k,
-            launch.tma_descriptor(v, rows, widths[1]) if use_tma else v,
-            d_out,
-            lse,
-            *call.loaded,
-            ids,
-            out,
-            delta,
-            carried,
-            *launch.strides(q, k, v, d_out, lse),
-            call.mask_strides,
-            *launch.strides(out, carried),
-            batch * len(ids),
-            max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size())),
-            len(ids),
-            num_heads // kv_heads,
-            seqlen_q,
-            seqlen_k,
-            call.shift,
-            call.inner_scale,
-            call.scale,
-            CARRY=carrier is not None,
-            OVERLAP=call.tile.overlap,
-            USE_TMA=use_tma,
-            **call.constants,
-        )
+    keys = (
+        launch.tma_descriptor(x, rows, width) if use_tma else x
+        for x, width in zip((k, v), widths, strict=True)
+    )
+    strides = launch.strides(q, k, v, d_out, lse)
+    section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size()))
+    counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
+    launch.run(
+        delta_kernel,
+        triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),
+        (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
+        (*strides, call.mask_strides, *launch.strides(out, carried)),
+        (*counts, call.shift, call.inner_scale, call.scale),
+        CARRY=carrier is not None,
+        OVERLAP=call.tile.overlap,
+        USE_TMA=use_tma,
+        **call.constants,
+    )
     return delta

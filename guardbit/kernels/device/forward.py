@@ -14,21 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guardbit.kernels import tiles
 from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import allowed, part_of_keys, visible_keys
 from guardbit.kernels.device.primitives import (
     COUNTS,
     LN_2,
     count_above,
+    encode_residual,
     head_of,
     kept_entries,
     load_tile,
     partial_sums,
     product,
+    round_nearest,
     store_tile,
 )
-from guardbit.kernels.device.rounding import encode_residual, round_nearest
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
@@ -303,50 +303,38 @@ def forward(
         return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
-    tile = tiles.tile(launch.capability_of(q), width, "forward")
+    tile = launch.tile_of(q, width, "forward")
     if dropout is not None:
         tile = tile.for_dropout
-    row_tiles = triton.cdiv(seqlen_q, tile.block_m)
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = launch.size_of_scale(scale)
-    with launch.device_of(q):
-        forward_kernel[(row_tiles * batch * len(computed),)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            out if residual is None else residual,
-            codes,
-            launch.device_head_ids(computed, q.device),
-            lse if dropout is None else dropout.philox_key,
-            *launch.strides(q, k, v, out),
-            num_heads,
-            len(computed),
-            num_heads // kv_heads,
-            seqlen_q,
-            seqlen_k,
-            shift,
-            size_of_scale,
-            size_of_scale * math.log2(math.e),
-            eps / size_of_scale,
-            (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN),
-            SHIFT_MIN * math.log2(math.e),
-            (shift_max - SHIFT_MIN) * math.log2(math.e),
-            threshold=0 if dropout is None else dropout.threshold,
-            factor=1.0 if dropout is None else dropout.factor,
-            CAUSAL=causal is not False,
-            NEGATIVE_SCALE=scale < 0,
-            COMPENSATED=_share(stabilizers, "compensated"),
-            ROW_MAX=_share(stabilizers, "row_max"),
-            DROPOUT=dropout is not None,
-            HEAD_DIM=head_dim,
-            WIDTH=width,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            **tile.options,
-            **launch.COMPILER_OPTIONS,
-        )
+    philox_key, threshold, factor = lse, 0, 1.0
+    if dropout is not None:
+        philox_key, threshold, factor = dropout.philox_key, dropout.threshold, dropout.factor
+    kept = out if residual is None else residual
+    ids = launch.device_head_ids(computed, q.device)
+    counts = num_heads, len(computed), num_heads // kv_heads, seqlen_q, seqlen_k, shift
+    scales = size_of_scale, size_of_scale * math.log2(math.e), eps / size_of_scale
+    shift_turns = (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN)
+    ends = SHIFT_MIN * math.log2(math.e), (shift_max - SHIFT_MIN) * math.log2(math.e)
+    launch.run(
+        forward_kernel,
+        triton.cdiv(seqlen_q, tile.block_m) * batch * len(computed),
+        (q, k, v, out, lse, kept, codes, ids, philox_key),
+        launch.strides(q, k, v, out),
+        (*counts, *scales, shift_turns, *ends, threshold, factor),
+        CAUSAL=causal is not False,
+        NEGATIVE_SCALE=scale < 0,
+        COMPENSATED=_share(stabilizers, "compensated"),
+        ROW_MAX=_share(stabilizers, "row_max"),
+        DROPOUT=dropout is not None,
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **tile.options,
+        **launch.COMPILER_OPTIONS,
+    )
     return Forward(out, lse, residual)
 
 

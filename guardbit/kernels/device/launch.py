@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
-from guardbit.kernels.constants import device_constant
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
-from guardbit.kernels.device.rounding import INTERPRET
+from guardbit.kernels.device.primitives import INTERPRET
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.reference.passes import check_names
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import device_constant
 from guardbit.kernels.tiles import Kernel, Tile
 from guardbit.records import STABILIZERS
 
@@ -82,13 +82,6 @@ def empty_like_rows(x: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else empty.new_empty(x.shape)
 
 
-def empty_as(x: Tensor) -> Tensor:
-    """Returns an empty tensor with x's strides, or a contiguous one if the last stride is not 1."""
-    if x.stride(-1) != 1:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
 def can_use_tma(x: Tensor) -> bool:
     """Whether TMA takes x `(B, H, M, D)`: not empty, address and strides multiples of 16 bytes."""
     unit = 16 // x.element_size()
@@ -105,14 +98,24 @@ def tma_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 
 
-def device_of(x: Tensor) -> AbstractContextManager:
-    """Returns a context in which launches go to x's device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def run(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Any, ...],
+    strides: tuple[tuple[int, ...], ...],
+    numbers: tuple[Any, ...],
+    **constants: Any,
+) -> None:
+    """Launches a kernel on the device of its first tensor."""
+    device = tensors[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*tensors, *strides, *numbers, **constants)
 
 
-def capability_of(x: Tensor) -> tuple[int, int] | None:
-    """Returns the compute capability of x's device; None on the CPU."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:
+    """Returns how a kernel works on x's device."""
+    capability = tiles.capability(x.device) if x.is_cuda else None
+    return tiles.tile(capability, width, kernel)
 
 
 class Prepared(NamedTuple):
@@ -146,7 +149,7 @@ def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: T
     else:
         spec.check_shape(shape)
     width, value_width = padded_width(head_dim), padded_width(value_dim)
-    tile = tiles.tile(capability_of(q), max(width, value_width), kernel)
+    tile = tile_of(q, max(width, value_width), kernel)
     if kind != NO_MASK.value or spec.softcap > 0 or (kernel == "shadow" and spec.is_ranged):
         tile = tile.for_mask
     return Prepared(

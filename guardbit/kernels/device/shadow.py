@@ -34,11 +34,12 @@ from guardbit.kernels.device.primitives import (
     partial_maxima,
     partial_sums,
     product,
+    round_nearest,
     store_tile,
     tanh_and_slope,
+    widen,
     with_sink,
 )
-from guardbit.kernels.device.rounding import round_nearest, widen
 from guardbit.kernels.mask import IRRELEVANT, hidden_rows
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
@@ -458,35 +459,18 @@ def _launch(
     if not result.out.numel():
         return
     size_of_scale = launch.size_of_scale(call.scale)
-    with launch.device_of(q):
-        shadow_kernel[(triton.cdiv(count, call.tile.block_m) * batch * num_heads,)](
-            q,
-            k,
-            v,
-            *call.loaded,
-            entropy if query_ids is None else query_ids.contiguous(),
-            result.out,
-            result.row_max,
-            entropy,
-            result.maxima,
-            result.maxima_bf16,
-            result.largest,
-            *launch.strides(q, k, v),
-            call.mask_strides,
-            num_heads,
-            num_heads // k.shape[1],
-            count,
-            seqlen_q,
-            k.shape[2],
-            call.shift,
-            call.inner_scale,
-            size_of_scale,
-            size_of_scale * math.log2(math.e),
-            1 / size_of_scale,
-            eps,
-            eps * math.log2(math.e),
-            HAS_QUERY_IDS=query_ids is not None,
-            NEGATIVE_SCALE=call.scale < 0,
-            ONLY_MAXIMA=only_maxima,
-            **call.constants,
-        )
+    chosen = entropy if query_ids is None else query_ids.contiguous()
+    counts = num_heads, num_heads // k.shape[1], count, seqlen_q, k.shape[2], call.shift
+    scales = size_of_scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
+    results = result.out, result.row_max, entropy, *result[2:4], result.largest
+    launch.run(
+        shadow_kernel,
+        triton.cdiv(count, call.tile.block_m) * batch * num_heads,
+        (q, k, v, *call.loaded, chosen, *results),
+        (*launch.strides(q, k, v), call.mask_strides),
+        (*counts, call.inner_scale, *scales, eps, eps * math.log2(math.e)),
+        HAS_QUERY_IDS=query_ids is not None,
+        NEGATIVE_SCALE=call.scale < 0,
+        ONLY_MAXIMA=only_maxima,
+        **call.constants,
+    )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from guardbit.kernels.reference import Gradients
 from guardbit.kernels.spec import AttentionSpec
 
 T = TypeVar("T")
@@ -45,16 +46,6 @@ class Inputs(NamedTuple):
     spec: AttentionSpec
     drawn: Drawn | None = None
     wants_mask: bool = False
-
-
-class Gradients(NamedTuple):
-    """Gradients of one call; `d_mask` and `d_sinks` only where they were asked for."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    d_mask: Tensor | None = None
-    d_sinks: Tensor | None = None
 
 
 class Engine(ABC):

@@ -188,26 +188,22 @@ class AutogradEngine(Engine):
             drawn.generator_state.copy_(generator_of(q.device).get_state())
         return self.compute(q, k, v, spec), None
 
-    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-        return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=False)
-
-    def differentiable_backward(self, inputs: Inputs, d_out: Tensor) -> Gradients:
-        """Returns gradients that can be differentiated; only those of the math kernel can."""
-        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in inputs[:3])
-        return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=True)
-
-    def _again(self, inputs: Inputs, d_out: Tensor, create_graph: bool) -> Gradients:
+    def backward(
+        self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, create_graph: bool = False
+    ) -> Gradients:
+        """With `create_graph` the gradients of the math kernel can be differentiated."""
         q, k, v, spec, drawn, wants_mask = inputs
-        leaves = [q, k, v]
+
+        def leaf(x: Tensor) -> Tensor:
+            return x if create_graph and x.requires_grad else x.detach().requires_grad_()
+
+        leaves = [leaf(q), leaf(k), leaf(v)]
         if wants_mask:
             assert spec.mask is not None
-            mask = spec.mask
-            mask = mask if create_graph and mask.requires_grad else mask.detach().requires_grad_()
-            spec = replace(spec, mask=mask)
-            leaves.append(mask)
+            leaves.append(leaf(spec.mask))
+            spec = replace(spec, mask=leaves[3])
         with torch.enable_grad(), drawing_again(q.device, drawn):
-            out = self.compute(q, k, v, spec)
+            out = self.compute(leaves[0], leaves[1], leaves[2], spec)
         return Gradients(*torch.autograd.grad(out, leaves, d_out, create_graph=create_graph))
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

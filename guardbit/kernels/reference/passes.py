@@ -191,11 +191,13 @@ def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> T
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss, each like the tensor that it belongs to."""
+    """Gradients of the loss; `d_mask` and `d_sinks` only where they were asked for."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    d_mask: Tensor | None = None
+    d_sinks: Tensor | None = None
 
 
 @float32_products()

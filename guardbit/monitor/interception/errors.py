@@ -15,8 +15,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from guardbit import guard
 from guardbit.guard import Args, Kwargs
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import is_recomputing
+from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.frames import drop_all, frame_stack
 from guardbit.monitor.stages import log

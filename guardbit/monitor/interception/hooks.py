@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
 from guardbit.guard import Args, Kwargs
-from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, number_of, runtime
-from guardbit.kernels.site_state import Clock, is_recomputing
+from guardbit.kernels.runtime import (
+    NO_SITE,
+    Clock,
+    Runtime,
+    is_jit_traced,
+    is_recomputing,
+    number_of,
+    runtime,
+)
 from guardbit.monitor.interception import seen
 from guardbit.monitor.interception.errors import hook
 from guardbit.monitor.interception.frames import (

@@ -18,8 +18,7 @@ from guardbit import guard
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines.libraries import Layout, as_given, heads_first
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
-from guardbit.kernels.runtime import is_jit_traced, runtime
-from guardbit.kernels.site_state import is_recomputing
+from guardbit.kernels.runtime import is_jit_traced, is_recomputing, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
 from guardbit.monitor.interception.errors import report, reporting

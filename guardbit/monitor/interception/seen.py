@@ -22,8 +22,7 @@ from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, Tenso
 
 from guardbit import guard
 from guardbit.guard import Args, Kwargs
-from guardbit.kernels.runtime import is_jit_traced, runtime
-from guardbit.kernels.site_state import Clock, is_recomputing
+from guardbit.kernels.runtime import Clock, is_jit_traced, is_recomputing, runtime
 from guardbit.monitor.interception.errors import report
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
@@ -45,7 +44,7 @@ CAPTURED = "it is captured in a CUDA graph, which replays the kernel of the capt
 
 @dataclass(slots=True)
 class StepCalls:
-    """The calls of a site in one step, as `kernels.site_state.Clock` counts."""
+    """The calls of a site in one step, as `kernels.runtime.Clock` counts."""
 
     step: int = -1
     heads: Heads = (0, 0, 0)  # of the calls that can be switched, if there are some

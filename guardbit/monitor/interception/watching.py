@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from guardbit import guard
-from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Dropout
-from guardbit.kernels.runtime import runtime
+from guardbit.kernels.runtime import AttentionCall, runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import autocast_tensors
 from guardbit.monitor.interception.errors import report, reporting
 
 #: Why attention that is written out is not switched.

@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from guardbit.catalog import of_probe
-from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.constants import device_constant
+from guardbit.kernels.runtime import AttentionCall
+from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
 from guardbit.monitor.measure.probes import CallView

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from guardbit.catalog import HEAD_INDICATORS, of_probe
-from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import KnownSite, joined_tables, plan_for

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.constants import device_constant
+from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.probes import CallProbe, CallView
 

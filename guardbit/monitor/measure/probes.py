@@ -16,9 +16,9 @@ from torch import Tensor
 
 from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
-from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.constants import device_constant
 from guardbit.kernels.reference import RowMaxima, Shadow
+from guardbit.kernels.runtime import AttentionCall
+from guardbit.kernels.tensors import device_constant
 
 #: Distance from the row maximum, in logits, within which scores count as maxima.
 EPS = 1e-3

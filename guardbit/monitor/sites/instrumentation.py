@@ -13,9 +13,7 @@ from torch import nn
 
 from guardbit.guard import undo_all
 from guardbit.kernels.attention import check_stabilizers
-from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import Clock
+from guardbit.kernels.runtime import AttentionCall, Clock, runtime
 from guardbit.monitor.interception import errors, frames, hooks, installation
 from guardbit.monitor.sites.site import Site
 from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from guardbit.kernels.runtime import runtime
-from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.runtime import SiteState, runtime
 from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.rerunning import rerun
 from guardbit.monitor.interception.seen import SiteRecord, StepCalls, parts, site_record

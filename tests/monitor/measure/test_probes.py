@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import (
     CallView,

@@ -26,13 +26,13 @@ from torch.utils._device import DeviceContext
 
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
-from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site, has_tangent
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import is_autocast
 from guardbit.monitor.interception.errors import named, recorders, report, reporting, stand_in
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import (

@@ -13,9 +13,9 @@ from torch.overrides import handle_torch_function
 
 from guardbit.guard import Args, Around, Kwargs, Result
 from guardbit.kernels import engines
-from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.tensors import autocast_tensors
 from guardbit.monitor.interception.entry_points.base import (
     OTHER_WIDTH,
     Bound,

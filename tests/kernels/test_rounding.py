@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from guardbit import numerics
-from guardbit.kernels.device import rounding
+from guardbit.kernels.device import primitives
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -15,9 +15,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def codec_kernel(exact_pointer, rounded_pointer, counts_pointer, residual_pointer, N: tl.constexpr):
     places = tl.arange(0, N)
     rounded = tl.load(rounded_pointer + places)
-    counts = rounding.encode_residual(tl.load(exact_pointer + places), rounded)
+    counts = primitives.encode_residual(tl.load(exact_pointer + places), rounded)
     tl.store(counts_pointer + places, counts)
-    tl.store(residual_pointer + places, rounding.decode_residual(rounded, counts))
+    tl.store(residual_pointer + places, primitives.decode_residual(rounded, counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,8 @@
-"""Casts as autocast casts for PyTorch's own attention."""
+"""Small integer tensors on a device, and the casts of autocast."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,3 +22,13 @@ def autocast_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.dtype in _CAST else x for x in (q, k, v))
     return q, k, v
+
+
+# Outside inference mode: a later training step could not save inference tensors.
+@lru_cache(maxsize=4096)
+@torch.inference_mode(False)
+def device_constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the values as a tensor `(len(values),)` on the device; the host does not wait."""
+    # From pageable memory the copy would be synchronous.
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
