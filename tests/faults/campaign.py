@@ -78,7 +78,6 @@ def table(rows: list[list[str]], broken: tuple[str, ...]) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     rows = run(options)
     print(table(rows, BROKEN))
     print(f"{sum(AGAIN in row[5] for row in rows)} had a result at the second try only")

@@ -121,7 +121,6 @@ def failure_of(arguments: list[str]) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     bad = 0
     with in_a_zoo() as paths:
         for seed in range(options.seed, options.seed + options.number):

@@ -57,16 +57,7 @@ class Lines:
 
 
 class Injection:
-    """Raises an error at a point, once; a context manager.
-
-    Args:
-        point: Where.
-        error: What.
-        mark: A file that is made when it fires, for other processes to see.
-
-    Attributes:
-        has_fired: Whether it has, in this process.
-    """
+    """Raises an error at a point, once in this process; `mark` is a file that says so to others."""
 
     def __init__(self, point: Point, error: BaseException, mark: Path | None = None) -> None:
         self.has_fired = False

@@ -203,12 +203,7 @@ def _near(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """Runs a function in a fork of this process and returns what it returns.
-
-    Raises:
-        TimeoutError: If it takes too long.
-        ChildProcessError: If the process died.
-    """
+    """Returns what a function returns in a fork, or raises TimeoutError or ChildProcessError."""
     last_words = tempfile.TemporaryFile()  # noqa: SIM115 (of the child)
     reading, writing = os.pipe()
     child = os.fork()
@@ -238,30 +233,25 @@ def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
             last_words.seek(0)
             *_, current = last_words.read().decode().rpartition("Current thread")
             where = [line for line in current.splitlines() if "File" in line][:4]
-            raise ChildProcessError(f"the process died: {_how_ended(status)}; {' '.join(where)}")
+            code = os.waitstatus_to_exitcode(status)
+            how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+            raise ChildProcessError(f"the process died: {how}; {' '.join(where)}")
     found = pickle.loads(answer)
     if isinstance(found, BaseException):
         raise ChildProcessError(repr(found))
     return found
 
 
-def _how_ended(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-
-
 def _answer(reading: int, seconds: float) -> bytes:
-    deadline, parts = time.monotonic() + seconds, []
+    deadline, answer = time.monotonic() + seconds, b""
     while True:
-        left = deadline - time.monotonic()
-        ready, _, _ = select.select([reading], [], [], max(0.0, left))
-        if not ready:
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([reading], [], [], left)[0]:
             raise TimeoutError(f"no answer within {seconds:.0f} s")
         part = os.read(reading, 1 << 16)
         if not part:
-            break
-        parts.append(part)
-    return b"".join(parts)
+            return answer
+        answer += part
 
 
 def _mute() -> None:

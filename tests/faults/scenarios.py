@@ -59,22 +59,15 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Run:
-    """A run: its settings, and what it leaves.
+    """A run: its settings, and what it leaves."""
 
-    Attributes:
-        folder: Where its telemetry goes.
-        is_watched: Whether GuardBit watches.
-        model: The model that was trained.
-        sessions: The sessions of the run.
-        on_rank: Called on each rank of a run of two processes, with its number.
-        report: Called on the second rank with the error that ended it, or None.
-    """
-
-    folder: Path
+    folder: Path  # where its telemetry goes
     is_watched: bool
     model: nn.Module | None = None
     sessions: list[MonitorSession] = field(default_factory=list)
+    # Called on each rank of a run of two processes, with its number.
     on_rank: Callable[[int], None] = lambda rank: None
+    # Called on the second rank with the error that ended it, or None.
     report: Callable[[BaseException | None], None] = lambda error: None
 
     def session(self, **options: Any) -> MonitorSession | None:

@@ -60,65 +60,52 @@ def write_run(folder: Path, chance: random.Random) -> None:
             writer.event(Event(210, "switch", "h.1", (2,), "it grew", stabilizer="exact_delta"))
 
 
+def _flipped(data: bytes, chance: random.Random) -> bytes:
+    flipped = bytearray(data)
+    for _ in range(chance.choice((1, 3, 50))):
+        if flipped:
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+    return bytes(flipped)
+
+
+def _with_more(data: bytes, chance: random.Random) -> bytes:
+    place = chance.randrange(len(data) + 1)
+    return data[:place] + chance.randbytes(chance.choice((1, 100))) + data[place:]
+
+
+#: What may take the place of a file's bytes; "remove", "folder", "swap" and "change" are files'.
+BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "flip": _flipped,
+    "cut": lambda data, chance: data[: chance.randrange(len(data) + 1)],
+    "empty": lambda data, chance: b"",
+    "garbage": lambda data, chance: chance.randbytes(chance.choice((10, 10_000))),
+    "twice": lambda data, chance: data * 2,
+    "insert": _with_more,
+}
+
+
 def corrupt(folder: Path, chance: random.Random) -> str:
     """Corrupts one file of a folder; returns how."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     if not files:
         return "nothing is left"
     path = chance.choice(files)
-    ways: list[Callable[[Path, random.Random], None]] = [
-        _flip, _cut, _empty, _garbage, _remove, _twice, _insert, _folder, _swap
-    ]  # fmt: skip
+    ways = [*BYTES, "remove", "folder", "swap"]
     if path.suffix in (".json", ".jsonl"):
-        ways += [_change] * 6
+        ways += ["change"] * 6
     way = chance.choice(ways)
-    way(path, chance)
-    return f"{way.__name__[1:]} {path.name}"
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    for _ in range(chance.choice((1, 3, 50))):
-        if data:
-            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
-
-
-def _cut(path: Path, chance: random.Random) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: chance.randrange(len(data) + 1)])
-
-
-def _empty(path: Path, chance: random.Random) -> None:
-    path.write_bytes(b"")
-
-
-def _garbage(path: Path, chance: random.Random) -> None:
-    path.write_bytes(chance.randbytes(chance.choice((10, 10_000))))
-
-
-def _remove(path: Path, chance: random.Random) -> None:
-    path.unlink()
-
-
-def _twice(path: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes() * 2)
-
-
-def _insert(path: Path, chance: random.Random) -> None:
-    data = path.read_bytes()
-    place = chance.randrange(len(data) + 1)
-    path.write_bytes(data[:place] + chance.randbytes(chance.choice((1, 100))) + data[place:])
-
-
-def _folder(path: Path, chance: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _swap(path: Path, chance: random.Random) -> None:
-    other = chance.choice(sorted(p for p in path.parent.iterdir() if p.is_file()))
-    path.write_bytes(other.read_bytes())
+    if way in ("remove", "folder"):
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+    elif way == "swap":
+        other = chance.choice(sorted(p for p in path.parent.iterdir() if p.is_file()))
+        path.write_bytes(other.read_bytes())
+    elif way == "change":
+        _change(path, chance)
+    else:
+        path.write_bytes(BYTES[way](path.read_bytes(), chance))
+    return f"{way} {path.name}"
 
 
 def _change(path: Path, chance: random.Random) -> None:
@@ -129,7 +116,8 @@ def _change(path: Path, chance: random.Random) -> None:
         place = chance.randrange(len(lines))
         value = json.loads(lines[place])
     except ValueError:  # no JSON any more, or nothing is left
-        return _insert(path, chance)
+        path.write_bytes(_with_more(path.read_bytes(), chance))
+        return
     lines[place] = json.dumps(_changed(value, chance))
     path.write_text("\n".join(lines) + "\n")
 
@@ -216,7 +204,6 @@ def _try(job: Job) -> list[str]:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     numbers = range(options.seed, options.seed + options.number)
     jobs = [(str(number), command) for number in numbers for command in COMMANDS]
     found = collect(options, ["seed", "command", "result", "detail"], jobs, _try, _warm_up)
