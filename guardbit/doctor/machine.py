@@ -6,8 +6,8 @@ import operator
 import platform
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
@@ -35,7 +35,7 @@ class KnownFault:
     what: str
     advice: str
     source: str
-    capability: tuple[str, ...] = ()
+    capability: Sequence[str] = ()
 
     def concerns(self, versions: Mapping[str, str], capability: str | None) -> bool:
         """Whether a machine has these versions; none of these engines runs without a GPU."""
@@ -53,10 +53,7 @@ class KnownFault:
 def known_faults() -> list[KnownFault]:
     """Reads the combinations of versions that are known to be bad, with sources."""
     text = files("guardbit.doctor").joinpath("known_faults.toml").read_text(encoding="utf-8")
-    return [
-        KnownFault(**{**fault, "capability": tuple(fault.get("capability", ()))})
-        for fault in tomllib.loads(text)["fault"]
-    ]
+    return [KnownFault(**fault) for fault in tomllib.loads(text)["fault"]]
 
 
 def is_within(version: str, wanted: str) -> bool:
@@ -80,12 +77,11 @@ class Machine:
     capability: str | None  # its compute capability, such as "9.0"
     cuda: str | None  # version of the CUDA that PyTorch was built with
     versions: dict[str, str]  # of installed packages, by pip's names, and cudnn
-    known: list[KnownFault] = field(default_factory=list)  # known faults of these versions
+    known: list[KnownFault]  # known faults of these versions
 
 
 def this_machine() -> Machine:
-    has_gpu = torch.cuda.is_available()
-    versions, capability = installed(), None
+    has_gpu, versions, capability = torch.cuda.is_available(), installed(), None
     if has_gpu:
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return Machine(

@@ -163,11 +163,13 @@ class Examiner:
         engines, refused = candidates
         for name, why in refused.items():
             self.refuse(f"{name} does not serve calls: {why}", f"{shape} {mask}")
-        examinations = [
-            Examination(engine, shape, mask, dtype, _ADVICE.get(engine.name, _OTHER))
-            for engine in engines
-            if not self._is_engine_too_large(engine, shape, mask)
-        ]
+        examinations: list[Examination] = []
+        dense = sizes.batch * sizes.heads * sizes.length**2 * _DENSE_BYTES
+        for engine in engines:
+            needed = dense if engine.backend == SDPBackend.MATH else 0
+            if not self._exceeds(needed, f"{engine.name} at {shape} {mask}"):
+                advice = _ADVICE.get(engine.name, _OTHER)
+                examinations.append(Examination(engine, shape, mask, dtype, advice))
         if not examinations:
             return
         left_out = {examination.engine.name: list(KINDS) for examination in examinations}
@@ -223,12 +225,6 @@ class Examiner:
         if left_out:
             self.result.left_out[place] = tuple(KINDS)
         return left_out
-
-    def _is_engine_too_large(self, engine: Engine, shape: str, mask: str) -> bool:
-        if engine.backend != SDPBackend.MATH:
-            return False
-        b, h, _, n, _ = map(int, shape.split(","))
-        return self._exceeds(b * h * n * n * _DENSE_BYTES, f"{engine.name} at {shape} {mask}")
 
     def _exceeds(self, needed: int, place: str) -> bool:
         free = _PART * free_memory(self.device)

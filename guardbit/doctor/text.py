@@ -24,10 +24,8 @@ def describe_machine(machine: Machine) -> Iterator[str]:
         gpu = f"{machine.gpu}, compute capability {machine.capability}, CUDA {machine.cuda}"
     yield f"Machine: {machine.system}, Python {machine.python}, {gpu}"
     yield "Versions: " + ", ".join(f"{name} {number}" for name, number in machine.versions.items())
-    for fault in machine.known:
+    for fault in machine.known or ["nothing bad."]:
         yield f"Known of these versions: {fault}"
-    if not machine.known:
-        yield "Known of these versions: nothing bad."
 
 
 def table(preflight: Preflight) -> Iterator[str]:

@@ -18,8 +18,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, RunEnd, Sample, line_of, place_of, printable
 from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
-from guardbit.store.reading import resumptions
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import resumptions, samples_of
 
 T = TypeVar("T")
 

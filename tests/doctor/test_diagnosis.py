@@ -174,11 +174,6 @@ def test_of_long_sequences_some_rows_are_looked_at(monkeypatch):
     assert (found.rows, found.cause, found.operation) == (64, "rounding", "delta")
 
 
-def test_no_sample_is_refused():
-    with pytest.raises(ValueError, match="no sample"):
-        diagnose([])
-
-
 # One row taken apart, against sums written out one term after the other.
 ROW = 41
 

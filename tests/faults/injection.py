@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -39,21 +41,18 @@ def is_ours(file: str) -> bool:
     return file.startswith(ROOT) and file != GUARD
 
 
-class Lines:
-    """Counts the lines of GuardBit that run; a context manager."""
+@contextmanager
+def counted(counts: Counter[tuple[str, int]]) -> Iterator[None]:
+    """Counts how often each line of GuardBit runs."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[str, int]] = Counter()
+    def count(file: str, line: int) -> None:
+        counts[file, line] += 1
 
-    def __enter__(self) -> Lines:
-        _watch(self._line, None)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    _watch(count, None)
+    try:
+        yield
+    finally:
         sys.settrace(None)
-
-    def _line(self, file: str, line: int) -> None:
-        self.counts[file, line] += 1
 
 
 class Injection:

@@ -208,11 +208,8 @@ def main(options: Namespace) -> int:
     jobs = [(str(number), command) for number in numbers for command in COMMANDS]
     found = collect(options, ["seed", "command", "result", "detail"], jobs, _try, _warm_up)
     counted = Counter((command, result) for _, command, result, _ in found)
-    print("| command | corrupted runs | traceback | hung | memory |\n|---|---|---|---|---|")
-    for command in COMMANDS:
-        bad = [counted[command, result] for result in ("traceback", "hung", "memory")]
-        tried = sum(number for (name, _), number in counted.items() if name == command)
-        print(f"| {command} | {tried} | {' | '.join(map(str, bad))} |")
+    for (command, result), number in sorted(counted.items()):
+        print(f"{command}, {result}: {number}")
     broken = [row for row in found if row[2] != "sound"]
     for number, command, result, detail in broken[:20]:
         print(f"seed {number}, {command}, {result}: {detail}", file=sys.stderr)
