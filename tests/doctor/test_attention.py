@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.doctor.attention import EXACT, FLASH, chunks, head_of_call, truncate
+from guardbit.doctor.attention import EXACT, FLASH, chunks, head_of_call
 from guardbit.doctor.diagnose import measure
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
@@ -82,16 +82,6 @@ def test_remedies_are_those_of_the_oracle(name):
     found = measure(head_of(tensors, None, None), FLASH)[f"remedy {name}"]
     # The same number of the same size up to the few numbers that FP32 rounds to the other side.
     assert found.error_squares == pytest.approx(error.item(), rel=0.05)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_truncation_goes_towards_zero_by_less_than_a_step(dtype):
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = truncate(x, dtype).double()
-    assert (found.abs() <= x.abs()).all() and (found * x >= 0).all()
-    assert ((x - found).abs() < torch.finfo(dtype).eps * x.abs()).all()
-    held = found.clone()
-    assert torch.equal(truncate(held, dtype).double(), held)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     ]  # fmt: skip
     assert (told["verdict"], told["risk"]["layers"]) == (NOT_MEASURED, [1])
     assert told["heads"][0]["steps"] == [3, 4]
+    remedies = ["none", "exact_delta", "centered_keys", "compensated", "row_max"]
+    assert list(told["heads"][0]["remedies"]) == remedies
     assert not (run / "diagnosis").exists()
 
 

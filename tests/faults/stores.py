@@ -21,6 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import guardbit
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
 from tests.faults.rows import Job, collect
 from tests.faults.running import apart, warm_up
 
@@ -42,10 +45,6 @@ _WORDS = [
 
 def write_run(folder: Path, chance: random.Random) -> None:
     """Writes a small run, or copies a recorded one."""
-    import guardbit
-    from guardbit.records import Event, Sample
-    from guardbit.store import RunWriter
-
     if chance.random() < 0.1:
         shutil.copytree(Path(guardbit.__file__).parent / "recorded" / "lost", folder)
         return
@@ -162,9 +161,10 @@ def read(command: str, folder: Path) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def try_one(seed: int, command: str) -> tuple[str, str]:
-    """Corrupts a run and lets one command read it; returns the result and its details."""
-    chance = random.Random(seed)
+def _try(job: Job) -> list[str]:
+    """Corrupts a run of a seed and lets a command read it; returns the result and its details."""
+    seed, command = job
+    chance = random.Random(int(seed))
     root = Path(tempfile.mkdtemp(prefix="guardbit-stores-"))
     folder = root / "run"
     try:
@@ -177,12 +177,12 @@ def try_one(seed: int, command: str) -> tuple[str, str]:
         try:
             failure, kilobytes = apart(run, PATIENCE)
         except (TimeoutError, ChildProcessError) as error:
-            return "hung", f"{how}: {error}"
+            return ["hung", f"{how}: {error}"]
         if failure:
-            return "traceback", f"{how}: {failure}"
+            return ["traceback", f"{how}: {failure}"]
         if kilobytes * 1024 > MEMORY:
-            return "memory", f"{how}: {kilobytes / 2**20:.2f} GB"
-        return "sound", how
+            return ["memory", f"{how}: {kilobytes / 2**20:.2f} GB"]
+        return ["sound", how]
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -197,10 +197,6 @@ def _warm_up() -> None:
 
     assert guardbit.cli is not None
     warm_up()
-
-
-def _try(job: Job) -> list[str]:
-    return list(try_one(int(job[0]), job[1]))
 
 
 def main(options: Namespace) -> int:

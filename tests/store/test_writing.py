@@ -119,15 +119,6 @@ def test_a_merge_holds_a_row_group_at_a_time(tmp_path, monkeypatch):
     assert max(groups) < 20  # a group is closed by the batch that takes it to 10 rows or more
 
 
-def test_samples_are_on_disk_after_a_flush_and_events_at_once(tmp_path):
-    writer = RunWriter(tmp_path)
-    writer.add([loss(1)])
-    writer.event(alarm(1))
-    assert (len(read_run(tmp_path)), len(read_events(tmp_path))) == (0, 1)
-    writer.flush()
-    assert len(read_run(tmp_path)) == 1
-
-
 def test_segments_are_compressed_and_dictionary_encoded(tmp_path):
     write(tmp_path, Sample(1, "h.0.attn", 0, "max_logit", tuple(range(12))))
     (name,) = file_names(tmp_path, "samples")
@@ -171,13 +162,6 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
     frame = read_events(folder)
     found = list(zip(frame["step"].tolist(), frame["why"].tolist(), strict=True))
     assert found == sorted(events, key=lambda event: event[0])
-
-
-def test_hidden_samples_stay_on_disk(tmp_path):
-    write(tmp_path, *map(loss, range(10)))
-    (first,) = file_names(tmp_path, "samples")
-    write(tmp_path, loss(4), start_step=3)
-    assert pq.ParquetFile(tmp_path / first).metadata.num_rows == 10
 
 
 def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
