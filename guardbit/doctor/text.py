@@ -8,8 +8,7 @@ from typing import Any
 
 from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
 from guardbit.doctor.examine import Row
-from guardbit.doctor.machine import Machine
-from guardbit.doctor.preflight import Preflight
+from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
 
 _GRADIENTS = ("out", "dq", "dk", "dv")

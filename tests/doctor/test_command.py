@@ -19,8 +19,7 @@ from guardbit.doctor.inputs import (
     packed_spec,
     parse_shape,
 )
-from guardbit.doctor.machine import is_within, known_faults
-from guardbit.doctor.preflight import Examiner
+from guardbit.doctor.preflight import Examiner, is_within, known_faults
 from guardbit.kernels.engines.sdpa import CPUFlash
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
