@@ -17,16 +17,13 @@ from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines import Engine
-from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import CallView, FiniteProbe, RepeatProbe
 from tests.doctor.faulty_engines import (
     Racing,
     Wrapped,
-    Written,
     nan_in_head,
     scaled,
-    truncate,
     unmasked,
 )
 from tests.doctor.faulty_engines import examine as examined_on
@@ -144,12 +141,6 @@ def test_a_misbehaving_kernel_is_found_and_named(name, fault):
     found = [one for one in examined.findings() if one.is_broken]
     assert [one.fault for one in found] == [fault], [str(one) for one in found]
     assert fault not in ("nonfinite", "race") or found[0].tensors == ("dq",)
-
-
-def test_truncation_is_found():
-    with float32_products():
-        (found,) = examine(Written("O", out=truncate), "causal").findings()
-    assert (found.fault, found.is_broken) == ("truncation", True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -33,7 +33,8 @@ def run(options: Namespace) -> list[list[str]]:
     warm_up()  # forks share what this imports, and what scenarios do when nothing fails
     for name in options.scenario or SCENARIOS:
         try:
-            reference_of(name), counts_of(name)
+            reference_of(name)
+            counts_of(name)
         except Exception as why:
             print(f"{name} cannot run here and is left out: {why!r}", file=sys.stderr)
         else:
