@@ -20,7 +20,7 @@ import pandas as pd
 
 from benchmarks.detectors import DEPARTS, RESULTS, Recorded, alarms_of
 from guardbit.monitor.detectors import DEFAULT_RULES
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 from studies.rescue.packed import ALARMED_FIRST, begun_at, load
 
 OTHERS = RESULTS.with_name("other_models")

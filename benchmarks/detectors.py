@@ -30,7 +30,7 @@ from benchmarks.simulation import samples as simulated_samples
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.records import Alarm, Sample, event_of
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 from studies.rescue.packed import ALARMED_FIRST, begun_at, load
 
 RESULTS = Path(__file__).parents[1] / "studies" / "rescue" / "results"

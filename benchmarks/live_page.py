@@ -95,9 +95,10 @@ def main() -> None:
     settings = parser.parse_args()
     last_step = 50 * (settings.samples - 1)
     with tempfile.TemporaryDirectory() as folder:
-        with RunWriter(folder, flush_every=4096) as writer:
+        with RunWriter(folder) as writer:
             for sample in range(settings.samples):
                 writer.add(made_up_samples(settings.layers, settings.heads, 50 * sample))
+                writer.flush()
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"on disk                   {size / 2**20:8.0f} MiB")

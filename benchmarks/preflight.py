@@ -16,8 +16,7 @@ from pathlib import Path
 from benchmarks.common import write
 from guardbit.doctor import text
 from guardbit.doctor.inputs import DTYPES, parse_shape
-from guardbit.doctor.machine import this_machine
-from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, Preflight
+from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, Preflight, this_machine
 
 #: What no examination can say, and why.
 UNEXAMINED = (

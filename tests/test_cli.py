@@ -159,10 +159,12 @@ def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_r
     ]
 
 
-def write_run(folder: Path, *, loss: float = 3.0, end: RunEnd = "finished") -> Path:
+def write_run(
+    folder: Path, *, loss: float = 3.0, end: RunEnd = "finished", **metadata: object
+) -> Path:
     """Two samples of one of two attention modules, in 60 steps; its loss from step 13 on."""
-    metadata = {"sites": {"h.0.attn": {}}, "unseen": ["h.1.attn"]}
-    writer = RunWriter(folder, metadata=metadata)
+    about = {"sites": {"h.0.attn": {}}, "unseen": ["h.1.attn"]}
+    writer = RunWriter(folder, metadata=about | metadata)
     for step in range(60):
         writer.add([Sample(step, "", -1, "loss", (loss if step >= 13 else 3.0,))])
         if step in (0, 50):
@@ -172,7 +174,7 @@ def write_run(folder: Path, *, loss: float = 3.0, end: RunEnd = "finished") -> P
 
 
 def test_what_limits_an_outcome_is_said_by_every_command(tmp_path):
-    folder = write_run(tmp_path / "run", end="crashed")
+    folder = write_run(tmp_path / "run", end="crashed", resumed=[30])
     said = (
         "Healthy: no alarm up to step 50; the run crashed; only 1 of 2 attention modules was"
         " watched"
@@ -180,8 +182,9 @@ def test_what_limits_an_outcome_is_said_by_every_command(tmp_path):
     for command in ("report", "replay"):
         found = answer(command, folder)
         assert (found["headline"], found["not_watched"]) == (said, ["h.1.attn"])
+        assert found["resumed"] == [30]
     assert invoke("replay", folder).stdout.splitlines()[0] == said
-    assert invoke("report", folder).exit_code == 0
+    assert "The run was resumed at step 30.\n" in invoke("report", folder).stderr
     assert f'<h1 class="outcome healthy">{said}</h1>' in (folder / "report.html").read_text()
 
 
@@ -234,13 +237,16 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
 
 
 def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path):
-    with RunWriter(tmp_path / "run") as writer:
+    with RunWriter(tmp_path / "run", metadata={"torch": "2.13"}) as writer:
         for step in range(2):
             writer.add([Sample(step, "", -1, "loss", (3.0,))])
-            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+            writer.add([Sample(step, "h.1.attn", 1, "max_logit", (10.0, 11.0))])
     result = invoke("report", tmp_path / "run")
+    page = tmp_path / "run" / "report.html"
     said = "run: Healthy: no alarm up to step 1. Nothing is to be done.\n"
-    assert (result.exit_code, result.stderr) == (0, said)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{page}\n", said)
+    text = page.read_text(encoding="utf-8")
+    assert all(said in text for said in ("h.1.attn", "2.13", "<title>run"))
 
 
 def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkeypatch):
@@ -314,22 +320,11 @@ def test_what_is_no_run_is_refused(command, tmp_path):
     check_refused(invoke(command, tmp_path / "new"), "new holds no samples yet")
 
 
-def test_report_writes_a_page_into_the_runs_folder(small_run):
-    result = invoke("report", small_run)
-    assert (result.exit_code, result.stderr.count("\n")) == (0, 1)
-    page = small_run / "report.html"
-    assert result.stdout == f"{page}\n"
-    text = page.read_text(encoding="utf-8")
-    assert all(said in text for said in ("h.1.attn", "2.13", "by hand", "<title>run"))
-
-
 def test_outcomes_of_several_runs_in_json(small_run):
     runs = answer("report", small_run, RUNS / "fails-sdpa-lr1.5e-3.csv.gz")["runs"]
     assert [run["outcome"] for run in runs] == ["healthy", "alarmed"]
     assert [run["ended"] for run in runs] == ["finished", None]
     assert not (small_run / "comparison.html").exists()
-    chosen = ("--json", "--output", small_run)
-    check_refused(invoke("report", small_run, *chosen), "--json writes no report")
 
 
 def test_runs_are_called_after_their_log_directories(tmp_path, plain_run):
@@ -379,12 +374,6 @@ def test_a_name_that_means_no_format_of_reports_is_refused(plain_run, tmp_path, 
     assert invoke("report", plain_run, "--output", tmp_path / name).exit_code == 0
 
 
-def test_live_refuses_an_address_that_is_no_webhook(small_run):
-    pytest.importorskip("starlette", reason="the extra `live` is not installed")
-    result = invoke("live", small_run, "--notify", "example.org")
-    check_refused(result, "a webhook is an address like https://host/path, got 'example.org'")
-
-
 def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "version_1" / plain_run.name
@@ -419,6 +408,8 @@ def test_a_warning_about_one_file_is_said_once(plain_run, tmp_path):
 
 def test_live_shows_folders_only_and_says_where(tmp_path, monkeypatch):
     live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
+    said = "a webhook is an address like https://host/path, got 'example.org'"
+    check_refused(invoke("live", tmp_path, "--notify", "example.org"), said)
     (tmp_path / "run.csv").write_text(HEADER)
     check_refused(invoke("live", tmp_path / "run.csv"), "live shows the folder of a run")
     run = live.LiveServer.run
@@ -443,14 +434,13 @@ def test_live_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
     check_refused(invoke("live", tmp_path), "pip install starlette uvicorn")
 
 
-def test_a_run_is_not_compared_with_itself(small_run):
+def test_what_cannot_be_reported_is_refused(small_run, tmp_path):
     again = small_run.parent / "." / small_run.name
     check_refused(invoke("report", small_run, again), f"{small_run} is given twice")
-
-
-def test_a_report_that_cannot_be_written_is_refused(small_run, tmp_path):
     (tmp_path / "file").write_text("x")
     check_refused(invoke("report", small_run, "--output", tmp_path / "file" / "a.html"), "file")
+    chosen = ("--json", "--output", small_run)
+    check_refused(invoke("report", small_run, *chosen), "--json writes no report")
 
 
 def test_report_and_replay_import_no_torch_and_help_imports_nothing_heavy(small_run):

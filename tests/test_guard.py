@@ -27,8 +27,8 @@ NO_DOORS = {
 }
 
 
-def is_guarded(function):
-    return hasattr(function, guard._GUARDED)
+def unguarded(functions):
+    return [function for function in functions if not hasattr(function, guard._GUARDED)]
 
 
 def entries_of(kind):
@@ -38,9 +38,9 @@ def entries_of(kind):
         if name.startswith("_") and name not in special:
             continue
         if isinstance(found, property):
-            yield name, found.fget
+            yield found.fget
         elif inspect.isfunction(found):
-            yield name, found
+            yield found
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,15 @@ def entries_of(kind):
 )
 def test_every_method_that_training_calls_is_guarded(kind):
     assert issubclass(kind, Guarded)
-    found = dict(entries_of(kind))
-    assert found
-    assert [name for name, function in found.items() if not is_guarded(function)] == []
+    found = list(entries_of(kind))
+    assert found and unguarded(found) == []
+
+
+def test_single_entries_are_guarded():
+    of_ops = [installation.checkpoint, op._differentiable, op.run_forward, op.run_backward]
+    of_ops += [flex._begin, flex._lse_gradient, flex._observe]
+    while_compilers_trace = [seen._drop_stale, seen._read_inputs, seen._read_call]
+    assert unguarded([*of_ops, *while_compilers_trace]) == []
 
 
 @pytest.mark.parametrize("base", [pl.Callback, TrainerCallback])
@@ -77,9 +83,7 @@ def test_every_hook_and_stand_in_is_guarded():
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         ]
     assert hooks
-    assert all(map(is_guarded, hooks))
-    assert all(is_guarded(entry.stand_in) for entry in ENTRY_POINTS)
-    assert is_guarded(installation.checkpoint)
+    assert unguarded([*hooks, *(entry.stand_in for entry in ENTRY_POINTS)]) == []
 
 
 def test_every_backward_is_guarded():
@@ -89,19 +93,7 @@ def test_every_backward_is_guarded():
         if kind.__module__.startswith("guardbit.")
     }
     assert {f"{op.__name__}._Attention", f"{watching.__name__}._Output"} <= ours.keys()
-    backwards = {name: kind.backward for name, kind in ours.items() if name not in NO_DOORS}
-    assert [name for name, function in backwards.items() if not is_guarded(function)] == []
-
-
-def test_what_ops_run_is_guarded():
-    assert is_guarded(op._differentiable)
-    assert is_guarded(op.run_forward)
-    assert is_guarded(op.run_backward)
-    assert all(map(is_guarded, (flex._begin, flex._lse_gradient, flex._observe)))
-
-
-def test_what_compilers_run_while_they_trace_is_guarded():
-    assert all(map(is_guarded, (seen._drop_stale, seen._read_inputs, seen._read_call)))
+    assert unguarded(kind.backward for name, kind in ours.items() if name not in NO_DOORS) == []
 
 
 # --- what a guard does ---------------------------------------------------------------------------
@@ -136,12 +128,15 @@ def test_an_error_ends_in_the_guard(kind):
     assert made.told == [(error, "enter")]
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_belongs_to_the_user_passes(kind):
-    made = Entered()
-    with pytest.raises(kind):
-        made.enter(kind())
-    assert made.told == []
+@pytest.mark.parametrize(
+    ("error", "is_strict"),
+    [(KeyboardInterrupt(), False), (SystemExit(), False), (KeyError("on purpose"), True)],
+)
+def test_what_belongs_to_the_user_passes_and_a_strict_guard_raises(error, is_strict):
+    made = Entered(is_strict)
+    with pytest.raises(type(error)) as raised:
+        made.enter(error)
+    assert raised.value is error and made.told == []
 
 
 def test_an_answer_to_the_caller_passes():
@@ -151,24 +146,12 @@ def test_an_answer_to_the_caller_passes():
     assert made.told == []
 
 
-def test_a_strict_guard_raises_the_error_itself():
-    error = KeyError("on purpose")
-    with pytest.raises(KeyError) as raised:
-        Entered(strict=True).enter(error)
-    assert raised.value is error
-
-
-def test_an_error_of_who_is_told_stays_inside_too():
-    made = Entered()
+def test_an_error_of_who_is_told_stays_inside_and_a_void_object_does_nothing():
+    made, void = Entered(), Entered()
     made._contain = lambda error, where: 1 / 0
-    assert made.enter(KeyError()) == "otherwise"
-
-
-def test_a_void_object_does_nothing():
-    made = Entered()
-    made._is_void = True
-    assert made.enter(KeyError()) == "otherwise"
-    assert made.told == []
+    void._is_void = True
+    assert made.enter(KeyError()) == void.enter(KeyError()) == "otherwise"
+    assert void.told == []
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
@@ -195,51 +178,36 @@ def test_a_second_try_has_the_same_frames_above_it(is_needed):
         assert len(told) == 3
 
 
-def test_a_stand_in_calls_the_original_after_errors_before_and_after_it():
-    told = []
+@pytest.mark.parametrize(
+    ("failures", "result", "told", "given_up"),
+    [
+        ({"before": 1, "after": 1}, 20, ["before", "after"], []),
+        ({"before": 2}, 2, ["before"], ["before"]),  # the original's
+        ({"after": 2}, 2, ["after"], ["after"]),
+    ],
+)
+def test_a_stand_in_is_tried_twice_and_then_gives_up(failures, result, told, given_up):
+    left, errors, last = dict(failures), [], []
 
     class Place:
         original = staticmethod(lambda x: x + 1)
 
-    def broken(args, kwargs):
-        raise KeyError
-
-    def half_broken(args, kwargs):
-        return guard.Around(args, kwargs, lambda found: 1 / 0)
-
-    assert guard.stand_in(Place, broken, None, told.append, told.append)(1) == 2
-    assert [type(error) for error in told] == [KeyError, KeyError]  # tried twice
-    assert guard.stand_in(Place, half_broken, None, told.append, told.append)(1) == 2
-    assert isinstance(told[-1], ZeroDivisionError)
-
-
-def test_a_stand_in_gives_up_only_after_its_last_try():
-    told, last, failures = [], [], {"before": 1, "after": 1}
-
-    class Place:
-        original = staticmethod(lambda x: x + 1)
-
-    def fail_once(name):
-        if failures[name]:
-            failures[name] -= 1
+    def fail(name):
+        if left.get(name):
+            left[name] -= 1
             raise OSError(name)
 
     def after(found):
-        fail_once("after")
+        fail("after")
         return 10 * found
 
     def before(args, kwargs):
-        fail_once("before")
+        fail("before")
         return guard.Around(args, kwargs, after)
 
-    made = guard.stand_in(Place, before, None, told.append, last.append)
-    assert made(1) == 20
-    assert ([str(error) for error in told], last) == (["before", "after"], [])
-    failures.update(before=2)
-    assert made(1) == 2  # the original's
-    assert ([str(error) for error in told[2:]], [str(error) for error in last]) == (
-        ["before"], ["before"]
-    )  # fmt: skip
+    made = guard.stand_in(Place, before, None, errors.append, last.append)
+    assert made(1) == result
+    assert ([str(error) for error in errors], [str(error) for error in last]) == (told, given_up)
 
 
 def test_what_is_undone_is_undone_whatever_one_raises():
@@ -280,45 +248,37 @@ def test_what_is_to_be_undone_after_a_call_is_undone_if_the_call_raises():
     assert done == ["undone", "again"]
 
 
+class Ending(Entered):
+    error, error_at_last, has_ended = None, None, False
+
+    def _end(self):
+        self.has_ended = True
+        if self.error_at_last:
+            raise self.error_at_last
+
+    @guard.method(lambda self: "otherwise", at_last=_end)
+    def end(self):
+        if self.error:
+            raise self.error
+        return "inside"
+
+
 @pytest.mark.parametrize("error", [None, MemoryError, KeyboardInterrupt])
 def test_a_method_that_ends_something_ends_it_whatever_it_raises(error):
-    class Ending(Entered):
-        has_ended = False
-
-        def _end(self):
-            self.has_ended = True
-
-        @guard.method(lambda self: "otherwise", at_last=_end)
-        def end(self):
-            if error is not None:
-                raise error
-
     made = Ending()
-    if error is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
-            made.end()
-    else:
-        assert made.end() == ("otherwise" if error else None)
+    made.error = error
+    with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+        assert made.end() == ("otherwise" if error else "inside")
     assert made.has_ended
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_error_of_the_end_itself_comes_to_the_guard(strict):
-    class Ending(Entered):
-        def _end(self):
-            raise OSError("at last")
-
-        @guard.method(lambda self: "otherwise", at_last=_end)
-        def end(self):
-            return "inside"
-
     made = Ending(strict)
-    if strict:
-        with pytest.raises(OSError, match="at last"):
-            made.end()
-    else:
+    made.error_at_last = OSError("at last")
+    with pytest.raises(OSError, match="at last") if strict else nullcontext():
         assert made.end() == "inside"
-        assert [(str(told), where) for told, where in made.told] == [("at last", "_end")]
+    assert made.told == ([] if strict else [(made.error_at_last, "_end")])
 
 
 def test_a_session_that_cannot_be_built_is_off_and_says_so(tmp_path, monkeypatch, caplog):

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from guardbit.records import event_of, printable
 
 if TYPE_CHECKING:
     from guardbit.dashboards.loading import LoadedRun
+    from guardbit.judgement import Judgement
 
 #: What a report's metadata says about events that were not recorded.
 REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
@@ -50,6 +51,14 @@ def writing_to(place: Path) -> Iterator[None]:
             f"nothing can be written to {place} ({error.strerror or error}): give another folder"
             " by --output, or use --json, which writes nothing"
         ) from error
+
+
+def json_of(judgement: Judgement, run: LoadedRun) -> dict[str, Any]:
+    """What `--json` prints of a run: its judgement, and where it was resumed if it was."""
+    from guardbit.store.reading import resumptions
+
+    resumed = resumptions(run.metadata)
+    return {**judgement.as_json(), **({"resumed": resumed} if resumed else {})}
 
 
 def load_with_events(path: Path) -> LoadedRun:

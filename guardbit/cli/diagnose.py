@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from guardbit.cli.common import user_errors, writing_to
 from guardbit.records import printable
-
-if TYPE_CHECKING:
-    from guardbit.doctor.diagnose import Diagnosis
-    from guardbit.doctor.snapshots import KeptHead
 
 
 def diagnose(
@@ -41,11 +37,14 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
+    from guardbit.dashboards.figures.diagnosis import head_diagnosis
+    from guardbit.dashboards.loading import DIAGNOSIS, read_diagnosed
     from guardbit.dashboards.marks import judgement_of
     from guardbit.doctor import text
     from guardbit.doctor.diagnose import diagnose as diagnose_head
     from guardbit.doctor.snapshots import heads_of_run
     from guardbit.store import folder_of_run, read_events, read_metadata, read_run
+    from guardbit.store.files import publish
 
     with user_errors(OSError, ValueError):
         folder = folder_of_run(path)
@@ -61,43 +60,29 @@ def diagnose(
         for kept in heads:
             found = diagnose_head([one.inputs for one in kept])
             told.append(text.as_json(kept, found))
-            if not as_json:
-                for line in text.page(kept, found, verbose=verbose):
-                    typer.echo(printable(line) if line else "")
-                place = figures / text.file_name(kept[-1])
-                typer.echo(f"Figure: {printable(str(_draw(kept, found, place)))}\n")
+            if as_json:
+                continue
+            for line in text.page(kept, found, verbose=verbose):
+                typer.echo(printable(line))
+            place = figures / text.file_name(kept[-1])
+            head_diagnosis(
+                printable(text.heading(kept, found)),
+                text.parts_left(found),
+                found.roots.row_push.flatten().tolist(),
+                found.roots.key_push.sum(0).tolist(),
+                found.roots.column_push.tolist(),
+                found.row,
+            ).savefig(place)
+            typer.echo(f"Figure: {printable(str(place))}\n")
+        if output is None and not as_json:
+            # Beside the figures, for the report; other heads' answers stay.
+            new = {(one["site"], one["head"]) for one in told}
+            known = read_diagnosed(folder).heads
+            told += [one for one in known if (one["site"], one["head"]) not in new]
+            publish(folder / DIAGNOSIS, json.dumps({"heads": told}).encode())
     if as_json:
         typer.echo(json.dumps({"heads": told, "verdict": verdict, "risk": run.risk._asdict()}))
         return
-    if output is None:
-        _keep_answer(told, folder)
     if run.num_alarms:
         typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
     typer.echo(run.risk.sentence)
-
-
-def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
-    """Writes the answer beside the figures, for the report; other heads' answers stay."""
-    from guardbit.dashboards.loading import DIAGNOSIS, read_diagnosed
-    from guardbit.store.files import publish
-
-    new = {(one["site"], one["head"]) for one in told}
-    old = [one for one in read_diagnosed(folder).heads if (one["site"], one["head"]) not in new]
-    with user_errors(OSError):
-        publish(folder / DIAGNOSIS, json.dumps({"heads": told + old}).encode())
-
-
-def _draw(kept: list[KeptHead], found: Diagnosis, place: Path) -> Path:
-    from guardbit.dashboards.figures.diagnosis import head_diagnosis
-    from guardbit.doctor import text
-
-    figure = head_diagnosis(
-        printable(text.heading(kept, found)),
-        text.parts_left(found),
-        found.roots.row_push.flatten().tolist(),
-        found.roots.key_push.sum(0).tolist(),
-        found.roots.column_push.tolist(),
-        found.row,
-    )
-    figure.savefig(place)
-    return place

@@ -40,8 +40,7 @@ def doctor(
     """Examine whether attention is sound on this machine; exit code 1 if something is broken."""
     from guardbit.doctor import text
     from guardbit.doctor.inputs import parse_shape, parse_window
-    from guardbit.doctor.machine import this_machine
-    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner
+    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, this_machine
 
     machine = this_machine()
     with user_errors(ValueError):

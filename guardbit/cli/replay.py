@@ -5,29 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.cli.common import user_errors
+from guardbit.cli.common import json_of, user_errors
 from guardbit.records import printable
 
 if TYPE_CHECKING:
-    from guardbit.dashboards.loading import LoadedRun
     from guardbit.judgement import Judgement
     from guardbit.monitor.detectors import Rule
     from guardbit.monitor.replay import Replay
     from guardbit.records import Alarm
 
-RunPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run, or a CSV of its samples.")
-]
-
 
 def replay(
-    path: RunPath,
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a CSV of its samples.")
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
@@ -41,19 +38,26 @@ def replay(
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
     from guardbit.dashboards.loading import load
-    from guardbit.monitor.detectors import DEFAULT_RULES
+    from guardbit.dashboards.marks import events_of
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
 
     with user_errors(OSError, ValueError):
-        rules = _with_thresholds(DEFAULT_RULES, threshold or ())
+        rules = _with_thresholds(threshold or ())
         run = load(path)
         result = replay_frame(run.samples, rules, normalised_sites(run.metadata))
-        judgement = _judgement_of_replay(run, result)
+        # By the alarms of the replay, and by what the run recorded of switches, and before them.
+        first, _ = result.evidence.steps or (0, 0)
+        kept = [
+            event
+            for event in events_of(run.events)
+            if event.kind == "switch" or (event.kind == "alarm" and event.step < first)
+        ]
+        judgement = result.judgement(kept, run.metadata, run.ended)
     if as_json:
         names = ("step", "site", "heads", "rule", "severity")
         alarms = [{name: getattr(alarm, name) for name in names} for alarm in result.alarms]
-        typer.echo(json.dumps({"alarms": alarms, **judgement.as_json()}))
+        typer.echo(json.dumps({"alarms": alarms, **json_of(judgement, run)}))
         return
 
     from rich.console import Console
@@ -80,39 +84,28 @@ def replay(
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
-def _lines(judgement: Judgement, result: Replay) -> list[str]:
+def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
     """The headline, the verdict on alarms, what to do, and which rules could not judge."""
-    lines = [judgement.headline]
+    yield judgement.headline
     if judgement.num_alarms:  # else the headline says what is to be said: it may be a warning
-        lines.append(f"Verdict by today's rules: {judgement.verdict}: {judgement.why}")
-    lines += [judgement.advice, judgement.risk.sentence]
+        yield f"Verdict by today's rules: {judgement.verdict}: {judgement.why}"
+    yield judgement.advice
+    yield judgement.risk.sentence
     for rule, names in result.unjudged.items():
-        lines.append(f"Not judged by {rule}: the telemetry lacks {', '.join(names)}")
+        yield f"Not judged by {rule}: the telemetry lacks {', '.join(names)}"
     begins, first_alarm = judgement.first_step, judgement.first_alarm
     if begins is not None and first_alarm is not None and first_alarm < begins:
-        lines.append(
+        yield (
             f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
             " could not be replayed."
         )
-    return lines
 
 
-def _judgement_of_replay(run: LoadedRun, result: Replay) -> Judgement:
-    """The judgement by the alarms of a replay, and by the switches that the run recorded."""
-    from guardbit.dashboards.marks import events_of
-
-    first, _ = result.evidence.steps or (0, 0)
-    kept = [
-        event
-        for event in events_of(run.events)
-        if event.kind == "switch" or (event.kind == "alarm" and event.step < first)
-    ]
-    return result.judgement(kept, run.metadata, run.ended)
-
-
-def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:
+def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
     """Returns the rules with thresholds replaced, each given as "rule.name=number"."""
-    by_name: dict[str, Any] = {rule.name: rule for rule in rules}
+    from guardbit.monitor.detectors import DEFAULT_RULES
+
+    by_name: dict[str, Any] = {rule.name: rule for rule in DEFAULT_RULES}
     allowed = {
         f"{name}.{field.name}": type(getattr(rule, field.name))
         for name, rule in by_name.items()

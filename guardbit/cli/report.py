@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from guardbit.cli.common import load_with_events, user_errors, writing_to
+from guardbit.cli.common import json_of, load_with_events, user_errors, writing_to
 from guardbit.records import printable
 
 
@@ -60,8 +60,10 @@ def report(
         with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
+            runs = [load_with_events(path) for path in paths]
             outcomes = [
-                {"run": str(path), **load_with_events(path).judgement.as_json()} for path in paths
+                {"run": str(path), **json_of(run.judgement, run)}
+                for path, run in zip(paths, runs, strict=True)
             ]
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return

@@ -17,7 +17,7 @@ from guardbit.dashboards.tables import Head
 from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
 from guardbit.records import Event
 from guardbit.store.files import EVENT_COLUMNS, check_columns
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 
 #: Columns that a table of events must have.
 NEEDED_COLUMNS = ("step", "kind", "site", "heads", "why")

@@ -22,7 +22,7 @@ from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS,
 from guardbit.dashboards.tables import Head
 from guardbit.judgement import Ended, Evidence, judge
 from guardbit.records import Event
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 
 Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]

@@ -343,8 +343,6 @@ class Diagnosis:
 @torch.no_grad()
 def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
     """Diagnoses a head from all samples together, so that what adds up shows."""
-    if not samples:
-        raise ValueError("there is no sample of the head to diagnose")
     samples = [sample.thinned() for sample in samples]
     with float32_products():
         found = [recognize(sample) for sample in samples]

@@ -40,25 +40,20 @@ class Differentiated(Engine):
     reads_out = False
 
     def __init__(self, name: str, attend: Callable[[Inputs], tuple[Tensor, Tensor | None]]) -> None:
-        self.name = name
-        self._attend = attend
-        # The last forward, whose graph the backward uses.
-        self._last: tuple[Inputs, Inputs, Tensor] | None = None
+        self.name, self._attend = name, attend
+
+    def _differentiable(self, inputs: Inputs) -> tuple[Inputs, Tensor, Tensor | None]:
+        leaves = Inputs(*(x.detach().requires_grad_() for x in inputs[:3]), inputs.spec)
+        with torch.enable_grad():
+            return leaves, *self._attend(leaves)
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-        leaves = inputs._replace(q=q, k=k, v=v)
-        with torch.enable_grad():
-            out, lse = self._attend(leaves)
-        self._last = inputs, leaves, out
+        _, out, lse = self._differentiable(inputs)
         return out.detach(), None if lse is None else lse.detach()
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        if self._last is None or self._last[0].q is not inputs.q:
-            self.forward(inputs, training=True)
-        assert self._last is not None
-        _, leaves, own_out = self._last
-        return Gradients(*torch.autograd.grad(own_out, leaves[:3], d_out, retain_graph=True))
+        leaves, own_out, _ = self._differentiable(inputs)
+        return Gradients(*torch.autograd.grad(own_out, leaves[:3], d_out))
 
 
 def own_kernels() -> Engine:

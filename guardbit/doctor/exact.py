@@ -233,11 +233,12 @@ def gaps(
     call: ExaminedCall,
     results: Mapping[str, Tensor],
     exacts: Iterable[Exact],
-    *,
-    delta_is_exact: bool = False,
-    tiles: tuple[int, int] = (1, 1),
+    tiles: tuple[int, int],
 ) -> Iterator[Gap]:
-    """Compares units of an engine's results; `tiles` is what `tiles_of` returns for the engine."""
+    """Compares units of an engine's results; `tiles` is what `tiles_of` returns for the engine.
+
+    Without its output a backward is taken to use the exact delta.
+    """
     u = torch.finfo(call.q.dtype).eps / 2
     # A partial sum is no larger than the sum of the sizes of all terms.
     rounded = {"dq": (tiles[1] - 1) * u, "dk": (tiles[0] - 1) * u, "dv": (tiles[0] - 1) * u}
@@ -246,10 +247,9 @@ def gaps(
             error = exact.part(results, name) - exact.values[name]
             bound = exact.bounds[name]
             if name == "dq":
-                used = torch.zeros_like(exact.delta)
-                if not delta_is_exact and "out" in results:
-                    used = delta_error(call, exact, results)
-                bound = exact.dq_bound(used)
+                has_out = "out" in results
+                error_of_delta = delta_error(call, exact, results) if has_out else exact.delta * 0
+                bound = exact.dq_bound(error_of_delta)
             if rounded.get(name):
                 bound = bound + rounded[name] * exact.sizes[name]
             if name == "lse":  # any value is right where a row sees no key

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.doctor import faults
 from guardbit.doctor.engines import Results, run, run_carried
-from guardbit.doctor.exact import OF_KEYS, TENSORS, Exact, Gap, gaps
+from guardbit.doctor.exact import OF_KEYS, TENSORS, Exact, Gap, Unit, gaps
 from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.engines.proof import proof_of
@@ -75,10 +75,7 @@ class Finding(_OfEngine):
     is_broken: bool  # whether what the engine returns is wrong
 
     def __str__(self) -> str:
-        engine, *call = self.place
-        return f"{engine}, {' '.join(call)}: {self.why}" + (
-            f" {self.advice}" if self.advice else ""
-        )
+        return f"{self.engine}, {' '.join(self.place[1:])}: {self.why} {self.advice}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,8 @@ class Examination:
         self.rows: list[Row] = []
         # What is wrong on each kind of inputs: nonfinite, race, order, off.
         self._noted: dict[str, dict[str, _Heads]] = {}
-        self._failures: dict[str, str] = {}
-        self._reading: tuple[str, faults.Reading] | None = None
-        self._scale: float | None = None
+        self._failures: dict[str, list[str]] = {}  # a sentence, and on which kinds of inputs
+        self._causes: dict[FaultName, str] = {}  # a wrong mask or scale in a sentence
         self._factors: dict[str, float] = {}
         self._truncated: _Heads = {}
         self._delta_fit: faults.DeltaFit | None = None
@@ -124,9 +120,10 @@ class Examination:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a kernel raises, the user would meet it
-            self._failures[kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            self._failures.setdefault(why, []).append(kind)
             return
-        found = list(gaps(call, results, exacts, tiles=tiles_of(self.engine, call)))
+        found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))
         nonfinite = {name: _nonfinite(results, exacts, name) for name in results}
         nonfinite = {name: heads for name, heads in nonfinite.items() if heads}
         changed = {name for name in results if not _same(results[name], second[name])}
@@ -144,16 +141,19 @@ class Examination:
             self._add_row(kind, mine, broken, units, name not in changed)
         if race:
             return
-        if kind in COUNTED and off and self._reading is None:
-            self._look_at_mask(call, [gap for gap in found if gap.tensor in off])
+        if kind in COUNTED and off and "mask" not in self._causes:
+            worst = max((gap for gap in found if gap.tensor in off), key=lambda gap: gap.largest)
+            self._look_at_mask(call, worst.exact.unit)
         if nonfinite:
             return
         if kind == DRAWN:
             self._look_at_slopes(found, call.q.dtype)
         bad = [gap for gap in found if gap.tensor in ("out", "lse") and gap.largest > 1]
-        if bad and kind not in COUNTED and self._scale is None:
+        if bad and kind not in COUNTED and "scale" not in self._causes:
             worst = max(bad, key=lambda gap: gap.largest)
-            self._scale = faults.scale_used(call, worst.exact, results)
+            if (scale := faults.scale_used(call, worst.exact, results)) is not None:
+                said = f"scores are scaled by {scale:.3g} times the scale asked for."
+                self._causes["scale"] = said
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
             self._delta_fit = faults.fit_delta(call, dq, results)
@@ -170,12 +170,11 @@ class Examination:
             elif faults.is_truncated(gap, dtype):
                 self._truncated.setdefault(gap.tensor, set()).update(_heads(gap.exact, gap.tensor))
 
-    def _look_at_mask(self, call: ExaminedCall, found: Sequence[Gap]) -> None:
-        worst = max(found, key=lambda gap: gap.largest).exact.unit
+    def _look_at_mask(self, call: ExaminedCall, unit: Unit) -> None:
         for where in ("forward", "backward"):
-            reading = faults.read_mask(self.engine, call, worst, where == "backward")
-            if reading is not None:
-                self._reading = where, reading
+            said = faults.read_mask(self.engine, call, unit, where == "backward")
+            if said is not None:
+                self._causes["mask"] = f"the mask of its {where} is wrong: {said}."
                 return
 
     def _look_at_carrier(
@@ -192,8 +191,7 @@ class Examination:
             self._carrier = (f"{why}, so that it cannot be handed an exact delta.", False)
             return
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, False)
-        tiles = tiles_of(engine, call)
-        found = gaps(call, carried, exacts, delta_is_exact=True, tiles=tiles)
+        found = gaps(call, carried, exacts, tiles_of(engine, call))
         off = sorted({gap.tensor for gap in found if gap.largest > 1}, key=TENSORS.index)
         if proof.failure:
             self._carrier = (f"it cannot be handed an exact delta: {proof.failure}.", False)
@@ -234,10 +232,6 @@ class Examination:
         )
 
     @property
-    def has_looked(self) -> bool:
-        return bool(self._noted or self._failures)
-
-    @property
     def delta(self) -> str:
         """Where the backward takes delta from."""
         fit = self._delta_fit
@@ -248,12 +242,15 @@ class Examination:
             return "rounded" if is_rounded else "unknown"
         return "rounded output" if self._is_of_output else "exact"
 
+    @property
+    def has_looked(self) -> bool:
+        return bool(self._noted or self._failures)
+
     def findings(self) -> list[Finding]:
         """Returns the findings; a cause replaces what it explains."""
         found: list[Finding] = []
-        for why in dict.fromkeys(self._failures.values()):
-            kinds = tuple(kind for kind, reason in self._failures.items() if reason == why)
-            found.append(self._finding("fails", kinds, {}, f"it fails: {why}."))
+        for why, kinds in self._failures.items():
+            found.append(self._finding("fails", tuple(kinds), {}, f"it fails: {why}."))
         noted = {what: self._gathered(what) for what in ("nonfinite", "race", "order")}
         for what in ("nonfinite", "race"):
             if shown := noted[what]:
@@ -271,14 +268,9 @@ class Examination:
         """Returns the cause of results outside their bounds, or of a bias within them, or None."""
         off = self._gathered("off")
         kinds, tensors = off or ((), {})
-        if self._reading:
-            where, reading = self._reading
-            say = f"the mask of its {where} is wrong: {reading.example}"
-            count = f"{reading.extra} pairs too many, {reading.missing} too few in one key head"
-            return self._finding("mask", kinds, tensors, f"{say} ({count}).")
-        if self._scale is not None:
-            say = f"scores are scaled by {self._scale:.3g} times the scale asked for"
-            return self._finding("scale", kinds, tensors, f"{say}.")
+        for fault in ("mask", "scale"):
+            if fault in self._causes:
+                return self._finding(fault, kinds, tensors, self._causes[fault])
         if self._factors:
             say = ", ".join(f"{_WORDS[x]} {value:.3g} times" for x, value in self._factors.items())
             names = {name: tensors.get(name, set()) for name in self._factors}
@@ -343,9 +335,7 @@ def _nonfinite(results: Results, exacts: Sequence[Exact], tensor: str) -> set[in
         return heads
     compared: set[int] = set()
     for exact in exacts:
-        found = exact.part(results, tensor)
-        should_be = exact.judged(tensor)
-        if ((found.isnan() if tensor == "lse" else ~found.isfinite()) & should_be).any():
+        if (exact.part({tensor: bad}, tensor).bool() & exact.judged(tensor)).any():
             return heads
         compared |= _heads(exact, tensor)
     # The others lie in what was not compared, or are too large for the format.

@@ -79,17 +79,12 @@ def scale_used(call: ExaminedCall, exact: Exact, results: Results) -> float | No
     return 2**best if explained and abs(2**best - 1) > 0.005 else None
 
 
-class Reading(NamedTuple):
-    """How an engine's mask differs from the call's, in one unit."""
-
-    extra: int  # how many pairs of a query and a key are seen that should not be
-    missing: int  # how many pairs are not seen that should be
-    example: str  # a clause about one of them
-
-
 @torch.no_grad()
-def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool) -> Reading | None:
-    """Reads off which keys the queries of a unit see, by equal scores and values 1 at one place."""
+def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool) -> str | None:
+    """Says how an engine's mask differs from the call's in one unit, None where it does not.
+
+    Which keys queries see is read off by equal scores and values 1 at one place.
+    """
     _, _, rows, keys = call.sizes
     width, own = call.q.size(-1), unit.heads(call.group)
     length = rows if of_backward else keys
@@ -117,8 +112,10 @@ def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool)
     for pairs, words in ((extra, "sees key {}, which is hidden"), (missing, "does not see key {}")):
         if pairs.any():
             head, row, key = torch.nonzero(pairs)[0].tolist()
-            example = f"query {row} of head {own.start + head} {words.format(key)}"
-            return Reading(int(extra.sum()), int(missing.sum()), example)
+            return (
+                f"query {row} of head {own.start + head} {words.format(key)} ({int(extra.sum())}"
+                f" pairs too many, {int(missing.sum())} too few in one key head)"
+            )
     return None
 
 

@@ -67,8 +67,6 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
                 inputs = HeadInputs(**{name: one[name] for name in names})
                 what = {name: one[name] for name in ("site", "head", "stabilizer", "kernel")}
                 found.append(KeptHead(step, **what, inputs=inputs))
-        except OSError:
-            raise
         except Exception as error:  # whatever unpickling a broken file raises
             why = str(error).partition("\n")[0]
             raise ValueError(f"the snapshot {path} cannot be read: {why}") from error

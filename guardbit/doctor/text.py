@@ -8,8 +8,7 @@ from typing import Any
 
 from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
 from guardbit.doctor.examine import Row
-from guardbit.doctor.machine import Machine
-from guardbit.doctor.preflight import Preflight
+from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
 
 _GRADIENTS = ("out", "dq", "dk", "dv")
@@ -24,10 +23,8 @@ def describe_machine(machine: Machine) -> Iterator[str]:
         gpu = f"{machine.gpu}, compute capability {machine.capability}, CUDA {machine.cuda}"
     yield f"Machine: {machine.system}, Python {machine.python}, {gpu}"
     yield "Versions: " + ", ".join(f"{name} {number}" for name, number in machine.versions.items())
-    for fault in machine.known:
+    for fault in machine.known or ["nothing bad."]:
         yield f"Known of these versions: {fault}"
-    if not machine.known:
-        yield "Known of these versions: nothing bad."
 
 
 def table(preflight: Preflight) -> Iterator[str]:

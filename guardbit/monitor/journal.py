@@ -28,8 +28,7 @@ from guardbit.records import (
     printable,
 )
 from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
-from guardbit.store.reading import resumptions
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import resumptions, samples_of
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 

@@ -12,7 +12,7 @@ from guardbit.judgement import Ended, Evidence, Judgement, judge, severities
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, reads_of
 from guardbit.records import Alarm, Event, event_of
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 
 
 @dataclass(frozen=True, slots=True)

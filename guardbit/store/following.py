@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd
-from guardbit.store import bounds, files
-from guardbit.store.bounds import Session
-from guardbit.store.files import Segment, SessionKey
+from guardbit.store import files
+from guardbit.store.files import Segment, Session, SessionKey
 
 Part = TypeVar("Part")
 
@@ -45,7 +44,7 @@ class RunFollower:
         #: Bytes of the segments of samples that were new, and how many of these are read.
         self.bytes_found, self.bytes_read = 0, 0
         self.broken: set[Path] = set()
-        self._listing = files.Listing({}, {"samples": {}, "events": {}})
+        self._listing = files.Listing()
         self._last_steps: list[tuple[SessionKey, float]] = []
         self._next_flush: dict[SessionKey, int] = {}
 
@@ -55,7 +54,7 @@ class RunFollower:
         try:
             self._listing = files.list_folder(self.folder)
         except (FileNotFoundError, NotADirectoryError):
-            self._listing = files.Listing({}, {"samples": {}, "events": {}})
+            self._listing = files.Listing()
         paths = [segment.path for kind in ("samples", "events") for segment in self._segments(kind)]
         times = [_stat(path)[1] for path in [*paths, *self._listing.sessions.values()]]
         self.last_written = max(times, default=None)
@@ -79,7 +78,7 @@ class RunFollower:
         if newest is None:
             return -1
         try:
-            bounds.check_file(newest.path)
+            files.check_file(newest.path)
             found = pq.read_metadata(newest.path)
             place = found.schema.names.index("step")
             groups = [found.row_group(number) for number in range(found.num_row_groups)]
@@ -161,20 +160,20 @@ class RunFollower:
 
 def sample_batches(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
     """Yields the samples of a segment that are within the bounds, up to a step."""
-    bounds.check_file(path)
+    files.check_file(path)
     read, left_out = 0, 0
     with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
         files.check_columns(file.schema_arrow.names, files.COLUMNS, path)
         for batch in file.iter_batches(_BATCH, columns=files.COLUMNS):
-            good = bounds.good_rows(batch.select(files.COLUMNS).cast(BATCHES))
+            good = files.good_rows(batch.select(files.COLUMNS).cast(BATCHES))
             read, left_out = read + len(batch), left_out + len(batch) - len(good)
-            yield good.filter(bounds.compute.less_equal(good["step"], last_step))
-    bounds.warn_of_rows(left_out, read, path)
+            yield good.filter(files.compute.less_equal(good["step"], last_step))
+    files.warn_of_rows(left_out, read, path)
 
 
 def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
     """Reads the events of a segment that are sound, up to a step."""
-    bounds.check_file(path, bounds.MAX_JSON)
+    files.check_file(path, files.MAX_JSON)
     # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
     # does not escape in a string, such as U+0085.
     with open(path, "rb") as file:
@@ -183,9 +182,9 @@ def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
     first: Exception | None = None
     for line in lines:
         try:
-            if len(line) > bounds.MAX_EVENT:
-                raise ValueError(f"an event is larger than {bounds.MAX_EVENT >> 20} MiB")
-            events.append(bounds.checked_event(json.loads(line)))
+            if len(line) > files.MAX_EVENT:
+                raise ValueError(f"an event is larger than {files.MAX_EVENT >> 20} MiB")
+            events.append(files.checked_event(json.loads(line)))
         except (ValueError, RecursionError) as error:
             first = first or error
     if first is not None and not events:
@@ -200,8 +199,8 @@ def load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
 
 def _load_session(path: Path) -> Session:
     try:
-        bounds.check_file(path, bounds.MAX_JSON)
-        return bounds.checked_session(json.loads(path.read_bytes()))
+        files.check_file(path, files.MAX_JSON)
+        return files.checked_session(json.loads(path.read_bytes()))
     except files.UNREADABLE as error:
         warnings.warn(
             f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=4

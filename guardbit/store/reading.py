@@ -1,26 +1,40 @@
-"""Reads a run's telemetry."""
+"""Reads a run's telemetry, as tables and as samples."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from guardbit.records import RunEnd
-from guardbit.store.bounds import MAX_CSV, good_rows, warn_of_rows
-from guardbit.store.files import COLUMNS, EVENT_COLUMNS, KEY, SCHEMA, check_columns, existing
+from guardbit.records import RunEnd, Sample
+from guardbit.store.files import (
+    COLUMNS,
+    EVENT_COLUMNS,
+    KEY,
+    MAX_CSV,
+    SCHEMA,
+    SessionKey,
+    check_columns,
+    existing,
+    good_rows,
+    warn_of_rows,
+)
 from guardbit.store.following import BATCHES, Part, RunFollower, load_events, sample_batches
 
 #: How often a reader tries when the merge of a live writer removes a file.
 _READ_ATTEMPTS = 10
+#: More heads than any attention has; a larger number is a mistake.
+_MOST_HEADS = 65_536
 
 
 def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -56,7 +70,7 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
 
     Warns:
         UserWarning: A segment cannot be read (cut short, say), rows are beyond the bounds of
-            `guardbit.store.bounds`, or the last line of a CSV is cut short; they are left out.
+            `guardbit.store.files`, or the last line of a CSV is cut short; they are left out.
     """
     path = existing(path)
     if path.is_file():
@@ -135,23 +149,17 @@ def _looked_at(path: str | os.PathLike[str]) -> RunFollower:
 
 def _read_all(folder: Path, kind: str, load: Callable[[Path, float], Iterable[Part]]) -> list[Part]:
     """Reads all segments of a kind; tries again if a live writer merged some meanwhile."""
-    loaded: dict[tuple[Path, float], list[Part]] = {}
     follower = RunFollower(folder)
-
-    def load_once(path: Path, last_step: float) -> list[Part]:
-        if (path, last_step) not in loaded:
-            loaded[path, last_step] = list(load(path, last_step))
-        return loaded[path, last_step]
-
-    for attempt in range(_READ_ATTEMPTS):
+    for attempts_left in reversed(range(_READ_ATTEMPTS)):
         follower.look()
+        next_flush: dict[SessionKey, int] = {}
         try:
-            parts = list(follower.read(kind, load_once, {}))
+            parts = list(follower.read(kind, load, next_flush))
         except FileNotFoundError:
-            if attempt == _READ_ATTEMPTS - 1:
+            if not attempts_left:
                 raise
             continue
-        if follower.broken and not loaded:
+        if follower.broken and not next_flush:
             named = f"the {len(follower.broken)} segments of {kind} in {folder}"
             raise ValueError(f"none of {named} can be read")
         return parts
@@ -218,3 +226,47 @@ def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
             )
         table[name] = numbers.astype("int64")
     return table
+
+
+def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
+    """Yields the rows of a tidy frame as samples, one for each step, site and indicator."""
+    check_columns(frame.columns, COLUMNS, "the telemetry")
+    if frame.empty:
+        return
+    for name in ("step", "layer"):
+        if pd.isna(frame[name].to_numpy()).any():
+            raise ValueError(f"the telemetry has rows without a {name}")
+    of = frame["site"]
+    if not isinstance(of.dtype, pd.StringDtype):  # empty columns are read as numbers
+        of = of.astype(object)
+    frame = frame.assign(site=of.where(of.notna(), ""))
+    site, sites = pd.factorize(frame["site"], sort=True)
+    # A row without an indicator belongs to none; by default pandas numbers it -1, the last one.
+    indicator, indicators = pd.factorize(frame["indicator"], sort=True, use_na_sentinel=False)
+    columns = [frame[name].to_numpy() for name in ("step", "layer", "head", "value")]
+    order = np.lexsort((indicator, columns[1], site, columns[0]))
+    site, indicator = site[order], indicator[order]
+    step, layer, head, value = (column[order] for column in columns)
+    is_module = np.array([name != "" for name in sites])[site]
+    wrong = np.flatnonzero(is_module & ~((head >= 0) & (head < _MOST_HEADS)))
+    if len(wrong):
+        first = wrong[0]
+        raise ValueError(
+            f"head {head[first]} of site {sites[site[first]]!r} at step {step[first]} in the "
+            f"telemetry; the heads of a site count from 0 to {_MOST_HEADS - 1} at most"
+        )
+    keys = np.stack([step, layer, site, indicator]).astype(np.int64)
+    starts = np.flatnonzero(np.diff(keys, axis=1, prepend=keys[:, :1] - 1).any(0))
+    places = zip(*keys[:, starts].tolist(), strict=True)
+    ends = [*starts[1:].tolist(), len(value)]
+    sites, indicators = list(sites), list(indicators)
+    heads = np.where(is_module, head, 0).astype(np.int64).tolist()
+    values = value.astype(float).tolist()
+    for (at, its_layer, its_site, what), start, end in zip(
+        places, starts.tolist(), ends, strict=True
+    ):
+        known = values[start:end]
+        if heads[start:end] != list(range(end - start)):
+            by_head = dict(zip(heads[start:end], known, strict=True))
+            known = [by_head.get(one, math.nan) for one in range(max(by_head) + 1)]
+        yield Sample(at, sites[its_site], its_layer, indicators[what], tuple(known))

@@ -104,8 +104,8 @@ class _SegmentSeries:
 class RunWriter:
     """Writes one session of a run (`guardbit.store`); rank 0 in general, and one process at most.
 
-    A kill loses the samples of which `flush_every` have not come yet, and nothing else. Keys of
-    earlier sessions' JSON-able `metadata` stay unless they are given again.
+    A kill loses the samples that were not flushed yet, and nothing else. Keys of earlier sessions'
+    JSON-able `metadata` stay unless they are given again.
     """
 
     def __init__(
@@ -114,27 +114,21 @@ class RunWriter:
         *,
         metadata: Mapping[str, Any] | None = None,
         start_step: int | None = None,  # of the checkpoint that the run continues from
-        flush_every: int = 256,
     ) -> None:
         if start_step is not None and start_step < 0:
             raise ValueError(f"start_step of a run must be 0 or more, got {start_step}")
-        if flush_every < 1:
-            raise ValueError(f"flush_every of a run must be 1 or more, got {flush_every}")
         folder = Path(path)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
         folder.mkdir(parents=True, exist_ok=True)
-        files.sweep(folder)
         listing = files.list_folder(folder)
         number = 1 + max((key.number for key in listing.sessions), default=0)
         self._folder, self._session = folder, SessionKey(number, uuid.uuid4().hex[:8])
         session = self._session
         self._session_path = folder / f"session-{session}.json"
         self._start_step = files.NO_PAST if start_step is None else start_step
-        self._flush_every = flush_every
         self._metadata: dict[str, Any] = {}
         self._rows: list[tuple[int, str, int, int, str, float]] = []
-        self._pending = 0
         self._closed = False
         self._samples = _SegmentSeries(folder, "samples", session)
         self._events = _SegmentSeries(folder, "events", session)
@@ -168,23 +162,10 @@ class RunWriter:
         files.publish(self._session_path, content.encode())
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Takes samples, and writes a segment whenever it holds `flush_every` of them.
-
-        After an `OSError` the samples stay in memory for the next try.
-        """
+        """Takes samples, which `flush` or `close` writes."""
         self._check_open()
-        failed: OSError | None = None
         for sample in samples:
-            sample = dataclasses.replace(sample, site=_sound(sample.site))
-            self._rows.extend(list(sample.rows()))
-            self._pending += 1
-            if self._pending >= self._flush_every and failed is None:
-                try:
-                    self.flush()
-                except OSError as error:
-                    failed = error  # raised after all samples were taken
-        if failed is not None:
-            raise failed
+            self._rows += [*dataclasses.replace(sample, site=_sound(sample.site)).rows()]
 
     def event(self, event: Event) -> None:
         """Writes an event; it is on disk when this returns."""
@@ -194,15 +175,14 @@ class RunWriter:
         self._events.compact()
 
     def flush(self) -> None:
-        """Writes the samples held in memory; they are on disk when this returns."""
+        """Writes the samples held in memory, which stay there if that fails."""
         self._check_open()
         if self._rows:
             columns = zip(*self._rows, strict=True)
             arrays = [pa.array(c, t) for c, t in zip(columns, files.SCHEMA.types, strict=True)]
             table = pa.Table.from_arrays(arrays, schema=files.SCHEMA)
             self._samples.append(lambda stream: pq.write_table(table, stream, **_PARQUET))
-        self._rows.clear()
-        self._pending = 0
+            self._rows.clear()
         self._samples.compact()
 
     def close(self, end: RunEnd = "finished") -> None:

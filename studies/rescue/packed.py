@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from guardbit import read_events, read_run
 from guardbit.records import Event
 from guardbit.store import RunWriter, read_metadata
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 from studies.rescue.heads import pack_heads
 from studies.rescue.updates import pack_updates
 
@@ -129,7 +129,7 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
         metadata = {**read_metadata(folder), "study": study}
         if target.exists():
             shutil.rmtree(target)
-        with RunWriter(target, metadata=metadata, flush_every=1 << 30) as writer:
+        with RunWriter(target, metadata=metadata) as writer:
             writer.add(samples_of(kept))
             for event in read_events(folder).to_dict("records"):
                 writer.event(Event(**event))

@@ -13,7 +13,7 @@ from pathlib import Path
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.records import Event, event_of
 from guardbit.store import RunWriter, read_events, read_metadata, read_run
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 from studies.rescue.packed import squeeze
 
 #: Folder of each run in the package -> the run of the study.
@@ -54,7 +54,7 @@ def thin(source: Path, target: Path) -> None:
     happened = [Event(**{**event, "why": WHY}) for event in kept if event["kind"] == "switch"]
     happened += [Event(**event) for event in kept if event["kind"] != "switch"]
     happened += map(event_of, found.alarms)
-    with RunWriter(target, metadata=metadata, flush_every=10**6) as writer:
+    with RunWriter(target, metadata=metadata) as writer:
         writer.add(samples_of(frame))
         for event in sorted(happened, key=lambda event: event.step):
             writer.event(event)

@@ -76,11 +76,14 @@ class Written(Engine):
     scale_backward: float = 1.0
     any_order: bool = False
 
+    def _wide(self, inputs: Inputs) -> list[Tensor]:
+        """Keys and values in FP32, for each query head."""
+        group = inputs.q.size(1) // inputs.k.size(1)
+        return [x.float().repeat_interleave(group, 1) for x in (inputs.k, inputs.v)]
+
     def _scores(self, inputs: Inputs, hide) -> Tensor:
-        q, k, _, spec = inputs[:4]
-        group = q.size(1) // k.size(1)
-        scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
-        scores = self.s(scores)
+        spec, (keys, _) = inputs.spec, self._wide(inputs)
+        scores = self.s(inputs.q.float() @ keys.mT * spec.scale)
         seen = torch.ones_like(scores, dtype=torch.bool)
         if spec.causal is not False:
             seen = seen.tril()
@@ -95,26 +98,21 @@ class Written(Engine):
         top = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
         p = (scores - top).exp()
         total = p.sum(-1, keepdim=True)
-        group = inputs.q.size(1) // inputs.k.size(1)
-        values = inputs.v.float().repeat_interleave(group, 1)
-        out = self.pv(self.p(p) @ values) / total.clamp(min=1e-30)
+        out = self.pv(self.p(p) @ self._wide(inputs)[1]) / total.clamp(min=1e-30)
         return self.out(out).to(inputs.q.dtype), (top + total.log())[..., 0]
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec = inputs[:4]
-        group = q.size(1) // k.size(1)
+        (q, k), (keys, values), d_out = inputs[:2], self._wide(inputs), d_out.float()
         scores = self._scores(inputs, self.hide_backward)
         p = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
-        keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
-        d_out = d_out.float()
         dp = self.dp(d_out @ values.mT)
         delta = (d_out * out.float()).sum(-1) if self.reads_out else (p * dp).sum(-1)
         ds = self.ds(p * (dp - self.delta(delta)[..., None]))
-        scale = spec.scale * self.scale_backward
+        scale = inputs.spec.scale * self.scale_backward
         order = torch.randperm(k.size(2)) if self.any_order else torch.arange(k.size(2))
         dq = self.dq(ds[..., order] @ keys[..., order, :] * scale).to(q.dtype)
         dk, dv = ds.mT @ q.float() * scale, self.backward_p(p).mT @ d_out
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2).to(q.dtype) for x in (dk, dv))
+        dk, dv = (x.unflatten(1, (k.size(1), -1)).sum(2).to(q.dtype) for x in (dk, dv))
         return Gradients(dq, dk, dv)
 
 
@@ -191,8 +189,8 @@ def one_key_more(seen: Tensor) -> Tensor:
     """The key after the last one that row 40 sees, in head 1."""
     seen = seen.clone()
     row = seen[:, 1, 40]
-    last = row.size(-1) - 1 - row.flip(-1).float().argmax(-1)
-    row[torch.arange(len(row)), (last + 1).clamp(max=row.size(-1) - 1)] = True
+    after = row.size(-1) - row.flip(-1).float().argmax(-1)
+    row[torch.arange(len(row)), after.clamp(max=row.size(-1) - 1)] = True
     return seen
 
 

@@ -19,6 +19,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
 
 
+def check_refused(result, why):
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert why in result.stderr and result.stderr.count("\n") == 1
+
+
 def head(tensors, stabilizer="none"):
     made = kernel(tensors) if stabilizer == "none" else (None, None)
     return head_of(tensors, *made, direction=torch.full((32,), 32**-0.5))
@@ -61,6 +66,8 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     ]  # fmt: skip
     assert (told["verdict"], told["risk"]["layers"]) == (NOT_MEASURED, [1])
     assert told["heads"][0]["steps"] == [3, 4]
+    remedies = ["none", "exact_delta", "centered_keys", "compensated", "row_max"]
+    assert list(told["heads"][0]["remedies"]) == remedies
     assert not (run / "diagnosis").exists()
 
 
@@ -114,12 +121,6 @@ def test_of_a_switched_head_flash_roundings_stand_in(tmp_path):
     assert "The head ran exact_delta: what its own kernel would have returned" in result.stdout
 
 
-def test_a_head_that_was_not_kept_is_refused(run):
-    result = invoke(run, "--head", "h.1.attn:7")
-    assert result.exit_code == 2
-    assert "there is no snapshot of h.1.attn:7; there are h.1.attn:1, h" in result.stderr
-
-
 OF_A_HEAD = Event(3, "alarm", "attn", (0,), "it grows", rule="head_growth")
 OF_THE_LOSS = Event(3, "alarm", "", (), "the loss diverged", rule="loss_departure")
 
@@ -136,31 +137,24 @@ def test_a_run_without_snapshots_is_refused(tmp_path, metadata, alarm, why):
     with RunWriter(tmp_path, metadata=metadata) as writer:
         writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
         writer.event(alarm)
-    result = invoke(tmp_path)
-    assert result.exit_code == 2
-    assert why in result.stderr
+    check_refused(invoke(tmp_path), why)
 
 
-def test_a_file_is_no_run_as_the_report_says(tmp_path):
+def test_what_is_not_there_is_refused(run, tmp_path):
+    kept = "there is no snapshot of h.1.attn:7; there are h.1.attn:1, h"
+    check_refused(invoke(run, "--head", "h.1.attn:7"), kept)
+    check_refused(invoke(tmp_path / "nowhere"), "there is no run at")
     path = tmp_path / "file"
     path.write_text("text")
-    result = invoke(path)
-    said = f"cannot read a run from the file {path}"
-    assert said in " ".join(result.stderr.split()) and result.exit_code == 2
-    assert said in CliRunner().invoke(app, ["report", str(path)]).stderr
+    for command in ("diagnose", "report"):
+        result = CliRunner().invoke(app, [command, str(path)])
+        check_refused(result, f"cannot read a run from the file {path}")
 
 
 def test_a_place_that_cannot_be_written_to_is_told_before_the_work(run, tmp_path):
     (run / "diagnosis").write_text("a file in the way; root may write to any folder")
     result = invoke(run)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "nothing can be written to" in result.stderr and "Errno" not in result.stderr
-    assert "--output" in result.stderr and result.stderr.count("\n") == 1
+    check_refused(result, "nothing can be written to")
+    assert "--output" in result.stderr and "Errno" not in result.stderr
     assert invoke(run, "--json").exit_code == 0
     assert invoke(run, "--output", tmp_path / "there").exit_code == 0
-
-
-def test_no_run_is_refused(tmp_path):
-    result = invoke(tmp_path / "nowhere")
-    assert result.exit_code == 2
-    assert "there is no run at" in result.stderr

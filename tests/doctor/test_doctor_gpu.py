@@ -16,17 +16,14 @@ from guardbit.doctor.engines import flex, own_kernels, run, sdpa_engine
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines import Engine
-from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import CallView, FiniteProbe, RepeatProbe
 from tests.doctor.faulty_engines import (
     Racing,
     Wrapped,
-    Written,
     nan_in_head,
     scaled,
-    truncate,
     unmasked,
 )
 from tests.doctor.faulty_engines import examine as examined_on
@@ -52,6 +49,13 @@ def call_with(spec):
     }
     known |= {"spec": spec, "site": 0, "stabilizers": ("none",) * 4}
     return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), **known})
+
+
+def values_of(probe, call):
+    found = probe.update(CallView(call))
+    state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
+    (values,) = probe.compute(state, 1.0).values()
+    return values
 
 
 #: All but those on which cuDNN's backward returns NaN at lengths such as 320, a fault of its own.
@@ -139,21 +143,12 @@ def test_a_misbehaving_kernel_is_found_and_named(name, fault):
     assert fault not in ("nonfinite", "race") or found[0].tensors == ("dq",)
 
 
-def test_truncation_is_found():
-    with float32_products():
-        (found,) = examine(Written("O", out=truncate), "causal").findings()
-    assert (found.fault, found.is_broken) == ("truncation", True)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_seen_on_the_device(value):
     call = call_with(AttentionSpec(0.25))
     tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v", "d_out")}
     tensors["d_out"][1, 2, 3, 4] = value
-    probe = FiniteProbe(("nonfinite",))
-    found = probe.update(CallView(replace(call, **tensors)))
-    state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
-    (codes,) = probe.compute(state, 1.0).values()
+    codes = values_of(FiniteProbe(("nonfinite",)), replace(call, **tensors))
     assert codes.nan_to_num(0.0).tolist() == [[0, 0, 16, 0]]
 
 
@@ -172,8 +167,5 @@ def test_pytorchs_kernels_differ_by_no_more_than_an_order_of_additions(name):
         call_with(spec), q=made.q, k=made.k, v=made.v, d_out=made.d_out,
         dq=first[0], dk=first[1], dv=first[2], again=again,
     )  # fmt: skip
-    probe = RepeatProbe(("repeat_difference",))
-    found = probe.update(CallView(call))
-    state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
-    (values,) = probe.compute(state, 1.0).values()
+    values = values_of(RepeatProbe(("repeat_difference",)), call)
     assert values.shape == (1, 4) and float(values.max()) <= 2.0

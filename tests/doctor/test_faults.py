@@ -67,24 +67,26 @@ FAULTS = {
 }  # fmt: skip
 
 
+def broken_in(engine, mask):
+    return [finding for finding in examine(engine, mask).findings() if finding.is_broken]
+
+
 @pytest.mark.parametrize("mask", ["causal", "padding"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_named(fault, mask):
     make_engine, name, words = FAULTS[fault]
     if mask == "padding" and fault == "one key too many in the backward":
         pytest.skip("the exponential of its score overflows first")
-    findings = examine(make_engine(), mask).findings()
-    broken = [finding for finding in findings if finding.is_broken]
+    broken = broken_in(make_engine(), mask)
     assert [finding.fault for finding in broken] == [name]
     assert re.search(words, broken[0].why), broken[0].why
     assert broken[0].advice
 
 
-def test_the_head_is_named():
-    (finding,) = examine(Wrapped("nan", results=nan_in_head), "causal").findings()
-    assert (finding.tensors, finding.heads) == (("dq",), (3,))
-    (finding,) = examine(Wrapped("race", results=Racing()), "causal").findings()
-    assert (finding.tensors, finding.heads) == (("dq",), (1,))
+@pytest.mark.parametrize(("results", "head"), [(nan_in_head, 3), (Racing(), 1)])
+def test_the_head_is_named(results, head):
+    (finding,) = examine(Wrapped("wrong", results=results), "causal").findings()
+    assert (finding.tensors, finding.heads) == (("dq",), (head,))
 
 
 def test_rows_that_are_wrong_by_their_mask_are_no_race():
@@ -93,7 +95,7 @@ def test_rows_that_are_wrong_by_their_mask_are_no_race():
         "cuDNN before PyTorch 2.12",
         hide=empty_rows_see_all, hide_backward=empty_rows_see_all, any_order=True,
     )  # fmt: skip
-    broken = [finding for finding in examine(engine, "padding").findings() if finding.is_broken]
+    broken = broken_in(engine, "padding")
     assert [finding.fault for finding in broken] == ["mask"]
     assert re.search("query 0 of head 0 sees key 0, which is hidden", broken[0].why)
 
@@ -111,8 +113,7 @@ def test_a_wrong_mask_is_named_beside_a_nan_of_head_3(hide, mask, words):
         def backward(self, *given):
             return nan_in_head(super().backward(*given))
 
-    findings = examine(Both("both", hide=hide, hide_backward=hide), mask).findings()
-    broken = [finding for finding in findings if finding.is_broken]
+    broken = broken_in(Both("both", hide=hide, hide_backward=hide), mask)
     assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
     assert re.search(words, broken[1].why)
 
@@ -141,20 +142,15 @@ def test_an_engine_that_raises_is_broken():
     assert finding.why == "it fails: RuntimeError: no plan."
 
 
-def sound_engines(shape, mask, dtype):
-    """PyTorch's, as it chooses them, its math kernel, and attention that is written out."""
-    call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cpu"), dtype, "cpu")
-    yield choose(call.q, call.k, call.v, call.spec, training=True)
-    yield AutogradEngine(torch.nn.attention.SDPBackend.MATH)
-    if dtype == torch.bfloat16:
-        yield Written("written")
-        yield Written("delta from P", reads_out=False)
-
-
 def check_sound(shape, mask, dtype):
-    for engine in sound_engines(shape, mask, dtype):
-        findings = examine(engine, mask, shape, dtype).findings()
-        assert findings == [], [str(finding) for finding in findings]
+    """PyTorch's engine, as it chooses it, its math kernel, and attention that is written out."""
+    call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cpu"), dtype, "cpu")
+    engines = [choose(call.q, call.k, call.v, call.spec, training=True)]
+    engines.append(AutogradEngine(torch.nn.attention.SDPBackend.MATH))
+    if dtype == torch.bfloat16:
+        engines += [Written("written"), Written("delta from P", reads_out=False)]
+    for engine in engines:
+        assert [str(finding) for finding in examine(engine, mask, shape, dtype).findings()] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -182,18 +178,12 @@ def test_softcapped_attention_in_fp64_is_that_of_autograd():
         torch.testing.assert_close(exact.values[name], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture
-def flex_trains_here(monkeypatch):
-    """PyTorch refuses to on CPUs, though its plain-torch code has a backward."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-
-
-@pytest.mark.usefixtures("flex_trains_here")
 @pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window:17"])
-def test_nothing_is_found_in_flex_attention(mask):
+def test_nothing_is_found_in_flex_attention(mask, monkeypatch):
+    # PyTorch refuses to train it on CPUs, though its plain-torch code has a backward.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     kinds = ("as drawn", "keys counted", "rows counted", "low logsumexp", "peaked")
-    findings = examine(flex(False), mask, kinds=kinds).findings()
-    assert findings == [], [str(finding) for finding in findings]
+    assert [str(one) for one in examine(flex(False), mask, kinds=kinds).findings()] == []
 
 
 @settings(

@@ -22,7 +22,6 @@ NUMBERS = {
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", choices=list(NUMBERS), nargs="+")
     parser.add_argument("--number", type=int)

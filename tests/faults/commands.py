@@ -20,6 +20,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from guardbit.cli import app
+from tests.faults.stores import write_run
 
 #: Of the options' values: numbers, words, and what is neither.
 VALUES = (
@@ -43,24 +44,15 @@ OPTIONS = {
 
 def zoo(folder: Path) -> list[str]:
     """Makes paths of all kinds in a folder, and returns them."""
-    from guardbit.records import Event, Sample
-    from guardbit.store import RunWriter
-
-    run = folder / "run"
-    with RunWriter(run, metadata={"settings": {}}) as writer:
-        for step in range(0, 100, 10):
-            writer.add([Sample(step, "h.0", 0, "max_logit", (1.0, float(step)))])
-            writer.add([Sample(step, "", -1, "loss", (1.0,))])
-        writer.event(Event(50, "alarm", "h.0", (1,), "it grew", rule="head_growth"))
+    run, header = folder / "run", "step,site,layer,head,indicator,value\n"
+    write_run(run, random.Random(0))
     (folder / "empty").mkdir()
     (folder / "empty.csv").write_bytes(b"")
     (folder / "binary.csv").write_bytes(random.Random(0).randbytes(4000))
     (folder / "not.csv.gz").write_text("step,site\n1,2\n")
-    (folder / "header.csv").write_text("step,site,layer,head,indicator,value\n")
-    (folder / "words.csv").write_text("step,site,layer,head,indicator,value\na,b,c,d,e,f\n")
-    (folder / "huge.csv").write_text(
-        "step,site,layer,head,indicator,value\n" + f"{2**62},h,0,{10**9},max_logit,1e308\n"
-    )
+    (folder / "header.csv").write_text(header)
+    (folder / "words.csv").write_text(f"{header}a,b,c,d,e,f\n")
+    (folder / "huge.csv").write_text(f"{header}{2**62},h,0,{10**9},max_logit,1e308\n")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "dangling").symlink_to(folder / "nowhere")
     (folder / "ünï\ncode").mkdir()
@@ -121,7 +113,6 @@ def failure_of(arguments: list[str]) -> str:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     bad = 0
     with in_a_zoo() as paths:
         for seed in range(options.seed, options.seed + options.number):

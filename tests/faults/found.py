@@ -14,24 +14,15 @@ from tests.faults.running import BROKEN, Plan, inject, warm_up
 
 
 class Place(NamedTuple):
-    """Where an error is raised: the `count`-th time, from 0, that a line runs.
-
-    Attributes:
-        scenario: The training run.
-        error: What is raised.
-        file: The file, in `guardbit`.
-        text: What the line holds and no other of that file.
-        count: See above.
-    """
+    """Where an error is raised: the `count`-th time, from 0, that a line runs."""
 
     scenario: str
     error: type[BaseException]
-    file: str
-    text: str
+    file: str  # in `guardbit`
+    text: str  # what the line holds and no other of that file
     count: int
 
     def point(self) -> Point:
-        """Finds the line."""
         path = Path(ROOT, self.file)
         lines = path.read_text().splitlines()
         (number,) = (n for n, line in enumerate(lines, 1) if self.text in line)
@@ -81,7 +72,6 @@ FOUND = (
 
 
 def main(_: Namespace) -> int:
-    """Runs the command."""
     warm_up()
     bad = 0
     for seed, place in enumerate(FOUND):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -39,34 +41,22 @@ def is_ours(file: str) -> bool:
     return file.startswith(ROOT) and file != GUARD
 
 
-class Lines:
-    """Counts the lines of GuardBit that run; a context manager."""
+@contextmanager
+def counted(counts: Counter[tuple[str, int]]) -> Iterator[None]:
+    """Counts how often each line of GuardBit runs."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[str, int]] = Counter()
+    def count(file: str, line: int) -> None:
+        counts[file, line] += 1
 
-    def __enter__(self) -> Lines:
-        _watch(self._line, None)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    _watch(count, None)
+    try:
+        yield
+    finally:
         sys.settrace(None)
-
-    def _line(self, file: str, line: int) -> None:
-        self.counts[file, line] += 1
 
 
 class Injection:
-    """Raises an error at a point, once; a context manager.
-
-    Args:
-        point: Where.
-        error: What.
-        mark: A file that is made when it fires, for other processes to see.
-
-    Attributes:
-        has_fired: Whether it has, in this process.
-    """
+    """Raises an error at a point, once in this process; `mark` is a file that says so to others."""
 
     def __init__(self, point: Point, error: BaseException, mark: Path | None = None) -> None:
         self.has_fired = False

@@ -20,24 +20,14 @@ from torch import Tensor
 from guardbit import flash_attention
 from guardbit.kernels.spec import AttentionSpec
 from tests.faults.rows import Job, collect
-from tests.oracle import dense
+from tests.oracle import dense, seen_keys
 
 #: As `guardbit.STABILIZERS`, without the one that shifts the maximum, whose P is another.
 _NAMES = ("none", "exact_delta", "compensated", "centered_keys")
 
 
 class Case(NamedTuple):
-    """A call.
-
-    Attributes:
-        q: Queries, and so on.
-        k: Keys.
-        v: Values.
-        d_out: Gradient of the output.
-        causal: See `guardbit.flash_attention`.
-        stabilizer: The same, for all heads.
-        what: How it was drawn, for people.
-    """
+    """A call of `guardbit.flash_attention`, with one stabilizer for all heads."""
 
     q: Tensor
     k: Tensor
@@ -45,11 +35,10 @@ class Case(NamedTuple):
     d_out: Tensor
     causal: Any
     stabilizer: str
-    what: str
+    what: str  # how it was drawn, for people
 
 
 def draw(seed: int, device: str) -> Case:
-    """Draws a call."""
     chance = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     group = chance.choice((1, 1, 2, 4))
@@ -84,23 +73,12 @@ def computed(case: Case, attend: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, case.d_out)]
 
 
-def plain(case: Case) -> Any:
+def plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention as the textbook has it, rounded to its dtype after each step, unlike `dense`."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group, rows, columns = q.size(1) // k.size(1), q.size(2), k.size(2)
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
-        if case.causal is not False:
-            offset = columns - rows if case.causal is True else 0
-            seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(offset)
-            scores = scores.masked_fill(~seen, -torch.inf)
-            p = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
-        else:
-            p = scores.softmax(-1)
-        return p @ v
-
-    return attend
+    group, hidden = q.size(1) // k.size(1), ~seen_keys(spec, q.size(2), k.size(2), q.device)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.mT * spec.scale).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0) @ v
 
 
 def _sound_rows(case: Case, name: str, like: Tensor) -> Tensor:
@@ -114,7 +92,7 @@ def why_wrong(seed: int, device: str) -> tuple[str, str]:
     case = draw(seed, device)
     spec = AttentionSpec(case.q.size(-1) ** -0.5, case.causal)
     exact = dense(case.d_out, case.q, case.k, case.v, spec).results
-    theirs = computed(case, plain(case))
+    theirs = computed(case, lambda *x: plain(*x, spec))
     options = {"causal": case.causal, "stabilizer": case.stabilizer}
     ours = computed(case, lambda *x: flash_attention(*x, **options))
     for name, truth, other, found in zip(
@@ -150,7 +128,6 @@ def _try(job: Job) -> list[str]:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     seeds = range(options.seed, options.seed + options.number)
     rows = collect(options, ["seed", "why", "what"], ((str(seed),) for seed in seeds), _try)
     wrong = [row for row in rows if row[1]]

@@ -101,7 +101,6 @@ def run(kills: int, seed: int) -> list[str]:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     losses = run(options.number, options.seed)
     print(f"{options.number} kills, {len(losses)} losses")
     print("\n".join(losses))

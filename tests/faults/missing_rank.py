@@ -44,7 +44,6 @@ def train(rank: int, folder: Path) -> float:
 
 
 def main() -> None:
-    """Runs the command."""
     folder = Path(sys.argv[1])
     print(on_two(folder, lambda rank: train(rank, folder)))
     print(read_events(folder / "run")["why"].iloc[-1])

@@ -21,23 +21,16 @@ def collect(
     warm_up: Callable[[], object] | None = None,
     method: str = "spawn",
 ) -> list[list[str]]:
-    """Tries what the CSV lacks, as long as there is time; returns all rows.
+    """Tries the jobs that the CSV lacks, as long as there is time; returns all rows.
 
-    Args:
-        options: Of the command line.
-        columns: The header of the CSV.
-        jobs: What is tried; a row begins with its job.
-        try_one: Tries a job, and returns the rest of its row.
-        warm_up: Called first in each process.
-        method: How processes are started.
+    A row begins with its job; `warm_up` is called first in each process.
     """
-    rows, length = [], 0
+    rows: list[list[str]] = []
     if options.csv.exists():
         with options.csv.open(newline="") as file:
             rows = list(csv.reader(file))[1:]
     jobs = list(jobs)
-    length = len(jobs[0])
-    done = {tuple(row[:length]) for row in rows}
+    done = {tuple(row[: len(jobs[0])]) for row in rows}
     jobs = [job for job in jobs if job not in done]
     deadline = time.time() + 60 * options.minutes
     with (

@@ -15,7 +15,9 @@ import signal
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import errors, hooks, installation
 from guardbit.monitor.interception.entry_points import multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
-from tests.faults.injection import ERRORS, Injection, Lines, Point, choose
+from tests.faults.injection import ERRORS, Injection, Point, choose, counted
 from tests.faults.scenarios import SCENARIOS, Run
 
 #: Seconds after which a run counts as hung.
@@ -114,7 +116,8 @@ def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = F
     root = Path(tempfile.mkdtemp(prefix="guardbit-faults-"))
     run = Run(root / "run", is_watched)
     error: BaseException | None = None
-    injection: Any = Lines() if counts else contextlib.nullcontext()
+    counted_lines: Counter[tuple[str, int]] = Counter()
+    injection: Any = counted(counted_lines) if counts else contextlib.nullcontext()
     mark, other = root / "fired", root / "other"
     if plan is not None:
         injection = Injection(plan.point, plan.error("injected"), mark)
@@ -162,7 +165,7 @@ def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = F
     shutil.rmtree(root, ignore_errors=True)
     return Outcome(
         weights, said, type(error).__name__ if error else "", has_fired, left,
-        told.messages, samples, unreadable, dict(injection.counts) if counts else {},
+        told.messages, samples, unreadable, dict(counted_lines),
     )  # fmt: skip
 
 
@@ -203,12 +206,7 @@ def _near(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """Runs a function in a fork of this process and returns what it returns.
-
-    Raises:
-        TimeoutError: If it takes too long.
-        ChildProcessError: If the process died.
-    """
+    """Returns what a function returns in a fork, or raises TimeoutError or ChildProcessError."""
     last_words = tempfile.TemporaryFile()  # noqa: SIM115 (of the child)
     reading, writing = os.pipe()
     child = os.fork()
@@ -238,30 +236,25 @@ def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
             last_words.seek(0)
             *_, current = last_words.read().decode().rpartition("Current thread")
             where = [line for line in current.splitlines() if "File" in line][:4]
-            raise ChildProcessError(f"the process died: {_how_ended(status)}; {' '.join(where)}")
+            code = os.waitstatus_to_exitcode(status)
+            how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+            raise ChildProcessError(f"the process died: {how}; {' '.join(where)}")
     found = pickle.loads(answer)
     if isinstance(found, BaseException):
         raise ChildProcessError(repr(found))
     return found
 
 
-def _how_ended(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-
-
 def _answer(reading: int, seconds: float) -> bytes:
-    deadline, parts = time.monotonic() + seconds, []
+    deadline, answer = time.monotonic() + seconds, b""
     while True:
-        left = deadline - time.monotonic()
-        ready, _, _ = select.select([reading], [], [], max(0.0, left))
-        if not ready:
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([reading], [], [], left)[0]:
             raise TimeoutError(f"no answer within {seconds:.0f} s")
         part = os.read(reading, 1 << 16)
         if not part:
-            break
-        parts.append(part)
-    return b"".join(parts)
+            return answer
+        answer += part
 
 
 def _mute() -> None:
@@ -270,28 +263,17 @@ def _mute() -> None:
         os.dup2(silent, stream)
 
 
-#: What scenarios do when nothing fails, and how often which line of GuardBit then runs, as far as
-#: they are known.
-references_known: dict[str, Reference] = {}
-counts_known: dict[str, dict[tuple[str, int], int]] = {}
-
-
+@cache
 def reference_of(scenario: str) -> Reference:
-    """Returns what a scenario does when nothing fails; runs it the first time."""
-    if scenario in references_known:
-        return references_known[scenario]
+    """Returns what a scenario does when nothing fails."""
     unwatched, watched = _sound(scenario, False), _sound(scenario, True)
-    found = references_known[scenario] = Reference(
-        unwatched.weights, watched.weights, watched.samples, watched.told
-    )
-    return found
+    return Reference(unwatched.weights, watched.weights, watched.samples, watched.told)
 
 
+@cache
 def counts_of(scenario: str) -> dict[tuple[str, int], int]:
-    """Returns how often each line of GuardBit runs; counts the first time."""
-    if scenario not in counts_known:
-        counts_known[scenario] = _sound(scenario, True, counts=True).counts
-    return counts_known[scenario]
+    """Returns how often each line of GuardBit runs when nothing fails."""
+    return _sound(scenario, True, counts=True).counts
 
 
 def _sound(scenario: str, is_watched: bool, counts: bool = False) -> Outcome:

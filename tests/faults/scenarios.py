@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -59,22 +58,15 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Run:
-    """A run: its settings, and what it leaves.
+    """A run: its settings, and what it leaves."""
 
-    Attributes:
-        folder: Where its telemetry goes.
-        is_watched: Whether GuardBit watches.
-        model: The model that was trained.
-        sessions: The sessions of the run.
-        on_rank: Called on each rank of a run of two processes, with its number.
-        report: Called on the second rank with the error that ended it, or None.
-    """
-
-    folder: Path
+    folder: Path  # where its telemetry goes
     is_watched: bool
     model: nn.Module | None = None
     sessions: list[MonitorSession] = field(default_factory=list)
+    # Called on each rank of a run of two processes, with its number.
     on_rank: Callable[[int], None] = lambda rank: None
+    # Called on the second rank with the error that ended it, or None.
     report: Callable[[BaseException | None], None] = lambda error: None
 
     def session(self, **options: Any) -> MonitorSession | None:
@@ -195,15 +187,13 @@ def lightning(run: Run) -> None:
         callbacks = [AttentionMonitor(2, dirpath=run.folder), AutoStabilizer()]
     data = torch.utils.data.DataLoader([batch(i) for i in range(STEPS)], batch_size=None)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            max_steps=STEPS, accelerator="cpu", devices=1, callbacks=callbacks, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=run.folder.parent,
-        )  # fmt: skip
-        trainer.fit(module, data)
-        trainer.save_checkpoint(run.folder.parent / "checkpoint.ckpt")
+    trainer = pl.Trainer(
+        max_steps=STEPS, accelerator="cpu", devices=1, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=run.folder.parent,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    trainer.save_checkpoint(run.folder.parent / "checkpoint.ckpt")
 
 
 def huggingface(run: Run) -> None:
@@ -229,16 +219,13 @@ def huggingface(run: Run) -> None:
         disable_tqdm=True, optim="sgd", learning_rate=0.1, log_level="error",
         dataloader_pin_memory=False,
     )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            Trainer(
-                model, arguments, train_dataset=data, callbacks=[monitor] if run.is_watched else []
-            ).train()
-        except BaseException:
-            if monitor.session is not None:
-                run.sessions.append(monitor.session)  # the Trainer tells no callback
-            raise
+    callbacks = [monitor] if run.is_watched else []
+    try:
+        Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+    except BaseException:
+        if monitor.session is not None:
+            run.sessions.append(monitor.session)  # the Trainer tells no callback
+        raise
 
 
 def on_two(folder: Path, run: Callable[[int], Any]) -> Any:

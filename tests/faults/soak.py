@@ -15,19 +15,12 @@ _INDICATORS, _SITES, _HEADS = 4, 2, 4
 
 
 class Soaked(NamedTuple):
-    """What a soak took.
+    """What a soak took."""
 
-    Attributes:
-        files: The most files at any moment.
-        bytes_a_value: Bytes on disk for each value.
-        grown: Bytes by which the process grew after its first tenth.
-        values: Values that were read back.
-    """
-
-    files: int
-    bytes_a_value: float
-    grown: int
-    values: int
+    files: int  # the most at any moment
+    bytes_a_value: float  # on disk
+    grown: int  # bytes by which the process grew after its first tenth
+    values: int  # that were read back
 
 
 def soak(samples: int, folder: Path) -> Soaked:
@@ -57,7 +50,6 @@ def _resident() -> int:
 
 
 def main(options: Namespace) -> int:
-    """Runs the command."""
     with tempfile.TemporaryDirectory() as folder:
         found = soak(options.number, Path(folder) / "run")
     expected = options.number * _INDICATORS * _SITES * _HEADS

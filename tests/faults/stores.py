@@ -21,6 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import guardbit
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
 from tests.faults.rows import Job, collect
 from tests.faults.running import apart, warm_up
 
@@ -42,10 +45,6 @@ _WORDS = [
 
 def write_run(folder: Path, chance: random.Random) -> None:
     """Writes a small run, or copies a recorded one."""
-    import guardbit
-    from guardbit.records import Event, Sample
-    from guardbit.store import RunWriter
-
     if chance.random() < 0.1:
         shutil.copytree(Path(guardbit.__file__).parent / "recorded" / "lost", folder)
         return
@@ -60,65 +59,52 @@ def write_run(folder: Path, chance: random.Random) -> None:
             writer.event(Event(210, "switch", "h.1", (2,), "it grew", stabilizer="exact_delta"))
 
 
+def _flipped(data: bytes, chance: random.Random) -> bytes:
+    flipped = bytearray(data)
+    for _ in range(chance.choice((1, 3, 50))):
+        if flipped:
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+    return bytes(flipped)
+
+
+def _with_more(data: bytes, chance: random.Random) -> bytes:
+    place = chance.randrange(len(data) + 1)
+    return data[:place] + chance.randbytes(chance.choice((1, 100))) + data[place:]
+
+
+#: What may take the place of a file's bytes; "remove", "folder", "swap" and "change" are files'.
+BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "flip": _flipped,
+    "cut": lambda data, chance: data[: chance.randrange(len(data) + 1)],
+    "empty": lambda data, chance: b"",
+    "garbage": lambda data, chance: chance.randbytes(chance.choice((10, 10_000))),
+    "twice": lambda data, chance: data * 2,
+    "insert": _with_more,
+}
+
+
 def corrupt(folder: Path, chance: random.Random) -> str:
     """Corrupts one file of a folder; returns how."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     if not files:
         return "nothing is left"
     path = chance.choice(files)
-    ways: list[Callable[[Path, random.Random], None]] = [
-        _flip, _cut, _empty, _garbage, _remove, _twice, _insert, _folder, _swap
-    ]  # fmt: skip
+    ways = [*BYTES, "remove", "folder", "swap"]
     if path.suffix in (".json", ".jsonl"):
-        ways += [_change] * 6
+        ways += ["change"] * 6
     way = chance.choice(ways)
-    way(path, chance)
-    return f"{way.__name__[1:]} {path.name}"
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    for _ in range(chance.choice((1, 3, 50))):
-        if data:
-            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
-
-
-def _cut(path: Path, chance: random.Random) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: chance.randrange(len(data) + 1)])
-
-
-def _empty(path: Path, chance: random.Random) -> None:
-    path.write_bytes(b"")
-
-
-def _garbage(path: Path, chance: random.Random) -> None:
-    path.write_bytes(chance.randbytes(chance.choice((10, 10_000))))
-
-
-def _remove(path: Path, chance: random.Random) -> None:
-    path.unlink()
-
-
-def _twice(path: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes() * 2)
-
-
-def _insert(path: Path, chance: random.Random) -> None:
-    data = path.read_bytes()
-    place = chance.randrange(len(data) + 1)
-    path.write_bytes(data[:place] + chance.randbytes(chance.choice((1, 100))) + data[place:])
-
-
-def _folder(path: Path, chance: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _swap(path: Path, chance: random.Random) -> None:
-    other = chance.choice(sorted(p for p in path.parent.iterdir() if p.is_file()))
-    path.write_bytes(other.read_bytes())
+    if way in ("remove", "folder"):
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+    elif way == "swap":
+        other = chance.choice(sorted(p for p in path.parent.iterdir() if p.is_file()))
+        path.write_bytes(other.read_bytes())
+    elif way == "change":
+        _change(path, chance)
+    else:
+        path.write_bytes(BYTES[way](path.read_bytes(), chance))
+    return f"{way} {path.name}"
 
 
 def _change(path: Path, chance: random.Random) -> None:
@@ -129,7 +115,8 @@ def _change(path: Path, chance: random.Random) -> None:
         place = chance.randrange(len(lines))
         value = json.loads(lines[place])
     except ValueError:  # no JSON any more, or nothing is left
-        return _insert(path, chance)
+        path.write_bytes(_with_more(path.read_bytes(), chance))
+        return
     lines[place] = json.dumps(_changed(value, chance))
     path.write_text("\n".join(lines) + "\n")
 
@@ -174,9 +161,10 @@ def read(command: str, folder: Path) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def try_one(seed: int, command: str) -> tuple[str, str]:
-    """Corrupts a run and lets one command read it; returns the result and its details."""
-    chance = random.Random(seed)
+def _try(job: Job) -> list[str]:
+    """Corrupts a run of a seed and lets a command read it; returns the result and its details."""
+    seed, command = job
+    chance = random.Random(int(seed))
     root = Path(tempfile.mkdtemp(prefix="guardbit-stores-"))
     folder = root / "run"
     try:
@@ -189,12 +177,12 @@ def try_one(seed: int, command: str) -> tuple[str, str]:
         try:
             failure, kilobytes = apart(run, PATIENCE)
         except (TimeoutError, ChildProcessError) as error:
-            return "hung", f"{how}: {error}"
+            return ["hung", f"{how}: {error}"]
         if failure:
-            return "traceback", f"{how}: {failure}"
+            return ["traceback", f"{how}: {failure}"]
         if kilobytes * 1024 > MEMORY:
-            return "memory", f"{how}: {kilobytes / 2**20:.2f} GB"
-        return "sound", how
+            return ["memory", f"{how}: {kilobytes / 2**20:.2f} GB"]
+        return ["sound", how]
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -211,21 +199,13 @@ def _warm_up() -> None:
     warm_up()
 
 
-def _try(job: Job) -> list[str]:
-    return list(try_one(int(job[0]), job[1]))
-
-
 def main(options: Namespace) -> int:
-    """Runs the command."""
     numbers = range(options.seed, options.seed + options.number)
     jobs = [(str(number), command) for number in numbers for command in COMMANDS]
     found = collect(options, ["seed", "command", "result", "detail"], jobs, _try, _warm_up)
     counted = Counter((command, result) for _, command, result, _ in found)
-    print("| command | corrupted runs | traceback | hung | memory |\n|---|---|---|---|---|")
-    for command in COMMANDS:
-        bad = [counted[command, result] for result in ("traceback", "hung", "memory")]
-        tried = sum(number for (name, _), number in counted.items() if name == command)
-        print(f"| {command} | {tried} | {' | '.join(map(str, bad))} |")
+    for (command, result), number in sorted(counted.items()):
+        print(f"{command}, {result}: {number}")
     broken = [row for row in found if row[2] != "sound"]
     for number, command, result, detail in broken[:20]:
         print(f"seed {number}, {command}, {result}: {detail}", file=sys.stderr)

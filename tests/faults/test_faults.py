@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from tests.faults import campaign, commands, kernels, kills, missing_rank, running, soak, stores
+from tests.faults import commands, kernels, kills, missing_rank, running, soak, stores
 from tests.faults.injection import Point
 
 ROOT = Path(__file__).parents[2]
@@ -52,16 +52,6 @@ def test_a_rank_that_stays_away_is_waited_for_once(tmp_path):
     longest, why = done.stdout.splitlines()[:2]
     assert float(longest) >= missing_rank.PATIENCE
     assert why.startswith("the monitor is off, training goes on: another rank did not answer")
-
-
-def test_the_table_counts_what_fired_by_scenario_and_error():
-    rows = [
-        ["0", "plain", "OSError", "a.py:1 x0", "contained", ""],
-        ["1", "plain", "OSError", "a.py:1 x0", "not reached", ""],
-        ["2", "plain", "OSError", "a.py:1 x0", "killed", "why"],
-    ]
-    lines = campaign.table(rows, ("killed", "silent")).splitlines()
-    assert lines[2:] == ["| plain | OSError | 2 | 1 | 0 |", "| **all** | | 2 | 1 | 0 |"]
 
 
 def test_what_the_store_acknowledged_survives_kills():

@@ -10,7 +10,7 @@ from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import Detectors, HeadGrowth, LossDeparture, ModelLogits
 from guardbit.monitor.replay import replay
 from guardbit.records import Sample
-from guardbit.store.samples import samples_of
+from guardbit.store.reading import samples_of
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 RUNS = Path(__file__).parents[1] / "data" / "runs"

@@ -1,11 +1,21 @@
 """What the tests of the store write."""
 
-from guardbit.records import Sample
+from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 
 
 def loss(step: int, value: float = 0.0) -> Sample:
     return Sample(step, "", -1, "loss", (value,))
+
+
+def alarm(step: int, why: str = "") -> Event:
+    return Event(step, "alarm", "h.2.attn", (3, 7), why, rule="norm")
+
+
+def put(writer: RunWriter, *samples: Sample) -> None:
+    """Writes a segment."""
+    writer.add(samples)
+    writer.flush()
 
 
 def write(folder, *samples: Sample, **options) -> None:

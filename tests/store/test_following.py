@@ -3,7 +3,7 @@ import pytest
 
 from guardbit.records import Sample
 from guardbit.store import RunFollower, RunWriter, read_run
-from tests.store.made import write
+from tests.store.made import put, write
 
 
 def sample(step):
@@ -37,26 +37,17 @@ def test_a_folder_that_does_not_exist_yet(tmp_path, inner):
 @pytest.mark.parametrize("looks_every", [1, 3, 8, 30])
 def test_nothing_is_missed_whatever_is_merged_in_between(tmp_path, looks_every):
     follower, seen = RunFollower(tmp_path), []
-    with RunWriter(tmp_path, flush_every=1) as writer:
+    with RunWriter(tmp_path) as writer:
         for step in range(70):
-            writer.add([sample(step)])
+            put(writer, sample(step))
             if step % looks_every == 0:
                 follower.look()
                 seen.append(collect(follower))
-    follower.look()
+    follower.look()  # all in one file now
     seen.append(collect(follower))
     assert same(pd.concat(seen), tmp_path)
+    assert seen[-1].empty == (69 % looks_every == 0), "what was read already is passed over"
     follower.look()
-    assert collect(follower).empty
-
-
-def test_a_merge_of_what_was_read_already_is_passed_over(tmp_path):
-    follower = RunFollower(tmp_path)
-    with RunWriter(tmp_path, flush_every=10) as writer:
-        writer.add(sample(step) for step in range(70))
-        follower.look()
-        assert len(collect(follower)) == 140
-    follower.look()  # all in one file now
     assert collect(follower).empty
 
 
@@ -67,8 +58,7 @@ def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
     collect(follower)
     writer = RunWriter(tmp_path, start_step=5)
     assert follower.look() is False  # it has recorded nothing yet, and hides nothing
-    writer.add([sample(6)])
-    writer.flush()
+    put(writer, sample(6))
     assert follower.look() is True
     assert same(collect(follower), tmp_path)
     writer.close()
@@ -89,8 +79,9 @@ def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
 
 def test_what_is_merged_after_a_look_is_found_by_the_next(tmp_path):
     follower = RunFollower(tmp_path)
-    writer = RunWriter(tmp_path, flush_every=1)
-    writer.add([sample(1), sample(2)])
+    writer = RunWriter(tmp_path)
+    put(writer, sample(1))
+    put(writer, sample(2))
     follower.look()
     writer.close()  # merges what the look has found
     assert collect(follower).empty

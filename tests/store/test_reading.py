@@ -25,10 +25,9 @@ from guardbit.store import (
     read_run,
     runs_below,
 )
-from tests.store.made import loss, write
+from tests.store.made import alarm, loss, put, write
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
-READERS = [read_run, read_events, read_metadata]
 
 
 def segment(folder: Path, kind: str = "samples") -> Path:
@@ -69,16 +68,16 @@ def rows_by_hand(samples: list[Sample]) -> dict[tuple, float]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(samples=st.lists(_SAMPLES, max_size=20), flush_every=st.integers(1, 9))
-def test_samples_come_back_as_they_were(tmp_path_factory, samples, flush_every):
+@given(samples=st.lists(_SAMPLES, max_size=20), size=st.integers(1, 9))
+def test_samples_come_back_as_they_were(tmp_path_factory, samples, size):
     folder = tmp_path_factory.mktemp("run")
-    write(folder, *samples, flush_every=flush_every)
+    with RunWriter(folder) as writer:
+        for start in range(0, len(samples), size):
+            put(writer, *samples[start : start + size])
     frame = read_run(folder)
     check_dtypes(frame)
     expected = rows_by_hand(samples)
-    keys = list(
-        frame[["step", "layer", "site", "indicator", "head"]].itertuples(index=False, name=None)
-    )
+    keys = list(frame[files.KEY].itertuples(index=False, name=None))
     assert keys == sorted(expected)
     for key, value in zip(keys, frame["value"].tolist(), strict=True):
         # Equal to the bit, but for the many encodings of NaN.
@@ -124,25 +123,13 @@ def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path):
     assert read_metadata(tmp_path) == {"lr": 1}
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_no_run_there_is_one_clear_sentence(reader, tmp_path):
-    there = re.escape(f"there is no run at {tmp_path}")
-    with pytest.raises(FileNotFoundError, match=f"^{there}/none: nothing has that name$"):
-        reader(tmp_path / "none")
-    with pytest.raises(ValueError, match=f"^{there}: the folder is empty$"):
-        reader(tmp_path)
-    (tmp_path / "hparams.yaml").write_text("lr: 1")
-    with pytest.raises(ValueError, match=f"^{there}: the folder holds no GuardBit run$"):
-        reader(tmp_path)
-
-
 def test_a_log_directory_stands_for_the_run_in_it(tmp_path):
     # With Lightning's default logger TensorBoard's files lie beside it.
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     with RunWriter(tmp_path / "guardbit", metadata={"lr": 1}) as writer:
         writer.add([Sample(3, "h.0", 0, "max_logit", (1.0,))])
-        writer.event(Event(3, "alarm", "h.0", (0,), "for a test"))
-    for reader in READERS:
+        writer.event(alarm(3))
+    for reader in (read_run, read_events, read_metadata):
         inner, outer = reader(tmp_path / "guardbit"), reader(tmp_path)
         assert inner.equals(outer) if isinstance(inner, pd.DataFrame) else inner == outer
         assert len(inner) == 1
@@ -184,10 +171,10 @@ def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(("kind", "read"), [("samples", read_run), ("events", read_events)])
 def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind, read):
-    writer = RunWriter(tmp_path, flush_every=1)
+    writer = RunWriter(tmp_path)
     for step in (1, 2):
-        writer.add([loss(step)])
-        writer.event(Event(step, "alarm", "a", (1,), "why"))
+        put(writer, loss(step))
+        writer.event(alarm(step))
     covered = {path: path.read_bytes() for path in tmp_path.glob(f"{kind}-*")}
     writer.close()
     merged = segment(tmp_path, kind)
@@ -296,10 +283,10 @@ def test_segments_with_other_columns(tmp_path, change, steps):
 
 @pytest.mark.parametrize("kind", ["samples", "events"])
 def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kind):
-    writer = RunWriter(tmp_path, flush_every=1)
+    writer = RunWriter(tmp_path)
     for step in range(5):
-        writer.add([loss(step)])
-        writer.event(Event(step, "alarm", "a", (1,), "why"))
+        put(writer, loss(step))
+        writer.event(alarm(step))
     list_folder = files.list_folder
 
     def list_then_merge(folder: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,14 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.records import Event, Sample
+from guardbit.records import Sample
 from guardbit.store import RunWriter, files, read_events, read_metadata, read_run, writing
-from guardbit.store.files import Listing
-from tests.store.made import loss, write
-
-
-def alarm(step: int, why: str = "") -> Event:
-    return Event(step, "alarm", "h.2.attn", (3, 7), why, rule="norm")
+from tests.store.made import alarm, loss, put, write
 
 
 def steps_and_values(path: Path) -> list[tuple[int, float]]:
@@ -62,9 +56,9 @@ def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(tmp_path, mon
         with monkeypatch.context() as patch:
             kill_at(patch, call)
             try:
-                writer = RunWriter(folder, flush_every=1)
+                writer = RunWriter(folder)
                 for step in range(5):
-                    writer.add([loss(step, step / 2)])
+                    put(writer, loss(step, step / 2))
                     flushed += 1
                     writer.event(alarm(step))
                     recorded += 1
@@ -96,9 +90,9 @@ def test_merging_changes_no_sample_and_keeps_files_few(tmp_path, monkeypatch, fl
     monkeypatch.setattr(writing, "_FAN_OUT", fan_out)
     monkeypatch.setattr(writing, "_ROW_GROUP", 5)  # merged segments of several row groups
     expected = [(step, head, value) for step in range(flushes) for head, value in [(0, 1), (2, -3)]]
-    writer = RunWriter(tmp_path, flush_every=1)
+    writer = RunWriter(tmp_path)
     for step in range(flushes):
-        writer.add([Sample(step, "h.0.attn", 0, "max_logit", (1.0, math.nan, -3.0))])
+        put(writer, Sample(step, "h.0.attn", 0, "max_logit", (1.0, math.nan, -3.0)))
         writer.event(alarm(step))
     for finished in (False, True):
         if finished:
@@ -115,23 +109,14 @@ def test_merging_changes_no_sample_and_keeps_files_few(tmp_path, monkeypatch, fl
 
 def test_a_merge_holds_a_row_group_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_ROW_GROUP", 10)
-    write(tmp_path, *map(loss, range(70)), flush_every=7)
+    with RunWriter(tmp_path) as writer:
+        for start in range(0, 70, 7):
+            put(writer, *map(loss, range(start, start + 7)))
     (name,) = file_names(tmp_path, "samples")
     file = pq.ParquetFile(tmp_path / name)
     groups = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
     assert sum(groups) == 70
     assert max(groups) < 20  # a group is closed by the batch that takes it to 10 rows or more
-
-
-def test_samples_beyond_flush_every_are_on_disk_and_events_at_once(tmp_path):
-    writer = RunWriter(tmp_path, flush_every=4)
-    for step in range(10):
-        writer.add([loss(step)])
-        writer.event(alarm(step))
-        assert len(read_run(tmp_path)) == (step + 1) // 4 * 4
-        assert len(read_events(tmp_path)) == step + 1
-    writer.flush()
-    assert len(read_run(tmp_path)) == 10
 
 
 def test_segments_are_compressed_and_dictionary_encoded(tmp_path):
@@ -159,9 +144,9 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
     events: list[tuple[int, str]] = []
     for session, (start_step, distances) in enumerate(sessions):
         start, hidden = (0, -1) if start_step is None else (start_step, start_step)
-        with RunWriter(folder, start_step=start_step, flush_every=2) as writer:
+        with RunWriter(folder, start_step=start_step) as writer:
             for distance in distances:
-                writer.add([loss(start + distance, session)])
+                put(writer, loss(start + distance, session))
                 writer.event(alarm(start + distance, str(session)))
         if distances:
             samples = {step: value for step, value in samples.items() if step <= hidden}
@@ -179,23 +164,16 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
     assert found == sorted(events, key=lambda event: event[0])
 
 
-def test_hidden_samples_stay_on_disk(tmp_path):
-    write(tmp_path, *map(loss, range(10)))
-    (first,) = file_names(tmp_path, "samples")
-    write(tmp_path, loss(4), start_step=3)
-    assert pq.ParquetFile(tmp_path / first).metadata.num_rows == 10
-
-
 def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
-    first = RunWriter(tmp_path, flush_every=1, metadata={"who": "first", "lr": 1})
-    first.add([loss(1, 0.5)])
+    first = RunWriter(tmp_path, metadata={"who": "first", "lr": 1})
+    put(first, loss(1, 0.5))
     first.event(alarm(1))
     before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
-    with RunWriter(tmp_path, flush_every=1, start_step=1, metadata={"who": "second"}) as second:
+    with RunWriter(tmp_path, start_step=1, metadata={"who": "second"}) as second:
         for step in range(2, 20):
-            second.add([loss(step, 1.0)])
+            put(second, loss(step, 1.0))
             second.event(alarm(step))
-            first.add([loss(step, 0.5)])
+            put(first, loss(step, 0.5))
     assert {name: (tmp_path / name).read_bytes() for name in before if "events" in name} == {
         name: content for name, content in before.items() if "events" in name
     }
@@ -210,10 +188,9 @@ def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
 
 def test_two_writers_that_open_a_folder_at_once_get_different_names(tmp_path, monkeypatch):
     # Each sees the folder as it was before the other's session file appeared.
-    nothing = Listing({}, {"samples": {}, "events": {}})
-    monkeypatch.setattr(files, "list_folder", lambda _: nothing)
+    monkeypatch.setattr(files, "list_folder", lambda _: files.Listing())
     for step in (1, 2):
-        RunWriter(tmp_path, flush_every=1, start_step=step).add([loss(step)])
+        put(RunWriter(tmp_path, start_step=step), loss(step))
     assert [name[8:12] for name in file_names(tmp_path, "session")] == ["0001", "0001"]
     assert len(file_names(tmp_path, "samples")) == 2
 
@@ -227,7 +204,7 @@ def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path
 
 
 def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(tmp_path, monkeypatch):
-    writer = RunWriter(tmp_path, flush_every=100)
+    writer = RunWriter(tmp_path)
     writer.add([loss(1), loss(2)])
 
     def full(*_: object) -> None:
@@ -238,21 +215,21 @@ def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(tmp_path, monkeyp
         with pytest.raises(OSError, match="No space left"):
             writer.flush()
     assert not list(tmp_path.glob(".*"))
-    writer.add([loss(3)])
-    writer.flush()
+    put(writer, loss(3))
     assert [step for step, _ in steps_and_values(tmp_path)] == [1, 2, 3]
 
 
 def test_a_merge_that_fails_leaves_the_segments_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_FAN_OUT", 2)
-    writer = RunWriter(tmp_path, flush_every=1)
-    writer.add([loss(1)])
+    writer = RunWriter(tmp_path)
+    put(writer, loss(1))
     (broken,) = file_names(tmp_path, "samples")
     whole = (tmp_path / broken).read_bytes()
     (tmp_path / broken).write_bytes(whole[:50])
     with pytest.warns(UserWarning, match=r"stay unmerged in .*00000000-00000001"):
-        writer.add([loss(2)])
-    writer.add([loss(step) for step in range(3, 8)])
+        put(writer, loss(2))
+    for step in range(3, 8):
+        put(writer, loss(step))
     writer.close()
     (tmp_path / broken).write_bytes(whole)
     assert [step for step, _ in steps_and_values(tmp_path)] == list(range(1, 8))
@@ -265,16 +242,9 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start_step": -1}, "start_step of a run must be 0 or more, got -1"),
-        ({"flush_every": 0}, "flush_every of a run must be 1 or more, got 0"),
-    ],
-)
-def test_bad_settings_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        RunWriter(tmp_path, **options)
+def test_a_start_before_the_first_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="start_step of a run must be 0 or more, got -1"):
+        RunWriter(tmp_path, start_step=-1)
     assert not list(tmp_path.iterdir())
 
 
@@ -291,31 +261,6 @@ def test_a_closed_writer_says_so(tmp_path):
     for call in calls:
         with pytest.raises(ValueError, match=r"the run's writer is closed: .*session-0001"):
             call()
-
-
-def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_path):
-    write(tmp_path, loss(1))
-    (segment,) = tmp_path.glob("samples-*")
-    abandoned = [
-        tmp_path / f".{name}.partial" for name in (segment.name, *file_names(tmp_path, "session"))
-    ]
-    lately = tmp_path / f".{segment.name.replace('0000', '0001')}.partial"
-    foreign = tmp_path / ".notes.txt.partial"
-    # A folder that holds nothing else yet is taken too.
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    (killed / ".session-0001-0a1b2c3d.json.partial").write_bytes(b"{")
-    write(killed, loss(1))
-    assert len(read_run(killed)) == 1
-    for path in (*abandoned, lately, foreign):
-        path.write_bytes(b"half")
-    for path in (*abandoned, foreign):
-        os.utime(path, (time.time() - 3600,) * 2)
-    RunWriter(tmp_path, start_step=1).close()
-    assert not any(path.exists() for path in abandoned)
-    # Another writer may be at it; and other people's files are theirs.
-    assert lately.exists() and foreign.exists()
-    assert steps_and_values(tmp_path) == [(1, 0.0)]
 
 
 def test_a_writer_knows_whether_a_later_one_hides_it(tmp_path):

@@ -15,7 +15,7 @@ class Recorder(RunWriter):
     """Writes runs whose head (sick layer, sick head) leaves the others at a step."""
 
     def __init__(self, folder, *, layers=3, heads=4, sick=(1, 2), ill_from=10**9, **options):
-        super().__init__(folder, flush_every=10**6, **options)
+        super().__init__(folder, **options)
         self.layers, self.heads, self.sick, self.ill_from = layers, heads, sick, ill_from
 
     def record(self, steps):

@@ -270,9 +270,10 @@ def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):
         "import sys, time\n"
         "from guardbit.records import Sample\n"
         "from guardbit.store import RunWriter\n"
-        "writer = RunWriter(sys.argv[1], flush_every=1)\n"
+        "writer = RunWriter(sys.argv[1])\n"
         "for step in range(10**6):\n"
         "    writer.add([Sample(step, 'h.0.attn', 0, 'max_logit', (1.0, 2.0))])\n"
+        "    writer.flush()\n"
         "    time.sleep(0.01)\n"
     )
     with serve(run) as server:

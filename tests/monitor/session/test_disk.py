@@ -1,6 +1,5 @@
 """Disks that are full, and folders that cannot be read or written to."""
 
-import functools
 import weakref
 
 import pytest
@@ -22,8 +21,6 @@ from tests.monitor.session.plain_loop import (
 
 
 def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
-    # It is to be written more than once a step.
-    monkeypatch.setattr(journal, "RunWriter", functools.partial(RunWriter, flush_every=20))
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),))
     loop.session.begin_batch(0)
     with monkeypatch.context() as patch:
