@@ -15,7 +15,7 @@ from guardbit.dashboards.tables import Head
 
 def excess(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
-) -> pd.DataFrame:
+) -> pd.Series:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
     samples = tables.check_samples(frame)
     moved = [
@@ -27,32 +27,19 @@ def excess(
     has_moved = {head for head, _ in moved}
     first = min((at for _, at in moved), default=None)
     pairs = [(at, head) for at, some in tables.heads_of_layer(frame).items() for head in some]
-    heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
+    worst = pd.Series(np.nan, pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]))
     if step is not None:
         samples = tables.rows_of(samples, samples["step"] <= step)
-    table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
     for indicator, floor in EXCESS_INDICATORS.items():
         measured = tables.by_head(samples, indicator)
-        if measured.empty:
-            continue
-        found = pd.DataFrame(
-            {
-                "excess": times_baseline(
-                    measured.to_numpy(),
-                    floor,
-                    np.array([head in has_moved for head in measured.columns], dtype=bool),
-                    None if first is None else len(measured.loc[:first]),
-                ),
-                "indicator": indicator,
-                "value": measured.ffill().iloc[-1],
-            },
-            index=measured.columns,
-        ).reindex(heads)
-        worse = found["excess"].gt(table["excess"]) | (
-            table["excess"].isna() & found["excess"].notna()
+        found = times_baseline(
+            measured.to_numpy(),
+            floor,
+            np.array([head in has_moved for head in measured.columns], dtype=bool),
+            None if first is None else len(measured.loc[:first]),
         )
-        table = table.mask(worse, found)
-    return table.astype({"excess": float, "value": float})
+        worst = np.fmax(worst, pd.Series(found, measured.columns).reindex(worst.index))
+    return worst
 
 
 def notable_heads(
@@ -73,8 +60,7 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
     far = excess(frame, events, told)
-    far = tables.rows_of(far, far["excess"] > 1)  # 1 is usual
-    far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
+    far = far[far > 1].sort_values(ascending=False, kind="stable").head(count)  # 1 is usual
     worst = [(int(layer), int(head)) for layer, head in far.index]
     return list(dict.fromkeys([*alarmed, *worst]))[:count]
 
@@ -101,7 +87,7 @@ def heads_to_watch(
     table = pd.DataFrame(known, columns=columns)
     if table.empty:
         return table
-    table["excess"] = excess(frame, events)["excess"].reindex(latest.index).to_numpy()
+    table["excess"] = excess(frame, events).reindex(latest.index).to_numpy()
     table = pd.concat([table, latest.reset_index(drop=True)], axis=1)
     table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
     order = ["alarm_step", "excess", "largest"]

@@ -136,7 +136,7 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
     pairs = list(zip(watched["layer"], watched["head"], strict=True))
     assert pairs[:2] == [(2, 7), (2, 3)]
     # The others have noise only; whichever comes first is the farthest from its baseline.
-    others = ranking.excess(run.frame, run.events)["excess"].drop([(2, 7), (2, 3)]).nlargest(3)
+    others = ranking.excess(run.frame, run.events).drop([(2, 7), (2, 3)]).nlargest(3)
     assert watched["excess"].tolist()[2:] == others.tolist()
     assert watched["excess"][2] < 1.5 < 100 < watched["excess"][0]
     assert watched["alarm_step"].tolist()[:2] == [2950, 3100]

@@ -68,10 +68,10 @@ def model_map(
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
     if step is None:
         step = tables.steps(frame)[1] if len(frame) else 0
-    table = ranking.excess(frame, events, step)
-    layer, head = (np.asarray(table.index.get_level_values(level), dtype=int) for level in (0, 1))
+    excess = ranking.excess(frame, events, step)
+    layer, head = (np.asarray(excess.index.get_level_values(level), dtype=int) for level in (0, 1))
     cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)
-    cells[layer, head] = table["excess"]
+    cells[layer, head] = excess
     if not np.isfinite(cells).any():
         return None
     known = None if events is None else events.loc[events["step"] <= step]

@@ -103,12 +103,12 @@ def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
 
 
 def _worst_head(run: LoadedRun) -> str:
-    excess = ranking.excess(run.samples, run.events)["excess"].dropna()
+    excess = ranking.excess(run.samples, run.events).dropna()
     if excess.empty:
         return "–"
-    layer, head = excess.index.to_list()[int(excess.to_numpy().argmax())]
+    layer, head = excess.index[excess.argmax()]
     label = tables.head_label(layer, head, len(tables.heads_of_layer(run.samples)[layer]))
-    return f"{label}, {contents.times(float(excess.to_numpy().max()))}"
+    return f"{label}, {contents.times(excess.max())}"
 
 
 def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:

@@ -47,7 +47,7 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
             super().__init__(*args)
             followers.append(self)
 
-    monkeypatch.setattr("guardbit.dashboards.live.runs.RunFollower", Kept)
+    monkeypatch.setattr("guardbit.dashboards.live.RunFollower", Kept)
     watcher = LiveRun(tmp_path)
     (follower,) = followers
     with recorder(tmp_path, ill_from=150) as writer:
