@@ -16,7 +16,6 @@ import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
-from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.excess import EXCESS_INDICATORS, lower_quantile
 from guardbit.dashboards.history import History
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
@@ -28,6 +27,9 @@ from guardbit.store.samples import samples_of
 Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
 
+#: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
+#: to damp one sample's noise.
+SAMPLES_AVERAGED = 5
 #: Heads named in the list of the worst, and drawn in a curve.
 _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has

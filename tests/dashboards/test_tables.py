@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import effect, marks, ranking, tables
+from guardbit.dashboards import marks, ranking, tables
+from guardbit.dashboards.report.contents import effect_of_switch
 from tests.dashboards.made import EVENTS, samples
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
@@ -73,7 +74,7 @@ def test_empty_tables_give_empty_answers(empty):
     assert ranking.notable_heads(tables.by_head(empty, "max_logit"), []) == []
     assert marks.current_stabilizers(empty, empty) == {}
     assert ranking.heads_to_watch(empty, None).empty
-    assert effect.effect_of_switch(empty, empty).empty
+    assert effect_of_switch(empty, empty).empty
     assert marks.events_of(None) == []
 
 
@@ -147,7 +148,7 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
 
 
 def test_before_and_after_are_of_the_alarmed_head(run):
-    table = effect.effect_of_switch(run.frame, run.events).set_index("indicator")
+    table = effect_of_switch(run.frame, run.events).set_index("indicator")
     at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
     end = {3: undone, 7: -1}
     for name, array in run.values.items():
@@ -172,33 +173,33 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
     frame = samples(rows)
     switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
     alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
-    (row,) = effect.effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
+    (row,) = effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
     assert tuple(row) == ("max_logit", 0, 1, 1000.0, 100.0)
     # Without an alarm all count; the one that was largest is compared with itself.
-    (row,) = effect.effect_of_switch(frame, pd.DataFrame(switches)).itertuples(False)
+    (row,) = effect_of_switch(frame, pd.DataFrame(switches)).itertuples(False)
     assert tuple(row) == ("max_logit", 1, 0, 2000.0, 3000.0)
 
 
 def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(run):
     events = pd.concat([switch((3100, 7)), switch((3600, 7), stabilizer="none")])
-    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
+    table = effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:].mean()
     assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
     # Switched once more it counts to the end.
     events = pd.concat([events, switch((4000, 7), stabilizer="row_max")])
-    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
+    table = effect_of_switch(run.frame, events).set_index("indicator")
     assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
 def test_of_several_switches_the_earliest_counts_for_the_run(run):
     events = switch((3600, 3), (3100, 7))
-    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
+    table = effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
 
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
-    table = effect.effect_of_switch(run.frame, switch((4980, 7)))
+    table = effect_of_switch(run.frame, switch((4980, 7)))
     assert table["before"].notna().all()
     assert table["after"].isna().all()
 

@@ -15,11 +15,10 @@ from typing import Literal
 
 import jinja2
 
-from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
-from guardbit.dashboards.page import asset
+from guardbit.dashboards.page import SAMPLES_AVERAGED, asset
 from guardbit.dashboards.report.comparison import PICTURES, compared
 from guardbit.dashboards.report.contents import Document, document_of
 

@@ -6,15 +6,16 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import effect, marks, ranking, tables
+from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
 from guardbit.dashboards.loading import Diagnosed, LoadedRun
-from guardbit.dashboards.page import MOST_ALARMS, RunPage, last_loss
+from guardbit.dashboards.page import MOST_ALARMS, SAMPLES_AVERAGED, RunPage, last_loss
 from guardbit.dashboards.report import words
 from guardbit.judgement import Judgement
 from guardbit.records import Event
@@ -145,7 +146,7 @@ def tiles(run: LoadedRun) -> list[Tile]:
     if outcome.departed is not None:
         departed = f"the loss diverged at step {outcome.departed:,}"
     lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
-    losses = tables.of_run(frame, "loss").tail(effect.SAMPLES_AVERAGED).tolist()
+    losses = tables.of_run(frame, "loss").tail(SAMPLES_AVERAGED).tolist()
     last = last_loss(losses)
     median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
     loss = words.number(last) if isinstance(last, int | float) else last or "–"
@@ -157,8 +158,48 @@ def tiles(run: LoadedRun) -> list[Tile]:
     ]
 
 
+def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
+    """Compares the worst switched head, and the run, before and after the switch."""
+    switched = marks.first_events(frame, events, "switch")
+    ends = {
+        head: event.step if marks.mark_of(event) == "undo" else math.inf
+        for event, heads in marks.heads_of_events(frame, events)
+        if marks.mark_of(event) in ("switch", "undo")
+        for head in heads
+    }
+    alarms = marks.first_events(frame, events, "alarm")
+    alarmed = [
+        head for head in switched if head in alarms and alarms[head].step <= switched[head].step
+    ]
+    rows: list[tuple[str, int, int, float, float]] = []
+    for indicator in HEAD_INDICATORS if switched else ():
+        table = tables.by_head(frame, indicator)
+        measured = [head for head in alarmed or switched if head in table.columns]
+        found: list[tuple[int, int, float, float]] = []
+        for head in measured:
+            series = cast(pd.Series, table[head]).dropna()
+            found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
+        if found:
+            largest = max(found, key=lambda row: -1.0 if math.isnan(row[2]) else abs(row[2]))
+            rows.append((indicator, *largest))
+    for indicator in RUN_INDICATORS if switched else ():
+        series = tables.of_run(frame, indicator)
+        if not series.empty:
+            first = min(event.step for event in switched.values())
+            sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
+            rows.append((indicator, -1, -1, *sides))
+    return pd.DataFrame(rows, columns=["indicator", "layer", "head", "before", "after"])
+
+
+def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
+    """The mean of the last samples up to a step, and of those after it up to the end."""
+    before = series.loc[:step].tail(samples)
+    after = series.loc[step + 1 : end].tail(samples)
+    return float(before.mean()), float(after.mean())
+
+
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
-    table = effect.effect_of_switch(frame, events)
+    table = effect_of_switch(frame, events)
     if table.empty:
         return None
     heads = tables.heads_of_layer(frame)
