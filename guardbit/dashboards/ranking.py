@@ -27,19 +27,20 @@ def excess(
     has_moved = {head for head, _ in moved}
     first = min((at for _, at in moved), default=None)
     pairs = [(at, head) for at, some in tables.heads_of_layer(frame).items() for head in some]
-    worst = pd.Series(np.nan, pd.MultiIndex.from_tuples(pairs, names=["layer", "head"]))
+    heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
         samples = tables.rows_of(samples, samples["step"] <= step)
+    found: dict[str, pd.Series] = {}
     for indicator, floor in EXCESS_INDICATORS.items():
         measured = tables.by_head(samples, indicator)
-        found = times_baseline(
+        of_heads = times_baseline(
             measured.to_numpy(),
             floor,
             np.array([head in has_moved for head in measured.columns], dtype=bool),
             None if first is None else len(measured.loc[:first]),
         )
-        worst = np.fmax(worst, pd.Series(found, measured.columns).reindex(worst.index))
-    return worst
+        found[indicator] = pd.Series(of_heads, measured.columns)
+    return pd.DataFrame(found, heads).max(axis=1)
 
 
 def notable_heads(
@@ -60,8 +61,8 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
     far = excess(frame, events, told)
-    far = far[far > 1].sort_values(ascending=False, kind="stable").head(count)  # 1 is usual
-    worst = [(int(layer), int(head)) for layer, head in far.index]
+    far = far.where(far > 1).dropna()  # 1 is usual
+    worst = far.sort_values(ascending=False, kind="stable").index.to_list()
     return list(dict.fromkeys([*alarmed, *worst]))[:count]
 
 

@@ -106,7 +106,7 @@ def _worst_head(run: LoadedRun) -> str:
     excess = ranking.excess(run.samples, run.events).dropna()
     if excess.empty:
         return "–"
-    layer, head = excess.index[excess.argmax()]
+    layer, head = excess.index.to_list()[excess.argmax()]
     label = tables.head_label(layer, head, len(tables.heads_of_layer(run.samples)[layer]))
     return f"{label}, {contents.times(excess.max())}"
 
