@@ -286,32 +286,24 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         metrics = self._logged.metrics(session)
         # Outside "logging": a logger that fails must not hide alarms from `EarlyStopping`.
         _publish(trainer, self._logged.latest)
-        session.attempt("logging", lambda: self._log(session, trainer, pl_module, step, metrics))
 
-    def _log(
-        self,
-        session: Session,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule | None,
-        step: int,
-        metrics: dict[str, float],
-    ) -> None:
-        """Logs a judged step; the progress bar too, which is gone once training has ended."""
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        for alarm in session.news if trainer.is_global_zero else ():
+        def log_step() -> None:
             for logger in trainer.loggers:
-                send_text(logger, ALARMS_KEY, line_of(alarm), step)
-        every = self.image_every_n_samples
-        if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
-            stabilizers = session.instrumentation.stabilizers()
-            picture = self._logged.picture(session.alarmed_heads, stabilizers)
-            if picture is not None:
+                logger.log_metrics(metrics, step=step)
+            for alarm in session.news if trainer.is_global_zero else ():
                 for logger in trainer.loggers:
+                    send_text(logger, ALARMS_KEY, line_of(alarm), step)
+            every = self.image_every_n_samples
+            if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
+                picture = self._logged.picture(session)
+                for logger in trainer.loggers if picture is not None else ():
                     send_picture(logger, MAP_KEY, picture, step)
-        if pl_module is not None and session.num_alarmed_heads:
-            alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
-            pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
+            # The progress bar is gone once training has ended.
+            if pl_module is not None and session.num_alarmed_heads:
+                alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
+                pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
+
+        session.attempt("logging", log_step)
 
 
 class AutoStabilizer(GuardedCallback, pl.Callback):

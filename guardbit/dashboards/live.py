@@ -42,6 +42,8 @@ log = logging.getLogger("guardbit")
 LOOK_EVERY, SEARCH_EVERY, UPDATE_EVERY = 1.0, 10.0, 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
 SILENT_AFTER = 120.0
+#: Steps that a page resolves, even.
+BUCKETS = 400
 #: Most runs that one chart overlays.
 MOST_OVERLAID = 4
 
@@ -75,9 +77,7 @@ Tell = Callable[[str, Sequence[Event]], None]
 class LiveRun:
     """Follows one run, which need not have written anything yet."""
 
-    def __init__(
-        self, path: str | Path, name: str = "", *, buckets: int = 400, is_open: bool = True
-    ) -> None:
+    def __init__(self, path: str | Path, name: str = "", *, is_open: bool = True) -> None:
         self.path = Path(path)
         self.name = name or names_of_runs([self.path])[0]
         self.problem = ""  # why it cannot be read
@@ -88,7 +88,7 @@ class LiveRun:
         self._alarms: list[Event] = []
         self._last_step = -1
         self._follower = RunFollower(self.path)
-        self._page = RunPage(self.name, buckets)
+        self._page = RunPage(self.name, BUCKETS)
         self._page.update_state()
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False

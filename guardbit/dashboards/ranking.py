@@ -74,23 +74,15 @@ def heads_to_watch(
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)
     sites = tables.site_of_layer(frame)
-    known = [
-        (
-            *head,
-            sites[head[0]],
-            alarms[head].step if head in alarms else np.nan,
-            alarms[head].rule if head in alarms else "",
-            stabilizers.get(head, "none"),
-        )
-        for head in latest.index
-    ]
-    columns = ["layer", "head", "site", "alarm_step", "rule", "stabilizer"]
-    table = pd.DataFrame(known, columns=columns)
-    if table.empty:
-        return table
-    table["excess"] = excess(frame, events).reindex(latest.index).to_numpy()
-    table = pd.concat([table, latest.reset_index(drop=True)], axis=1)
-    table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
+    heads = latest.index.to_frame()
+    heads["site"] = [sites[layer] for layer, _ in latest.index]
+    heads["alarm_step"] = [alarms[head].step if head in alarms else np.nan for head in latest.index]
+    heads["rule"] = [alarms[head].rule if head in alarms else "" for head in latest.index]
+    heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
+    if heads.empty:
+        return heads
+    heads["excess"] = excess(frame, events)
+    heads["largest"] = latest.iloc[:, 0].abs()
     order = ["alarm_step", "excess", "largest"]
-    table = table.sort_values(order, ascending=[True, False, False], kind="stable")
-    return table.drop(columns=["largest"]).head(count).reset_index(drop=True)
+    heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
+    return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)

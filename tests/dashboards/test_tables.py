@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,9 +9,6 @@ from hypothesis import strategies as st
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.report.contents import effect_of_switch
 from tests.dashboards.made import EVENTS, samples
-
-RUNS = Path(__file__).parents[1] / "data" / "runs"
-FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
 cells = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2)),
@@ -202,14 +198,6 @@ def test_a_switch_at_the_last_sample_has_no_after(run):
     table = effect_of_switch(run.frame, switch((4980, 7)))
     assert table["before"].notna().all()
     assert table["after"].isna().all()
-
-
-def test_the_recorded_failure_is_found_in_layer_2():
-    frame = pd.read_csv(FAILS)
-    # 17 at step 6,600 and 48 at 8,000 are the measured norms of layer 2.
-    norms = tables.by_head(frame, "w_q_spectral_norm")
-    assert norms[2, 0].loc[[6600, 8000]].tolist() == pytest.approx([17, 48], abs=0.5)
-    assert norms.loc[6600].idxmax() == (2, 0)
 
 
 def test_checked_samples_leave_the_callers_table_alone(run):
