@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -81,7 +81,7 @@ class LiveRun:
         self.path = Path(path)
         self.name = name or names_of_runs([self.path])[0]
         self.problem = ""  # why it cannot be read
-        self.is_open = is_open  # whether its curves are wanted, and not its judgement alone
+        self.is_open = is_open  # whether its page is wanted, and not its judgement alone
         self.is_stopped = False
         self._lock = threading.RLock()
         self._changed: int | None = None
@@ -92,9 +92,8 @@ class LiveRun:
         self._page.update_state()
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
-        #: What the page holds of the samples, None before any is read. A run that is over keeps
-        #: nothing once it was judged, so that a long list needs little memory.
-        self._held: Literal["nothing", "evidence", "curves"] | None = None
+        # A run that is over keeps no samples once it was judged: a long list needs little memory.
+        self._is_forgotten = False
         self._is_behind = True
 
     def look(self, read: bool = True) -> list[Event]:
@@ -107,12 +106,9 @@ class LiveRun:
                 raise
         if not self.is_open and self._changed == before and not (read and self._is_behind):
             return []
-        wanted = "curves" if self.is_open else "evidence"
-        if starts_over := read and self._held != wanted:
-            if self._held is not None:
-                self._follower = RunFollower(self.path)
-            self._held = wanted
-        if self._follower.look() or starts_over:
+        if read and self._is_forgotten:
+            self._follower, self._is_forgotten = RunFollower(self.path), False
+        if self._follower.look():
             with self._lock:
                 self._page.forget_samples()
         has_changed = read and self._read_samples()
@@ -130,7 +126,7 @@ class LiveRun:
             if has_changed:
                 self._update_state()
             if read and not self.is_open and self._is_over:
-                self._held = "nothing"
+                self._is_forgotten = True
                 with self._lock:
                     self._page.forget_samples()
         self._last_step = max(self._follower.last_step(), self._last_step)
@@ -188,7 +184,7 @@ class LiveRun:
         try:
             for batch in self._follower.batches():
                 with self._lock:
-                    self._page.take(batch.to_pandas(), curves=self._held == "curves")
+                    self._page.take(batch.to_pandas())
                 has_changed = True
                 if time.monotonic() - updated > UPDATE_EVERY:
                     self._update_state()
@@ -284,7 +280,7 @@ class LiveRuns:
         return {"folder": str(self.folder), "runs": rows}
 
     def opened(self, number: int = 0) -> LiveRun:
-        """Returns a run, whose curves are kept from now on."""
+        """Returns a run, whose samples are kept from now on."""
         if not 0 <= number < len(self._runs):
             raise LookupError(f"there is no run {number} in the list")
         self._runs[number].is_open = True

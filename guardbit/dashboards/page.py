@@ -82,12 +82,10 @@ class RunPage:
     def has_samples(self) -> bool:
         return self._evidence.steps is not None
 
-    def take(self, rows: pd.DataFrame, *, curves: bool = True) -> None:
-        """Adds samples, with the columns of `guardbit.read_run`; to be judged only, or drawn."""
+    def take(self, rows: pd.DataFrame) -> None:
+        """Adds samples, with the columns of `guardbit.read_run`."""
         self._evidence.add(samples_of(rows))
         self._losses.extend(rows.loc[rows["indicator"] == "loss", "value"])
-        if not curves:
-            return
         of_heads = (rows["site"] != "").to_numpy()
         columns = [rows[name].to_numpy() for name in ("step", "layer", "head", "value")]
         for name, chosen in rows.groupby("indicator", observed=True).indices.items():

@@ -83,8 +83,9 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
     runs = LiveRuns(folder)
     runs.look()
     ids = {row["name"]: row["id"] for row in runs.rows()["runs"]}
-    assert runs.overlay([ids["on"]])["runs"][0]["steps"] == []
-    runs.look()  # from now on its samples are read
+    assert runs.overlay([ids["a/done"]])["runs"][0]["steps"] == []
+    runs.look()  # from now on its samples are kept
+    assert runs.overlay([ids["a/done"]])["runs"][0]["steps"] == [*range(0, 100, 10)]
     (one,) = runs.overlay([ids["on"]])["runs"]
     assert one["name"] == "on" and one["steps"] == [0, 10, 20, 30, 40]
     assert one["lines"]["loss"] == [3.0, 2.99, 2.98, 2.97, 2.96]
