@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import guardbit
 from guardbit import AttentionMonitor, HuggingFaceMonitor
 from guardbit.cli import app
-from guardbit.dashboards.report.contents import extent
+from guardbit.dashboards.document import extent
 from tests.callbacks.conftest import TinyGPT, Trains
 from tests.callbacks.test_huggingface import gpt2, train
 from tests.monitor.session.plain_loop import Loop

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.report.contents import effect_of_switch
+from guardbit.dashboards.document import effect_of_switch
 from tests.dashboards.made import EVENTS, samples
 
 cells = st.dictionaries(
