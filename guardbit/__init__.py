@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" tells type checkers that a name is to be used from here
     from guardbit.callbacks.huggingface import HuggingFaceMonitor as HuggingFaceMonitor
     from guardbit.callbacks.monitoring import AttentionMonitor as AttentionMonitor
+    from guardbit.callbacks.monitoring import AutoStabilizer as AutoStabilizer
     from guardbit.callbacks.plain_loop import MonitorSession as MonitorSession
-    from guardbit.callbacks.stabilizing import AutoStabilizer as AutoStabilizer
     from guardbit.catalog import INDICATORS as INDICATORS
     from guardbit.dashboards.loading import load as load
     from guardbit.kernels.attention import flash_attention as flash_attention
@@ -36,7 +36,7 @@ _HOMES = {
     "INDICATORS": "guardbit.catalog",
     "STABILIZERS": "guardbit.records",
     "AttentionMonitor": "guardbit.callbacks.monitoring",
-    "AutoStabilizer": "guardbit.callbacks.stabilizing",
+    "AutoStabilizer": "guardbit.callbacks.monitoring",
     "HuggingFaceMonitor": "guardbit.callbacks.huggingface",
     "Instrumentation": "guardbit.monitor.sites",
     "LayoutUnavailable": "guardbit.monitor.layouts",

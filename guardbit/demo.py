@@ -25,8 +25,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from guardbit.callbacks.monitoring import AttentionMonitor
-from guardbit.callbacks.stabilizing import AutoStabilizer
+from guardbit.callbacks.monitoring import AttentionMonitor, AutoStabilizer
 from guardbit.dashboards.loading import load
 from guardbit.dashboards.report import write_reports
 

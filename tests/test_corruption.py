@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.dashboards.report import contents
+from guardbit.dashboards import document
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event, Sample
@@ -164,7 +164,7 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, monke
     pytest.importorskip("starlette", reason="the extra `live` is not installed")
     from guardbit.dashboards.live import LiveRun
 
-    monkeypatch.setattr(contents, "CHARTS", {})  # drawn once, in the next test
+    monkeypatch.setattr(document, "CHARTS", {})  # drawn once, in the next test
     folder = tmp_path / "run"
     write_run(folder)
     CORRUPTIONS[name](folder)

@@ -329,8 +329,8 @@ def test_a_type_error_of_its_own_stays_with_the_guard(monkeypatch, caplog):
     def fails(*_, **__):
         raise TypeError("of GuardBit's own")
 
-    monkeypatch.setattr("guardbit.callbacks.stabilizing.Policy", fails)
-    monkeypatch.setattr("guardbit.callbacks.stabilizing.refusing", nullcontext)
+    monkeypatch.setattr("guardbit.callbacks.monitoring.Policy", fails)
+    monkeypatch.setattr("guardbit.callbacks.monitoring.refusing", nullcontext)
     guardbit.AutoStabilizer()
     assert "UNWATCHED and unguarded: of GuardBit's own" in caplog.text
 

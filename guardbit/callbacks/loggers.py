@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +66,11 @@ class LoggedRun:
         self.num_samples, self.step = self.num_samples + 1, session.sampled_step
         scalars = {**session.scalars, **self.take(session.samples)}
         metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
-        stabilizers = session.instrumentation.stabilizers()
+        switched = _switched(session)
         for site, layer in self._layer_of.items():
-            names = enumerate(stabilizers.get(site, ()))
-            switched = {head for head, name in names if name != "none"}
-            for head in {*session.alarmed_heads.get(site, ()), *switched}:
+            for head in {*session.alarmed_heads.get(site, ()), *switched.get(site, ())}:
                 self._history.moved.setdefault((layer, head), self.step or 0)
-        num_switched = sum(name != "none" for names in stabilizers.values() for name in names)
+        num_switched = sum(map(len, switched.values()))
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
         worst = self.worst()
         if worst is not None:
@@ -113,9 +111,7 @@ class LoggedRun:
         layer, head = np.unravel_index(int(np.nanargmax(excess)), excess.shape)
         return int(layer), int(head), float(excess[layer, head])
 
-    def picture(
-        self, alarmed: Mapping[str, Collection[int]], stabilizers: Mapping[str, Sequence[str]]
-    ) -> np.ndarray | None:
+    def picture(self, session: Session) -> np.ndarray | None:
         """Draws the model map, uint8 (height, width, 3); None before anything was measured."""
         # Imported here: most runs log no pictures and need no matplotlib.
         from guardbit.dashboards.figures.maps import draw_model_map
@@ -124,15 +120,19 @@ class LoggedRun:
         excess, _, _ = self._history.excess()
         if np.isnan(excess).all():
             return None
-        switched = {
-            site: [head for head, name in enumerate(names) if name != "none"]
-            for site, names in stabilizers.items()
-        }
         framed, dotted = (
             [(layer, head) for site, layer in self._layer_of.items() for head in of.get(site, ())]
-            for of in (alarmed, switched)
+            for of in (session.alarmed_heads, _switched(session))
         )
         return pixels(draw_model_map(excess, self._history.last_step, framed, dotted))
+
+
+def _switched(session: Session) -> dict[str, list[int]]:
+    """Each site's heads on a stabilized kernel."""
+    return {
+        site: [head for head, name in enumerate(names) if name != "none"]
+        for site, names in session.instrumentation.stabilizers().items()
+    }
 
 
 def send_text(logger: Any, key: str, text: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""`AttentionMonitor`: watches every attention head of a Lightning run."""
+"""`AttentionMonitor` and `AutoStabilizer`: watch, and act on alarms of, a Lightning run."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Refuses a second monitor."""
         self._is_set_up = True
         with refusing():
-            if (monitors := len(callbacks_of(trainer, AttentionMonitor))) > 1:
+            if (monitors := len(_callbacks_of(trainer, AttentionMonitor))) > 1:
                 raise ValueError(
                     f"the Trainer has {monitors} callbacks of AttentionMonitor's kind; a model is"
                     " watched by one"
@@ -286,35 +286,79 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         metrics = self._logged.metrics(session)
         # Outside "logging": a logger that fails must not hide alarms from `EarlyStopping`.
         _publish(trainer, self._logged.latest)
-        session.attempt("logging", lambda: self._log(session, trainer, pl_module, step, metrics))
 
-    def _log(
-        self,
-        session: Session,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule | None,
-        step: int,
-        metrics: dict[str, float],
-    ) -> None:
-        """Logs a judged step; the progress bar too, which is gone once training has ended."""
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        for alarm in session.news if trainer.is_global_zero else ():
+        def log_step() -> None:
             for logger in trainer.loggers:
-                send_text(logger, ALARMS_KEY, line_of(alarm), step)
-        every = self.image_every_n_samples
-        if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
-            stabilizers = session.instrumentation.stabilizers()
-            picture = self._logged.picture(session.alarmed_heads, stabilizers)
-            if picture is not None:
+                logger.log_metrics(metrics, step=step)
+            for alarm in session.news if trainer.is_global_zero else ():
                 for logger in trainer.loggers:
+                    send_text(logger, ALARMS_KEY, line_of(alarm), step)
+            every = self.image_every_n_samples
+            if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
+                picture = self._logged.picture(session)
+                for logger in trainer.loggers if picture is not None else ():
                     send_picture(logger, MAP_KEY, picture, step)
-        if pl_module is not None and session.num_alarmed_heads:
-            alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
-            pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
+            # The progress bar is gone once training has ended.
+            if pl_module is not None and session.num_alarmed_heads:
+                alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
+                pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
+
+        session.attempt("logging", log_step)
 
 
-def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
+class AutoStabilizer(GuardedCallback, pl.Callback):
+    """Stabilizes attention after an alarm, in the middle of a run.
+
+    It needs an `AttentionMonitor` among the callbacks of the same Trainer, which keeps its state in
+    the checkpoint. A switch takes effect at the next step and recompiles nothing.
+
+    >>> from guardbit import AttentionMonitor, AutoStabilizer
+    >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
+
+    Args:
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS`; `guardbit/records.py`
+            has a line on each.
+        dry_run: Decide and record, but switch nothing.
+        **settings: The other arguments of `guardbit.monitor.policy.Policy`.
+
+    Raises:
+        ValueError: If an argument is out of range, or at setup, if there is not one
+            `AttentionMonitor` and one `AutoStabilizer`.
+    """
+
+    _instead = MappingProxyType(
+        {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor(policy=Policy())"}
+    )
+
+    @guard.method()
+    @passes_to(Policy)
+    def __init__(
+        self, stabilizer: str = "exact_delta", *, dry_run: bool = False, **settings: Any
+    ) -> None:
+        self.dry_run = dry_run
+        with refusing():
+            Settings(dry_run=dry_run)
+            self.policy = Policy(stabilizer, **settings)
+
+    @guard.method()
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Hands the policy to the monitor, before that instruments the model."""
+        if stage != "fit":
+            return
+        monitors = _callbacks_of(trainer, AttentionMonitor)
+        stabilizers = _callbacks_of(trainer, AutoStabilizer)
+        with refusing():
+            if len(monitors) != 1 or len(stabilizers) != 1:
+                raise ValueError(
+                    f"one AutoStabilizer acts on one AttentionMonitor, and the Trainer has"
+                    f" {len(stabilizers)} and {len(monitors)} of them; pass"
+                    " callbacks=[AttentionMonitor(), AutoStabilizer()]"
+                )
+        monitors[0].policy = self.policy
+        monitors[0].dry_run = self.dry_run
+
+
+def _callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
     """Returns the callbacks of a Trainer that are instances of a class."""
     # Lightning sets the attribute from another class, where type checkers do not see it.
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +16,6 @@ import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
-from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.excess import EXCESS_INDICATORS, lower_quantile
 from guardbit.dashboards.history import History
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
@@ -27,6 +27,9 @@ from guardbit.store.reading import samples_of
 Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
 
+#: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
+#: to damp one sample's noise.
+SAMPLES_AVERAGED = 5
 #: Heads named in the list of the worst, and drawn in a curve.
 _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
@@ -74,23 +77,16 @@ class RunPage:
         """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
         self._history, self._evidence = History(self._buckets), Evidence()
         self._losses: deque[float] = deque(maxlen=SAMPLES_AVERAGED)
-        self._layers: dict[str, int] = {}  # of each site
 
     @property
     def has_samples(self) -> bool:
         return self._evidence.steps is not None
 
-    def take(self, rows: pd.DataFrame, *, curves: bool = True) -> None:
-        """Adds samples, with the columns of `guardbit.read_run`; to be judged only, or drawn."""
+    def take(self, rows: pd.DataFrame) -> None:
+        """Adds samples, with the columns of `guardbit.read_run`."""
         self._evidence.add(samples_of(rows))
         self._losses.extend(rows.loc[rows["indicator"] == "loss", "value"])
-        if not curves:
-            return
         of_heads = (rows["site"] != "").to_numpy()
-        measured = rows.loc[of_heads]
-        sites = measured[["site", "layer"]].drop_duplicates()
-        for site, layer in sites.itertuples(index=False, name=None):
-            self._layers.setdefault(site, int(layer))
         columns = [rows[name].to_numpy() for name in ("step", "layer", "head", "value")]
         for name, chosen in rows.groupby("indicator", observed=True).indices.items():
             chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
@@ -99,11 +95,9 @@ class RunPage:
     def update_state(self) -> None:
         """Computes what the page shows first, so that an answer costs next to nothing."""
         history = self._history
-        history.moved = {}
-        for event in self.events:
-            if marks.mark_of(event) in ("alarm", "switch"):
-                for head in self._heads_of(event):
-                    history.moved.setdefault(head, event.step)
+        moves = (event for event in self.events if marks.mark_of(event) in ("alarm", "switch"))
+        moved = self._evidence.first(moves)
+        history.moved = {head: event.step for head, event in moved.items()}
         self.version += 1
         outcome = self._outcome()
         self._state = {
@@ -111,7 +105,7 @@ class RunPage:
             "title": self._title,
             "layers": history.num_layers,
             "heads": history.num_heads,
-            "sites": {str(layer): site for site, layer in self._layers.items()},
+            "sites": {str(layer): site for site, layer in self._evidence.layers.items()},
             "steps": _steps(history),
             "last_step": history.last_step,
             **self._map(history.used - 1),
@@ -142,7 +136,8 @@ class RunPage:
         history = self._history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
-        events = [event for event in self.events if (layer, head) in self._heads_of(event)]
+        events = [e for e in self.events if (layer, head) in self._evidence.heads_of(e)]
+        sites = self._evidence.layers.items()
         indicators: Json = {}
         for name in [name for name in HEAD_INDICATORS if name in history.high]:
             low, high = history.of_head(name, layer, head)
@@ -155,7 +150,7 @@ class RunPage:
         return {
             "layer": layer,
             "head": head,
-            "site": next((site for site, at in self._layers.items() if at == layer), ""),
+            "site": next((site for site, at in sites if at == layer), ""),
             "steps": _steps(history),
             "indicators": indicators,
             "events": [_event(event) for event in _shown(events)],
@@ -241,7 +236,7 @@ class RunPage:
         room = MOST_OF_HEADS
         for layer, head in dict.fromkeys([*self._alarmed(), *_farthest(excess)]):
             if self._history.column_of(layer, head) < 0:
-                continue  # an alarm may name a head without samples
+                continue  # of the map's cells some are no head, where layers differ in number
             history = self.head(layer, head)
             history["events"] = history["events"][:5]
             room -= len(json.dumps(history, separators=(",", ":")))
@@ -250,21 +245,16 @@ class RunPage:
             heads[f"{layer},{head}"] = history
         return heads
 
-    def _heads_of(self, event: Event) -> list[Head]:
-        """Returns the heads that an event concerns; none before its module has a sample."""
-        layer = self._layers.get(event.site)
-        if layer is None:
-            return []
-        return [(layer, head) for head in event.heads or range(self._history.num_heads)]
-
-    def _alarmed(self) -> list[Head]:
-        heads = [self._heads_of(event) for event in self.events if event.kind == "alarm"]
-        return list(dict.fromkeys(head for some in heads for head in some))
+    def _alarmed(self, until: float = math.inf) -> list[Head]:
+        """The heads that alarmed up to a step, in the order of their first alarms."""
+        return list(
+            self._evidence.first(e for e in self.events if e.kind == "alarm" and e.step <= until)
+        )
 
     def _first_step(self, mark: marks.Mark) -> int | None:
         """The step of the first mark on a head."""
-        marked = (event for event in self.events if marks.mark_of(event) == mark)
-        return next((event.step for event in marked if self._heads_of(event)), None)
+        marked = self._evidence.first(e for e in self.events if marks.mark_of(e) == mark)
+        return next((event.step for event in marked.values()), None)
 
     def _outcome(self) -> Json:
         """The judgement of the run, so far or at its end."""
@@ -284,21 +274,19 @@ class RunPage:
         history = self._history
         step = int(history.steps[bucket]) if bucket >= 0 else -1
         excess, which, names = history.excess(bucket)
-        alarmed: set[Head] = set()
-        stabilizers: dict[Head, str] = {}
-        for event in self.events:
-            mark = marks.mark_of(event) if event.step <= step else None
-            if mark == "alarm":
-                alarmed.update(self._heads_of(event))
-            elif mark is not None:
-                stabilizers |= dict.fromkeys(self._heads_of(event), event.stabilizer)
+        stabilizers = {
+            head: event.stabilizer
+            for event in self.events
+            if event.kind == "switch" and event.step <= step
+            for head in self._evidence.heads_of(event)
+        }
         return {
             "map": {
                 "step": step,
                 "excess": plain_numbers(excess.ravel()),
                 "which": which.ravel().tolist(),
                 "names": list(names),
-                "alarmed": sorted(alarmed),
+                "alarmed": sorted(self._alarmed(step)),
                 "stabilized": sorted(
                     [*head, name] for head, name in stabilizers.items() if name != "none"
                 ),

@@ -15,7 +15,7 @@ from guardbit.dashboards.tables import Head
 
 def excess(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
-) -> pd.DataFrame:
+) -> pd.Series:
     """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
     samples = tables.check_samples(frame)
     moved = [
@@ -30,29 +30,17 @@ def excess(
     heads = pd.MultiIndex.from_tuples(pairs, names=["layer", "head"])
     if step is not None:
         samples = tables.rows_of(samples, samples["step"] <= step)
-    table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
+    found: dict[str, pd.Series] = {}
     for indicator, floor in EXCESS_INDICATORS.items():
         measured = tables.by_head(samples, indicator)
-        if measured.empty:
-            continue
-        found = pd.DataFrame(
-            {
-                "excess": times_baseline(
-                    measured.to_numpy(),
-                    floor,
-                    np.array([head in has_moved for head in measured.columns], dtype=bool),
-                    None if first is None else len(measured.loc[:first]),
-                ),
-                "indicator": indicator,
-                "value": measured.ffill().iloc[-1],
-            },
-            index=measured.columns,
-        ).reindex(heads)
-        worse = found["excess"].gt(table["excess"]) | (
-            table["excess"].isna() & found["excess"].notna()
+        of_heads = times_baseline(
+            measured.to_numpy(),
+            floor,
+            np.array([head in has_moved for head in measured.columns], dtype=bool),
+            None if first is None else len(measured.loc[:first]),
         )
-        table = table.mask(worse, found)
-    return table.astype({"excess": float, "value": float})
+        found[indicator] = pd.Series(of_heads, measured.columns)
+    return pd.DataFrame(found, heads).max(axis=1)
 
 
 def notable_heads(
@@ -73,9 +61,8 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
     far = excess(frame, events, told)
-    far = tables.rows_of(far, far["excess"] > 1)  # 1 is usual
-    far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
-    worst = [(int(layer), int(head)) for layer, head in far.index]
+    far = far.where(far > 1).dropna()  # 1 is usual
+    worst = far.sort_values(ascending=False, kind="stable").index.to_list()
     return list(dict.fromkeys([*alarmed, *worst]))[:count]
 
 
@@ -87,23 +74,15 @@ def heads_to_watch(
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)
     sites = tables.site_of_layer(frame)
-    known = [
-        (
-            *head,
-            sites[head[0]],
-            alarms[head].step if head in alarms else np.nan,
-            alarms[head].rule if head in alarms else "",
-            stabilizers.get(head, "none"),
-        )
-        for head in latest.index
-    ]
-    columns = ["layer", "head", "site", "alarm_step", "rule", "stabilizer"]
-    table = pd.DataFrame(known, columns=columns)
-    if table.empty:
-        return table
-    table["excess"] = excess(frame, events)["excess"].reindex(latest.index).to_numpy()
-    table = pd.concat([table, latest.reset_index(drop=True)], axis=1)
-    table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
+    heads = latest.index.to_frame()
+    heads["site"] = [sites[layer] for layer, _ in latest.index]
+    heads["alarm_step"] = [alarms[head].step if head in alarms else np.nan for head in latest.index]
+    heads["rule"] = [alarms[head].rule if head in alarms else "" for head in latest.index]
+    heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
+    if heads.empty:
+        return heads
+    heads["excess"] = excess(frame, events)
+    heads["largest"] = latest.iloc[:, 0].abs()
     order = ["alarm_step", "excess", "largest"]
-    table = table.sort_values(order, ascending=[True, False, False], kind="stable")
-    return table.drop(columns=["largest"]).head(count).reset_index(drop=True)
+    heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
+    return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)

@@ -429,7 +429,7 @@ def cause_of(
             return cause_by(*(measured[name] for name in SHARES))
     if nothing := nothing_to_correct(metadata):
         return Cause("not rounding", nothing)
-    why = (metadata or {}).get("rounding_unmeasured")
+    why = _at(metadata, "rounding_unmeasured")
     reason = f": {why}" if why else ""
     return Cause("not measured", f"what rounding adds to W_Q was not measured{reason}")
 
@@ -464,7 +464,7 @@ def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
 
 def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
     """Why attention of a run is next to free of rounding; "" where it is not."""
-    precision = (metadata or {}).get("precision")
+    precision = _at(metadata, "precision")
     if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
         return f"attention runs in {' and '.join(map(str, precision))}"
     return ""
@@ -540,6 +540,14 @@ def _alarming_again(
 
 # --- what the metadata say -----------------------------------------------------------------------
 
+
+def _at(metadata: object, *names: str) -> Any:
+    """What metadata, which may be anything, have under names within names, None for nothing."""
+    for name in names:
+        metadata = metadata.get(name) if isinstance(metadata, Mapping) else None
+    return metadata
+
+
 #: By what heads are judged where the metadata do not say it, as those of a table.
 _JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
 
@@ -549,9 +557,7 @@ def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
     indicators = evidence.indicators
     if evidence.head_steps[0] < 2:
         return False
-    settings = (metadata or {}).get("settings")
-    settings = settings if isinstance(settings, Mapping) else {}
-    judged_by = settings.get("heads_judged_by")
+    judged_by = _at(metadata, "settings", "heads_judged_by")
     judged_by = judged_by if isinstance(judged_by, Mapping) else _JUDGED_BY
     return any(
         all(isinstance(one, list | tuple) and any(x in indicators for x in one) for one in needed)
@@ -564,25 +570,16 @@ def not_watched_of(
     metadata: Mapping[str, Any] | None, measured: Collection[str]
 ) -> tuple[str, ...]:
     """The attention modules that a run's metadata name and that were not watched."""
-    known = metadata or {}
-    sites, unseen = known.get("sites"), known.get("unseen")
-    called = sites.items() if isinstance(sites, Mapping) else ()
-    names = [
-        *(
-            name
-            for name, about in called
-            if name not in measured or (isinstance(about, Mapping) and about.get("unwatched"))
-        ),
-        *(unseen if isinstance(unseen, list | tuple) else ()),
-    ]
+    sites, unseen = _at(metadata, "sites"), _at(metadata, "unseen")
+    called = sites if isinstance(sites, Mapping) else {}
+    names = [name for name in called if name not in measured or _at(called, name, "unwatched")]
+    names += unseen if isinstance(unseen, list | tuple) else ()
     return tuple(dict.fromkeys(map(str, names)))
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
     """In how many sampled steps no watched module called attention, and the first of them."""
-    known = (metadata or {}).get("without_attention")
-    known = known if isinstance(known, Mapping) else {}
-    samples, first = known.get("samples"), known.get("first")
+    samples, first = (_at(metadata, "without_attention", name) for name in ("samples", "first"))
     if isinstance(samples, int) and isinstance(first, int):
         return samples, first
     return 0, None

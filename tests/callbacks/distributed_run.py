@@ -7,7 +7,6 @@ writes what rank 0 and rank 1 saw to FOLDER/STRATEGY-RANK.pt. Algorithms are det
 the same run twice would not end with the same bits otherwise.
 """
 
-import importlib.util
 import sys
 import warnings
 from pathlib import Path
@@ -21,14 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from guardbit import AttentionMonitor, AutoStabilizer
 from guardbit.monitor.detectors import DEFAULT_RULES
+from tests.callbacks import conftest as tiny
 from tests.toys import Fires
 
 SITE = "net.h.1.attn"
-
-path = Path(__file__).with_name("conftest.py")
-specification = importlib.util.spec_from_file_location("tiny", path)
-tiny = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(tiny)
 
 
 class Sharded(tiny.TinyGPT):

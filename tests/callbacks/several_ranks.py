@@ -22,7 +22,7 @@ import torch.distributed
 ACCELERATORS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 #: Imported once, in a process that every rank is a fork of: seconds a rank otherwise.
-IMPORTED = ["lightning.pytorch", "guardbit.callbacks.monitoring", "guardbit.callbacks.stabilizing"]
+IMPORTED = ["lightning.pytorch", "guardbit.callbacks.monitoring"]
 
 
 def launch(script, ranks, *arguments, **environment):

@@ -111,9 +111,9 @@ def test_slack_and_discord_each_get_their_field(monkeypatch, url, field):
     assert request.get_header("User-agent") == "GuardBit"
 
 
-def by_lightning(trains, folder, site):
+def by_lightning(trains, folder, site="net.h.1.attn", max_steps=5, **settings):
     monitor = AttentionMonitor(2, dirpath=folder, rules=(Fires(site),), strict=True)
-    trains.fit(monitor, max_steps=5)
+    trains.fit(monitor, max_steps=max_steps, **settings)
 
 
 def by_hugging_face(trains, folder, site):
@@ -238,9 +238,7 @@ class Logs(Recorder):
 
 def test_a_lightning_logger_s_own_run_is_told(trains, tmp_path):
     logs = Logs()
-    rules = (Fires("net.h.1.attn"),)
-    monitor = AttentionMonitor(2, dirpath=tmp_path / "run", rules=rules, strict=True)
-    trains.fit(monitor, max_steps=3, logger=logs)
+    by_lightning(trains, tmp_path / "run", max_steps=3, logger=logs)
     assert [(title, level) for title, _, level in logs.run.alerts] == [
         ("GuardBit: warning alarm", "WARN"), ("GuardBit: run finished", "WARN"),
     ]  # fmt: skip
@@ -252,10 +250,7 @@ def test_wandb_s_own_file_holds_the_alerts(trains, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger(project="p", save_dir=tmp_path)
     file = logger.experiment.settings.sync_file
-    monitor = AttentionMonitor(
-        2, dirpath=tmp_path / "run", rules=(Fires("net.h.1.attn"),), strict=True
-    )
-    trains.fit(monitor, max_steps=3, logger=logger)
+    by_lightning(trains, tmp_path / "run", max_steps=3, logger=logger)
     wandb.finish()
     wandb.teardown()  # the file is whole once its process has ended
     with open(file, "rb") as kept:
@@ -273,10 +268,7 @@ def test_trackio_s_own_store_holds_the_alerts(trains, tmp_path, monkeypatch):
     from trackio.sqlite_storage import SQLiteStorage
 
     trackio.init(project="p", embed=False)
-    monitor = AttentionMonitor(
-        2, dirpath=tmp_path / "run", rules=(Fires("net.h.1.attn"),), strict=True
-    )
-    trains.fit(monitor, max_steps=3)
+    by_lightning(trains, tmp_path / "run", max_steps=3)
     trackio.finish()
     kept = {(alert["title"], alert["level"]) for alert in SQLiteStorage.get_alerts("p")}
     assert kept == {("GuardBit: warning alarm", "warn"), ("GuardBit: run finished", "warn")}

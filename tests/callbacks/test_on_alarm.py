@@ -1,34 +1,19 @@
 """A function of the user's is called with each alarm, and cannot end a run."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import pytest
 
 from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_events
-from guardbit.monitor.detectors import Finding
-from guardbit.records import Role
+from tests.callbacks.monitoring.reading import SITES
+from tests.toys import Fires
 
-SITES = ["net.h.0.attn", "net.h.1.attn"]
-
+#: Names the first head, and at the next sample the second.
+RULES = tuple(
+    Fires(SITES[1], (head,), sample=head + 1, why=f"sentence {head}", name=f"rule {head}")
+    for head in (0, 1)
+)
 
 # Users do not turn warnings into errors, and Lightning gives some.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@dataclass(frozen=True)
-class Fires:
-    """Alarms on the next head at each sample."""
-
-    role = Role()
-    name: str = "fires"
-
-    def examine(self, snapshot, state):
-        found = snapshot.of("max_logit")
-        head = state.setdefault("head", -1) + 1
-        state["head"] = head
-        return [Finding(SITES[1], (head,), f"sentence {head}")] if SITES[1] in found else []
 
 
 def test_each_alarm_is_handed_over_once_it_is_recorded(trains, tmp_path):
@@ -39,9 +24,7 @@ def test_each_alarm_is_handed_over_once_it_is_recorded(trains, tmp_path):
         told.append((alarm.step, alarm.site, alarm.heads, alarm.why.partition(";")[0]))
         assert alarm.why in set(recorded["why"])
 
-    monitor = AttentionMonitor(
-        1, dirpath=tmp_path / "run", rules=(Fires(),), on_alarm=tell, strict=True
-    )
+    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", rules=RULES, on_alarm=tell, strict=True)
     trains.fit(monitor, max_steps=2)
     assert told == [(step, SITES[1], (step,), f"sentence {step}") for step in (0, 1)]
 
@@ -54,7 +37,7 @@ def test_errors_of_the_function_end_nothing_and_are_told_once(trains, tmp_path, 
         raise RuntimeError("no network")
 
     monitor = AttentionMonitor(
-        1, dirpath=tmp_path / "run", rules=(Fires(),), on_alarm=fails, strict=True
+        1, dirpath=tmp_path / "run", rules=RULES, on_alarm=fails, strict=True
     )
     trains.fit(monitor, max_steps=2)
     assert calls == [0, 1], "the next alarm may get through"

@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import guardbit
 from guardbit import AttentionMonitor, HuggingFaceMonitor
 from guardbit.cli import app
-from guardbit.dashboards.report.contents import document_of
+from guardbit.dashboards.document import extent
 from tests.callbacks.conftest import TinyGPT, Trains
-from tests.callbacks.test_huggingface import train
+from tests.callbacks.test_huggingface import gpt2, train
 from tests.monitor.session.plain_loop import Loop
 from tests.toys import Fires
 
@@ -64,10 +64,9 @@ def lightning(folder):
 
 
 def hugging_face(folder):
-    config = GPT2Config(vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     checkpoint = str(folder / f"checkpoint-{FIRST}")
     for steps, lifted_from, resume in ((FIRST, FIRST - 2, None), (LAST, 0, checkpoint)):
-        model = LiftedGPT2(config)
+        model = gpt2(LiftedGPT2)
         model.lifted_from = lifted_from
         monitor = HuggingFaceMonitor(dirpath=folder, **SETTINGS)
         train(folder, monitor, model=model, resume=resume, steps=steps)
@@ -87,10 +86,10 @@ def test_the_last_line_is_of_the_whole_run(run, tmp_path, capsys, caplog):
 
 def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path):
     def said():
-        document = document_of(guardbit.load(tmp_path))
+        shown = extent(guardbit.load(tmp_path))
         console = CliRunner().invoke(app, ["report", str(tmp_path)]).stderr
-        assert ("resumed" in document["extent"]) == ("resumed" in console)
-        return document["extent"].partition(" · resumed ")[2]
+        assert ("resumed" in shown) == ("resumed" in console)
+        return shown.partition(" · resumed ")[2]
 
     state = Loop(dirpath=tmp_path, **SETTINGS).run([0, 1], close=False).leave()
     assert said() == ""

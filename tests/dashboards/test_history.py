@@ -38,16 +38,6 @@ def test_buckets_keep_the_extremes_of_all_samples(samples, first, every, seed):
         np.testing.assert_array_equal(high, inside.max(axis=0).ravel())
 
 
-def test_a_short_run_is_kept_sample_by_sample():
-    values = np.arange(24.0).reshape(4, 2, 3)
-    history = History(buckets=400)
-    fill(history, values, [0, 50, 100, 150])
-    measured = history.steps >= 0
-    np.testing.assert_array_equal(history.steps[measured], [0, 50, 100, 150])
-    np.testing.assert_array_equal(history.high["max_logit"][measured], values.reshape(4, 6))
-    assert history.heads == [(layer, head) for layer in range(2) for head in range(3)]
-
-
 def test_taking_the_same_in_twice_changes_nothing():
     values = np.random.default_rng(0).normal(size=(40, 2, 2))
     once, twice = History(16), History(16)

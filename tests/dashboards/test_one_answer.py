@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import guardbit
 from guardbit.cli import app
+from guardbit.dashboards.document import document_of
 from guardbit.dashboards.marks import events_of, judgement_of
 from guardbit.dashboards.page import RunPage
-from guardbit.dashboards.report.contents import document_of
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
 from tests.dashboards.made import SAMPLES

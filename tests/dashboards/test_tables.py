@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -7,11 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import effect, marks, ranking, tables
+from guardbit.dashboards import marks, ranking, tables
+from guardbit.dashboards.document import effect_of_switch
 from tests.dashboards.made import EVENTS, samples
-
-RUNS = Path(__file__).parents[1] / "data" / "runs"
-FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
 cells = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2)),
@@ -73,7 +70,7 @@ def test_empty_tables_give_empty_answers(empty):
     assert ranking.notable_heads(tables.by_head(empty, "max_logit"), []) == []
     assert marks.current_stabilizers(empty, empty) == {}
     assert ranking.heads_to_watch(empty, None).empty
-    assert effect.effect_of_switch(empty, empty).empty
+    assert effect_of_switch(empty, empty).empty
     assert marks.events_of(None) == []
 
 
@@ -136,7 +133,7 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
     pairs = list(zip(watched["layer"], watched["head"], strict=True))
     assert pairs[:2] == [(2, 7), (2, 3)]
     # The others have noise only; whichever comes first is the farthest from its baseline.
-    others = ranking.excess(run.frame, run.events)["excess"].drop([(2, 7), (2, 3)]).nlargest(3)
+    others = ranking.excess(run.frame, run.events).drop([(2, 7), (2, 3)]).nlargest(3)
     assert watched["excess"].tolist()[2:] == others.tolist()
     assert watched["excess"][2] < 1.5 < 100 < watched["excess"][0]
     assert watched["alarm_step"].tolist()[:2] == [2950, 3100]
@@ -147,7 +144,7 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
 
 
 def test_before_and_after_are_of_the_alarmed_head(run):
-    table = effect.effect_of_switch(run.frame, run.events).set_index("indicator")
+    table = effect_of_switch(run.frame, run.events).set_index("indicator")
     at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
     end = {3: undone, 7: -1}
     for name, array in run.values.items():
@@ -172,43 +169,35 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
     frame = samples(rows)
     switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
     alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
-    (row,) = effect.effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
+    (row,) = effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
     assert tuple(row) == ("max_logit", 0, 1, 1000.0, 100.0)
     # Without an alarm all count; the one that was largest is compared with itself.
-    (row,) = effect.effect_of_switch(frame, pd.DataFrame(switches)).itertuples(False)
+    (row,) = effect_of_switch(frame, pd.DataFrame(switches)).itertuples(False)
     assert tuple(row) == ("max_logit", 1, 0, 2000.0, 3000.0)
 
 
 def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(run):
     events = pd.concat([switch((3100, 7)), switch((3600, 7), stabilizer="none")])
-    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
+    table = effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:].mean()
     assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
     # Switched once more it counts to the end.
     events = pd.concat([events, switch((4000, 7), stabilizer="row_max")])
-    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
+    table = effect_of_switch(run.frame, events).set_index("indicator")
     assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
 def test_of_several_switches_the_earliest_counts_for_the_run(run):
     events = switch((3600, 3), (3100, 7))
-    table = effect.effect_of_switch(run.frame, events).set_index("indicator")
+    table = effect_of_switch(run.frame, events).set_index("indicator")
     upto = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
 
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
-    table = effect.effect_of_switch(run.frame, switch((4980, 7)))
+    table = effect_of_switch(run.frame, switch((4980, 7)))
     assert table["before"].notna().all()
     assert table["after"].isna().all()
-
-
-def test_the_recorded_failure_is_found_in_layer_2():
-    frame = pd.read_csv(FAILS)
-    # 17 at step 6,600 and 48 at 8,000 are the measured norms of layer 2.
-    norms = tables.by_head(frame, "w_q_spectral_norm")
-    assert norms[2, 0].loc[[6600, 8000]].tolist() == pytest.approx([17, 48], abs=0.5)
-    assert norms.loc[6600].idxmax() == (2, 0)
 
 
 def test_checked_samples_leave_the_callers_table_alone(run):

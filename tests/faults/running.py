@@ -317,7 +317,6 @@ def warm_up() -> None:
     """Imports what the scenarios import, once for all forks."""
     import guardbit.callbacks.huggingface
     import guardbit.callbacks.monitoring
-    import guardbit.callbacks.stabilizing
 
     torch.set_num_threads(1)
     assert guardbit.callbacks is not None

@@ -166,8 +166,7 @@ def lightning(run: Run) -> None:
     import lightning.pytorch as pl
 
     # From their homes: an import from `guardbit` is the user's own statement, before any training.
-    from guardbit.callbacks.monitoring import AttentionMonitor
-    from guardbit.callbacks.stabilizing import AutoStabilizer
+    from guardbit.callbacks.monitoring import AttentionMonitor, AutoStabilizer
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import guardbit
 from guardbit import MonitorSession
-from guardbit.dashboards.report import contents
+from guardbit.dashboards import document
 from guardbit.monitor import interception
 from guardbit.monitor.measure import NoAttentionSeenError
 from guardbit.store import read_metadata
@@ -220,7 +220,7 @@ def test_the_share_that_is_watched_is_told(tmp_path, caplog):
             "modules": 1, "watched": 0, "not_watched": "4: it was not seen to call attention"
         },
     }  # fmt: skip
-    table = dict(contents.settings(read_metadata(tmp_path)))["Coverage"]
+    table = dict(document.settings(read_metadata(tmp_path)))["Coverage"]
     assert table.header == ["", "Modules", "Watched", "Not watched"]
     assert [row[:3] for row in table.rows][2] == ["never seen", "1", "0"]
 

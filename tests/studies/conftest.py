@@ -1,13 +1,28 @@
 """A rescue study that takes seconds."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
+from studies.rescue import train
 from studies.rescue.model import Size
+from tests.toys import Fires
 
 TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
+
+
+@pytest.fixture
+def alarm_at(monkeypatch):
+    """Has head 1 of the only layer named at a step, in runs from now on."""
+
+    def alarm_at(step):
+        rules = (Fires("net.h.0.attn", sample=1, since=step),)
+        monitor = partial(train.AttentionMonitor, rules=rules)
+        monkeypatch.setattr(train, "AttentionMonitor", monitor)
+
+    return alarm_at
 
 
 @pytest.fixture

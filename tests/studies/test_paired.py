@@ -1,6 +1,5 @@
 """The test of losses of copies, against all ways to deal them out."""
 
-from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from scipy.stats import ttest_ind
 
 from guardbit import read_run
-from guardbit.monitor.detectors import Finding
 from studies.rescue import doses, jobs, paired, shares, train
 
 
@@ -67,18 +65,9 @@ def test_a_difference_and_its_interval_are_those_of_a_t_test():
     assert found == pytest.approx([np.mean(one) - np.mean(other), *interval])
 
 
-class AtStepFour:
-    name = "at_step_four"
-
-    def examine(self, frame, state):
-        due = frame.step == 4 and frame.of("max_logit")
-        return [Finding("net.h.0.attn", (1,), "at step 4")] if due else []
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_copies_are_made_and_told(common, monkeypatch, capsys):
-    monitor = partial(train.AttentionMonitor, rules=(AtStepFour(),))
-    monkeypatch.setattr(train, "AttentionMonitor", monitor)
+def test_copies_are_made_and_told(common, monkeypatch, capsys, alarm_at):
+    alarm_at(4)
     origin = train.main(["--arm=stock", "--again=40", *common])
     kept = origin.parent / "frozen"
     kept.mkdir()

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from guardbit import read_events, read_run
 from guardbit.doctor.diagnose import diagnose
 from guardbit.doctor.snapshots import read_snapshots
-from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train
 from studies.rescue.model import Encoder, LanguageModel, rotate
@@ -23,6 +21,9 @@ from tests.studies.conftest import TINY
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
+
+# Users do not turn warnings into errors, and Lightning gives some.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("arguments, name", [
@@ -60,24 +61,12 @@ def test_batches_and_weights_depend_on_seed_and_step_alone(monkeypatch):
     assert seen[0][0].shape == (2, 17)
 
 
-class AtStepTwo:
-    """Names head 1 of the only layer."""
-
-    name = "at_step_two"
-
-    def examine(self, frame, state):
-        due = frame.step == 2 and frame.of("max_logit")
-        return [Finding("net.h.0.attn", (1,), "at step 2")] if due else []
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arm, heads", [
     ("stock", []), ("rescue", [(1,)]), ("rescue_layer", [(0, 1)]), ("rescue_all", [(0, 1)]),
     ("from_start", [(0, 1)]),
 ])  # fmt: skip
-def test_what_an_arm_switches_at_an_alarm(common, monkeypatch, arm, heads):
-    monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
-    monkeypatch.setattr(train, "AttentionMonitor", monitor)
+def test_what_an_arm_switches_at_an_alarm(common, alarm_at, arm, heads):
+    alarm_at(2)
     events = read_events(train.main([f"--arm={arm}", "--stabilizer=row_max", *common]))
     switches = events[events["kind"] == "switch"]
     assert switches["heads"].tolist() == heads
@@ -85,10 +74,8 @@ def test_what_an_arm_switches_at_an_alarm(common, monkeypatch, arm, heads):
     assert set(switches["step"]) <= {0 if arm == "from_start" else 2}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_first_alarmed_head_is_kept_all_through_a_run(common, tmp_path, monkeypatch):
-    monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
-    monkeypatch.setattr(train, "AttentionMonitor", monitor)
+def test_the_first_alarmed_head_is_kept_all_through_a_run(common, tmp_path, alarm_at):
+    alarm_at(2)
     common[common.index("--steps=8")] = "--steps=24"
     folder = train.main(["--arm=stock", "--snapshot-every=4", *common])
     kept = read_snapshots(folder)
@@ -106,7 +93,6 @@ def test_the_first_alarmed_head_is_kept_all_through_a_run(common, tmp_path, monk
     assert diagnose([one.inputs for one in packed]).rows == 3 * TINY.context
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     for arm in ("stock", "rescue", "rescue_all", "from_start"):
         folder = train.main([f"--arm={arm}", *common])
@@ -154,7 +140,6 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     assert "0.00 to 0.97" in capsys.readouterr().out, "one run says next to nothing, exactly"
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_branches_from_a_step_that_is_named(common):
     train.main(["--arm=stock", "--again=6", *common])
     branch = ["--branch", "--branch-step=4", "--again=6", "--of-again=6", *common]
@@ -172,17 +157,15 @@ def test_branches_from_a_step_that_is_named(common):
     assert (clipped[3][:2] < 1e-3).all(), "any logit of the tiny model is far above a millionth"
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arm, heads", [("late_heads", (1,)), ("late_layers", (0, 1))])
-def test_branches_that_switch_what_was_alarmed_before(common, monkeypatch, arm, heads):
+def test_branches_that_switch_what_was_alarmed_before(common, alarm_at, arm, heads):
     origin = train.main(["--arm=stock", "--again=6", *common])
     branch = [f"--arm={arm}", "--branch", "--again=6", "--of-again=6", *common]
     with pytest.raises(SystemExit, match="no alarm of a head up to step 4: nothing to switch"):
         train.main([*branch, "--branch-step=4"])
     shutil.rmtree(origin)
     shutil.rmtree(origin.with_name(f"{arm}-compensated-any-lr1.5e-03-seed0-again6-from4"))
-    monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
-    monkeypatch.setattr(train, "AttentionMonitor", monitor)
+    alarm_at(2)
     train.main(["--arm=stock", "--again=6", *common])
     events = read_events(train.main([*branch, "--branch-step=4", "--stabilizer=centered_keys"]))
     switches = events[events["kind"] == "switch"]
@@ -191,7 +174,6 @@ def test_branches_that_switch_what_was_alarmed_before(common, monkeypatch, arm, 
     ]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_branch_at_another_rate(common, monkeypatch):
     rates = []
     monkeypatch.setattr(
@@ -222,7 +204,6 @@ def test_rotated_scores_depend_on_the_distance_alone():
         assert (found - exact).abs().max() < 1e-5 * one.norm() * other.norm()
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("architecture", [name for name in train.NETS if "gpt2" not in name])
 def test_a_kind_in_miniature_is_watched_head_by_head(common, architecture):
     common[common.index("--heads=2")] = "--heads=3"

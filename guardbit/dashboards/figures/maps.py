@@ -23,6 +23,14 @@ from guardbit.dashboards.tables import Head
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.
 MOST_TYPICAL = 30.0
+#: Of an alarmed head's cell.
+FRAME: dict[str, Any] = {
+    "fill": False,
+    "edgecolor": INK,
+    "linewidth": 2,
+    "clip_on": False,
+    "gid": "alarm",
+}
 #: Light within ink, so that it is seen on any colour of the ramp.
 DOT: dict[str, Any] = {
     "linestyle": "none",
@@ -68,10 +76,10 @@ def model_map(
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
     if step is None:
         step = tables.steps(frame)[1] if len(frame) else 0
-    table = ranking.excess(frame, events, step)
-    layer, head = (np.asarray(table.index.get_level_values(level), dtype=int) for level in (0, 1))
+    excess = ranking.excess(frame, events, step)
+    layer, head = (np.asarray(excess.index.get_level_values(level), dtype=int) for level in (0, 1))
     cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)
-    cells[layer, head] = table["excess"]
+    cells[layer, head] = excess
     if not np.isfinite(cells).any():
         return None
     known = None if events is None else events.loc[events["step"] <= step]
@@ -118,18 +126,7 @@ def _mark_heads(
 ) -> list[Line2D]:
     """Frames the alarmed heads and dots the stabilized ones; returns the key."""
     for layer, head in alarmed:
-        axes.add_patch(
-            Rectangle(
-                (head - 0.5, layer - 0.5),
-                1,
-                1,
-                fill=False,
-                edgecolor=INK,
-                linewidth=2,
-                clip_on=False,
-                gid="alarm",
-            )
-        )
+        axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, **FRAME))
     if stabilized:
         layers, heads = zip(*stabilized, strict=True)
         cells = axes.get_position()

@@ -5,10 +5,9 @@ No pyplot, hence no global state: the figures show in a notebook and nowhere els
 
 from __future__ import annotations
 
-import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import matplotlib
 import numpy as np
@@ -24,9 +23,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from guardbit.dashboards import marks, tables
 from guardbit.dashboards.marks import MARKS
 from guardbit.dashboards.palette import HEAT_STOPS, INK, OUTCOME_COLOURS, PAPER
-
-Arguments = ParamSpec("Arguments")
-Drawn = TypeVar("Drawn", bound=Figure | None)
 
 HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
 
@@ -86,15 +82,8 @@ STYLE: Any = {
 }
 
 
-def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
-    """Draws in the style, and leaves the caller's own settings as they are."""
-
-    @functools.wraps(draw)
-    def in_style(*arguments: Arguments.args, **options: Arguments.kwargs) -> Drawn:
-        with matplotlib.rc_context(STYLE):
-            return draw(*arguments, **options)
-
-    return in_style
+#: Decorates what draws in the style, and leaves the caller's own settings as they are.
+styled = matplotlib.rc_context(STYLE)
 
 
 class ShownFigure(Figure):

@@ -81,7 +81,7 @@ def _worst_first(
 ) -> list[Head]:
     alarms = marks.first_events(frame, events, "alarm")
     alarmed = [head for head, event in alarms.items() if event.step <= step and head in heads]
-    excess = ranking.excess(frame, events, step)["excess"].fillna(0.0).to_dict()
+    excess = ranking.excess(frame, events, step).fillna(0.0).to_dict()
     # A switch may name heads without samples, as where a layer has one value only.
     others = [head for head in heads if head not in alarmed]
     return [*alarmed, *sorted(others, key=lambda head: -excess.get(head, 0.0))]

@@ -10,7 +10,6 @@ from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.measure import run as transfer
 from tests.callbacks.monitoring.reading import SITES, Recorder
-from tests.callbacks.monitoring.test_trouble import NoAttention
 from tests.toys import Fires
 
 ALARMED, LOGIT = "guardbit/alarmed_heads", "guardbit/max_logit"
@@ -110,24 +109,6 @@ def test_a_run_that_is_not_watched_goes_on(trains, tmp_path, monkeypatch):
     stop = EarlyStopping(ALARMED, patience=100, check_on_train_epoch_end=True)
     _, trainer = trains.fit(AttentionMonitor(2), stop, batches=4)
     assert trainer.global_step == 8 and trainer.callback_metrics[ALARMED] == 0
-
-
-def test_a_model_without_attention_goes_on(trains, tmp_path):
-    stop = EarlyStopping(ALARMED, patience=100, check_on_train_epoch_end=True)
-    model = trains.TinyGPT(NoAttention())
-    _, trainer = trains.fit(AttentionMonitor(2, dirpath=tmp_path), stop, model=model, batches=4)
-    assert trainer.global_step == 8
-
-
-def test_a_logger_that_fails_hides_no_alarm(trains, tmp_path):
-    class Failing(Recorder):
-        def log_metrics(self, metrics, step=None):
-            raise OSError("no connection")
-
-    rules = (Fires(SITES[1], sample=3),)
-    monitor = AttentionMonitor(2, dirpath=tmp_path / "run", rules=rules)
-    _, trainer = trains.fit(monitor, logger=Failing(), log_every_n_steps=100)
-    assert trainer.callback_metrics[ALARMED] == 1
 
 
 def test_layers_are_logged_where_asked_for(trains, tmp_path):

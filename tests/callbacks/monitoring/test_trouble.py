@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -13,7 +13,10 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.monitor.detectors import Detectors
 from guardbit.store import read_end
-from tests.callbacks.monitoring.reading import Recorder, values
+from tests.callbacks.monitoring.reading import SITES, Recorder, values
+from tests.toys import Fires
+
+ALARMED = "guardbit/alarmed_heads"
 
 
 class NoAttention(torch.nn.Module):
@@ -28,7 +31,10 @@ class NoAttention(torch.nn.Module):
 def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "guardbit"):
         trains.fit(
-            AttentionMonitor(2, dirpath=tmp_path / "run"), model=trains.TinyGPT(NoAttention())
+            AttentionMonitor(2, dirpath=tmp_path / "run"),
+            EarlyStopping(ALARMED, patience=100, check_on_train_epoch_end=True),
+            model=trains.TinyGPT(NoAttention()),
+            batches=4,
         )
     assert sum("called no attention" in message for message in caplog.messages) == 1
     frame = read_run(tmp_path / "run")
@@ -125,16 +131,15 @@ def test_sparse_gradients_have_the_norm_of_dense_ones(trains, tmp_path):
     assert recorded == pytest.approx({step: norms[step] for step in (0, 2, 4, 6)}, rel=1e-5)
 
 
-def test_a_failing_logger_does_not_kill_the_run(trains, tmp_path, caplog):
+def test_a_failing_logger_kills_no_run_and_hides_no_alarm(trains, tmp_path, caplog):
     class Failing(Recorder):
         def log_metrics(self, metrics, step=None):
             raise OSError("no connection")
 
-    trainer = trains.trainer(
-        AttentionMonitor(2, dirpath=tmp_path / "run"), logger=Failing(), log_every_n_steps=100
-    )
-    trainer.fit(trains.TinyGPT(), trains.data(64))
-    assert trainer.global_step == 8
+    rules = (Fires(SITES[1], sample=3),)
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "run", rules=rules)
+    _, trainer = trains.fit(monitor, logger=Failing(), log_every_n_steps=100)
+    assert trainer.global_step == 8 and trainer.callback_metrics[ALARMED] == 1
     assert sum("'logging' failed" in message for message in caplog.messages) == 1
     assert sorted(values(read_run(tmp_path / "run"), "grad_norm")) == [0, 2, 4, 6]
 

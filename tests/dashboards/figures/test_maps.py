@@ -17,7 +17,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     axes, bar = figure.axes
     cells = cells_of(figure)
     assert cells.shape == (12, 12)
-    excess = ranking.excess(run.frame, run.events)["excess"].to_numpy().reshape(12, 12)
+    excess = ranking.excess(run.frame, run.events).to_numpy().reshape(12, 12)
     np.testing.assert_allclose(cells, np.clip(excess, 1, 100))
     assert np.unravel_index(cells.argmax(), cells.shape) == (2, 7)
     # Layer l lies at height l, head h at place h.

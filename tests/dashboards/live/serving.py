@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from guardbit.dashboards.live import runs
+from guardbit.dashboards import live
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 
@@ -43,7 +43,7 @@ class Recorder(RunWriter):
 def looking_often():
     """Servers look at their folders fifty times a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "LOOK_EVERY", 0.02)
+        patch.setattr(live, "LOOK_EVERY", 0.02)
         yield
 
 

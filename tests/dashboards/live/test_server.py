@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from guardbit.dashboards.live import LiveRuns, LiveServer
-from guardbit.dashboards.live.server import ASSETS
+from guardbit.dashboards.live import ASSETS, LiveRuns, LiveServer
 from tests.dashboards.live.serving import Recorder, looking_often, running
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from guardbit.dashboards import document
 from guardbit.dashboards.loading import LoadedRun as Run
-from guardbit.dashboards.report import contents, write_reports
+from guardbit.dashboards.report import write_reports
 from tests.dashboards.made import colour, journal, wait, write_report
 
 
@@ -27,7 +28,7 @@ def visit(new_page):
 def without_figures():
     """The pictures beside the page take most of the time, and other tests look at them."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(contents, "CHARTS", {"story": contents.story})
+    patch.setattr(document, "CHARTS", {"story": document.story})
     yield
     patch.undo()
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.report.comparison import fork_of
+from guardbit.dashboards.report import fork_of
 from tests.dashboards.made import SAMPLES, journal, samples, write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import effect, marks, ranking, tables
+from guardbit.catalog import (
+    BY_NAME,
+    CATALOG,
+    HEAD_INDICATORS,
+    RUN_INDICATORS,
+    SHARE_OF_ROWS,
+    Indicator,
+)
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
 from guardbit.dashboards.loading import Diagnosed, LoadedRun
-from guardbit.dashboards.page import MOST_ALARMS, RunPage, last_loss
-from guardbit.dashboards.report import words
+from guardbit.dashboards.page import MOST_ALARMS, SAMPLES_AVERAGED, RunPage, last_loss
 from guardbit.judgement import Judgement
-from guardbit.records import Event
+from guardbit.records import Event, named
 
 #: A wider table of heads does not fit the page.
 HEAD_COLUMNS = (
@@ -94,7 +102,7 @@ def heads_of(run: LoadedRun) -> Document:
         "run": run.name,
         "summary": summary(run),
         "alarms": alarms[:MOST_ALARMS],
-        "alarms_note": f"{words.count(more, 'head')} that alarmed later not shown." * (more > 0),
+        "alarms_note": f"{plural(more, 'head')} that alarmed later not shown." * (more > 0),
         **_heads_to_watch(frame, run.events),
     }
 
@@ -106,9 +114,9 @@ def extent(run: LoadedRun) -> str:
     first, last = tables.steps(frame)
     layers = tables.heads_of_layer(frame)
     heads = sum(map(len, layers.values()))
-    text = f"steps {first:,} to {last:,} · {words.count(len(layers), 'layer')}"
+    text = f"steps {first:,} to {last:,} · {plural(len(layers), 'layer')}"
     # One value a layer may be the largest over its heads: their number is then not known.
-    text += f" · {words.count(heads, 'head')}" if heads > len(layers) else ""
+    text += f" · {plural(heads, 'head')}" if heads > len(layers) else ""
     return f"{text} · {run.resumed}" if run.resumed else text
 
 
@@ -120,7 +128,7 @@ def summary(run: LoadedRun) -> list[str]:
     if alarms or not frame.empty:
         sentences.append(judgement.verdict_and_advice)
     sentences += [
-        f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
+        f"The first alarm came at step {first.step:,} ({where(first)}): {first.why}"
         for first in alarms[:1]
     ]
     return sentences if frame.empty else [*sentences, judgement.risk.sentence]
@@ -140,15 +148,15 @@ def tiles(run: LoadedRun) -> list[Tile]:
     first_alarm, said = "none", ""
     if alarms:
         first_alarm = f"step {alarms[0].step:,}"
-        said = f"{words.where(alarms[0])}; {words.count(len(alarms), 'alarm')} in all"
+        said = f"{where(alarms[0])}; {plural(len(alarms), 'alarm')} in all"
     departed = outcome.missing_loss or "the loss has not diverged"
     if outcome.departed is not None:
         departed = f"the loss diverged at step {outcome.departed:,}"
     lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
-    losses = tables.of_run(frame, "loss").tail(effect.SAMPLES_AVERAGED).tolist()
+    losses = tables.of_run(frame, "loss").tail(SAMPLES_AVERAGED).tolist()
     last = last_loss(losses)
     median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
-    loss = words.number(last) if isinstance(last, int | float) else last or "–"
+    loss = three_digits(last) if isinstance(last, int | float) else last or "–"
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
@@ -157,8 +165,48 @@ def tiles(run: LoadedRun) -> list[Tile]:
     ]
 
 
+def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
+    """Compares the worst switched head, and the run, before and after the switch."""
+    switched = marks.first_events(frame, events, "switch")
+    ends = {
+        head: event.step if marks.mark_of(event) == "undo" else math.inf
+        for event, heads in marks.heads_of_events(frame, events)
+        if marks.mark_of(event) in ("switch", "undo")
+        for head in heads
+    }
+    alarms = marks.first_events(frame, events, "alarm")
+    alarmed = [
+        head for head in switched if head in alarms and alarms[head].step <= switched[head].step
+    ]
+    rows: list[tuple[str, int, int, float, float]] = []
+    for indicator in HEAD_INDICATORS if switched else ():
+        table = tables.by_head(frame, indicator)
+        measured = [head for head in alarmed or switched if head in table.columns]
+        found: list[tuple[int, int, float, float]] = []
+        for head in measured:
+            series = cast(pd.Series, table[head]).dropna()
+            found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
+        if found:
+            largest = max(found, key=lambda row: -1.0 if math.isnan(row[2]) else abs(row[2]))
+            rows.append((indicator, *largest))
+    for indicator in RUN_INDICATORS if switched else ():
+        series = tables.of_run(frame, indicator)
+        if not series.empty:
+            first = min(event.step for event in switched.values())
+            sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
+            rows.append((indicator, -1, -1, *sides))
+    return pd.DataFrame(rows, columns=["indicator", "layer", "head", "before", "after"])
+
+
+def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
+    """The mean of the last samples up to a step, and of those after it up to the end."""
+    before = series.loc[:step].tail(samples)
+    after = series.loc[step + 1 : end].tail(samples)
+    return float(before.mean()), float(after.mean())
+
+
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
-    table = effect.effect_of_switch(frame, events)
+    table = effect_of_switch(frame, events)
     if table.empty:
         return None
     heads = tables.heads_of_layer(frame)
@@ -167,10 +215,10 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table
         comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
         rows.append(
             [
-                words.LABELS[indicator],
+                LABELS[indicator],
                 tables.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
-                words.value(indicator, before),
-                words.value(indicator, after),
+                value_of(indicator, before),
+                value_of(indicator, after),
                 f"× {after / before:.3g}" if comparable else "–",
             ]
         )
@@ -190,7 +238,7 @@ def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Do
             of.setdefault((name, event.site), []).append(event)
             stabilizers[name, event.site] = current.get((layer, head), "none")
         if not concerned:
-            of.setdefault((words.where(event), ""), []).append(event)
+            of.setdefault((where(event), ""), []).append(event)
     return [
         {
             "name": name,
@@ -199,7 +247,7 @@ def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Do
                 rule if times == 1 else f"{rule} × {times:,}"
                 for rule, times in Counter(event.rule for event in alarms).items()
             ],
-            "when": words.span(alarms[0].step, alarms[-1].step),
+            "when": range_of([alarm.step for alarm in alarms]),
             "stabilizer": stabilizers.get((name, site), "none"),
             "why": alarms[0].why,
         }
@@ -226,19 +274,19 @@ def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> Documen
                 (step, row["rule"]) if has_alarm else "–",
                 row["stabilizer"],
                 times(row["excess"]),
-                *[words.value(name, row[name]) for name in shown],
+                *[value_of(name, row[name]) for name in shown],
             ]
         )
         kinds.append("alarmed" if has_alarm else "")
     note = (
-        f"{words.count(alarmed, 'head')} with an alarm, in the order of the first one"
+        f"{plural(alarmed, 'head')} with an alarm, in the order of the first one"
         if alarmed
         else "No head has an alarm; these are farthest above their baseline"
     )
     total = f"{sum(map(len, heads.values())):,}"
     header = ["Head", "First alarm", "Stabilizer", "Times its baseline"]
     return {
-        "watched": Table([*header, *[words.LABELS[name] for name in shown]], rows, 3, kinds),
+        "watched": Table([*header, *[LABELS[name] for name in shown]], rows, 3, kinds),
         "watched_note": f"{note}. Latest samples; {len(rows)} of {total} shown.",
     }
 
@@ -268,21 +316,20 @@ def settings(metadata: Mapping[str, Any]) -> list[tuple[str, Table]]:
         if value:
             holds_records = all(isinstance(entry, Mapping) for entry in value.values())
             table = _records(value) if holds_records else _key_values(value)
-            titled.append((words.title(name), table))
+            titled.append((title_of(name), table))
     return titled
 
 
 def _records(value: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = list(dict.fromkeys(name for entry in value.values() for name in entry))
     rows = [
-        [name, *[words.setting(entry.get(column)) for column in columns]]
-        for name, entry in value.items()
+        [name, *[setting(entry.get(column)) for column in columns]] for name, entry in value.items()
     ]
-    return Table(["", *map(words.title, columns)], rows)
+    return Table(["", *map(title_of, columns)], rows)
 
 
 def _key_values(value: Mapping[str, Any]) -> Table:
-    return Table([], [[words.title(name), words.setting(entry)] for name, entry in value.items()])
+    return Table([], [[title_of(name), setting(entry)] for name, entry in value.items()])
 
 
 def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
@@ -290,7 +337,7 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     if not diagnosed.snapshots and not diagnosed.heads:
         return None
     if not diagnosed.heads:
-        steps = words.count(diagnosed.snapshots, "step")
+        steps = plural(diagnosed.snapshots, "step")
         said = f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
         return {"said": said, "heads": [], "note": "", "left": None}
     shown = diagnosed.heads[:_MOST_DIAGNOSED]
@@ -299,7 +346,7 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     rows = [
         [
             name,
-            *(words.percent(one["left"][name]) if name in one["left"] else "–" for one in shown),
+            *(percent(one["left"][name]) if name in one["left"] else "–" for one in shown),
         ]
         for name in dict.fromkeys(name for one in shown for name in one["left"])
     ]
@@ -307,9 +354,71 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     return {
         "said": "",
         "heads": [
-            (f"{name}, {words.span(min(one['steps']), max(one['steps']))}", " ".join(one["answer"]))
+            (f"{name}, {range_of(one['steps'])}", " ".join(one["answer"]))
             for name, one in zip(names, shown, strict=True)
         ],
-        "note": note + (f" {words.count(more, 'more head')} not shown." if more else ""),
+        "note": note + (f" {plural(more, 'more head')} not shown." if more else ""),
         "left": Table(["", *names], rows, numbers_from=1),
     }
+
+
+# --- words and numbers ----------------------------------------------------------------------------
+
+
+def _label(indicator: Indicator) -> str:
+    """What a column of an indicator's values is headed; shares are shown in percent."""
+    unit = "% of rows" if indicator.unit == SHARE_OF_ROWS else indicator.unit
+    return f"{indicator.title} ({unit})" if unit else indicator.title
+
+
+LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
+
+
+def where(event: Event) -> str:
+    if not event.site:
+        return "the whole run"
+    return f"{event.site}, {named(event.heads)}" if event.heads else event.site
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def range_of(steps: Sequence[int]) -> str:
+    first, last = min(steps), max(steps)
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def value_of(indicator: str, number: float) -> str:
+    return three_digits(100 * number if BY_NAME[indicator].unit == SHARE_OF_ROWS else number)
+
+
+def percent(part: float) -> str:
+    """A part in percent; beyond ten times the whole its size says nothing more."""
+    return "over 1,000 %" if part > 10 else f"{100 * part:.3g} %"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, without an exponent where that stays short."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0 or 1e-3 <= abs(value) < 1e3:
+        text = f"{value:.3g}"
+    elif 1e3 <= abs(value) < 1e7:
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.2e}"
+    return text.replace("-", "−") if value < 0 else text
+
+
+def setting(value: object) -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def title_of(name: object) -> str:
+    words = {"sites": "attention modules"}.get(str(name), str(name)).replace("_", " ")
+    return words[:1].upper() + words[1:]

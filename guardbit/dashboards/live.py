@@ -1,17 +1,36 @@
-"""The runs that `guardbit live` follows: the state of each page, and new alarms."""
+"""The live page: follows runs, and serves their pages on this machine only.
+
+What is served is a fixed list of addresses: the pages, their files, and a few questions about runs
+that are answered as JSON; runs are numbered. No address names a file of a run or of anything else.
+All of them begin with a token that only the person who started the server knows, so that other
+people on the machine and other pages in the browser cannot read along; requests that name another
+host are refused, which is what a page uses that has pointed its own name at this machine (DNS
+rebinding).
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
 
 from guardbit.dashboards import marks
-from guardbit.dashboards.page import Json, RunPage
+from guardbit.dashboards.page import Json, RunPage, asset
 from guardbit.records import Event
 from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
 from guardbit.store.files import names_of_runs
@@ -23,8 +42,33 @@ log = logging.getLogger("guardbit")
 LOOK_EVERY, SEARCH_EVERY, UPDATE_EVERY = 1.0, 10.0, 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
 SILENT_AFTER = 120.0
+#: Steps that a page resolves, even.
+BUCKETS = 400
 #: Most runs that one chart overlays.
 MOST_OVERLAID = 4
+
+HOST = "127.0.0.1"
+#: Names this machine has for itself; through an SSH tunnel the browser uses one of them too.
+ALLOWED_HOSTS = (HOST, "localhost")
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_SHARED = ("page.css", "theme.css", "charts.js", "live.js", "uPlot.iife.min.js", "uPlot.min.css")
+#: Files of a run's page, the page itself first, and of the list of runs.
+ASSETS = ("page.html", "page.js", *_SHARED)
+LIST_ASSETS = ("list.html", "list.js", *_SHARED)
+#: The page runs its own scripts only, talks to this server only, and stands in no frame.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+_REFUSAL = "Not found. The address ends in a token and a slash, and is new after every start."
 
 #: Called with the name of a run and its new alarms, the first of each head only.
 Tell = Callable[[str, Sequence[Event]], None]
@@ -33,26 +77,23 @@ Tell = Callable[[str, Sequence[Event]], None]
 class LiveRun:
     """Follows one run, which need not have written anything yet."""
 
-    def __init__(
-        self, path: str | Path, name: str = "", *, buckets: int = 400, is_open: bool = True
-    ) -> None:
+    def __init__(self, path: str | Path, name: str = "", *, is_open: bool = True) -> None:
         self.path = Path(path)
         self.name = name or names_of_runs([self.path])[0]
         self.problem = ""  # why it cannot be read
-        self.is_open = is_open  # whether its curves are wanted, and not its judgement alone
+        self.is_open = is_open  # whether its page is wanted, and not its judgement alone
         self.is_stopped = False
         self._lock = threading.RLock()
         self._changed: int | None = None
         self._alarms: list[Event] = []
         self._last_step = -1
         self._follower = RunFollower(self.path)
-        self._page = RunPage(self.name, buckets)
+        self._page = RunPage(self.name, BUCKETS)
         self._page.update_state()
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
-        #: What the page holds of the samples, None before any is read. A run that is over keeps
-        #: nothing once it was judged, so that a long list needs little memory.
-        self._held: Literal["nothing", "evidence", "curves"] | None = None
+        # A run that is over keeps no samples once it was judged: a long list needs little memory.
+        self._is_forgotten = False
         self._is_behind = True
 
     def look(self, read: bool = True) -> list[Event]:
@@ -65,12 +106,9 @@ class LiveRun:
                 raise
         if not self.is_open and self._changed == before and not (read and self._is_behind):
             return []
-        wanted = "curves" if self.is_open else "evidence"
-        if starts_over := read and self._held != wanted:
-            if self._held is not None:
-                self._follower = RunFollower(self.path)
-            self._held = wanted
-        if self._follower.look() or starts_over:
+        if read and self._is_forgotten:
+            self._follower, self._is_forgotten = RunFollower(self.path), False
+        if self._follower.look():
             with self._lock:
                 self._page.forget_samples()
         has_changed = read and self._read_samples()
@@ -88,7 +126,7 @@ class LiveRun:
             if has_changed:
                 self._update_state()
             if read and not self.is_open and self._is_over:
-                self._held = "nothing"
+                self._is_forgotten = True
                 with self._lock:
                     self._page.forget_samples()
         self._last_step = max(self._follower.last_step(), self._last_step)
@@ -146,7 +184,7 @@ class LiveRun:
         try:
             for batch in self._follower.batches():
                 with self._lock:
-                    self._page.take(batch.to_pandas(), curves=self._held == "curves")
+                    self._page.take(batch.to_pandas())
                 has_changed = True
                 if time.monotonic() - updated > UPDATE_EVERY:
                     self._update_state()
@@ -242,7 +280,7 @@ class LiveRuns:
         return {"folder": str(self.folder), "runs": rows}
 
     def opened(self, number: int = 0) -> LiveRun:
-        """Returns a run, whose curves are kept from now on."""
+        """Returns a run, whose samples are kept from now on."""
         if not 0 <= number < len(self._runs):
             raise LookupError(f"there is no run {number} in the list")
         self._runs[number].is_open = True
@@ -276,3 +314,130 @@ class LiveRuns:
         if text not in self._said:
             self._said.add(text)
             log.warning(text)
+
+
+class LiveServer:
+    """Serves a run's live page, or a list of runs with a page of each, on 127.0.0.1."""
+
+    def __init__(self, runs: LiveRuns, *, port: int = 0) -> None:
+        self._runs = runs
+        self._socket = socket.socket()
+        # A port that an earlier server has just left is free.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((HOST, port))
+            # From here on the address works: who asks early waits until `run` answers.
+            self._socket.listen()
+        except OSError as error:
+            self._socket.close()
+            why = f"cannot listen on {HOST}, port {port}: {error.strerror}"
+            raise OSError(why) from None
+        self.port: int = self._socket.getsockname()[1]
+        token = secrets.token_urlsafe(18)
+        self.address = f"http://{HOST}:{self.port}/{token}/"
+        config = uvicorn.Config(
+            application(runs, token),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            headers=list(HEADERS.items()),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serves until interrupted (Ctrl-C), or until `stop`."""
+        self._runs.start()
+        try:
+            self._server.run(sockets=[self._socket])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._runs.stop()
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Ends `run`, which may be in another thread."""
+        self._server.should_exit = True
+
+
+def application(runs: LiveRuns, token: str) -> Starlette:
+    """The application: a fixed list of addresses below the token."""
+    routes = _routes_of_a_list(runs) if runs.is_list else _routes_of_a_run(lambda _: runs.opened())
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False)
+    refusals = {LookupError: _refused(404), ValueError: _refused(400), 404: _not_found}
+    below = Mount(f"/{token}", routes=routes)
+    served = Starlette(routes=[below], middleware=[hosts], exception_handlers=refusals)
+    served.router.redirect_slashes = False
+    return served
+
+
+def _routes_of_a_run(run: Callable[[Request], LiveRun]) -> list[BaseRoute]:
+    """The page of a run, and what it asks."""
+
+    def state(request: Request) -> Response:
+        step = _whole(request, "step")
+        return _json(run(request).state(_whole(request, "since"), None if step < 0 else step))
+
+    def head(request: Request) -> Response:
+        return _json(run(request).head(_whole(request, "layer"), _whole(request, "head")))
+
+    def curves(request: Request) -> Response:
+        return _json(run(request).curves(request.query_params.get("indicator", "")))
+
+    answers = {"/state": state, "/head": head, "/curves": curves}
+    return [*_assets(ASSETS), *(Route(path, answer) for path, answer in answers.items())]
+
+
+def _routes_of_a_list(runs: LiveRuns) -> list[BaseRoute]:
+    """The list of runs, what it asks, and below it the page of each run."""
+
+    def overlay(request: Request) -> Response:
+        named = [part for part in request.query_params.get("runs", "").split(",") if part]
+        if not all(part.isdecimal() and len(part) < 10 for part in named):
+            raise ValueError("runs must be whole numbers with commas between them")
+        return _json(runs.overlay([int(part) for part in named]))
+
+    def opened(request: Request) -> LiveRun:
+        return runs.opened(int(request.path_params["number"]))
+
+    return [
+        *_assets(LIST_ASSETS),
+        Route("/runs", lambda _: _json(runs.rows())),
+        Route("/overlay", overlay),
+        Mount("/run/{number:int}", routes=_routes_of_a_run(opened)),
+    ]
+
+
+def _assets(names: Sequence[str]) -> list[Route]:
+    """The files of a page; the first stands for the page itself."""
+
+    def route(name: str) -> Route:
+        content, kind = asset(name), _TYPES[name[name.rindex(".") :]]
+        path = "/" if name == names[0] else f"/{name}"
+        return Route(path, lambda _: Response(content, media_type=f"{kind}; charset=utf-8"))
+
+    return [route(name) for name in names]
+
+
+def _json(content: dict[str, Any]) -> Response:
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return Response(text, media_type="application/json")
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    return Response(_REFUSAL, status_code=404, media_type="text/plain")
+
+
+def _refused(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: Response(str(error), status_code=status, media_type="text/plain")
+
+
+def _whole(request: Request, name: str) -> int:
+    value = request.query_params.get(name) or "-1"
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {value[:40]!r}") from None

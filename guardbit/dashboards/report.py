@@ -1,23 +1,41 @@
-"""What the report of two or more runs says: side by side, one after the other below."""
+"""Reports about runs: what happened first, the evidence after it.
+
+A report is one page that opens without a network, with its figures as PNGs beside it. What it
+draws, and the scripts that draw it, are part of the page; a policy of its own lets no other script
+run and nothing be fetched.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
+import jinja2
 import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.dashboards import ranking, tables
-from guardbit.dashboards.figures import runs_over_steps
+from guardbit.dashboards import document, ranking, tables
+from guardbit.dashboards.document import Document, Table, Tile
+from guardbit.dashboards.figures import CHARTS, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
+from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
-from guardbit.dashboards.page import CATALOG_OF_PAGES, plain_numbers, thinned
-from guardbit.dashboards.report import contents, words
-from guardbit.dashboards.report.contents import Document, Table, Tile
+from guardbit.dashboards.page import (
+    CATALOG_OF_PAGES,
+    SAMPLES_AVERAGED,
+    asset,
+    plain_numbers,
+    thinned,
+)
 from guardbit.judgement import Judgement
 
+Format = Literal["html", "png"]
+FORMATS: tuple[Format, ...] = ("html", "png")
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
     ("loss", "Training loss", "loss"),
@@ -33,6 +51,77 @@ _WORST_LAST = (
 FEWEST_SHARED = 20
 #: Names of all figures a comparison may have.
 PICTURES = tuple(f"runs_{overlay[0]}" for overlay in OVERLAYS)
+
+
+def write_reports(
+    runs: Sequence[LoadedRun], output: str | Path, *, format: Format = "html"
+) -> Path:
+    """Writes the report of one run, or of two to four side by side."""
+    output = Path(output)
+    if not runs:
+        raise ValueError("A report needs at least one run, got none.")
+    _check_place(output, format)
+    shown = document.document_of(runs[0]) if len(runs) == 1 else compared(runs)
+    if format == "png" and not shown["pictures"]:
+        raise ValueError("The run recorded nothing that a figure shows.")
+    folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
+    pictures = {folder / f"{name}.png": figure for name, figure in shown["pictures"].items()}
+    _refuse_links(output, folder, *pictures)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Figures of an earlier report that this one does not have.
+    for name in (*CHARTS, *PICTURES):
+        if folder / f"{name}.png" not in pictures:
+            (folder / f"{name}.png").unlink(missing_ok=True)
+    for path, figure in pictures.items():
+        figure.savefig(path, dpi=STYLE["savefig.dpi"])
+    if format == "html":
+        output.write_text(_page(shown, folder.name), encoding="utf-8")
+    return output
+
+
+def _check_place(output: Path, format: Format) -> None:
+    if format == "png" and output.is_file():
+        raise ValueError(f"PNGs need a folder to be written to, but {output} is a file.")
+    if format == "html" and output.is_dir():
+        raise ValueError(f"The report needs the path of an HTML file, but {output} is a folder.")
+    meant = output.suffix.lower().removeprefix(".")
+    if meant in FORMATS and meant != format:
+        raise ValueError(
+            f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
+            f" the format {meant!r}, or another name."
+        )
+    if format == "html" and meant not in ("", "html"):
+        raise ValueError(
+            f"{output} is named as none of the formats of a report (.html, or a folder of PNGs)."
+        )
+
+
+def _refuse_links(*paths: Path) -> None:
+    """A run's folder may be another person's, and what lies in it point at the reader's files."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(
+                f"The report is not written through the link {path} to {path.readlink()}: remove "
+                "it, or give another output."
+            )
+
+
+def _page(shown: Document, folder: str) -> str:
+    script = "\n".join((asset("uPlot.iife.min.js"), asset("charts.js"), asset("report.js")))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.from_string(asset("report.html")).render(
+        document=shown,
+        folder=folder,
+        averaged=SAMPLES_AVERAGED,
+        style=asset("uPlot.min.css") + asset("theme.css"),
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
+        script=script,
+    )
 
 
 def compared(runs: Sequence[LoadedRun]) -> Document:
@@ -53,8 +142,8 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
     return {
         "title": " · ".join(titles),
-        "extent": words.count(len(runs), "run"),
-        "headline": f"{words.count(len(runs), 'run')}: {told}",
+        "extent": document.plural(len(runs), "run"),
+        "headline": f"{document.plural(len(runs), 'run')}: {told}",
         "outcome": worst,
         "lede": []
         if fork is None
@@ -65,7 +154,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         ],
         "pictures": _pictures(samples, outcomes),
         "answers": _answers(samples, outcomes),
-        "runs": [contents.heads_of(run) for run in runs],
+        "runs": [document.heads_of(run) for run in runs],
         "settings": _settings(runs),
         "side_by_side": _side_by_side(runs, outcomes),
     }
@@ -90,9 +179,9 @@ def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Judgement]) 
 
 
 def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
-    first_alarm, _, switched, loss = contents.tiles(run)
+    first_alarm, _, switched, loss = document.tiles(run)
     return {
-        "Recorded": contents.extent(run),
+        "Recorded": document.extent(run),
         "Outcome": outcome.state,
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
         "Lead on the loss": "–" if outcome.lead is None else f"{outcome.lead:,} steps",
@@ -103,12 +192,12 @@ def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
 
 
 def _worst_head(run: LoadedRun) -> str:
-    excess = ranking.excess(run.samples, run.events)["excess"].dropna()
+    excess = ranking.excess(run.samples, run.events).dropna()
     if excess.empty:
         return "–"
-    layer, head = excess.index.to_list()[int(excess.to_numpy().argmax())]
+    layer, head = excess.index.to_list()[excess.argmax()]
     label = tables.head_label(layer, head, len(tables.heads_of_layer(run.samples)[layer]))
-    return f"{label}, {contents.times(float(excess.to_numpy().max()))}"
+    return f"{label}, {document.times(excess.max())}"
 
 
 def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
@@ -193,7 +282,7 @@ def _settings(runs: Sequence[LoadedRun]) -> list[tuple[str, Table]]:
 
 def _flat(metadata: object, prefix: str = "") -> dict[str, str]:
     if not isinstance(metadata, dict):
-        return {prefix: words.setting(metadata)}
+        return {prefix: document.setting(metadata)}
     flat: dict[str, str] = {}
     for name, value in metadata.items():
         flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
