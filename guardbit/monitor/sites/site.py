@@ -161,10 +161,6 @@ class Site:
         """Returns W_K of this rank's key heads, FP32 `(H_kv, d_head, d_model)`."""
         return self._read("key", _weights_of)
 
-    def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it."""
-        return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
-
     def plain_rows(self) -> list[tuple[HeadRows, list[nn.Parameter]]]:
         """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained.
 
