@@ -1,4 +1,4 @@
-"""The probes of attention calls, and the view of a call that they get.
+"""The probes of attention calls, the view of a call that they get, and which are needed.
 
 "Paper" is arXiv 2510.04212.
 """
@@ -433,3 +433,32 @@ def _nonfinite(call: AttentionCall, name: str, heads: int) -> Tensor:
 CALL_PROBES: tuple[type[CallProbe], ...] = (
     RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
 )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What is measured at a sampled step; what is not wanted costs nothing."""
+
+    wanted: frozenset[str]
+    calls: tuple[CallProbe, ...]
+    norms: frozenset[str]  # to take from the weights
+    audits: bool  # of gradients, along the weights' largest directions
+    needs_shadow: bool
+    totals: frozenset[str]  # the indicators that are sums over rows, see `CallProbe`
+
+
+def plan_for(wanted: Collection[str]) -> Plan:
+    """Plans for the wanted indicators, names of the catalogue."""
+
+    def of(probe: Probe) -> frozenset[str]:
+        return frozenset(wanted) & frozenset(of_probe(probe))
+
+    audits = bool(of("gradient_audit"))
+    calls = tuple(make(wanted) for make in CALL_PROBES if of(make.name))
+    return Plan(
+        frozenset(wanted),
+        calls,
+        of("weights") | ({"w_q_spectral_norm"} if audits else set()),
+        audits,
+        any(probe.needs_shadow for probe in calls),
+        frozenset(name for probe in calls for name in probe.totals),
+    )

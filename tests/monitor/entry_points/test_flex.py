@@ -24,8 +24,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
 from guardbit.monitor.measure.metric import AttentionMetric
-from guardbit.monitor.measure.plan import plan_for
-from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.probes import CallView, plan_for
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
 

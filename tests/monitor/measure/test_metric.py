@@ -10,8 +10,7 @@ from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.metric import AttentionMetric
-from guardbit.monitor.measure.plan import plan_for
-from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.probes import CallView, plan_for
 from guardbit.numerics import decode_residual
 from tests.callbacks.several_ranks import launch
 from tests.kernels.switched import switchable_attention
@@ -299,8 +298,7 @@ WORKER = textwrap.dedent(
     import torch
     from guardbit.catalog import HEAD_INDICATORS, of_probe
     from guardbit.monitor.measure.metric import AttentionMetric
-    from guardbit.monitor.measure.plan import plan_for
-    from guardbit.monitor.measure.probes import CallView
+    from guardbit.monitor.measure.probes import CallView, plan_for
 
     torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), sys.argv[1]
