@@ -173,8 +173,8 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     state = {**vars(module), "_compiled_call_impl": None}
     for name in [name for name in state if name.endswith("_hooks") and name.startswith("_")]:
         hooks = state[name].items() if name in _HOOKS else ()
-        # An object that is called has the module of its class.
-        kept = [(key, hook) for key, hook in hooks if hook.__module__.startswith(_KEPT_HOOKS)]
+        # A method of C, as `append` of a list, has None for a module.
+        kept = [(key, hook) for key, hook in hooks if str(hook.__module__).startswith(_KEPT_HOOKS)]
         state[name] = type(state[name])(kept)
     return state
 
