@@ -1,9 +1,8 @@
 """A copy of a module that runs without changing the training run.
 
 The search for W_Q runs an attention module several times. It runs a copy: `copy.deepcopy` with
-given tensors in place of the parameters. Functions, classes, Python modules and what cannot be
-copied are shared with the run, as are global variables. Random generators, and what the module's
-code names, are put back afterwards.
+given tensors in place of the parameters. Functions, classes, Python modules, global variables and
+what cannot be copied are shared with the run. Random generators are put back afterwards.
 
 Hooks of others do not run on the copy, except PyTorch's that compute weights or tensors.
 """
@@ -13,16 +12,13 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
-import operator
 import random
 import sys
 import threading
 import types
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,21 +35,14 @@ Copier = Callable[[Any, dict[int, Any]], Any]
 #: Most bytes of tensors that are copied besides parameters, so that no data set is.
 _MOST_BYTES = 2**30
 
-# Deepcopy shares what is of these packages, and drops the drivers of a whole run, to which a module
-# may refer.
+# Deepcopy shares what is of these packages, and drops Lightning's drivers of a whole run, to which
+# a module may refer.
 _SHARED_PACKAGES = ("torch.distributed", "torch._C._distributed_c10d", "torch.cuda")
 _DRIVERS = frozenset({"Trainer", "Fabric"})
-
-# What has `__next__` and is no iterator.
-_HAVE_NEXT = (io.IOBase, weakref.ProxyType, weakref.CallableProxyType)
 
 # Those that compute weights, those of tensor parallelism, and GuardBit's own.
 _KEPT_HOOKS = ("torch.nn.utils", "torch.distributed.tensor", "guardbit")
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks"})
-
-# Packages whose code is taken to keep nothing from call to call.
-_TRUSTED = frozenset({"torch", "numpy", "guardbit", "transformers", "lightning"})
-_TRUSTED_CODE = _TRUSTED | sys.stdlib_module_names
 
 
 @contextmanager
@@ -69,7 +58,6 @@ def runnable_copy(
         warnings.catch_warnings(action="ignore"),
         _without_global_hooks(),
         _without_torchscript(),
-        _variables_kept(module),
     ):
         try:
             made = _copied(module, tensors, dtype)
@@ -112,7 +100,7 @@ def _copied_or_shared(x: Any, memo: dict[int, Any]) -> Any:
     kind = type(x)
     if issubclass(kind, type) or kind.__module__.startswith(_SHARED_PACKAGES):
         return x
-    if _is_driver(kind):
+    if any(cls.__name__ in _DRIVERS and "lightning" in cls.__module__ for cls in kind.__mro__):
         return None
     try:
         if isinstance(getattr(kind, "__del__", None), types.FunctionType):
@@ -130,19 +118,10 @@ def _copied_or_shared(x: Any, memo: dict[int, Any]) -> Any:
         return made
 
 
-def _is_driver(kind: type) -> bool:
-    return any(
-        cls.__name__ in _DRIVERS
-        and cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-        for cls in kind.__mro__
-    )
-
-
 def _in_place_of(x: Any) -> Any:
     if isinstance(x, io.IOBase):
         return io.StringIO() if isinstance(x, io.TextIOBase) else io.BytesIO()
-    is_iterator = hasattr(type(x), "__next__") and not issubclass(type(x), _HAVE_NEXT)
-    return _unread() if is_iterator else x
+    return _unread() if hasattr(type(x), "__next__") else x
 
 
 def _unread() -> Iterator[Any]:
@@ -185,8 +164,6 @@ def _copied_module(x: Any, memo: dict[int, Any]) -> Any:
     # Which site it is; the `__deepcopy__` of a place would say none.
     place = state.get("_guardbit_site")
     memo[id(place)] = place
-    for value in state.values():
-        _copy_closure(value, memo)
     vars(made).update(copy.deepcopy(state, memo))
     return made
 
@@ -196,28 +173,10 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     state = {**vars(module), "_compiled_call_impl": None}
     for name in [name for name in state if name.endswith("_hooks") and name.startswith("_")]:
         hooks = state[name].items() if name in _HOOKS else ()
-        kept = [(key, hook) for key, hook in hooks if _module_of(hook).startswith(_KEPT_HOOKS)]
+        # A method of C, as `append` of a list, has None for a module.
+        kept = [(key, hook) for key, hook in hooks if str(hook.__module__).startswith(_KEPT_HOOKS)]
         state[name] = type(state[name])(kept)
     return state
-
-
-def _module_of(x: Any) -> str:
-    return getattr(x, "__module__", None) or type(x).__module__
-
-
-def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
-    """Copies a function with what it closes over: `forward` of a patched module often does so."""
-    if not isinstance(x, types.FunctionType) or not x.__closure__ or id(x) in memo:
-        return
-    cells = tuple(types.CellType() for _ in x.__closure__)
-    memo[id(x)] = types.FunctionType(
-        x.__code__, x.__globals__, x.__name__, x.__defaults__, cells
-    )  # fmt: skip
-    memo[id(x)].__kwdefaults__ = x.__kwdefaults__
-    for cell, own in zip(cells, x.__closure__, strict=True):
-        with suppress(ValueError):  # it is empty
-            _copy_closure(own.cell_contents, memo)
-            cell.cell_contents = copy.deepcopy(own.cell_contents, memo)
 
 
 @contextmanager
@@ -229,102 +188,6 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
             undo.callback(numpy.random.set_state, numpy.random.get_state())
         undo.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         yield
-
-
-@contextmanager
-def _variables_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back the variables that a module's code names, and what these hold directly."""
-    with ExitStack() as undo:
-        # By id; the objects are held, so that their ids stay theirs.
-        seen: dict[int, Any] = {}
-        pending: list[Any] = [type(each) for each in module.modules()]
-        pending += [x for each in module.modules() for x in vars(each).values() if callable(x)]
-        while pending:
-            x = pending.pop()
-            if id(x) not in seen and not _is_trusted(x):
-                seen[id(x)] = x
-                for put_back in _undo_of(x):
-                    undo.callback(put_back)
-                pending += _named_by(x)
-        yield
-
-
-def _is_trusted(x: Any) -> bool:
-    if isinstance(x, types.FunctionType | type | types.ModuleType):
-        name = x.__name__ if isinstance(x, types.ModuleType) else _module_of(x)
-        return name.partition(".")[0] in _TRUSTED_CODE
-    is_generator = isinstance(x, torch.Generator) or _module_of(type(x)).startswith("numpy.random")
-    return not is_generator and _module_of(type(x)).partition(".")[0] in _TRUSTED
-
-
-def _named_by(x: Any) -> Iterator[Any]:
-    """What a function's code may reach by name, and what a class holds."""
-    if isinstance(x, type):
-        yield from (*vars(x).values(), *x.__mro__)
-    elif isinstance(x, types.MethodType | staticmethod | classmethod):
-        yield x.__func__
-    elif isinstance(x, types.FunctionType):
-        yield from (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
-        for cell in x.__closure__ or ():
-            with suppress(ValueError):  # it is empty
-                yield cell.cell_contents
-        names = _names_of(x.__code__)
-        # Code may import the latter.
-        found = [of.get(name) for name in names for of in (x.__globals__, sys.modules)]
-        yield from found
-        for holder in found:
-            if isinstance(holder, types.ModuleType):
-                yield from (vars(holder).get(name) for name in names)
-
-
-def _names_of(code: types.CodeType) -> set[str]:
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*map(_names_of, inner))
-
-
-def _undo_of(x: Any) -> Iterator[Callable[[], object]]:
-    """Yields functions that put back what an object holds directly."""
-    if isinstance(x, torch.Generator) or type(x).__module__ == "numpy.random.mtrand":
-        yield partial(x.set_state, x.get_state())
-    elif isinstance(x, random.Random):
-        yield partial(x.setstate, x.getstate())
-    elif type(x).__module__ == "numpy.random._generator":
-        yield partial(setattr, x.bit_generator, "state", x.bit_generator.state)
-    elif isinstance(x, list | set | deque):
-        yield partial(_put_back_items, x, list(x))
-    elif isinstance(x, dict):
-        yield partial(_put_back_entries, x, dict(x))
-    elif isinstance(x, type):
-        for name, value in vars(x).items():
-            yield partial(_put_back_attribute, x, name, value)
-    elif isinstance(x, types.FunctionType):
-        for name in _names_of(x.__code__) & x.__globals__.keys():
-            yield partial(x.__globals__.__setitem__, name, x.__globals__[name])
-    if isinstance(held := getattr(x, "__dict__", None), dict):
-        yield partial(_put_back_entries, held, dict(held))
-
-
-def _put_back_items(x: Any, before: list[Any]) -> None:
-    if len(x) != len(before) or any(map(operator.is_not, x, before)):
-        x.clear()
-        (x.update if isinstance(x, set) else x.extend)(before)
-
-
-def _put_back_entries(x: dict[Any, Any], before: dict[Any, Any]) -> None:
-    # One by one: another thread may look up names of a Python module meanwhile.
-    for key in x.keys() - before.keys():
-        del x[key]
-    for key, value in before.items():
-        if key not in x or x[key] is not value:
-            x[key] = value
-    if list(x) != list(before):  # a cache may go by the order
-        x.clear()
-        x.update(before)
-
-
-def _put_back_attribute(owner: type, name: str, before: Any) -> None:
-    if vars(owner).get(name) is not before:
-        setattr(owner, name, before)
 
 
 @contextmanager

@@ -4,14 +4,10 @@ Under LoRA (arXiv 2106.09685) queries are W x + scale B A x; with weight norm (a
 is a gain times a direction. No single parameter then multiplies the input, but the submodule that
 holds these parameters is affine, and its outputs on the unit vectors are its matrix. So the matrix
 is measured. To compute it from the parameters would take a rule for every kind of adapter.
-
-Where FSDP2 shards a weight, ranks exchange its heads' Gram matrices, which are far smaller; each
-head's is computed by one rank. Only the heads whose rows lie on several ranks are gathered first.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,9 +16,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit.guard import within
@@ -65,7 +59,6 @@ class Weights:
     num_calls: int = 0  # how often the module called attention when it was run last
 
     def __post_init__(self) -> None:
-        self._shards: dict[HeadRows, _HeadShards | None] = {}
         self._biases = {name: self._measured(name)[1] for name in self.widths}
 
     def of(self, name: str) -> Tensor:
@@ -73,18 +66,6 @@ class Weights:
         if name in self.widths:
             return self._measured(name)[0]
         return self._here(self.module.get_parameter(name))
-
-    def grams_of_shards(self, rows: HeadRows, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Returns the heads' Gram matrices of a current matrix, from the ranks' shards of it."""
-        if rows.parameter in self.widths:
-            return None
-        found = self.module.get_parameter(rows.parameter)
-        if not isinstance(found, DTensor):
-            return None
-        if rows not in self._shards:
-            self._shards[rows] = _shards_of(rows, found, self.is_shared)
-        shards = self._shards[rows]
-        return None if shards is None else shards.gram_matrices(found.to_local().detach(), of)
 
     def leaves(self) -> dict[str, Tensor]:
         """Returns copies of all current matrices in FP32 by name, detached."""
@@ -287,91 +268,6 @@ def why_quantised(module: nn.Module) -> str | None:
                 " base model is not, as in LoRA"
             )
     return None
-
-
-class _HeadShards:
-    """A rank's part of each head's rows, FP32.
-
-    If the input axis is sharded, a rank has some columns of all heads, and the ranks' Gram matrices
-    add up to those of the whole rows. Otherwise it has some rows, and computes the heads whose
-    first row is here.
-    """
-
-    def __init__(self, rows: HeadRows, axis: int, group: ProcessGroup) -> None:
-        self._rows, self._group = rows, group
-        own, device = group.rank(), rows.rows.device
-        size = -(-rows.shape[axis] // group.size())
-        if axis == rows.input_axis:
-            self._counted, self._whole = torch.arange(len(rows.rows), device=device), rows.rows
-            self._are_any_split = False
-            return
-        others = (n for i, n in enumerate(rows.shape) if i not in (axis, rows.input_axis))
-        size *= math.prod(others)
-        holder = rows.rows // size
-        is_split = (holder != holder[:, :1]).any(dim=1)
-        computes = holder[:, 0] == own
-        whole, split = ((computes & x).nonzero()[:, 0] for x in (~is_split, is_split))
-        self._counted = torch.cat([whole, split])
-        self._whole = rows.rows[whole] - own * size
-        self._are_any_split = bool(is_split.any())
-        # The rows of the other heads that are here, by the rank that computes their head, and those
-        # that it gets, by the rank that has them.
-        is_here = is_split[:, None] & (holder == own)
-        target, self._num_sent = self._by_rank(holder[:, :1].expand_as(holder)[is_here])
-        self._sent = (rows.rows[is_here] - own * size)[target]
-        self._got, self._num_got = self._by_rank(holder[split].flatten())
-
-    def _by_rank(self, ranks_of_rows: Tensor) -> tuple[Tensor, list[int]]:
-        counts = torch.bincount(ranks_of_rows, minlength=self._group.size())
-        return ranks_of_rows.argsort(stable=True), counts.tolist()
-
-    def gram_matrices(self, shard: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the Gram matrices of all heads; all ranks of the group call it together."""
-        own = of(self._counted_rows(shard.movedim(self._rows.input_axis, -1).flatten(0, -2)))
-        grams = own.new_zeros(len(self._rows.rows), *own.shape[1:])
-        grams.index_copy_(0, self._counted, own)
-        torch.distributed.all_reduce(grams, group=self._group)
-        return grams
-
-    def _counted_rows(self, matrix: Tensor) -> Tensor:
-        whole = matrix[self._whole].float()
-        if not self._are_any_split:
-            return whole
-        sent = matrix[self._sent].float()
-        got = sent.new_empty(len(self._got), matrix.size(1))
-        torch.distributed.all_to_all_single(
-            got, sent, self._num_got, self._num_sent, group=self._group
-        )
-        split = torch.empty_like(got).index_copy_(0, self._got, got)
-        return torch.cat([whole, split.view(-1, *whole.shape[1:])])
-
-
-def _shards_of(rows: HeadRows, parameter: DTensor, is_shared: bool) -> _HeadShards | None:
-    """Returns how the ranks share heads' rows, or None if the weight is read as a whole."""
-    mesh, placements = parameter.device_mesh, list(parameter.placements)
-    shape, of_heads = list(parameter.shape), None
-    if is_shared:
-        of_heads = _axis(placements.pop())
-        if of_heads is not None and shape[of_heads] % mesh.size(-1) == 0:
-            shape[of_heads] //= mesh.size(-1)
-    if tuple(shape) != rows.shape:
-        raise rows.other_shape(f"which now is a part of {tuple(parameter.shape)}")
-    sharded = [(dim, at) for dim, at in enumerate(placements) if not at.is_replicate()]
-    if len(sharded) != 1:
-        return None
-    dim, at = sharded[0]
-    axis = _axis(at)
-    first = min(i for i in range(len(rows.shape)) if i != rows.input_axis)
-    if axis not in (first, rows.input_axis):
-        return None
-    # FSDP shards the part that tensor parallelism has left on this rank; other orders are unknown.
-    if is_shared and (axis == of_heads) != isinstance(at, _StridedShard):
-        return None
-    return _HeadShards(rows, axis, mesh.get_group(dim))
-
-
-def _axis(placement: Placement) -> int | None:
-    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def _part(parameter: DTensor) -> Tensor:

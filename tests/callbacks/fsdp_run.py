@@ -63,7 +63,7 @@ class Fused(nn.Module):
         return [part.unflatten(0, (-1, SIZE)) for part in whole.chunk(3)[:2]]
 
 
-#: Heads that are whole on a rank, or not; rows that all lie on one rank; shards of the columns.
+#: Heads whose shards are whole or not, and shards of the columns.
 MODELS = {
     "whole": lambda: Separate(4, 2),
     "straddling": lambda: Separate(3, 1, biased=True),
@@ -101,8 +101,8 @@ def batch(step, place):
 
 
 def steps(model, place, session=None, samples=None):
-    """Loss of each step, the norms by hand of all heads, and what was exchanged to measure them."""
-    losses, norms, exchanged = [], [], []
+    """Loss of each step, and the norms by hand of all heads."""
+    losses, norms = [], []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
         if session is not None:
@@ -118,57 +118,20 @@ def steps(model, place, session=None, samples=None):
             [torch.linalg.matrix_norm(w, 2).tolist() for w in (query, key, query.mT @ key)]
         )
         if session is not None:
-            with Exchanges() as exchanges:
-                session.end_step()
-            exchanged.append(exchanges.numbers)
+            session.end_step()
             samples += [(s.step, s.indicator, s.values) for s in session.samples]
-    return losses, norms, exchanged
-
-
-class Exchanges:
-    """What is gathered from DTensors, summed over ranks, and sent here, in numbers each time."""
-
-    def __enter__(self):
-        self.numbers = {"gathered": [], "summed": [], "sent": []}
-        self.full_tensor, self.all_reduce = DTensor.full_tensor, torch.distributed.all_reduce
-        self.all_to_all = torch.distributed.all_to_all_single
-
-        def full_tensor(x, *args, **kwargs):
-            self.numbers["gathered"].append(x.numel())
-            return self.full_tensor(x, *args, **kwargs)
-
-        def all_reduce(x, *args, **kwargs):
-            self.numbers["summed"].append(x.numel())
-            return self.all_reduce(x, *args, **kwargs)
-
-        def all_to_all(got, *args, **kwargs):
-            self.numbers["sent"].append(got.numel())
-            return self.all_to_all(got, *args, **kwargs)
-
-        DTensor.full_tensor, torch.distributed.all_reduce = full_tensor, all_reduce
-        torch.distributed.all_to_all_single = all_to_all
-        return self
-
-    def __exit__(self, *_):
-        DTensor.full_tensor, torch.distributed.all_reduce = self.full_tensor, self.all_reduce
-        torch.distributed.all_to_all_single = self.all_to_all
+    return losses, norms
 
 
 def train(name, mesh):
     place = mesh["data"].get_local_rank()
-    plain, _, _ = steps(model_of(name, mesh), place)
+    plain, _ = steps(model_of(name, mesh), place)
     model = model_of(name, mesh)
     session = MonitorSession(model, every_n_train_steps=1, strict=True, indicators=WANTED)
     samples = []
-    watched, norms, exchanged = steps(model, place, session, samples)
+    watched, norms = steps(model, place, session, samples)
     session.close()
-    return {
-        "plain": plain,
-        "watched": watched,
-        "norms": norms,
-        "exchanged": exchanged,
-        "samples": samples,
-    }
+    return {"plain": plain, "watched": watched, "norms": norms, "samples": samples}
 
 
 def main(folder, accelerator):

@@ -148,7 +148,7 @@ def test_rows_of_one_key_count_as_rows_and_those_of_none_do_not(modules):
     spec = AttentionSpec(1.0, documents=packed([3, 1, 2, 0], [3, 1, 0, 4]))
     q, k, v = (torch.ones(1, 1, n, 16, dtype=torch.bfloat16, device=DEVICE) for n in (6, 8, 8))
     found = modules[1].shadow(q, k, v, spec=spec)
-    shared, counted = shared_maxima(found.maxima, found.row_max), counted_rows(found.row_max)
+    shared, counted = shared_maxima(found.maxima), counted_rows(found.row_max)
     assert (shared.item(), counted.item()) == (3, 4)
     entropy = per_head(found.entropy).item()
     assert entropy == pytest.approx(3 * math.log(3), rel=1e-6)

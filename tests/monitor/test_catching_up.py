@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.monitor.measure import run as transfer
+from guardbit.monitor.measure import measurement as transfer
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role
 from tests.toys import Attention, Fires

@@ -61,25 +61,6 @@ def test_adapters_of_the_keys_alone(site_of):
     torch.testing.assert_close(site.key_weights(), whole(key).view(4, 16, 64), rtol=1e-6, atol=1e-6)
 
 
-def test_measuring_leaves_no_trace(site_of):
-    query = Adapted(dropout=0.5)
-    query.dropout.eval()
-    inner = query.forward
-    query.forward = lambda x: inner(x)  # as libraries that patch modules do
-    patched = query.forward
-    site = site_of(Attention(query))
-    values = {name: x.clone() for name, x in query.state_dict().items()}
-    random = torch.get_rng_state()
-    site.query_weights()
-    assert torch.equal(torch.get_rng_state(), random)
-    assert query.forward is patched
-    assert query.training
-    assert not query.dropout.training
-    assert "forward" not in vars(site.module.k_proj)
-    assert all(torch.equal(x, values[name]) for name, x in query.state_dict().items())
-    assert not query.weight.requires_grad
-
-
 def test_weight_norm_counts_as_what_it_makes(site_of):
     linear = parametrizations.weight_norm(nn.Linear(64, 64))
     with torch.no_grad():

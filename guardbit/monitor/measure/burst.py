@@ -14,7 +14,7 @@ of r on c through the origin, sum r c / sum c^2, over stretches of `WINDOW` step
 head r is what the uncorrected kernel would have added, and is added to c.
 
 A call does not show x. It shows y = A x + b, its q and k, where A and b are the rows of W_Q and W_K
-and their biases, turned by rotary positions in some models, see `rotary`. So x is what least
+and their biases, turned by rotary positions in some models, see `Turn`. So x is what least
 squares make of y. That the calls are of this form is proved at each step: the gradient that dQ
 gives in the same way must be the parameter's, but for a factor, which clipping and loss scaling
 leave, and which E gets as well. Where it is not, nothing is measured.
@@ -43,7 +43,6 @@ from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
 from guardbit.monitor.measure.probes import CallView
-from guardbit.monitor.measure.rotary import Turn, turns_of
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from guardbit.monitor.sites import Site
 from guardbit.records import Sample
@@ -369,3 +368,50 @@ def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_proved = series[:, 2].mean() >= PROVED
     found = torch.stack([share, share - half, share + half]).where(is_proved, torch.nan)
     return found[0], found[1], found[2]
+
+
+class Turn(NamedTuple):
+    """A way back from turned features.
+
+    A pair of features (a, b) at position n leaves as (a cos - b sin, b cos + a sin) of the angle
+    n f. Which features are pairs, and the frequencies f, differ from model to model.
+    """
+
+    cos: Tensor  # FP32 `(N, D)`
+    sin: Tensor  # the same, with its sign on the way back
+    partners: Tensor  # INT64 `(D,)`, the other feature of each one's pair
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Turns x `(B, H, N, D)`, FP32, back."""
+        return x * self.cos + x.index_select(-1, self.partners) * self.sin
+
+
+def turns_of(model: nn.Module, size: int, positions: int, device: torch.device) -> list[Turn]:
+    """Lists the turns of a head's features that a model's tables allow; the first changes nothing.
+
+    A table is named after frequencies, as `inv_freq` `(n,)` or complex `freqs_cis`
+    `(positions, n)`, and turns the first 2 n features.
+    """
+    cos = torch.ones(positions, size, dtype=torch.float32, device=device)
+    turns = [Turn(cos, torch.zeros_like(cos), torch.arange(size, device=device))]
+    for name, table in (*model.named_buffers(), *model.named_parameters()):
+        angles = _angles(table.detach(), positions) if "freq" in name else None
+        if angles is None or not 0 < 2 * angles.size(1) <= size:
+            continue
+        angles, features = angles.to(device), torch.arange(2 * angles.size(1), device=device)
+        for firsts, seconds in (features.chunk(2), (features[::2], features[1::2])):
+            turn = Turn(*(part.clone() for part in turns[0]))
+            turn.cos[:, firsts] = turn.cos[:, seconds] = angles.cos()
+            turn.sin[:, firsts], turn.sin[:, seconds] = angles.sin(), -angles.sin()
+            turn.partners[firsts], turn.partners[seconds] = seconds, firsts
+            turns.append(turn)
+    return turns
+
+
+def _angles(table: Tensor, positions: int) -> Tensor | None:
+    """The angles `(positions, n)`, FP32, that a table gives, or None if it is no such table."""
+    if table.is_complex() and table.dim() == 2 and len(table) >= positions:
+        return table[:positions].angle()
+    if table.is_floating_point() and table.dim() == 1:
+        return torch.arange(positions, device=table.device)[:, None] * table.float()
+    return None

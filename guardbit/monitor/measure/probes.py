@@ -1,4 +1,4 @@
-"""The probes of attention calls, and the view of a call that they get.
+"""The probes of attention calls, the view of a call that they get, and which are needed.
 
 "Paper" is arXiv 2510.04212.
 """
@@ -142,28 +142,23 @@ class _Statistic(NamedTuple):
     """How an indicator comes from rows."""
 
     read: Callable[[Any], Tensor]  # takes `(B, H, R)` from a recomputation
-    # Makes `(S, H)` of that and of the rows' maxima, both `(S, B, H, R)`.
-    reduce: Callable[[Tensor, Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]  # makes `(S, H)` of that, `(S, B, H, R)`
     # Whether `reduce` returns a sum, of which the indicator is the mean over the rows; otherwise it
     # returns a maximum.
     is_mean: bool = True
     needs_shadow: bool = True  # whether `read` takes a `Shadow`; otherwise a `RowMaxima` will do
 
 
-def shared_maxima(maxima: Tensor, row_max: Tensor) -> Tensor:
+def shared_maxima(maxima: Tensor) -> Tensor:
     """Counts the rows whose maximum is attained more than once (paper, figure 13)."""
-    return per_head((maxima > 1) & (row_max > -torch.inf))
+    return per_head(maxima > 1)
 
 
-def _largest(sizes: Tensor, _: Tensor) -> Tensor:
+def _largest(sizes: Tensor) -> Tensor:
     return sizes.amax((-3, -1))
 
 
-def _sum(values: Tensor, _: Tensor) -> Tensor:
-    return per_head(values)
-
-
-#: Rows without an allowed key have entropy 0 and largest score -inf.
+#: Rows without an allowed key have no maxima, entropy 0 and largest score -inf.
 STATISTICS: dict[str, _Statistic] = {
     "multiple_maxima": _Statistic(attrgetter("maxima"), shared_maxima),
     "multiple_maxima_bf16": _Statistic(attrgetter("maxima_bf16"), shared_maxima),
@@ -171,7 +166,7 @@ STATISTICS: dict[str, _Statistic] = {
     # scores may grow where no row's maximum shows it. The recorded
     # runs of `tests/data/runs` are older and hold the largest score with its sign.
     "max_logit": _Statistic(attrgetter("largest"), _largest, is_mean=False, needs_shadow=False),
-    "attention_entropy": _Statistic(attrgetter("entropy"), _sum),
+    "attention_entropy": _Statistic(attrgetter("entropy"), per_head),
 }
 
 
@@ -196,7 +191,7 @@ class RowProbe(CallProbe):
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         row_max, *read = values
         reduced = (
-            STATISTICS[name].reduce(rows, row_max)
+            STATISTICS[name].reduce(rows)
             for name, rows in zip((*self._means, *self.maxima), read, strict=True)
         )
         return [counted_rows(row_max), *reduced]
@@ -433,3 +428,32 @@ def _nonfinite(call: AttentionCall, name: str, heads: int) -> Tensor:
 CALL_PROBES: tuple[type[CallProbe], ...] = (
     RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
 )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What is measured at a sampled step; what is not wanted costs nothing."""
+
+    wanted: frozenset[str]
+    calls: tuple[CallProbe, ...]
+    norms: frozenset[str]  # to take from the weights
+    audits: bool  # of gradients, along the weights' largest directions
+    needs_shadow: bool
+    totals: frozenset[str]  # the indicators that are sums over rows, see `CallProbe`
+
+
+def plan_for(wanted: Collection[str]) -> Plan:
+    """Plans for the wanted indicators, names of the catalogue."""
+
+    def of(probe: Probe) -> frozenset[str]:
+        return frozenset(wanted) & frozenset(of_probe(probe))
+
+    audits = bool(of("gradient_audit"))
+    calls = tuple(make(wanted) for make in CALL_PROBES if of(make.name))
+    return Plan(
+        frozenset(wanted),
+        calls,
+        of("weights") | ({"w_q_spectral_norm"} if audits else set()),
+        audits,
+        any(probe.needs_shadow for probe in calls),
+        frozenset(name for probe in calls for name in probe.totals),
+    )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.monitor.layouts import LayoutUnavailable, Side
+from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.sites import Site
 
 #: Squarings of a matrix: its power 2^24 is that of its largest eigenvalue to within 10^-6, for any
@@ -101,27 +101,18 @@ def _grams_of(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[_
     needs_keys = not wanted <= {"w_q_spectral_norm"}
     for name, site in sites.items():
         with suppress(LayoutUnavailable):
-            query = _grams(site, "query")
+            query = gram_matrices(site.query_weights())
             heads = len(query)
             if "w_q_spectral_norm" in wanted:
                 yield _Grams(name, "w_q_spectral_norm", heads, query)
             if not needs_keys:
                 continue
-            key = _grams(site, "key")
+            key = gram_matrices(site.key_weights())
             if "w_k_spectral_norm" in wanted:
                 yield _Grams(name, "w_k_spectral_norm", heads, key)
             if "qk_spectral_norm" in wanted:
                 shared = key.repeat_interleave(heads // len(key), dim=0)
                 yield _Grams(name, "qk_spectral_norm", heads, shared, query)
-
-
-def _grams(site: Site, side: Side) -> Tensor:
-    """Returns the Gram matrices of a site's heads on this rank, FP64 `(H, d_head, d_head)`."""
-    grams = site.grams_of_shards(side, gram_matrices)
-    if grams is not None:
-        return grams
-    weights = site.query_weights() if side == "query" else site.key_weights()
-    return gram_matrices(weights)
 
 
 def _batches(grams: Iterable[_Grams]) -> Iterator[list[_Grams]]:

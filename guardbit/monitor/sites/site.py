@@ -154,15 +154,11 @@ class Site:
 
     def query_weights(self) -> Tensor:
         """Returns W_Q of this rank's heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
-        return self._read("query", _weights_of)
+        return self._weights("query")
 
     def key_weights(self) -> Tensor:
         """Returns W_K of this rank's key heads, FP32 `(H_kv, d_head, d_model)`."""
-        return self._read("key", _weights_of)
-
-    def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it."""
-        return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
+        return self._weights("key")
 
     def plain_rows(self) -> list[tuple[HeadRows, list[nn.Parameter]]]:
         """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained.
@@ -234,12 +230,12 @@ class Site:
         layout = self._known_layout
         return layout.query.parameter if layout is not None and layout.is_latent else None
 
-    def _read(self, side: Side, read: Callable[[HeadRows, Weights], T]) -> T:
+    def _weights(self, side: Side) -> Tensor:
         """Reads the current weights, once the heads' rows are known; remembers a failure."""
         layout, weights = self._settled_layout()
         rows = layout.query if side == "query" else layout.key_rows
         try:
-            found = read(rows, weights)
+            found = rows.weights(weights.of(rows.parameter))
         except Exception as error:
             self._unread[side] = str(error)
             if isinstance(error, LayoutUnavailable):
@@ -383,10 +379,6 @@ class Site:
             f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not say which, so"
             " its output cannot be recomputed"
         )
-
-
-def _weights_of(rows: HeadRows, weights: Weights) -> Tensor:
-    return rows.weights(weights.of(rows.parameter))
 
 
 def kernel_of(site: Site | None) -> str:

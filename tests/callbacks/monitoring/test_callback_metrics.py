@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from guardbit import AttentionMonitor, AutoStabilizer, read_run
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
-from guardbit.monitor.measure import run as transfer
+from guardbit.monitor.measure import measurement as transfer
 from tests.callbacks.monitoring.reading import SITES, Recorder
 from tests.toys import Fires
 

@@ -14,7 +14,7 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS, last_line
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.judgement import Evidence, judge
-from guardbit.monitor.measure import run as transfer
+from guardbit.monitor.measure import measurement as transfer
 from guardbit.records import Event, Sample
 from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import SITES, Recorder

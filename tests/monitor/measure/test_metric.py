@@ -10,8 +10,7 @@ from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.metric import AttentionMetric
-from guardbit.monitor.measure.plan import plan_for
-from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.probes import CallView, plan_for
 from guardbit.numerics import decode_residual
 from tests.callbacks.several_ranks import launch
 from tests.kernels.switched import switchable_attention
@@ -228,15 +227,6 @@ def test_sites_of_different_head_counts_do_not_mix():
     assert values[:, 1].isnan().all() and values[:, 2, 2:].isnan().all()
 
 
-def test_one_number_keeps_its_dimensions():
-    call = call_of(*sink_inputs(heads=1, kv_heads=1))
-    metric = AttentionMetric(plan_for(["max_logit"]).calls, 1, 1)
-    metric.update(0, CallView(call))
-    (largest,) = metric.measured().values()
-    expected = sizes(exact_attention(call).scores).amax((0, 2, 3))
-    torch.testing.assert_close(largest, expected[None], rtol=1e-6, atol=0)
-
-
 def test_sums_of_delta_are_those_of_the_loss_before_it_was_scaled():
     call = call_of(*sink_inputs(seed=16))
     metric = AttentionMetric(PROBES, 1, 4)
@@ -269,6 +259,9 @@ def test_rows_without_an_allowed_key_do_not_count():
     visible = exact_attention(call_of(q[:, :, 8:], k[:, :, :4], v[:, :, :4], d_out[:, :, 8:]))
     expected = torch.special.entr(visible.weights).sum(-1).mean((0, 2))
     torch.testing.assert_close(got["attention_entropy"][0], expected, rtol=1e-5, atol=1e-6)
+    top = visible.scores.amax(-1, keepdim=True)
+    ties = ((top - visible.scores <= EPS).sum(-1) > 1).double().mean((0, 2))
+    torch.testing.assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -299,8 +292,7 @@ WORKER = textwrap.dedent(
     import torch
     from guardbit.catalog import HEAD_INDICATORS, of_probe
     from guardbit.monitor.measure.metric import AttentionMetric
-    from guardbit.monitor.measure.plan import plan_for
-    from guardbit.monitor.measure.probes import CallView
+    from guardbit.monitor.measure.probes import CallView, plan_for
 
     torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), sys.argv[1]

@@ -10,7 +10,7 @@ from guardbit import MonitorSession
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
 from guardbit.monitor.measure import probes, weights
-from guardbit.monitor.measure.plan import KnownSite, joined_tables
+from guardbit.monitor.measure.measurement import KnownSite, joined_tables
 from guardbit.monitor.sites import Site
 from tests.toys import Attention
 

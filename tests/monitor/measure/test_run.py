@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.monitor.measure.run import RunningSums, RunProbe, samples_of
+from guardbit.monitor.measure.measurement import RunningSums, RunProbe, samples_of
 from guardbit.records import Sample
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_run
-from guardbit.monitor.measure.run import Transfer
+from guardbit.monitor.measure.measurement import Transfer
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_metadata
 from tests.monitor.session.plain_loop import NORMS, SITES, Always, Loop, attention, events_of
