@@ -1,6 +1,7 @@
 """varlen_attn on the GPU, and the packages of FlashAttention where they are installed."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -89,41 +90,51 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
 
 
 class Model(nn.Module):
-    """Attention by varlen_attn, or by FlashAttention 4, packed or not."""
+    """Attention by varlen_attn, or by a package of FlashAttention, packed or not."""
 
-    def __init__(self, kind):
+    def __init__(self, package, is_packed):
         super().__init__()
-        self.kind, self.qkv = kind, nn.Linear(256, 768)
+        self.package, self.is_packed, self.qkv = package, is_packed, nn.Linear(256, 768)
         self.starts = packed(LENGTHS, LENGTHS)[0]
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(-3)
         starts, longest = (self.starts, self.starts), (max(LENGTHS), max(LENGTHS))
-        if self.kind == "varlen_attn":
+        if self.package == "torch.nn.attention.varlen":
             out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=(-1, 0))
             return out.flatten(-2)
-        cute, fixed = importlib.import_module("flash_attn.cute"), {"deterministic": True}
-        if self.kind == "batch":
-            out, _ = cute.flash_attn_func(q, k, v, causal=True, **fixed)
-        else:
+        package, options = sys.modules[self.package], {"causal": True, "deterministic": True}
+        if self.is_packed:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             bounds = dict(zip(names, (*starts, *longest), strict=True))
-            out, _ = cute.flash_attn_varlen_func(q, k, v, **bounds, causal=True, **fixed)
-        return out.flatten(-2)
+            out = package.flash_attn_varlen_func(q, k, v, **bounds, **options)
+        else:
+            out = package.flash_attn_func(q, k, v, **options)
+        return (out[0] if isinstance(out, tuple) else out).flatten(-2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiled"),
-    [("varlen_attn", False), ("varlen_attn", True), ("batch", False), ("packed", False)],
+    ("package", "is_packed", "compiled"),
+    [
+        ("varlen_attn", True, False),
+        ("varlen_attn", True, True),
+        ("flash_attn", False, False),
+        ("flash_attn", False, True),
+        ("flash_attn", True, False),
+        ("flash_attn", True, True),
+        ("flash_attn_4", False, False),
+        ("flash_attn_4", True, False),
+    ],
 )
-def test_a_model_keeps_its_bits_until_it_is_switched(kind, compiled):
-    if kind != "varlen_attn":
-        pytest.importorskip("flash_attn.cute")
+def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compiled):
+    home = library_engine(package, True).home
+    if package != "varlen_attn":
+        pytest.importorskip(home)
     torch.manual_seed(0)
-    model = Model(kind).cuda().bfloat16()
+    model = Model(home, is_packed).cuda().bfloat16()
     with torch.no_grad():
         model.qkv.weight.mul_(3)
-    shape = (2, 320, 256) if kind == "batch" else (sum(LENGTHS), 256)
+    shape = (sum(LENGTHS), 256) if is_packed else (2, 320, 256)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     def step(run):
@@ -134,7 +145,7 @@ def test_a_model_keeps_its_bits_until_it_is_switched(kind, compiled):
 
     before = [step(model) for _ in range(3)]
     repeats = all(torch.equal(each[1], before[0][1]) for each in before)
-    assert repeats or kind == "varlen_attn", "it does not repeat itself"
+    assert repeats or package == "varlen_attn", "it does not repeat itself"
     inst = guardbit.instrument(model)
     try:
         calls = []
@@ -155,7 +166,7 @@ def test_a_model_keeps_its_bits_until_it_is_switched(kind, compiled):
         # Rows of W are q, k and v of one head after the other.
         changed = (switched[1] != watched[1]).any(1).unflatten(0, (3, 4, 64)).any(-1)
         assert changed[0, 1]
-        if kind != "varlen_attn":
+        if package != "varlen_attn":
             assert changed.tolist() == [[i == 1 for i in range(4)]] * 2 + [[False] * 4]
     finally:
         inst.remove()
