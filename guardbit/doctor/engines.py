@@ -44,7 +44,8 @@ class Differentiated(Engine):
         self.name, self._attend = name, attend
 
     def _differentiable(self, inputs: Inputs) -> tuple[Inputs, Tensor, Tensor | None]:
-        leaves = Inputs(*(x.detach().requires_grad_() for x in inputs[:3]), inputs.spec)
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        leaves = inputs._replace(q=q, k=k, v=v)
         with torch.enable_grad():
             return leaves, *self._attend(leaves)
 
