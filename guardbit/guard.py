@@ -251,6 +251,23 @@ def between(
     return bracketed
 
 
+@contextmanager
+def bracket(
+    entered: T, begin: Callable[[], Any], end: Callable[[], Any], abandon: Callable[[], Any]
+) -> Iterator[T]:
+    """Runs guarded functions before and after some lines of the user's, or the last if they raise.
+
+    It stands here, because an error between two guarded calls would be the user's.
+    """
+    begin()
+    try:
+        yield entered
+    except BaseException:
+        abandon()
+        raise
+    end()
+
+
 def undo_all(to_undo: list[Callable[[], Any]]) -> None:
     """Calls functions, the last one first, and takes each out of the list."""
     first: BaseException | None = None

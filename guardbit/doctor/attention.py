@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -116,8 +116,7 @@ class HeadInputs:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are known, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def on_host(self) -> HeadInputs:
         return replace(self, **{name: value.cpu() for name, value in self.tensors.items()})

@@ -6,6 +6,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -43,7 +44,8 @@ class Differentiated(Engine):
         self.name, self._attend = name, attend
 
     def _differentiable(self, inputs: Inputs) -> tuple[Inputs, Tensor, Tensor | None]:
-        leaves = Inputs(*(x.detach().requires_grad_() for x in inputs[:3]), inputs.spec)
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        leaves = inputs._replace(q=q, k=k, v=v)
         with torch.enable_grad():
             return leaves, *self._attend(leaves)
 
@@ -66,6 +68,7 @@ def own_kernels() -> Engine:
     return Differentiated("guardbit", attend)
 
 
+@cache
 def flex(is_compiled: bool) -> Engine:
     """PyTorch's FlexAttention with a mask that is looked up, so that one kernel serves all masks.
 
@@ -133,32 +136,23 @@ def sdpa_engine(backend: SDPBackend, call: ExaminedCall) -> Engine:
         try:
             return chosen(call)
         except RuntimeError:
-            raise ValueError(_reason([str(w.message) for w in said])) from None
+            told = [str(w.message).partition(" (Triggered internally")[0].strip() for w in said]
+            reasons = [one for one in told if one and "kernel not used because" not in one]
+            unknown = "PyTorch says that it does not serve such a call"
+            raise ValueError((reasons or [unknown])[-1]) from None
 
 
 def chosen(call: ExaminedCall) -> Engine:
     return choose(call.q, call.k, call.v, call.spec, training=True)
 
 
-def _reason(said: Sequence[str]) -> str:
-    for message in reversed(said):
-        sentence = message.partition(" (Triggered internally")[0].strip()
-        if sentence and "kernel not used because" not in sentence:
-            return sentence
-    return "PyTorch says that it does not serve such a call"
-
-
 def library_candidates(call: ExaminedCall) -> Candidates:
     """Returns the engines of libraries, which are imported if they are installed."""
-    engines: list[Engine] = []
-    refused: dict[str, str] = {}
-    for name in (n for n, x in LIBRARIES.items() if x.home and x.takes_documents):
-        reason = why_not(name, call)
-        if reason is None:
-            engines.append(library_engine(name, deterministic=False))
-        else:
-            refused[name] = reason
-    return engines, refused
+    names = [name for name, one in LIBRARIES.items() if one.home and one.takes_documents]
+    reasons = {name: why_not(name, call) for name in names}
+    served = [name for name, why in reasons.items() if why is None]
+    refused = {name: why for name, why in reasons.items() if why is not None}
+    return [library_engine(name, deterministic=False) for name in served], refused
 
 
 def why_not(name: str, call: ExaminedCall) -> str | None:

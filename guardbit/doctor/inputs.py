@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.engines import Inputs
-from guardbit.kernels.mask import mask_tile, visible_range
+from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.spec import AttentionSpec, Documents
 
 #: Formats whose attention is examined; FP32's has other error bounds.
@@ -252,18 +252,15 @@ def _rows_counted(draw: _Drawing) -> _Tensors:
 
 
 def _seen(draw: _Drawing) -> Tensor:
-    """How many keys each query sees, FP32 (B or 1, H or 1, N, 1), 1 where none."""
-    s, spec = draw.shape, draw.spec
-    if spec.mask is None:
-        ranges = visible_range(spec, (s.batch, s.heads, s.length, s.length), draw.device)
-        counts = (ranges.end - ranges.first)[None, None]
-    else:
-        # All rows of a mask that is the same for all of an axis are alike.
-        batch, heads = [1, 1, *spec.mask.shape][-4:-2]
-        sizes = (batch, heads, s.length, s.length)
-        head_ids, places = (torch.arange(n, device=draw.device) for n in (heads, s.length))
-        tiles = (mask_tile(spec, sizes, head_ids, rows, places) for rows in places.split(_CHUNK))
-        counts = torch.cat([(tile > -math.inf).sum(-1) for tile in tiles], -1)
+    """How many keys each query sees, FP32, as wide as (B, H, N, 1), 1 where none."""
+    length, spec = draw.shape.length, draw.spec
+    # All rows of a mask that is the same for all of an axis are alike.
+    of_mask = () if spec.mask is None else spec.mask.shape
+    batch, heads = (1, 1, 1, 1, *of_mask)[-4:-2]
+    head_ids, places = (torch.arange(n, device=draw.device) for n in (heads, length))
+    sizes = (batch, heads, length, length)
+    tiles = (mask_tile(spec, sizes, head_ids, rows, places) for rows in places.split(_CHUNK))
+    counts = torch.cat([(tile > -math.inf).sum(-1) for tile in tiles], -1)
     # Powers of two scale without rounding.
     return counts.clamp(min=1).log2().round().exp2()[..., None].float()
 

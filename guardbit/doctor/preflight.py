@@ -12,10 +12,11 @@ import re
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from guardbit.doctor.engines import (
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examine import Examination, Finding, Row
 from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
-from guardbit.kernels.engines import Engine
 from guardbit.kernels.spec import AttentionSpec
 
 #: Shapes that are examined where none is asked for, by device: GPT-2's, grouped heads of 128, and
@@ -106,14 +106,9 @@ class Examiner:
         self.result = Preflight()
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
-    @cached_property
-    def _flex(self) -> Engine:
-        return flex(is_compiled=True)
-
     def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype_name: str) -> Preflight:
-        for shape in shapes:
-            for mask in masks:
-                self.shape(shape, mask, dtype_name)
+        for shape, mask in product(shapes, masks):
+            self.shape(shape, mask, dtype_name)
         return self.result
 
     def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
@@ -135,14 +130,15 @@ class Examiner:
 
     def flex(self, shape: Shape, mask: str, dtype_name: str) -> None:
         """Examines FlexAttention, which is compiled for it on a GPU."""
-        if self._is_late(f"{shape} {mask} {dtype_name}, flex_attention"):
-            self.result.left_out[f"flex_attention {shape} {mask} {dtype_name}"] = tuple(KINDS)
+        place = f"{shape} {mask} {dtype_name}"
+        if self._is_late(f"{place}, flex_attention"):
+            self.result.left_out[f"flex_attention {place}"] = tuple(KINDS)
             return
         spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
         if (why := why_not_flex(self._make("as drawn", shape, spec, dtype_name))) is not None:
             self.refuse(f"flex_attention is not examined: {why}", f"{shape} {mask}")
             return
-        self._examine(([self._flex], {}), shape, spec, str(shape), mask, dtype_name)
+        self._examine(([flex(is_compiled=True)], {}), shape, spec, str(shape), mask, dtype_name)
 
     def asked(
         self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, mask: str, kernel: str
@@ -340,10 +336,8 @@ def installed() -> dict[str, str]:
     """Returns the versions of packages that are installed, and of cuDNN as PyTorch loads it."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     found["torch"] = str(torch.__version__)
     if torch.cuda.is_available() and torch.backends.cudnn.is_available():
         number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from guardbit.doctor.attention import HeadInputs
-from guardbit.store import is_run, read_events, read_metadata
+from guardbit.store import read_events, read_metadata
 from guardbit.store.files import publish
 
 _FORMAT = 1
@@ -46,12 +46,8 @@ def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> P
 
 def snapshot_files(folder: Path) -> dict[int, Path]:
     """Returns the files of a run's snapshots by their steps, in order."""
-    found = {}
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if match := _NAME.fullmatch(path.name):
-                found[int(match[1])] = path
-    return found
+    matches = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.glob("snapshot-*"))]
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def read_snapshots(folder: Path) -> list[KeptHead]:
@@ -64,6 +60,7 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
             if held["format"] != _FORMAT:
                 raise ValueError("it is of another version of GuardBit")
             for one in held["heads"]:
+                # Earlier snapshots hold more.
                 inputs = HeadInputs(**{name: one[name] for name in names})
                 what = {name: one[name] for name in ("site", "head", "stabilizer", "kernel")}
                 found.append(KeptHead(step, **what, inputs=inputs))
@@ -88,19 +85,14 @@ def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead
     for name in wanted:
         if name not in heads:
             raise ValueError(f"there is no snapshot of {name}; there are {', '.join(heads)}")
-    chosen = []
-    for name, snapshots in heads.items():
-        if not wanted or name in wanted:
-            stock = [one for one in snapshots if one.stabilizer == "none"]
-            chosen.append(stock or snapshots)
-    return chosen
+    chosen = [kept for name, kept in heads.items() if not wanted or name in wanted]
+    return [[one for one in kept if one.stabilizer == "none"] or kept for kept in chosen]
 
 
 def _why_none(folder: Path) -> str:
     noted = read_metadata(folder).get("snapshots")
-    events = read_events(folder)
-    named = events.loc[events["kind"].isin(("alarm", "advisory")), "heads"]
-    if not noted and is_run(folder) and not any(named.map(len)):
+    named = read_events(folder).query("kind in ('alarm', 'advisory')")["heads"]
+    if not noted and not any(named.map(len)):
         return "no head of this run was alarmed, so there is nothing to diagnose"
     reason = noted or "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0"
     return f"the run at {folder} holds no snapshots: {reason}"

@@ -73,15 +73,13 @@ def verdict(preflight: Preflight, *place: str) -> str:
 
 def explain(preflight: Preflight) -> Iterator[str]:
     """Yields a sentence for each finding, for what was not examined, and for the conclusion."""
-    told: dict[tuple[str, str], list[str]] = {}
+    told: dict[str, list[str]] = {}
     for finding in preflight.findings:
-        about = finding.engine, f"{finding.why} {finding.advice}".strip()
-        told.setdefault(about, []).append(" ".join(finding.place[1:]))
-    for (engine, why), places in told.items():
-        yield f"{engine}: {why} ({_some(places)})"
-    for why, places in preflight.refused.items():
-        yield f"{why} ({_some(places)})"
-    if any(source == "rounded output" for source in preflight.delta.values()):
+        said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
+        told.setdefault(said, []).append(" ".join(finding.place[1:]))
+    for said, places in (told | preflight.refused).items():
+        yield f"{said} ({_some(places)})"
+    if "rounded output" in preflight.delta.values():
         yield (
             "A delta of the rounded output is how flash attention works, and what GuardBit watches"
             " in training; exact_delta replaces it."
@@ -248,20 +246,14 @@ def file_name(one: KeptHead) -> str:
 
 
 def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:
-    last = kept[-1]
+    of_head = ("site", "head", "stabilizer", "kernel")
+    of_diagnosis = ("cause", "operation", "root", "samples", "rows")
     return {
-        "site": last.site,
-        "head": last.head,
+        **{name: getattr(kept[-1], name) for name in of_head},
+        **{name: getattr(found, name) for name in of_diagnosis},
         "steps": [one.step for one in kept],
-        "stabilizer": last.stabilizer,
-        "kernel": last.kernel,
-        "cause": found.cause,
-        "operation": found.operation,
-        "root": found.root,
         "faults": [vars(fault) for fault in found.faults],
         "answer": list(sentences(found)),
-        "samples": found.samples,
-        "rows": found.rows,
         "error": _numbers(found.error),
         "without": {name: _numbers(each) for name, each in found.without.items()},
         "remedies": {name: _numbers(each) for name, each in found.remedies.items()},

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Complex, Real
@@ -150,7 +150,10 @@ class Session(Guarded):
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(nullcontext)
+    def _bracket(self, begin: Callable[[], Any] = lambda: None) -> AbstractContextManager[Session]:
+        return guard.bracket(self, begin, self.end_step, self.abandon_step)
+
+    @guard.method(_bracket)
     def step(self, step: int) -> AbstractContextManager[Session]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -161,17 +164,7 @@ class Session(Guarded):
             ValueError: If the step is no whole number from 0.
         """
         with refusing():
-            return self._bracket(checked_step(step))
-
-    @contextmanager
-    def _bracket(self, step: int) -> Iterator[Session]:
-        self.begin_batch(step)
-        try:
-            yield self
-        except BaseException:
-            self.abandon_step()
-            raise
-        self.end_step()
+            return self._bracket(partial(self.begin_batch, checked_step(step)))
 
     @guard.method()
     def begin_batch(self, step: int) -> None:

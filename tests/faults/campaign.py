@@ -13,7 +13,7 @@ from tests.faults.running import (
     counts_of,
     inject,
     plan_of,
-    reference_of,
+    references_of,
     warm_up,
 )
 from tests.faults.scenarios import SCENARIOS
@@ -33,7 +33,7 @@ def run(options: Namespace) -> list[list[str]]:
     warm_up()  # forks share what this imports, and what scenarios do when nothing fails
     for name in options.scenario or SCENARIOS:
         try:
-            reference_of(name)
+            references_of(name)
             counts_of(name)
         except Exception as why:
             print(f"{name} cannot run here and is left out: {why!r}", file=sys.stderr)

@@ -57,15 +57,6 @@ class Plan(NamedTuple):
     point: Point
 
 
-class Reference(NamedTuple):
-    """What a scenario does when nothing fails."""
-
-    unwatched: list[Tensor]
-    watched: list[Tensor]
-    samples: list[tuple[Any, ...]]
-    told: set[str]
-
-
 def leftovers(model: nn.Module) -> list[str]:
     """What is left of GuardBit in a model and in this process."""
     left = [
@@ -169,7 +160,7 @@ def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = F
     )  # fmt: skip
 
 
-def judge(plan: Plan, reference: Reference, found: Outcome) -> tuple[str, str]:
+def judge(plan: Plan, unwatched: Outcome, watched: Outcome, found: Outcome) -> tuple[str, str]:
     """Returns the result of an injection in a word or two, and its details."""
     if not found.has_fired:
         return "not reached", ""
@@ -183,13 +174,13 @@ def judge(plan: Plan, reference: Reference, found: Outcome) -> tuple[str, str]:
         return "swallowed", ""
     if found.error:
         return "killed", found.error
-    told = found.told - reference.told
-    if not _same(found.weights, reference.watched):
-        switched = not _same(reference.watched, reference.unwatched)
-        if not (switched and told and _near(found.weights, reference.unwatched)):
+    told = found.told - watched.told
+    if not _same(found.weights, watched.weights):
+        switched = not _same(watched.weights, unwatched.weights)
+        if not (switched and told and _near(found.weights, unwatched.weights)):
             return "weights changed", "; ".join(sorted(told))[:200]
-    if not told and found.samples != reference.samples:
-        return "silent", f"{len(found.samples)} of {len(reference.samples)} samples"
+    if not told and found.samples != watched.samples:
+        return "silent", f"{len(found.samples)} of {len(watched.samples)} samples"
     return ("contained", "told") if told else ("contained", "nothing lost")
 
 
@@ -264,10 +255,9 @@ def _mute() -> None:
 
 
 @cache
-def reference_of(scenario: str) -> Reference:
-    """Returns what a scenario does when nothing fails."""
-    unwatched, watched = _sound(scenario, False), _sound(scenario, True)
-    return Reference(unwatched.weights, watched.weights, watched.samples, watched.told)
+def references_of(scenario: str) -> tuple[Outcome, Outcome]:
+    """Returns what a scenario leaves unwatched, and watched, when nothing fails."""
+    return _sound(scenario, False), _sound(scenario, True)
 
 
 @cache
@@ -307,7 +297,7 @@ def inject(plan: Plan) -> tuple[str, str]:
         except ChildProcessError as error:
             deaths.append(str(error))
         else:
-            result, detail = judge(plan, reference_of(plan.scenario), found)
+            result, detail = judge(plan, *references_of(plan.scenario), found)
             said = [detail, *(f"{AGAIN}{death}" for death in deaths)]
             return result, "; ".join(filter(None, said))
     return "crashed", "; ".join(deaths)

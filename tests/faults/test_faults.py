@@ -36,7 +36,7 @@ def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
         return answer
 
     monkeypatch.setattr(running, "apart", apart)
-    monkeypatch.setattr(running, "reference_of", lambda _: running.Reference([], [], [], set()))
+    monkeypatch.setattr(running, "references_of", lambda _: (found, found))
     plan = running.Plan(0, "plain loop", OSError, Point("a.py", 1, 0))
     died = ChildProcessError("the process died: SIGSEGV")
     answers[:] = [died, found]
