@@ -28,6 +28,7 @@ from tests.monitor.entry_points.library_models import (
     LIBRARY,
     WIDTH,
     build,
+    by_name,
     by_name_of,
     install,
 )
@@ -44,10 +45,6 @@ def borrower(monkeypatch):
 
 
 FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
-
-
-def by_name(name):
-    return next(entry for entry in LIBRARY if entry.name == name)
 
 
 def rows_of(gradient, heads):
