@@ -264,21 +264,17 @@ def unlike(q, k, v, *_, **__):
     return scores.softmax(-1) @ v
 
 
-def trained(tiny, tokens, watched, replace=lambda step: None, steps=4):
-    """Weights after some steps, which are all sampled; what was said, and which sites were seen."""
+def trained(tiny, tokens, watched, replace=lambda step: None):
+    """Weights after four steps, which are all sampled, and which sites were seen."""
     torch.manual_seed(0)
     model = tiny.GPT()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = guardbit.MonitorSession(model, every_n_train_steps=1) if watched else None
-    for step in range(steps):
+
+    def batch(step):
         replace(step)
-        if session:
-            session.begin_batch(step)
-        model(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if session:
-            session.end_step()
+        return tokens
+
+    toys.train(model, 4, batch, session)
     seen = [s.site for s in session.samples if s.indicator == "max_logit"] if session else []
     if session:
         assert not session.stages_off
