@@ -84,7 +84,6 @@ class Notices:
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
 
     def first(self, what: str) -> bool:
-        """Whether this is the first time that something is to be said."""
         is_first = what not in self._said
         self._said.add(what)
         return is_first

@@ -32,7 +32,6 @@ recorders: list[Callable[[Tensor, Tensor, Tensor, AttentionSpec, str], None]] = 
 
 
 def unlisten(listener: Callable[[Exception], None]) -> None:
-    """Takes a listener out; one that is not there is no error."""
     with suppress(ValueError):
         listeners.remove(listener)
 

@@ -42,8 +42,6 @@ _to_be_observed: set[int] = set()
 
 
 class _Observed(NamedTuple):
-    """A call that was recorded."""
-
     number: int
     tensors: tuple[Tensor, Tensor, Tensor]  # q, k and v
     keys: Tensor  # to be returned

@@ -390,15 +390,13 @@ class OutsideCalls:
 
     def start(self) -> None:
         self.count, self.where, self.thread = 0, "", threading.get_ident()
-        if self not in _counting:
-            _counting.append(self)
+        _counting.add(self)
 
     def stop(self) -> None:
-        if self in _counting:
-            _counting.remove(self)
+        _counting.discard(self)
 
 
-_counting: list[OutsideCalls] = []
+_counting: set[OutsideCalls] = set()
 
 
 def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:

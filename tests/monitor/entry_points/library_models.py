@@ -46,6 +46,10 @@ def install(monkeypatch):
     return module, take_back
 
 
+def by_name(name):
+    return next(entry for entry in LIBRARY if entry.name == name)
+
+
 def by_name_of(entry):
     return re.sub(r"\W", "_", entry.name)
 

@@ -8,7 +8,7 @@ import transformers
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import hub_kernels
 
-from tests.monitor.entry_points.library_models import LIBRARY, build, by_name_of, install
+from tests.monitor.entry_points.library_models import LIBRARY, build, by_name, by_name_of, install
 from tests.monitor.entry_points.test_hugging_face_flash import LOADED, model_of, padded
 from tests.toys import instrumented
 
@@ -23,10 +23,6 @@ def libraries(monkeypatch):
         monkeypatch.setattr(entry, "_others", {})
     yield borrower
     take_back()
-
-
-def by_name(name):
-    return next(entry for entry in LIBRARY if entry.name == name)
 
 
 def other_bits(q, k, v, **options):

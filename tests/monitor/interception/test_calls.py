@@ -12,6 +12,7 @@ from torch import nn
 import guardbit
 from guardbit.kernels import engines
 from guardbit.kernels.runtime import runtime
+from tests import toys
 from tests.monitor.interception.models import SelfAttention
 
 # PyTorch's own, while it compiles.
@@ -191,24 +192,11 @@ def test_gradient_penalties_work_where_pytorch_offers_them(tiny, tokens, instrum
         torch.autograd.grad(gradient.square().sum(), weight)
 
 
-class SometimesDouble(nn.Module):
-    """A language model whose attention computes in FP64 with some batches."""
+class SometimesDouble(toys.Attention):
+    """Attention that computes in FP64 with some batches."""
 
-    def __init__(self, tiny):
-        super().__init__()
-
-        class Attention(tiny.Attention):
-            def attend(self, q, k, v, dtype):
-                return super().attend(q.to(dtype), k.to(dtype), v.to(dtype)).float()
-
-        self.embed = nn.Embedding(32, 64)
-        self.h = nn.ModuleList(Attention() for _ in range(2))
-
-    def forward(self, tokens, dtype=torch.float32):
-        x = self.embed(tokens)
-        for attention in self.h:
-            x = x + attention(x, dtype)
-        return x.square().mean()
+    def attend(self, q, k, v, dtype=torch.float32):
+        return super().attend(q.to(dtype), k.to(dtype), v.to(dtype)).float()
 
 
 DOUBLE = ("first", "last", "always", "in evaluation", "at first check")
@@ -222,24 +210,24 @@ DOUBLE = ("first", "last", "always", "in evaluation", "at first check")
         ("blocks", "first"), ("blocks", "at first check"),
     ],
 )  # fmt: skip
-def test_calls_that_can_be_switched_and_others(how, double, tiny, tokens, instrument):
+def test_calls_that_can_be_switched_and_others(how, double, tiny, instrument):
     wide, plain = torch.float64, torch.float32
-    model = SometimesDouble(tiny)
+    model, x = toys.Model(SometimesDouble(4), SometimesDouble(4)), torch.randn(2, 12, 32)
     inst = instrument(model)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "whole" else model
-    for block in model.h if how == "blocks" else ():
+    for block in model.layers if how == "blocks" else ():
         block.compile(backend="aot_eager", fullgraph=True)
     batches = {"first": (wide, plain), "last": (plain, wide), "always": (wide,)}
     batches = batches.get(double, (plain,))
     if double == "at first check":
         with torch.no_grad():
-            run(tokens, wide)
+            run(x, wide)
         assert all("float64" in site.refusal for site in inst.sites.values())
     for batch in batches:
-        tiny.step(model, tokens, batch, run=run)
+        tiny.step(model, x, batch, run=run)
     if double == "in evaluation":
         with torch.no_grad():
-            run(tokens, wide)
+            run(x, wide)
     sites = list(inst.sites.values())
     assert [site.num_heads for site in sites] == [4, 4]
     if double in ("in evaluation", "at first check", "first"):

@@ -18,22 +18,22 @@ HEADERS = {
     ),
 }  # fmt: skip
 
-_WRITTEN_OUT = (
+#: Of attention that is watched, and has nothing to switch.
+WRITTEN_OUT = (
     "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
     " nothing to correct"
 )
+BY_MATH = "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
 #: Short words of the tables -> the words that GuardBit prints. The page has the same table.
 REASONS = {
-    "*written out*": _WRITTEN_OUT,
+    "*written out*": WRITTEN_OUT,
     "*writes it out itself*": (
         "computes attention with attn_implementation='eager', which GuardBit does not see: the"
         " model's own forward writes it out, where delta comes from the same P and is not rounded,"
         " so there is nothing to correct. GuardBit sees 'sdpa', if the model has it, and what"
         " guardbit.observe shows it"
     ),
-    "*so the math kernel runs it*": (
-        "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
-    ),
+    "*so the math kernel runs it*": BY_MATH,
     "*together*": (
         "together (one after the other, as in a latent or low-rank projection, or each on its own"
         " tokens, as in joint attention of text and images), so no single matrix has its rows"
@@ -65,7 +65,7 @@ def line(cells):
 def shortened(cell):
     """A cell with the short words of `REASONS`."""
     # Refusals of compiled calls end with what "compiled: no" says already.
-    cell = cell.replace(f"{_WRITTEN_OUT}; compiled it is not watched either", "*written out*")
+    cell = cell.replace(f"{WRITTEN_OUT}; compiled it is not watched either", "*written out*")
     for short, sentence in REASONS.items():
         cell = cell.replace(sentence, short)
     return cell.replace("|", "\\|")

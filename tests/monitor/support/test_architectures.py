@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 from tests import toys
+from tests.monitor.support.conftest import BY_MATH, WRITTEN_OUT
 
 pytestmark = [
     # Libraries of their own, when they are loaded or attached.
@@ -34,20 +35,9 @@ Slices = Callable[[nn.Module], list[Tensor]]
 MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
-WIDTHS = (
-    "its values have another head size than its keys, so PyTorch's math kernel runs it, whose"
-    " backward takes delta from P itself"
-)
-BROADCASTS = (
-    "it broadcasts keys over heads, so PyTorch's math kernel runs it, whose backward takes delta"
-    " from P itself"
-)
+WIDTHS = f"its values have another head size than its keys, {BY_MATH}"
+BROADCASTS = f"it broadcasts keys over heads, {BY_MATH}"
 LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
-#: Of attention that is watched, and has nothing to switch.
-WRITTEN_OUT = (
-    "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
-    " nothing to correct"
-)
 
 
 # -- inputs ----------------------------------------------------------------------------------------

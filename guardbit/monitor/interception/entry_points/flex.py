@@ -23,17 +23,7 @@ from guardbit.guard import Args, Around, Kwargs
 from guardbit.kernels import flex
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points.base import (
-    Bound,
-    EntryPoint,
-    Refusal,
-    is_genuine,
-    observed,
-    observed_eagerly,
-    why_groups,
-    why_now,
-    why_tensors,
-)
+from guardbit.monitor.interception.entry_points import base
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 
@@ -61,26 +51,27 @@ def bind(
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     **_: Any,
-) -> Bound | Refusal:
+) -> base.Bound | base.Refusal:
     """Binds a call, see `base.EntryPoint`. What its functions ask for is known only at run time."""
-    why = why_tensors(query, key, value)
+    why = base.why_tensors(query, key, value)
     if why is None and kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
         why = "flex_attention's FLASH backend has an LSE of another unit"
-    why = why or why_groups(query, key, are_allowed=enable_gqa) or why_now(query, key, value)
+    why = why or base.why_groups(query, key, are_allowed=enable_gqa)
+    why = why or base.why_now(query, key, value)
     if why is not None:
-        return Refusal(why, query, key)
-    return Bound(query, key, value, AttentionSpec(scale or 1.0 / math.sqrt(query.size(-1))))
+        return base.Refusal(why, query, key)
+    return base.Bound(query, key, value, AttentionSpec(scale or 1.0 / math.sqrt(query.size(-1))))
 
 
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    taken = _at_site(observed(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
+    taken = _at_site(base.observed(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
     if taken is None:
         return _plain[0](*args, **kwargs)
     return _of_site[0](*taken.args, **taken.kwargs)
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around:
-    taken = _at_site(observed_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
+    taken = _at_site(base.observed_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
     return Around(args, kwargs, function=_plain[0]) if taken is None else taken
 
 
@@ -142,10 +133,10 @@ def _put_in_place() -> Callable[[], None]:
 
 def _is_genuine(found: Any) -> bool:
     """Whether it is PyTorch's function, which can be given other code, and no wrapper of it."""
-    return type(found) is types.FunctionType and is_genuine(found, _HOME)
+    return type(found) is types.FunctionType and base.is_genuine(found, _HOME)
 
 
-class _Flex(EntryPoint):
+class _Flex(base.EntryPoint):
     def why_left_alone(self) -> str | None:
         # Once it is known, PyTorch's function may be replaced by ours, which is not asked.
         if self.original is not None or _HOME not in sys.modules:

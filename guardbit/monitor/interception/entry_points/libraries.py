@@ -25,17 +25,7 @@ from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
 from guardbit.kernels.engines.libraries import Layout, as_given, heads_first, parameters
 from guardbit.kernels.spec import AttentionSpec, Documents
-from guardbit.monitor.interception.entry_points.base import (
-    OTHER_WIDTH,
-    Bound,
-    EntryPoint,
-    Refusal,
-    is_unread,
-    why_dropout,
-    why_groups,
-    why_now,
-    why_tensors,
-)
+from guardbit.monitor.interception.entry_points import base
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -94,10 +84,10 @@ _NOT_COMPILED = (
 
 
 @dataclass(eq=False)
-class LibraryEntryPoint(EntryPoint):
+class LibraryEntryPoint(base.EntryPoint):
     """A function of a library."""
 
-    bind: Callable[..., Bound | Refusal] = field(init=False)
+    bind: Callable[..., base.Bound | base.Refusal] = field(init=False)
     returns: Callable[..., Any] = field(init=False)
     is_packed: bool = field(init=False)  # whether it takes packed sequences, `(T, H, D)`
     engine: str = ""
@@ -138,7 +128,7 @@ class LibraryEntryPoint(EntryPoint):
     def given(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
-    def why_other(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
+    def why_other(self, bound: base.Bound, args: Args, kwargs: Kwargs) -> str | None:
         if not self.is_of_hub:
             return None
         q, k, _, spec, *_ = bound
@@ -154,7 +144,7 @@ class LibraryEntryPoint(EntryPoint):
         return self._others[key]
 
     @torch.no_grad()
-    def _difference(self, bound: Bound, args: Args, kwargs: Kwargs) -> str | None:
+    def _difference(self, bound: base.Bound, args: Args, kwargs: Kwargs) -> str | None:
         assert self.original is not None
         assert bound.library is not None
         q, k, v, spec, layout, *_ = bound
@@ -171,13 +161,13 @@ class LibraryEntryPoint(EntryPoint):
             return None
         return "its function does not return what its kernel does, so that it is another one"
 
-    def _understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
-        if not is_unread():
+    def _understand(self, *args: Any, **kwargs: Any) -> base.Bound | base.Refusal:
+        if not base.is_unread():
             return self._bound(args, kwargs, is_unread=False)
         with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
             return self._bound(args, kwargs, is_unread=True)
 
-    def _bound(self, args: Args, kwargs: Kwargs, is_unread: bool) -> Bound | Refusal:
+    def _bound(self, args: Args, kwargs: Kwargs, is_unread: bool) -> base.Bound | base.Refusal:
         given = self.given(args, kwargs)
         asked = {_MEANS.get(name, name): x for name, x in {**self.defaults, **given}.items()}
         for name in ("cu_seqlens", "max_seqlen"):
@@ -188,26 +178,26 @@ class LibraryEntryPoint(EntryPoint):
         layout = "NHD" if self.is_packed else layout
         inputs = _inputs(asked, layout)
         if isinstance(inputs, str):
-            return Refusal(unknown or inputs)
+            return base.Refusal(unknown or inputs)
         q, k, v = inputs
         why = (
             self.missing
             or (_NOT_COMPILED if self.is_of_hub and torch.compiler.is_compiling() else None)
             or unknown
             or _why_inputs(q, k, v)
-            or why_groups(q, k, are_allowed=asked.get("enable_gqa", True))
-            or why_now(q, k, v)
+            or base.why_groups(q, k, are_allowed=asked.get("enable_gqa", True))
+            or base.why_now(q, k, v)
             or (_why_documents(asked, q) if self.is_packed else None)
         )
         if why is not None:
-            return Refusal(why, q, k)
+            return base.Refusal(why, q, k)
         engine = _ENGINES[self.engine, bool(asked.get("deterministic", False))]
         scheduling = tuple(-1 if (x := given.get(name)) is None else int(x) for name in SCHEDULING)
         if max(scheduling) > -1:
             engine = library_engine(self.engine, engine.deterministic, scheduling)
         # A length on the device makes the host wait, so it is read only if it is needed.
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
-        return Bound(q, k, v, spec, layout, engine)
+        return base.Bound(q, k, v, spec, layout, engine)
 
     def why_asked(self, asked: Mapping[str, Any]) -> str | None:
         """Returns why a call stays with the library, whatever its tensors are, or None."""
@@ -219,7 +209,7 @@ class LibraryEntryPoint(EntryPoint):
         sinks = asked.get("learnable_sink")
         if sinks is not None and not (isinstance(sinks, Tensor) and sinks.dim() == 1):
             return "its sinks are not one number a head"
-        return why_dropout(dropout_p) or _why_window(asked, self.defaults)
+        return base.why_dropout(dropout_p) or _why_window(asked, self.defaults)
 
     def _result(self, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
@@ -315,7 +305,7 @@ def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it computes in {q.dtype}"
     if q.size(3) % 8:
         return f"its head size {q.size(3)} is no multiple of 8, so that the library pads it"
-    return why_tensors(q, k, v) or (None if k.size(3) == v.size(3) else OTHER_WIDTH)
+    return base.why_tensors(q, k, v) or (None if k.size(3) == v.size(3) else base.OTHER_WIDTH)
 
 
 def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
@@ -365,8 +355,8 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
     )
 
 
-def _bind_cached(*args: Any, **kwargs: Any) -> Refusal:
-    return Refusal("it is inference with a cache of keys, which is not watched")
+def _bind_cached(*args: Any, **kwargs: Any) -> base.Refusal:
+    return base.Refusal("it is inference with a cache of keys, which is not watched")
 
 
 # Package, home and engine -> the functions there. Later versions have fewer.
@@ -383,7 +373,7 @@ _FUNCTIONS = {
 
 _CACHED = "flash_attn_with_kvcache"
 
-OF_LIBRARIES: tuple[EntryPoint, ...] = (
+OF_LIBRARIES: tuple[base.EntryPoint, ...] = (
     LibraryEntryPoint(
         "torch.nn.attention.varlen.varlen_attn",
         home="torch.nn.attention.varlen",
@@ -396,7 +386,7 @@ OF_LIBRARIES: tuple[EntryPoint, ...] = (
         for name in (f"flash_attn{kind}_func" for kind in kinds)
     ),
     *(
-        EntryPoint(f"{home.partition('.')[0]}.{_CACHED}", home, _CACHED, _bind_cached)
+        base.EntryPoint(f"{home.partition('.')[0]}.{_CACHED}", home, _CACHED, _bind_cached)
         for home in ("flash_attn.flash_attn_interface", "flash_attn_interface")
     ),
     _Fused(

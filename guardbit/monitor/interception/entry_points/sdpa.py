@@ -16,18 +16,7 @@ from guardbit.kernels import engines
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.kernels.tensors import autocast_tensors
-from guardbit.monitor.interception.entry_points.base import (
-    OTHER_WIDTH,
-    Bound,
-    EntryPoint,
-    Refusal,
-    before,
-    call,
-    is_taken_over,
-    takes_over,
-    why_call,
-    why_groups,
-)
+from guardbit.monitor.interception.entry_points import base
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
 _OTHER_WIDTH = "its values have another head size than its keys"
@@ -44,23 +33,23 @@ def bind(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Bound | Refusal:
+) -> base.Bound | base.Refusal:
     shared: tuple[DTensor, Share] | None = None
     if isinstance(query, DTensor) and not torch.compiler.is_compiling():
         share = share_of_tensors((query, key, value), heads_axis=1)
         if isinstance(share, str) or dropout_p:
             why = share if isinstance(share, str) else "it has DTensors and dropout"
-            return Refusal(why, query, key)
+            return base.Refusal(why, query, key)
         shared = query, share
         query, key, value = (cast(DTensor, x).to_local() for x in (query, key, value))
     why = _TWO_MASKS if attn_mask is not None and is_causal else None
-    why = why or why_call(query, key, value, (attn_mask,), dropout_p)
+    why = why or base.why_call(query, key, value, (attn_mask,), dropout_p)
     # PyTorch's math kernel serves calls with one key head for all query heads.
-    broadcasts = None if why else why_groups(query, key, are_allowed=enable_gqa)
+    broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
     if broadcasts is not None and key.size(1) != 1:
         why = broadcasts
     if why is not None:
-        return Refusal(why, query, key)
+        return base.Refusal(why, query, key)
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
@@ -68,16 +57,16 @@ def bind(
         spec = _without_mask(scale, causal, dropout_p)
     else:
         spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
-    bound = Bound(query, key, value, spec, shared=shared)
+    bound = base.Bound(query, key, value, spec, shared=shared)
     if broadcasts is None and key.size(3) == value.size(3):
         return bound
     why = _why_width(bound) if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
     if shared is not None:
-        return Refusal(why or OTHER_WIDTH, query, key)
-    return bound if why is None else Refusal(why, query, key, bound)
+        return base.Refusal(why or base.OTHER_WIDTH, query, key)
+    return bound if why is None else base.Refusal(why, query, key, bound)
 
 
-def _why_width(bound: Bound) -> str | None:
+def _why_width(bound: base.Bound) -> str | None:
     """Returns why a call is not switched whose values are not as wide as its keys, or None."""
     if torch.compiler.is_compiling():
         return f"{_OTHER_WIDTH}, which is switched in eager runs only"
@@ -98,19 +87,19 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
-    return None if is_taken_over(_tensors(args, kwargs)) else before(SDPA, args, kwargs)
+    return None if base.is_taken_over(_tensors(args, kwargs)) else base.before(SDPA, args, kwargs)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
     """What compilers trace; a subclass that takes a call over gets PyTorch's own function."""
     tensors = _tensors(args, kwargs)
     for x in tensors:
-        if takes_over(x):
+        if base.takes_over(x):
             return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
-    return call(SDPA, *args, **kwargs)
+    return base.call(SDPA, *args, **kwargs)
 
 
-SDPA = EntryPoint(
+SDPA = base.EntryPoint(
     "F.scaled_dot_product_attention",
     home="torch.nn.functional",
     attribute="scaled_dot_product_attention",

@@ -22,17 +22,7 @@ from guardbit.kernels.engines.libraries import as_given, heads_first
 from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points.base import (
-    Bound,
-    EntryPoint,
-    Refusal,
-    Watched,
-    heads_of,
-    is_empty,
-    observed_eagerly,
-    why_call,
-    why_groups,
-)
+from guardbit.monitor.interception.entry_points import base
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT
@@ -60,12 +50,12 @@ def bind(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     **_: Any,
-) -> Bound | Refusal:
+) -> base.Bound | base.Refusal:
     """Binds a call, see `base.EntryPoint`; the output is (batch, tokens, heads, head size)."""
     masks = attention_mask, position_bias
-    why = why_call(query, key, value, masks, dropout) or why_groups(query, key)
+    why = base.why_call(query, key, value, masks, dropout) or base.why_groups(query, key)
     if why is not None:
-        return Refusal(why, query, key)
+        return base.Refusal(why, query, key)
     mask = attention_mask
     if position_bias is not None:
         mask = position_bias if mask is None else mask + position_bias
@@ -76,7 +66,7 @@ def bind(
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.detach(),
     )
-    return Bound(query, key, value, spec)
+    return base.Bound(query, key, value, spec)
 
 
 def _before_interface(args: Args, kwargs: Kwargs) -> Around:
@@ -98,14 +88,14 @@ def _attending(found: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _bind(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
-) -> Bound | Refusal:
+) -> base.Bound | base.Refusal:
     found = bind(module, *args, **kwargs)
-    why = found.why if isinstance(found, Refusal) else None
-    if isinstance(found, Bound) and not is_empty(found.q, found.k) and probe.site is None:
+    why = found.why if isinstance(found, base.Refusal) else None
+    if isinstance(found, base.Bound) and not base.is_empty(found.q, found.k) and probe.site is None:
         why = _why_other(original, module, found, args, kwargs)
-    if isinstance(found, Refusal) or why is not None:
-        return Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
-    return Refusal(WRITTEN_OUT, found.q, found.k, found)
+    if isinstance(found, base.Refusal) or why is not None:
+        return base.Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
+    return base.Refusal(WRITTEN_OUT, found.q, found.k, found)
 
 
 def _traced(
@@ -117,13 +107,13 @@ def _traced(
     **kwargs: Any,
 ) -> Any:
     if runtime.is_inside_site():
-        note_traced_call(runtime.current, heads_of(query, key), _COMPILED, _NAME)
+        note_traced_call(runtime.current, base.heads_of(query, key), _COMPILED, _NAME)
     return original(module, query, key, *args, **kwargs)
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | None:
-    found = observed_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
-    if not isinstance(found, Watched):
+    found = base.observed_eagerly(_ATTEND, args, kwargs) if runtime.is_inside_site() else None
+    if not isinstance(found, base.Watched):
         return None
     watch, bound = found
     original, module, query, *others = args
@@ -139,7 +129,7 @@ def _before(args: Args, kwargs: Kwargs) -> Around | None:
 
 
 # A model's `eager_attention_forward` is the first argument of what stands in for it.
-_ATTEND = EntryPoint(
+_ATTEND = base.EntryPoint(
     _NAME,
     home="",
     attribute="eager_attention_forward",
@@ -152,7 +142,7 @@ attend = _ATTEND.stand_in
 
 
 def _why_other(
-    original: Callable[..., Any], module: nn.Module, bound: Bound, args: Args, kwargs: Kwargs
+    original: Callable[..., Any], module: nn.Module, bound: base.Bound, args: Args, kwargs: Kwargs
 ) -> str | None:
     """Returns why a module's function is not what its arguments describe, or None."""
     if module not in _checked:
@@ -167,7 +157,7 @@ def _why_other(
 
 
 def _is_what_is_said(
-    original: Callable[..., Any], module: nn.Module, bound: Bound, args: Args, kwargs: Kwargs
+    original: Callable[..., Any], module: nn.Module, bound: base.Bound, args: Args, kwargs: Kwargs
 ) -> bool:
     batch = bound.q.size(0)
 
@@ -182,7 +172,7 @@ def _is_what_is_said(
     kwargs = {name: first(x) for name, x in kwargs.items()} | {"dropout": 0.0}
     with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
         said = bind(module, *args, **kwargs)
-        assert isinstance(said, Bound)
+        assert isinstance(said, base.Bound)
         ours = shadow(said.q, said.k, said.v, spec=said.spec)
         theirs, _ = original(module, *args, **kwargs)
         if theirs.shape != ours.out.transpose(1, 2).shape:
@@ -193,7 +183,7 @@ def _is_what_is_said(
         return bool(difference <= _TOLERANCE * said.v.abs().max())
 
 
-EAGER = EntryPoint(
+EAGER = base.EntryPoint(
     _NAME,
     home="transformers.modeling_utils",
     attribute="AttentionInterface.get_interface",
