@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, op
 from guardbit.kernels.heads import Call
-from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels import tensors
 from tests.kernels.switched import in_force, switchable_attention
@@ -265,15 +265,6 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     assert in_force(runtime.site(int(site))) == ("none",) * 4
 
 
-def test_numbers_of_sites_do_not_repeat():
-    numbers = [runtime.add_site() for _ in range(3)]
-    assert len(set(numbers)) == 3
-    for number in numbers:
-        runtime.remove_site(number)
-    assert runtime.add_site() not in numbers
-    assert runtime.site(numbers[0]) is runtime.site(NO_SITE)
-
-
 # ---- dispatch ----
 
 # -inf - -inf in rows that see no key, whose NaN is then not taken.
@@ -486,12 +477,14 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
     )
 
 
-def test_neither_a_switch_nor_a_length_is_compiled_anew(site):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_neither_a_switch_nor_a_length_is_compiled_anew(dropout_p, site):
     counter = CompileCounterWithBackend("aot_eager")
 
     def model(q, k, v):
-        ours = flash_attention(q, k, v, causal=True, stabilizer=MIX)
-        return ours + switchable_attention(q, k, v, site, is_causal=True, scale=None)
+        ours = flash_attention(q, k, v, causal=True, stabilizer=MIX, dropout_p=dropout_p)
+        options = {"is_causal": True, "scale": None, "dropout_p": dropout_p}
+        return ours + switchable_attention(q, k, v, site, **options)
 
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     others = ["exact_delta", "centered_keys", "none", "exact_delta"]
@@ -500,7 +493,10 @@ def test_neither_a_switch_nor_a_length_is_compiled_anew(site):
     ]:  # fmt: skip
         switch(site, names)
         q, k, v, d_out = inputs((2, 4, 2, length, length, 16), dtype=torch.bfloat16)
+        torch.manual_seed(length)
         found = gradients(compiled, (q, k, v), d_out)
+        assert runtime.site(int(site)).native_dropout_p == dropout_p
+        torch.manual_seed(length)
         expected = gradients(model, (q, k, v), d_out)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # Once for the first length, once for all others; a switch costs nothing.
