@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
@@ -206,21 +205,6 @@ def test_the_backward_follows_what_ran_forward(names, site):
     assert all(torch.equal(a, b) for a, b in zip(found, expected[1:], strict=True))
     again = torch.autograd.grad(out, leaves, d_out)
     assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
-
-
-def test_several_forwards_before_a_backward(site):
-    q, k, v, d_out = inputs((1, 2, 2, 20, 20, 16), dtype=torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    plain = switched(site)(*leaves)
-    switch(site, ["compensated"] * 2)
-    compensated = switched(site)(*leaves)
-    together = torch.autograd.grad((plain, compensated), leaves, (d_out, d_out))
-    first, second = (torch.autograd.grad(f(*leaves), leaves, d_out) for f in (
-        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
-        lambda *x: flash_attention(*x, causal="top-left", stabilizer="compensated"),
-    ))  # fmt: skip
-    for mine, a, b in zip(together, first, second, strict=True):
-        assert torch.equal(mine, a + b)
 
 
 def test_launches_and_observer_tell_what_ran(site):
