@@ -182,15 +182,7 @@ def flash_attention(
 
 
 def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[str, ...]:
-    """Returns one name a head, or says what is wrong.
-
-    Args:
-        stabilizer: One name, or one a head.
-        num_heads: Number of query heads.
-
-    Raises:
-        ValueError: If a name is unknown or there are not as many as heads.
-    """
+    """Returns one name a head, or raises a ValueError that says what is wrong."""
     if not isinstance(stabilizer, str | Sequence):
         raise ValueError(f"stabilizer is {stabilizer!r}; expected a name or one name a head")
     names = (stabilizer,) * num_heads if isinstance(stabilizer, str) else tuple(stabilizer)

@@ -83,15 +83,12 @@ def _suits_triton(q: Tensor, spec: AttentionSpec | None = None, dropout: Any = N
 
 
 def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:
-    """Returns a function that computes each call where it can be computed faster.
-
-    `alike`: Triton is chosen only if the last two tensors, k and v, have one shape; audits of
-    narrow values are not tested on GPUs.
-    """
+    """Returns a function that computes each call where it can be computed faster."""
 
     @wraps(plain)
     def run(*tensors: Any, **options: Any) -> T:
         triton = _suits_triton(tensors[0], options.get("spec"), options.get("dropout"))
+        # Audits of narrow values are not tested on GPUs: k and v then need one shape.
         triton = triton and not (alike and tensors[-2].shape != tensors[-1].shape)
         if triton:
             options.pop("dropout", None)

@@ -120,12 +120,7 @@ def plan_of(names: tuple[str, ...], native: bool) -> Plan:
 def resolve(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
-    """Settles what each head runs, with a substitute where a stabilizer cannot run in this call.
-
-    Returns:
-        The stabilizers, whether the engine's backward serves all heads, and why the stabilizers are
-        not those that were asked for, or "".
-    """
+    """Settles what heads run, if the engine serves all backward, and why it is not as asked."""
     extras = call.spec.extras
     if engine is None and extras:
         raise ValueError(f"GuardBit's own kernels take {_none_of(extras)}.")

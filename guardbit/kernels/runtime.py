@@ -270,27 +270,20 @@ _NOBODY: _Owner = (0, None)
 
 
 class Runtime:
-    """The attention modules of this process, which of them are running, and what all calls share.
-
-    Attributes:
-        running: Numbers of the modules that are running, outermost first, 0-d CPU tensors.
-        call_listeners: Called with the tensors of every eager `flash_attention` call inside an
-            instrumented module, before it runs.
-        keeps_residuals: Whether compiled calls reserve room for what "compensated" keeps, see
-            `keep_residuals`.
-        on_fault: Called with the errors that the op contains.
-    """
+    """The attention modules of this process, which are running, and what all calls share."""
 
     def __init__(self) -> None:
         self._sites: dict[int, SiteState] = {NO_SITE: SiteState()}
         # Copies of an instrumented model carry its numbers, by pickling into other processes too,
         # where they must not pass for modules of that process.
         self._next_number = int.from_bytes(os.urandom(6))
-        self.running: list[Tensor] = []
+        self.running: list[Tensor] = []  # numbers, outermost first
         self._owner: _Owner = _NOBODY
+        # Called with the tensors of every eager `flash_attention` inside an instrumented module.
         self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
-        self.keeps_residuals = True
+        self.keeps_residuals = True  # see `keep_residuals`
         self._wishes: dict[Hashable, bool] = {}
+        # Called with the errors that the op contains.
         self.on_fault: Callable[[Exception], None] = _log_fault
 
     def __reduce__(self) -> str:

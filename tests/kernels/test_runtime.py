@@ -79,6 +79,7 @@ def test_a_module_that_was_removed_counts_as_none(own):
     own.remove_site(number)
     own.remove_site(number)
     assert own.site(number) is own.site(NO_SITE)
+    assert own.add_site("h.0.attn") != number, "copies of the model may still carry it"
 
 
 def test_room_is_kept_as_long_as_one_wants_it_or_nobody_has_said(own):

@@ -96,6 +96,14 @@ def check_audit(module, tensors, spec, truth):
     assert (error <= bar + 1e-37).all(), (error - bar).max()
 
 
+def check_all(modules, shape, spec, dtype=torch.bfloat16):
+    tensors = inputs(shape, dtype)
+    truth = dense(*tensors, spec)
+    for check, module in zip((check_delta, check_shadow, check_audit), modules, strict=True):
+        check(module, tensors, spec, truth)
+    return tensors, truth
+
+
 def sizes(tensors, truth):
     """P |dO| |V|, what rounding the terms P dP goes by, (B, H, N, M)."""
     return truth.weights * (tensors[0].double().abs() @ values(tensors).abs().mT)
@@ -119,14 +127,9 @@ def values(tensors):
 )
 def test_every_field_against_fp64(modules, name, dtype):
     shape, spec = CASES[name]
-    tensors = inputs(shape, dtype)
-    truth = dense(*tensors, spec)
-    delta, shadow, audit = modules
-    check_delta(delta, tensors, spec, truth)
-    check_shadow(shadow, tensors, spec, truth)
-    check_audit(audit, tensors, spec, truth)
+    tensors, truth = check_all(modules, shape, spec, dtype)
     rows = torch.arange(shape[3] - 1, -1, -3, device=DEVICE)
-    check_shadow(shadow, tensors, spec, truth, rows)
+    check_shadow(modules[1], tensors, spec, truth, rows)
 
 
 @BOTH
@@ -134,12 +137,7 @@ def test_every_field_against_fp64(modules, name, dtype):
 @given(case=specs())
 def test_any_spec_against_fp64(modules, case):
     spec, shape = case
-    tensors = inputs(shape)
-    truth = dense(*tensors, spec)
-    delta, shadow, audit = modules
-    check_delta(delta, tensors, spec, truth)
-    check_shadow(shadow, tensors, spec, truth)
-    check_audit(audit, tensors, spec, truth)
+    check_all(modules, shape, spec)
 
 
 @BOTH
@@ -238,10 +236,8 @@ def test_at_lengths_of_many_tiles_it_agrees_with_fp64_and_repeats_its_bits(
     name, width, value_width, dtype
 ):
     spec = long_cases()[name]
-    tensors = inputs((1, 4, 2, 700, 700, width, value_width), dtype)
-    truth = dense(*tensors, spec)
-    for check, module in ((check_delta, delta), (check_shadow, shadow), (check_audit, audit)):
-        check(module, tensors, spec, truth)
+    shape = (1, 4, 2, 700, 700, width, value_width)
+    tensors, truth = check_all(MODULES["triton"], shape, spec, dtype)
     lse = truth.lse.float()
     calls = (
         lambda: (delta.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 2]),),

@@ -124,11 +124,7 @@ def call_library(function: Callable[..., Any] | None, **arguments: Any) -> Any:
 
 
 class Varlen(LibraryEngine):
-    """PyTorch's flash kernels for packed sequences, without dropout.
-
-    It passes the arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and those of
-    `SCHEDULING` that the call gives.
-    """
+    """PyTorch's flash kernels for packed sequences, without dropout, of torch 2.11 to 2.13."""
 
     label = "varlen_attn"
     home = "torch.nn.attention.varlen"

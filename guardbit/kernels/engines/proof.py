@@ -68,21 +68,22 @@ def proof_of(
     engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
 ) -> Proof:
     """Returns the proof of an engine in a call's configuration; tests the engine the first time."""
-    mask = spec.mask
+    mask, rows, keys = spec.mask, q.size(2), k.size(2)
     key = (
         engine.name, q.device, q.dtype, q.size(3), v.size(3), q.size(1) == k.size(1),
         spec.causal, None if mask is None else mask.dtype == torch.bool,
         None if mask is None else tuple(size == 1 for size in mask.shape), wants_mask,
-        *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
-        q.size(2) == k.size(2),
-        *(_order(x.stride()) for x in (q, k, v)), torch.are_deterministic_algorithms_enabled(),
-        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic, engine.scheduling,
+        rows % 8 == 0, rows % _LENGTH == 0, keys % 8 == 0, keys % _LENGTH == 0, rows == keys,
+        _order(q.stride()), _order(k.stride()), _order(v.stride()),
+        torch.are_deterministic_algorithms_enabled(), engine.deterministic, engine.scheduling,
+        spec.window[0] < 0, spec.window[1] < 0, spec.extras,
         _activated(),
     )  # fmt: skip
-    if key not in _proofs:
+    proof = _proofs.get(key)
+    if proof is None:
         with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
-            _proofs[key] = _prove(engine, q, k, v, spec, wants_mask)
-    return _proofs[key]
+            proof = _proofs[key] = _prove(engine, q, k, v, spec, wants_mask)
+    return proof
 
 
 def _activated() -> str | None:
