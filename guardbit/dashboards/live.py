@@ -66,8 +66,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-
-
 _REFUSAL = "Not found. The address ends in a token and a slash, and is new after every start."
 
 #: Called with the name of a run and its new alarms, the first of each head only.

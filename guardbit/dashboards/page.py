@@ -228,8 +228,9 @@ class RunPage:
         heads: Json = {}
         room = MOST_OF_HEADS
         for layer, head in dict.fromkeys([*self._alarmed(), *_farthest(excess)]):
+            # Where layers differ in their number of heads, some cells of the map are no head.
             if self._history.column_of(layer, head) < 0:
-                continue  # of the map's cells some are no head, where layers differ in number
+                continue
             history = self.head(layer, head)
             history["events"] = history["events"][:5]
             room -= len(json.dumps(history, separators=(",", ":")))
