@@ -38,9 +38,7 @@ class Indicator:
     # The key under which its largest value in size, over all heads, reaches loggers; None where it
     # does not. Stable, as dashboards are built on it.
     logged_key: str | None = None
-    sum_of: str | None = (
-        None  # whose running sum over the sampled steps it is; None: it is measured
-    )
+    sum_of: str | None = None  # whose running sum over the sampled steps it is, if it is one
     is_occasional: bool = False  # recorded only where it was asked for, or something is wrong
 
     @property

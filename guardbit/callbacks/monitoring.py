@@ -296,8 +296,9 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             every = self.image_every_n_samples
             if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
                 picture = self._logged.picture(session)
-                for logger in trainer.loggers if picture is not None else ():
-                    send_picture(logger, MAP_KEY, picture, step)
+                if picture is not None:
+                    for logger in trainer.loggers:
+                        send_picture(logger, MAP_KEY, picture, step)
             # The progress bar is gone once training has ended.
             if pl_module is not None and session.num_alarmed_heads:
                 alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)

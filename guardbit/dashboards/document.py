@@ -169,9 +169,9 @@ def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
     """Compares the worst switched head, and the run, before and after the switch."""
     switched = marks.first_events(frame, events, "switch")
     ends = {
-        head: event.step if marks.mark_of(event) == "undo" else math.inf
+        head: event.step if event.stabilizer == "none" else math.inf
         for event, heads in marks.heads_of_events(frame, events)
-        if marks.mark_of(event) in ("switch", "undo")
+        if event.kind == "switch"
         for head in heads
     }
     alarms = marks.first_events(frame, events, "alarm")

@@ -66,8 +66,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-
-
 _REFUSAL = "Not found. The address ends in a token and a slash, and is new after every start."
 
 #: Called with the name of a run and its new alarms, the first of each head only.
@@ -197,11 +195,11 @@ class LiveRun:
 
     def _take_events(self, events: list[Event]) -> list[Event]:
         """Replaces the events; returns the new alarms among the first of each head."""
-        known = {_identity(alarm) for alarm in self._alarms}
+        known = set(self._alarms)
         with self._lock:
             self._page.events = events
             self._alarms = [event for event, mark in marks.marked(events) if mark == "alarm"]
-        return [alarm for alarm in self._alarms if _identity(alarm) not in known]
+        return [alarm for alarm in self._alarms if alarm not in known]
 
     def _update_state(self) -> None:
         with self._lock:
@@ -224,10 +222,6 @@ class LiveRun:
             "end": None if self._page.ended == "not closed" else self._page.ended,
             "problem": self.problem,
         }
-
-
-def _identity(event: Event) -> tuple[object, ...]:
-    return event.step, event.site, event.heads, event.rule
 
 
 class LiveRuns:

@@ -7,7 +7,7 @@ without any column.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import pandas as pd
@@ -69,21 +69,16 @@ def mark_of(event: Event) -> Mark | None:
     return None
 
 
-def marked(events: Iterable[Event]) -> list[tuple[Event, Mark]]:
+def marked(events: Iterable[Event]) -> Iterator[tuple[Event, Mark]]:
     """The events that figures mark, in their order: first alarms, and all switches and undoings."""
     seen: set[tuple[str, int | str]] = set()
-    marked: list[tuple[Event, Mark]] = []
     for event in events:
         mark = mark_of(event)
-        if mark is None:
-            continue
+        alarmed = {(event.site, of) for of in event.heads or (event.rule,)}
+        if mark is not None and not (mark == "alarm" and alarmed <= seen):
+            yield event, mark
         if mark == "alarm":
-            alarmed = {(event.site, of) for of in event.heads or (event.rule,)}
-            if alarmed <= seen:
-                continue
             seen |= alarmed
-        marked.append((event, mark))
-    return marked
 
 
 def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
@@ -93,15 +88,12 @@ def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
 
 def heads_of_events(
     frame: pd.DataFrame, events: pd.DataFrame | None
-) -> list[tuple[Event, list[Head]]]:
+) -> Iterator[tuple[Event, list[Head]]]:
     """Each event with the heads it concerns, ordered by step."""
     layers, recorded = tables.layer_of_site(frame), tables.heads_of_layer(frame)
-    concerned: list[tuple[Event, list[Head]]] = []
     for event in events_of(events):
-        layer = layers.get(event.site, -1)
-        heads = event.heads or recorded.get(layer, [])
-        concerned.append((event, [(layer, head) for head in heads] if layer >= 0 else []))
-    return concerned
+        layer = layers.get(event.site)
+        yield event, [] if layer is None else [(layer, h) for h in event.heads or recorded[layer]]
 
 
 def first_events(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> dict[Head, Event]:
@@ -123,6 +115,6 @@ def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dic
     return {
         head: event.stabilizer
         for event, heads in heads_of_events(frame, events)
-        if mark_of(event) in ("switch", "undo")
+        if event.kind == "switch"
         for head in heads
     }

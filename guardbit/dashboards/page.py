@@ -113,10 +113,7 @@ class RunPage:
             "events": [_event(event) for event in _shown(self.events)],
             "num_events": len(self.events),
             "run": {
-                name: {
-                    "low": plain_numbers(history.low[name][history.known, 0]),
-                    "high": plain_numbers(history.high[name][history.known, 0]),
-                }
+                name: _span(*(of[name][history.known, 0] for of in (history.low, history.high)))
                 for name in RUN_INDICATORS
                 if name in history.high
             },
@@ -142,11 +139,8 @@ class RunPage:
         for name in [name for name in HEAD_INDICATORS if name in history.high]:
             low, high = history.of_head(name, layer, head)
             if not np.isnan(high).all():
-                indicators[name] = {
-                    "low": plain_numbers(low),
-                    "high": plain_numbers(high),
-                    "typical": plain_numbers(self._typical(name, (0.5,))[0]),
-                }
+                typical = plain_numbers(self._typical(name, (0.5,))[0])
+                indicators[name] = {**_span(low, high), "typical": typical}
         return {
             "layer": layer,
             "head": head,
@@ -166,17 +160,16 @@ class RunPage:
         if indicator not in history.high or indicator not in HEAD_INDICATORS:
             raise LookupError(f"the indicator {indicator} was not recorded")
         low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
-        heads: list[Json] = []
-        for layer, head in self._notable():
-            lowest, highest = map(plain_numbers, history.of_head(indicator, layer, head))
-            heads.append({"layer": layer, "head": head, "low": lowest, "high": highest})
         return {
             "indicator": indicator,
             "steps": _steps(history),
             "typical_low": plain_numbers(low),
             "typical": plain_numbers(middle),
             "typical_high": plain_numbers(high),
-            "heads": heads,
+            "heads": [
+                {"layer": layer, "head": head, **_span(*history.of_head(indicator, layer, head))}
+                for layer, head in self._notable()
+            ],
         }
 
     def largest(self) -> Json:
@@ -235,8 +228,9 @@ class RunPage:
         heads: Json = {}
         room = MOST_OF_HEADS
         for layer, head in dict.fromkeys([*self._alarmed(), *_farthest(excess)]):
+            # Where layers differ in their number of heads, some cells of the map are no head.
             if self._history.column_of(layer, head) < 0:
-                continue  # of the map's cells some are no head, where layers differ in number
+                continue
             history = self.head(layer, head)
             history["events"] = history["events"][:5]
             room -= len(json.dumps(history, separators=(",", ":")))
@@ -345,6 +339,10 @@ def thinned(series: pd.Series, most: int = 400) -> pd.Series:
 def plain_numbers(values: Floats) -> list[float | None]:
     """Values as JSON has them: four significant digits, which are more than a screen shows."""
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _span(low: Floats, high: Floats) -> Json:
+    return {"low": plain_numbers(low), "high": plain_numbers(high)}
 
 
 def last_loss(losses: Sequence[float]) -> float | str | None:

@@ -156,7 +156,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         "answers": _answers(samples, outcomes),
         "runs": [document.heads_of(run) for run in runs],
         "settings": _settings(runs),
-        "side_by_side": _side_by_side(runs, outcomes),
+        "side_by_side": _side_by_side(runs),
     }
 
 
@@ -172,19 +172,19 @@ def _short(state: str) -> str:
     return "diverged by its learning rate" if state == "learning-rate" else state
 
 
-def _side_by_side(runs: Sequence[LoadedRun], outcomes: Mapping[str, Judgement]) -> Table:
-    facts = [_facts(run, outcomes[run.name]) for run in runs]
+def _side_by_side(runs: Sequence[LoadedRun]) -> Table:
+    facts = [_facts(run) for run in runs]
     rows = [[name, *[one[name] for one in facts]] for name in facts[0]]
     return Table(["", *[run.name for run in runs]], rows)
 
 
-def _facts(run: LoadedRun, outcome: Judgement) -> dict[str, str]:
-    first_alarm, _, switched, loss = document.tiles(run)
+def _facts(run: LoadedRun) -> dict[str, str]:
+    first_alarm, lead, switched, loss = document.tiles(run)
     return {
         "Recorded": document.extent(run),
-        "Outcome": outcome.state,
+        "Outcome": run.judgement.state,
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
-        "Lead on the loss": "–" if outcome.lead is None else f"{outcome.lead:,} steps",
+        "Lead on the loss": lead.value,
         "Heads switched": f"{switched.value} {switched.note}".strip(),
         "Loss at the end": loss.value,
         "Farthest above its baseline": _worst_head(run),

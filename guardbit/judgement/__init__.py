@@ -542,7 +542,7 @@ def _alarming_again(
 
 
 def _at(metadata: object, *names: str) -> Any:
-    """What metadata, which may be anything, have under names within names, None for nothing."""
+    """What metadata, which may hold anything, have under nested names; None for nothing."""
     for name in names:
         metadata = metadata.get(name) if isinstance(metadata, Mapping) else None
     return metadata

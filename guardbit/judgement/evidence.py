@@ -167,7 +167,7 @@ class Evidence:
             if (
                 sample.indicator == "nonfinite"
                 and not all(map(math.isnan, sample.values))
-                and (not self._nonfinite or sample.step <= self._nonfinite[0].step)
+                and (not self._nonfinite or sample.step == self._nonfinite[0].step)
             ):
                 self._nonfinite.append(sample)
 
@@ -210,8 +210,7 @@ class Evidence:
     @property
     def nonfinite(self) -> Nonfinite | None:
         """The first NaN or infinity in a call of attention."""
-        first = min((sample.step for sample in self._nonfinite), default=0)
-        return first_nonfinite(sample for sample in self._nonfinite if sample.step == first)
+        return first_nonfinite(self._nonfinite)
 
     def growth(self, head: Head, since: int) -> dict[str, float]:
         """By what factor each of `GROWING` has changed from a step to the end, where known."""

@@ -1,6 +1,7 @@
 """A GPT of two layers and two heads, its data, and Trainers that write nothing unasked."""
 
 import io
+import logging
 import sys
 
 import lightning.pytorch as pl
@@ -159,12 +160,16 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes a console for stdout and stderr."""
+    """Makes a console for stdout, stderr and GuardBit's log."""
+    log, handler = logging.getLogger("guardbit"), logging.StreamHandler()
 
     def make():
         console = Terminal()
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, console)
+        handler.setStream(console)
+        log.addHandler(handler)
         return console
 
-    return make
+    yield make
+    log.removeHandler(handler)

@@ -1,10 +1,4 @@
-"""One of two ranks that share the tokens of a batch; started by `test_context_parallel`.
-
-    python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py FOLDER cpu|cuda
-
-Trains in PyTorch's `context_parallel`, in each of the ways of `WAYS`, and writes what
-each rank saw to FOLDER/WAY/RANK.json.
-"""
+"""One of two ranks that share the tokens of a batch; started by `test_context_parallel`."""
 
 import sys
 from contextlib import ExitStack

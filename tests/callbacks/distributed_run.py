@@ -1,10 +1,6 @@
 """One rank of a Lightning run over two processes; started by `test_distributed`.
 
-    python -m torch.distributed.run --nproc-per-node 2 distributed_run.py ddp|fsdp2 cpu|cuda FOLDER
-
-Trains the tiny GPT of `conftest.py` unwatched, watched, and with heads that are switched, and
-writes what rank 0 and rank 1 saw to FOLDER/STRATEGY-RANK.pt. Algorithms are deterministic: on GPUs
-the same run twice would not end with the same bits otherwise.
+Algorithms are deterministic: on GPUs a run twice would not end with the same bits otherwise.
 """
 
 import sys

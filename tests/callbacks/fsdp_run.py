@@ -1,10 +1,6 @@
 """One of the ranks that have shards of a model's weights; started by `test_fsdp`.
 
-    python -m torch.distributed.run --nproc-per-node 2 fsdp_run.py FOLDER cpu|cuda
-    python -m torch.distributed.run --nproc-per-node 4 fsdp_run.py FOLDER cpu|cuda  # shared heads
-
-Trains under FSDP2, once for each of `MODELS`, and writes what each rank saw to
-FOLDER/MODEL/RANK.json.
+Of four ranks two share the heads, and two the weights of these.
 """
 
 import sys

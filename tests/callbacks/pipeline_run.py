@@ -1,9 +1,7 @@
 """One of three ranks that have a stage of a model each; started by `test_pipeline`.
 
-    python -m torch.distributed.run --nproc-per-node 3 pipeline_run.py FOLDER cpu|cuda
-
 The first two have a layer with attention each, the third has the loss. Nothing goes from one to the
-next, which GuardBit does not see anyway. Writes what each rank saw to FOLDER/RANK.json.
+next, which GuardBit does not see anyway.
 """
 
 import json

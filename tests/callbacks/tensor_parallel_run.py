@@ -1,10 +1,4 @@
-"""One of two ranks that share the heads of a model; started by `test_tensor_parallel`.
-
-    python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER cpu|cuda
-
-with the repository's root in PYTHONPATH. Trains with q, k and v of `ColwiseParallel`, in
-each of the ways of `WAYS`, and writes what each rank saw to FOLDER/WAY/RANK.json.
-"""
+"""One of two ranks that share the heads of a model; started by `test_tensor_parallel`."""
 
 import sys
 
@@ -122,11 +116,15 @@ def train(folder, way, mesh):
     def compiled(model):
         return torch.compile(model, backend="aot_eager") if way == "compiled" else model
 
+    def watch(name, **settings):
+        model = Model(way, mesh)
+        path = folder / name if rank == 0 else None
+        return model, MonitorSession(
+            model, every_n_train_steps=1, strict=True, dirpath=path, **settings
+        )
+
     plain = steps(compiled(Model(way, mesh)))
-    model = Model(way, mesh)
-    session = MonitorSession(
-        model, every_n_train_steps=1, strict=True, dirpath=folder / "watched" if rank == 0 else None
-    )
+    model, session = watch("watched")
     samples = []
     watched = steps(compiled(model), lambda step: samples.extend(session.samples), session)
     norms = []
@@ -143,15 +141,7 @@ def train(folder, way, mesh):
         refusal = str(error)
     session.close()
 
-    model = Model(way, mesh)
-    session = MonitorSession(
-        model,
-        every_n_train_steps=1,
-        strict=True,
-        dirpath=folder / "acted" if rank == 0 else None,
-        rules=RULES,
-        policy=Policy("compensated", scope="head"),
-    )
+    model, session = watch("acted", rules=RULES, policy=Policy("compensated", scope="head"))
     sites, seen = session.instrumentation, []
 
     def look(step):
@@ -163,10 +153,7 @@ def train(folder, way, mesh):
     kept = session.state_dict()
     session.close()
 
-    model = Model(way, mesh)
-    session = MonitorSession(
-        model, every_n_train_steps=1, strict=True, rules=RULES, policy=Policy("compensated")
-    )
+    model, session = watch("resumed", rules=RULES, policy=Policy("compensated"))
     session.load_state_dict(kept)
     session.begin_batch(STEPS)
     loss_of(compiled(model), STEPS).backward()

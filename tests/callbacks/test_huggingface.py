@@ -1,7 +1,6 @@
 """`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
 
 import io
-import logging
 import sys
 
 import pandas as pd
@@ -145,14 +144,9 @@ def test_too_few_losses_are_told_of_at_the_start(tmp_path, caplog, settings, los
 
 
 def test_alarms_go_to_reporters_as_text_and_leave_the_bar_whole(tmp_path, terminal):
-    console, log = terminal(), logging.getLogger("guardbit")
-    handler = logging.StreamHandler(console)
-    log.addHandler(handler)
+    console = terminal()
     settings = {"save_strategy": "no", "report_to": "tensorboard", "disable_tqdm": False}
-    try:
-        train(tmp_path, HuggingFaceMonitor(4, strict=True, rules=(Fires(SITE),)), **settings)
-    finally:
-        log.removeHandler(handler)
+    train(tmp_path, HuggingFaceMonitor(4, strict=True, rules=(Fires(SITE),)), **settings)
     shown = console.shown()
     begin = f"GuardBit: step 0: alarm {SITE} head 1: it is time"
     for line in (begin, "GuardBit: run finished. "):

@@ -13,7 +13,6 @@ from matplotlib.ticker import FuncFormatter
 
 from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures import style
-from guardbit.dashboards.figures.lines import draw_heads, label_ends, styles_of
 from guardbit.dashboards.palette import INK
 
 #: Half width of the band in standard deviations: 95 % of a normal distribution.
@@ -39,7 +38,7 @@ def _draw(
     figure, (axes,) = style.canvas(title, below=below)
     story = ranking.heads_of_story(frame, events)
     notable = ranking.notable_heads(table, story, smallest=smallest)
-    named = draw_heads(axes, table, styles_of(story, notable))
+    named = style.draw_heads(axes, table, style.styles_of(story, notable))
     if is_log:
         label += style.scale(axes, table.to_numpy())
     else:
@@ -52,7 +51,7 @@ def _draw(
         draw_more(axes, named)
     style.finish([axes], frame, events)
     if not figure.legends:
-        label_ends(axes)
+        style.label_ends(axes)
     return figure
 
 

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import style
-from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 from guardbit.judgement import Judgement
 
@@ -44,12 +43,11 @@ def story(
     if has_loss:
         _draw_loss(all_axes[0], loss)
     heads = ranking.heads_of_story(frame, events)
-    notable = styles_of(heads, heads)
+    notable = style.styles_of(heads, heads)
     for axes, (name, table) in zip(all_axes[has_loss:], shown.items(), strict=True):
-        draw_heads(axes, table, notable)
-        axes.set_ylabel(
-            dict(STORY_PANELS)[name] + style.scale(axes, table.to_numpy()).removesuffix(" scale")
-        )
+        style.draw_heads(axes, table, notable)
+        scale = style.scale(axes, table.to_numpy()).removesuffix(" scale")
+        axes.set_ylabel(dict(STORY_PANELS)[name] + scale)
         style.end_at_departure(axes, table, frame, events)
     style.finish(all_axes, frame, events)
     # Beside the key, in the line below the title.
@@ -61,13 +59,13 @@ def story(
         transform=all_axes[0].transAxes,
     )
     for axes in all_axes:
-        label_ends(axes)
+        style.label_ends(axes)
     return figure
 
 
 def _draw_loss(axes: Axes, loss: pd.Series) -> None:
     axes.plot(loss, color=CONTEXT, alpha=0.45, linewidth=0.8, rasterized=True)
-    axes.plot(style.smooth(loss), color=INK, linewidth=1.4, label="loss", gid=NAMED)
+    axes.plot(style.smooth(loss), color=INK, linewidth=1.4, label="loss", gid=style.NAMED)
     axes.set_ylabel("training loss" + style.scale(axes, loss.to_numpy()).removesuffix(" scale"))
     later = cast(np.ndarray, loss.iloc[len(loss) // 10 :].dropna().to_numpy())
     if later.size and later.min() < later.max():
@@ -116,7 +114,7 @@ def runs_over_steps(
     colours = dict(zip(runs, RUN_LINES, strict=False))
     for name, values in series.items():
         colour, line_style = colours[name]
-        axes.plot(values, color=colour, linestyle=line_style, label=name, gid=NAMED)
+        axes.plot(values, color=colour, linestyle=line_style, label=name, gid=style.NAMED)
     axes.set_ylabel(label + style.scale(axes, pd.concat(list(series.values())).to_numpy()))
     ranges = [tables.steps(frame) for frame in runs.values()]
     style.set_steps(axes, min(first for first, _ in ranges), max(last for _, last in ranges))

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import style
-from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from guardbit.dashboards.tables import Head
 
@@ -41,7 +40,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     step = min(event.step for event in switched.values())
     together = [head for head, event in switched.items() if event.step == step]
     heads = _worst_first(frame, events, together, step)[: len(HIGHLIGHTS)]
-    styles = styles_of(ranking.heads_of_story(frame, events), heads)
+    styles = style.styles_of(ranking.heads_of_story(frame, events), heads)
     first, last = _window(frame, step)
     panels = {
         indicator: table
@@ -59,20 +58,17 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     for axes, (indicator, table) in zip(all_axes, panels.items(), strict=True):
         shown = _of_heads(table, heads)
         if indicator == "loss":
-            axes.plot(
-                style.smooth(shown.iloc[:, 0]), color=INK, linewidth=1.1, label="loss", gid=NAMED
-            )
+            loss = style.smooth(shown.iloc[:, 0])
+            axes.plot(loss, color=INK, linewidth=1.1, label="loss", gid=style.NAMED)
         else:
-            draw_heads(axes, table, styles, context=False)
-        axes.set_ylabel(
-            dict(SWITCH_PANELS)[indicator]
-            + style.scale(axes, shown.to_numpy()).removesuffix(" scale")
-        )
+            style.draw_heads(axes, table, styles, context=False)
+        scale = style.scale(axes, shown.to_numpy()).removesuffix(" scale")
+        axes.set_ylabel(dict(SWITCH_PANELS)[indicator] + scale)
         axes.margins(y=0.2)
         _draw_change(axes, shown.iloc[:, 0].dropna(), step, medians=indicator == "loss")
     style.finish(all_axes, frame, events, (first, last))
     for axes in all_axes:
-        label_ends(axes)
+        style.label_ends(axes)
     return figure
 
 

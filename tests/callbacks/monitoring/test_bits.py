@@ -7,6 +7,7 @@ import torch
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_metadata, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from tests.callbacks.conftest import TinyGPT
 from tests.callbacks.monitoring.reading import values
 
 RUNS = {
@@ -66,47 +67,43 @@ def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
     assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator)
 
 
-class ManualGPT:
+class ManualGPT(TinyGPT):
     """Two optimizers that take turns within a batch, as adversarial training has them."""
 
-    def __new__(cls, base):
-        class Manual(base):
-            def __init__(self):
-                super().__init__()
-                self.automatic_optimization = False
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
 
-            def training_step(self, batch, batch_idx):
-                losses = []
-                for optimizer in self.optimizers():
-                    optimizer.zero_grad()
-                    loss = self.loss(batch)
-                    self.manual_backward(loss)
-                    losses.append(loss.item())
-                    optimizer.step()
-                self.raw_losses.append((batch_idx, losses[-1]))
-                return loss
+    def training_step(self, batch, batch_idx):
+        losses = []
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+        self.raw_losses.append((batch_idx, losses[-1]))
+        return loss
 
-            def on_before_optimizer_step(self, optimizer):
-                owned = [p for group in optimizer.param_groups for p in group["params"]]
-                norm = sum(p.grad.double().square().sum() for p in owned).sqrt().item()
-                step = 2 * (self.trainer.global_step // 2)
-                self.raw_grad_norms.setdefault(step, []).append(norm)
+    def on_before_optimizer_step(self, optimizer):
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = sum(p.grad.double().square().sum() for p in owned).sqrt().item()
+        step = 2 * (self.trainer.global_step // 2)
+        self.raw_grad_norms.setdefault(step, []).append(norm)
 
-            def configure_optimizers(self):
-                body, embeddings = self.net.h, (self.net.wte, self.net.wpe)
-                return [
-                    torch.optim.SGD(body.parameters(), lr=0.1),
-                    torch.optim.SGD([p for e in embeddings for p in e.parameters()], lr=0.1),
-                ]
-
-        return Manual()
+    def configure_optimizers(self):
+        body, embeddings = self.net.h, (self.net.wte, self.net.wpe)
+        return [
+            torch.optim.SGD(body.parameters(), lr=0.1),
+            torch.optim.SGD([p for e in embeddings for p in e.parameters()], lr=0.1),
+        ]
 
 
 def test_manual_optimization_with_two_optimizers(trains, same_weights, tmp_path):
     # `global_step` counts both optimizers: batches begin at steps 0, 2, 4, ...
-    plain, _ = trains.fit(model=ManualGPT(trains.TinyGPT), max_steps=16)
+    plain, _ = trains.fit(model=ManualGPT(), max_steps=16)
     monitor = AttentionMonitor(3, dirpath=tmp_path / "run", strict=True)
-    watched, _ = trains.fit(monitor, model=ManualGPT(trains.TinyGPT), max_steps=16)
+    watched, _ = trains.fit(monitor, model=ManualGPT(), max_steps=16)
     assert same_weights(plain, watched)
     frame = read_run(tmp_path / "run")
     # The first batches at or after 0, 3, 6, 9, 12.

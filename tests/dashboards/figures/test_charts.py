@@ -16,7 +16,7 @@ from matplotlib.text import Annotation
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.figures.lines import NAMED, apart
+from guardbit.dashboards.figures.style import NAMED, apart
 from guardbit.dashboards.marks import MARKS
 from tests.dashboards.made import EVENTS, SAMPLES, journal, of_heads, samples
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from guardbit.dashboards import figures
-from guardbit.dashboards.figures.lines import NAMED
+from guardbit.dashboards.figures.style import NAMED
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from tests.dashboards.made import of_heads
 
