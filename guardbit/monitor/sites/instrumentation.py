@@ -235,7 +235,7 @@ class Instrumentation:
         observer: Callable[[AttentionCall], None] | None,
         only: Collection[str] | None = None,
     ) -> None:
-        """Has an observer called in every attention backward of sites from now on; None ends that."""
+        """Has an observer called in every attention backward from now on; None ends that."""
         for name, site in self._sites.items():
             if only is None or name in only:
                 site.state.observer = observer
