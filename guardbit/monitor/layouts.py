@@ -99,13 +99,11 @@ class HeadRows:
         """Gathers every head's rows: `(heads, d_head, d_model)`, FP32, detached."""
         if parameter.shape != self.shape:
             # A shard of the parameter has rows of the same numbers that belong to other heads.
-            raise self.other_shape(f"which now has shape {tuple(parameter.shape)}")
+            raise LayoutUnavailable(
+                f"the heads' rows were found in '{self.parameter}' of shape {self.shape}, which now"
+                f" has shape {tuple(parameter.shape)}"
+            )
         return parameter.detach().movedim(self.input_axis, -1).flatten(0, -2)[self.rows].float()
-
-    def other_shape(self, how: str) -> LayoutUnavailable:
-        return LayoutUnavailable(
-            f"the heads' rows were found in '{self.parameter}' of shape {self.shape}, {how}"
-        )
 
     def spread(self, factors: Tensor, parameter: Tensor) -> Tensor:
         """Lays one factor a head out along the features of a parameter."""

@@ -7,7 +7,6 @@ import sys
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,38 +33,10 @@ class Separate(Attention):
         return [weights[f"{name}.weight"].unflatten(0, (-1, SIZE)) for name in NAMES[:2]]
 
 
-class Fused(nn.Module):
-    """W_Q, W_K and W_V below one another, as in nanoGPT; transposed as in Conv1D if so asked."""
-
-    def __init__(self, heads, is_transposed=False):
-        super().__init__()
-        self.heads, self.is_transposed = heads, is_transposed
-        shape = (3 * heads * SIZE, WIDTH)
-        self.qkv = nn.Parameter(0.1 * torch.randn(shape[::-1] if is_transposed else shape))
-        self.out = nn.Linear(heads * SIZE, WIDTH)
-
-    def forward(self, x):
-        y = x @ self.qkv if self.is_transposed else x @ self.qkv.mT
-        q, k, v = (
-            part.unflatten(-1, (self.heads, SIZE)).transpose(1, 2)
-            for part in y.split(self.heads * SIZE, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-    def by_hand(self, weights):
-        """As of `Separate`."""
-        whole = weights["qkv"].mT if self.is_transposed else weights["qkv"]
-        return [part.unflatten(0, (-1, SIZE)) for part in whole.chunk(3)[:2]]
-
-
-#: Heads whose shards are whole or not, and shards of the columns.
+#: Heads that are whole on a rank or not, and shards of the columns.
 MODELS = {
     "whole": lambda: Separate(4, 2),
     "straddling": lambda: Separate(3, 1, biased=True),
-    "fused": lambda: Fused(4),
-    "fused straddling": lambda: Fused(3),
-    "columns": lambda: Fused(3, is_transposed=True),
     "sharded along the second axis": lambda: Separate(4, 2),
 }
 

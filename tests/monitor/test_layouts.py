@@ -421,14 +421,6 @@ def test_values_that_belie_the_gradients_are_refused(source, reader):
     assert "changed their query by" in refusal(module, tokens())
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"), [(0.0, "is zero everywhere"), (float("nan"), "infinities or NaNs")]
-)
-def test_inputs_that_say_nothing_are_refused(value, reason):
-    module = randomize(Attention(separate, **projections()))
-    assert reason in refusal(module, torch.full((1, TOKENS, D_MODEL), value))
-
-
 def test_a_key_cache_that_grows_is_refused_for_the_keys():
     cache: list[Tensor] = []
 

@@ -186,8 +186,8 @@ def test_what_heads_apply_to_a_normalised_latent_is_their_w_q(norm, site_of):
     site = site_of(Latent(norm))
     assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 12))
     assert torch.equal(site.key_weights(), site.module.k_proj.weight.view(4, 16, 64))
-    assert site.query_of_latent == "q_proj.weight"
-    assert not site.normalises_queries
+    assert site.layout.is_latent
+    assert not site.layout.normalises_queries
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_norm_of_the_queries_does_not_hide_that_of_the_latent(behind, site_of)
     site = site_of(Latent(nn.RMSNorm(12), behind=behind, bias=False))
     assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 12))
     assert torch.equal(site.key_weights(), site.module.k_proj.weight.view(4, 16, 64))
-    assert site.query_of_latent == "q_proj.weight"
-    assert site.normalises_queries
+    assert site.layout.is_latent
+    assert site.layout.normalises_queries
 
 
 class Exact(nn.Module):
@@ -236,7 +236,7 @@ def test_a_latent_that_grows_with_its_weights_is_refused(attention, site_of):
     site = site_of(attention())
     with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.weight'.* together"):
         site.query_weights()
-    assert site.query_of_latent is None
+    assert site.layout is None
 
 
 def test_a_latent_of_as_many_features_as_a_head_is_no_w_q(site_of):

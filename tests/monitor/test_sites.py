@@ -67,9 +67,8 @@ def test_what_cannot_be_instrumented(model, inst):
     with pytest.raises(ValueError, match="Linear has no module that could call attention"):
         guardbit.instrument(nn.Linear(2, 2))
     assert F.scaled_dot_product_attention is stock
-
-
-def test_threads_that_share_modules_are_refused(model):
+    # Threads that share modules.
+    inst.remove()
     with pytest.raises(ValueError, match=r"'0' is an nn.DataParallel, .*DistributedDataParallel"):
         guardbit.instrument(nn.Sequential(nn.DataParallel(model)))
 
@@ -213,9 +212,9 @@ def test_settling_leaves_no_trace(tiny, tokens, instrument):
     model = tiny.GPT(attention=Noisy)
     inst = instrument(model)
     tiny.step(model, tokens)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {name: tensor.clone() for name, tensor in tensors.items()}
-    gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.clone() for tensor in tensors]
+    gradients = [tensor.grad.clone() for tensor in model.parameters()]
     random, hooks = torch.get_rng_state(), len(model.h[0].attn._forward_hooks)
     launches = inst.sites["h.0.attn"].launches
 
@@ -223,10 +222,10 @@ def test_settling_leaves_no_trace(tiny, tokens, instrument):
     assert torch.equal(weight, model.h[0].attn.qkv.weight[32:48])
 
     assert torch.equal(torch.get_rng_state(), random)
-    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert all(now[name] is tensor for name, tensor in tensors.items())
-    assert all(torch.equal(now[name], value) for name, value in values.items())
-    assert all(torch.equal(now[name].grad, grad) for name, grad in gradients.items())
+    now = [*model.parameters(), *model.buffers()]
+    assert all(new is old for new, old in zip(now, tensors, strict=True))
+    assert all(map(torch.equal, now, values))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert len(model.h[0].attn._forward_hooks) == hooks
     assert inst.sites["h.0.attn"].launches == launches
     assert not runtime.running

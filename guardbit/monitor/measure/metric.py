@@ -12,7 +12,7 @@ from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.probes import CallProbe, CallView
 
-#: Bytes of results that are held back before they are added up.
+#: Bytes of results that are held back; with more they are added up.
 _MOST_HELD = 2**25
 
 
@@ -61,8 +61,14 @@ class AttentionMetric:
         for place, probe in enumerate(self.probes):
             found = probe.update(view)
             if found is not None:
+                # Two calls of one site are not added up together: they go to the same place.
+                if any(held.site == site and held.probe == place for held in self._held):
+                    self.finish()
                 numbers = tuple(first + head for head in found.heads)
-                self._hold_back(_Held(place, site, numbers, found.values))
+                self._held.append(_Held(place, site, numbers, found.values))
+                self._held_bytes += sum(tensor.nbytes for tensor in found.values)
+                if self._held_bytes > _MOST_HELD:
+                    self.finish()
 
     def finish(self) -> None:
         """Adds up what is held back; call it before `measured`."""
@@ -107,17 +113,6 @@ class AttentionMetric:
                 table.sums[:, new, :heads] = self.sums[:, old, :heads]
                 table.maxima[:, new, :heads] = self.maxima[:, old, :heads]
         return table
-
-    def _hold_back(self, new: _Held) -> None:
-        # Two calls of one site are not added up together, because they go to the same place.
-        again = any(x.site == new.site and x.probe == new.probe for x in self._held)
-        size = sum(tensor.nbytes for tensor in new.values)
-        if again or (self._held and self._held_bytes + size > _MOST_HELD):
-            self.finish()
-        self._held.append(new)
-        self._held_bytes += size
-        if size > _MOST_HELD:
-            self.finish()
 
     def _places(self, entries: list[_Held]) -> Tensor:
         """Returns the places of the heads in the state, sites and heads in one dimension."""

@@ -106,9 +106,9 @@ class CallProbe:
     sums: tuple[str, ...] = ()  # the values that are added up over rows, micro-batches and ranks
     maxima: tuple[str, ...] = ()  # the values whose largest is taken
     needs_shadow: bool = False  # whether it reads `CallView.shadow`
-    # The indicators that are sums over rows, not means, maxima or ratios. Ranks that make the very
+    # Whether indicators are sums over rows, not means, maxima or ratios. Ranks that make the very
     # same calls would count them several times.
-    totals: tuple[str, ...] = ()
+    are_totals: ClassVar[bool] = False
 
     def __init__(self, wanted: Collection[str]) -> None:
         # Those that are wanted, or summed up by one that is, in the catalogue's order.
@@ -258,10 +258,7 @@ class DeltaProbe(CallProbe):
     name = "delta"
     sums = ("delta_rows", "delta_bias", "delta_bias_abs")
     needs_shadow = True
-
-    def __init__(self, wanted: Collection[str]) -> None:
-        super().__init__(wanted)
-        self.totals = self.indicators
+    are_totals = True
 
     def update(self, view: CallView) -> Found:
         exact = view.shadow
@@ -455,5 +452,5 @@ def plan_for(wanted: Collection[str]) -> Plan:
         of("weights") | ({"w_q_spectral_norm"} if audits else set()),
         audits,
         any(probe.needs_shadow for probe in calls),
-        frozenset(name for probe in calls for name in probe.totals),
+        frozenset(name for probe in calls if probe.are_totals for name in probe.indicators),
     )

@@ -235,23 +235,13 @@ class Instrumentation:
         observer: Callable[[AttentionCall], None] | None,
         only: Collection[str] | None = None,
     ) -> None:
-        """Calls `observer` in every attention backward from now on; None ends that.
-
-        Args:
-            observer: The function, or None.
-            only: Names of the sites; None for all.
-        """
+        """Has an observer called in every attention backward from now on; None ends that."""
         for name, site in self._sites.items():
             if only is None or name in only:
                 site.state.observer = observer
 
     def rest(self, at_rest: bool, but: Collection[str] = ()) -> None:
-        """Says whether calls need not be seen from now on.
-
-        Args:
-            at_rest: Whether they need not.
-            but: Names of the sites whose calls are to be seen in any case.
-        """
+        """Says whether calls need not be seen from now on, but those of some sites."""
         wanted = at_rest, frozenset(but)
         if wanted != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = wanted

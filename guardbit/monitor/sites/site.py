@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from guardbit.monitor.interception.seen import SiteRecord, StepCalls, parts, sit
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 from guardbit.records import STABILIZERS
-
-T = TypeVar("T")
 
 _NEVER_CALLED = SiteRecord([], StepCalls(bypass="it has not been called yet"))
 
@@ -213,22 +211,11 @@ class Site:
         )
 
     @property
-    def _known_layout(self) -> Layout | None:
+    def layout(self) -> Layout | None:
+        """Where the rows of W_Q and W_K lie, or None if that is unavailable."""
         with suppress(LayoutUnavailable):
             return self._settled_layout()[0]
         return None
-
-    @property
-    def normalises_queries(self) -> bool:
-        """Whether the queries are normalised, so that the size of W_Q does not reach the scores."""
-        layout = self._known_layout
-        return layout is not None and layout.normalises_queries
-
-    @property
-    def query_of_latent(self) -> str | None:
-        """Name of W_Q if it is applied to a normalised latent vector, else None."""
-        layout = self._known_layout
-        return layout.query.parameter if layout is not None and layout.is_latent else None
 
     def _weights(self, side: Side) -> Tensor:
         """Reads the current weights, once the heads' rows are known; remembers a failure."""
@@ -395,7 +382,7 @@ def metadata_of(
     """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
     found: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
-        without_query = site.why_unavailable("query")
+        without_query, layout = site.why_unavailable("query"), site.layout
         found[name] = {
             "heads": site.num_heads,
             "kernels": sorted({kernel for _, kernel in site.launches}),
@@ -407,8 +394,8 @@ def metadata_of(
             # That of W_K alone.
             "keys_unavailable": None if without_query else site.why_unavailable("key"),
             "errors_unavailable": site.errors_unavailable,
-            "normalises_queries": site.normalises_queries,
-            "query_of_latent": site.query_of_latent,
+            "normalises_queries": layout is not None and layout.normalises_queries,
+            "query_of_latent": layout.query.parameter if layout and layout.is_latent else None,
             "several_calls": site.several_calls,
             "mixed_heads": site.mixed_heads,
         }

@@ -255,26 +255,15 @@ def test_a_burst_changes_no_bit(tmp_path):
     assert all(map(torch.equal, *weights))
 
 
-class OfAnother:
-    """An optimizer that is none of PyTorch's."""
-
-    def __init__(self, parameters, lr):
-        self.parameters, self.lr = list(parameters), lr
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.parameters:
-            p -= self.lr * p.grad
-
-    def zero_grad(self):
-        for p in self.parameters:
-            p.grad = None
+def of_the_last(parameters, lr):
+    """Trains no W_Q."""
+    return torch.optim.AdamW([list(parameters)[-1]], lr)
 
 
 @pytest.mark.parametrize("layer, make, why", [
     (Turned, torch.optim.AdamW, "as where positions turn them"),
     (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
-    (Attention, OfAnother, "no step of a PyTorch optimizer on its W_Q was seen"),
+    (Attention, of_the_last, "no step of a PyTorch optimizer on its W_Q was seen"),
 ])  # fmt: skip
 def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
     torch.manual_seed(0)

@@ -58,47 +58,28 @@ def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
     torch.testing.assert_close(call.dq.double(), exact.dq, rtol=1e-4, atol=1e-8)
 
 
-@pytest.fixture
-def consumed(tiny, monkeypatch):
-    """A model with a session within a sampled step, and what takes the calls."""
-
-    def session_of(consume):
-        torch.manual_seed(0)
-        model = tiny.GPT()
-        monkeypatch.setattr(Measurement, "consume", lambda _, call: consume(call))
-        session = guardbit.MonitorSession(model, every_n_train_steps=1)
-        sessions.append(session)
-        session.begin_batch(0)
-        return model, session
-
-    sessions = []
-    yield session_of
-    for session in sessions:
-        session.abandon_step()
-        session.close()
-
-
-def test_consumers_run_without_autograd_and_autocast(consumed, tiny, tokens):
+def test_consumers_run_without_autograd_and_autocast(tiny, tokens, monkeypatch):
     modes = []
 
-    def consume(call):
+    def consume(_, call):
         modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), call.q.dtype))
 
-    model, _ = consumed(consume)
-    with torch.autocast("cpu", torch.bfloat16):
+    monkeypatch.setattr(Measurement, "consume", consume)
+    model = tiny.GPT()
+    session = guardbit.MonitorSession(model, every_n_train_steps=1)
+    with session.step(0), torch.autocast("cpu", torch.bfloat16):
         tiny.step(model, tokens)
+    session.close()
     assert modes == [(False, False, torch.bfloat16)] * 2
 
 
-def test_empty_calls_are_passed_over(consumed):
+def test_empty_calls_are_passed_over(watched):
+    model, inst = watched
     calls = []
-    model, session = consumed(calls.append)
-    model.embed(torch.zeros(0, 5, dtype=torch.int64))
-    x = torch.zeros(0, 5, 64, requires_grad=True)
-    model.h[0](x).sum().backward()
+    inst.observe(calls.append)
+    model.h[0](torch.zeros(0, 5, 64, requires_grad=True)).sum().backward()
     assert calls == []
-    sites = session.instrumentation.sites
-    assert not sites, "there is nothing to see in them, so PyTorch serves them alone"
+    assert not inst.sites, "there is nothing to see in them, so PyTorch serves them alone"
 
 
 def test_forwards_without_a_backward_are_not_seen(watched, tokens):

@@ -1,4 +1,4 @@
-"""What is measured: all that is wanted, and no more; the table of all ranks' sites."""
+"""What is measured: all that is wanted, and no more."""
 
 import math
 
@@ -10,7 +10,6 @@ from guardbit import MonitorSession
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
 from guardbit.monitor.measure import probes, weights
-from guardbit.monitor.measure.measurement import KnownSite, joined_tables
 from guardbit.monitor.sites import Site
 from tests.toys import Attention
 
@@ -105,26 +104,3 @@ def test_what_is_left_out_costs_nothing_and_the_rest_is_the_same(calls, everythi
     assert found == expected
     assert all(math.isfinite(value) for values in found.values() for value in values)
     assert len(found) == 2 * len([name for name in wanted if name in HEAD_INDICATORS])
-
-
-def table(*names, first_layer=0):
-    return [KnownSite(i, first_layer + i, name, 2, False, 1) for i, name in enumerate(names)]
-
-
-def placed(sites):
-    return [(site.name, site.place, site.layer) for site in sites]
-
-
-def test_stages_that_number_their_layers_from_0_each_are_counted_on():
-    joined = joined_tables([table("a.0", "a.1"), table("b.0")])
-    assert placed(joined) == [("a.0", 0, 0), ("a.1", 1, 1), ("b.0", 2, 2)]
-
-
-def test_stages_that_know_their_layers_keep_them():
-    joined = joined_tables([table("h.0"), table("h.1", "h.2", first_layer=1)])
-    assert placed(joined) == [("h.0", 0, 0), ("h.1", 1, 1), ("h.2", 2, 2)]
-
-
-def test_a_site_of_two_ranks_is_there_once():
-    joined = joined_tables([table("h.0", "h.1"), table("h.0", "h.1")])
-    assert placed(joined) == [("h.0", 0, 0), ("h.1", 1, 1)]

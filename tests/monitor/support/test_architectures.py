@@ -680,8 +680,9 @@ def rows_found(architecture, model, sites, side) -> str:
                 assert torch.equal(site.query_weight(head), read()[head])
     if len(reasons) == len(sites):
         return f"no: {reasons[-1]}"
-    latent = {site.query_of_latent for site in sites.values()}
-    is_latent = side == "query" and latent != {None}
+    layouts = [site.layout for site in sites.values()]
+    latent = {of.query.parameter for of in layouts if of is not None and of.is_latent}
+    is_latent = side == "query" and latent
     right = f"right: {latent.pop()}, of the normalised latent" if is_latent else "right"
     number = f"{len(sites) - len(reasons)} of {len(sites)}"
     return f"{right} in {number}; the others: {reasons[-1]}" if reasons else right

@@ -1,11 +1,17 @@
-"""The scalars of the whole run, from the loop to samples; running sums, by hand."""
+"""The scalars of the whole run, running sums by hand, and the sites of all ranks."""
 
 import math
 
 import pytest
 import torch
 
-from guardbit.monitor.measure.measurement import RunningSums, RunProbe, samples_of
+from guardbit.monitor.measure.measurement import (
+    KnownSite,
+    RunningSums,
+    RunProbe,
+    joined_tables,
+    samples_of,
+)
 from guardbit.records import Sample
 
 
@@ -90,3 +96,24 @@ def test_a_module_with_another_number_of_heads_begins_anew():
     list(running.follow(sample(0, (1.0, 2.0))))
     (found,) = running.follow(sample(1, (4.0, 5.0, 6.0)))
     assert found.values == (4.0, 5.0, 6.0)
+
+
+def table(*names, first_layer=0):
+    return [KnownSite(i, first_layer + i, name, 2, False, 1) for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        # Stages that number their layers from 0 each are counted on.
+        ([table("a.0", "a.1"), table("b.0")], [("a.0", 0), ("a.1", 1), ("b.0", 2)]),
+        # Stages that know their layers keep them.
+        ([table("h.0"), table("h.2", first_layer=2)], [("h.0", 0), ("h.2", 2)]),
+        # A site of two ranks is there once.
+        ([table("h.0", "h.1")] * 2, [("h.0", 0), ("h.1", 1)]),
+    ],
+)
+def test_the_sites_of_all_ranks_are_in_one_table(tables, expected):
+    joined = joined_tables(tables)
+    assert [(site.name, site.layer) for site in joined] == expected
+    assert [site.place for site in joined] == list(range(len(joined)))
