@@ -83,10 +83,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "escalate": (lambda flag: isinstance(flag, bool), "True or False"),
     "agreeing_rules": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
     "agreement_steps": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
-    "quiet_steps": (
-        lambda n: n is None or is_whole(n, 1),
-        "a whole number, at least 1, or None",
-    ),
+    "quiet_steps": (lambda n: n is None or is_whole(n, 1), "a whole number, at least 1, or None"),
     "qk_clip": (lambda n: n is None or _is_bound(n), "a finite number above 0, or None"),
 }
 

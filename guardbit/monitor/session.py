@@ -29,22 +29,11 @@ from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.journal import OFF, Journal, leave_word
-from guardbit.monitor.measure import (
-    Burst,
-    Measurement,
-    NoAttentionSeenError,
-    Sent,
-    largest,
-)
+from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
 from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.schedule import Schedule, checked_step
-from guardbit.monitor.settings import (
-    PREFLIGHT_SECONDS,
-    Settings,
-    passes_to,
-    warn_of_settings,
-)
+from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, passes_to, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of

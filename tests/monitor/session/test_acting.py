@@ -203,10 +203,7 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
 
 
 def test_one_policy_serves_several_runs(tmp_path):
-    policy, settings = (
-        Policy("compensated", scope="head"),
-        {"rules": (Always(),), "strict": True},
-    )
+    policy, settings = Policy("compensated", scope="head"), {"rules": (Always(),), "strict": True}
     for name in ("first", "second"):
         Loop(dirpath=tmp_path / name, policy=policy, **settings).run([0])
         assert len(events_of(tmp_path / name, "switch")) == 1

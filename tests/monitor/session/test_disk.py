@@ -132,9 +132,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
         tmp_path.joinpath("run").write_text("")
         folder = folder / "inside"
     loop = Loop(
-        rules=(Always(since=4),),
-        dirpath=folder,
-        policy=Policy("compensated", scope="head"),
+        rules=(Always(since=4),), dirpath=folder, policy=Policy("compensated", scope="head")
     )
 
     if where == "disk full later":

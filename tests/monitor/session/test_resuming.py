@@ -9,14 +9,7 @@ from guardbit import load, read_events
 from guardbit.monitor import journal
 from guardbit.monitor.policy import Policy
 from guardbit.store import RunWriter
-from tests.monitor.session.plain_loop import (
-    SITES,
-    Always,
-    Loop,
-    events_of,
-    full_disk,
-    sampled,
-)
+from tests.monitor.session.plain_loop import SITES, Always, Loop, events_of, full_disk, sampled
 
 
 def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
