@@ -100,10 +100,9 @@ class Exchange:
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.asked})
         if several and len(parts) == 1:
             self._compare_weights(samples, step)
-        known = list(whole.recorded)
-        for event in (event for part in parts[1:] for event in part.recorded):
-            if event not in known:
-                known.append(event)
+        others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
+        for event in others:
+            if event not in parts[0].recorded:
                 self._record(event)
         return whole
 

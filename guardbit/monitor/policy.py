@@ -412,15 +412,11 @@ class Policy:
         """Switches the heads of some modules, except those known already or taken."""
         for site, names in stabilizers.items():
             known = self._switched.setdefault(site, {})
-            if site in self._widened or "" in self._widened:
-                for head in [head for head in known if known[head] == "undone"]:
-                    del known[head]
-            switch = []
-            for head, name in enumerate(names):
-                if str(head) not in known:
-                    known[str(head)] = state if name == "none" else "taken"
-                    switch += [str(head)] if name == "none" else []
-            if switch:
+            is_wider = site in self._widened or "" in self._widened
+            unknown = (None, "undone") if is_wider else (None,)
+            new = {str(h): name for h, name in enumerate(names) if known.get(str(h)) in unknown}
+            known.update({h: state if name == "none" else "taken" for h, name in new.items()})
+            if switch := [head for head, name in new.items() if name == "none"]:
                 yield self._switch(step, site, switch, why)
 
     def _switch(self, step: int, site: str, heads: Collection[str], why: str) -> Decision:
