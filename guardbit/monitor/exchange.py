@@ -110,9 +110,10 @@ class Exchange:
         """Records an event if ranks hold different weights in modules of the same names."""
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
         norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-        (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
+        sums, counts = zip(*ranks.gathered("norms", sum(norms), len(norms)), strict=True)
         # The sum of a rank that could not take all norms says nothing.
-        are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
+        are_all = min(counts) == max(counts)
+        are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
         if are_other and not self._are_other:
             self._are_other = True
             self._record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))

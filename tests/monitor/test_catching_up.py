@@ -210,6 +210,6 @@ def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)
     monkeypatch.setattr(ranks, "of_each_part", lambda value, _: [value])
     monkeypatch.setattr(ranks, "reduced", lambda *state: state)
-    monkeypatch.setattr(ranks, "extremes", lambda *values: [(value, value) for value in values])
+    monkeypatch.setattr(ranks, "gathered", lambda _, *values: [values, values])
     assert run.steps(range(2)).alarmed == {0: [0], 1: []}
     run.session.close()
