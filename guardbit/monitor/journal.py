@@ -163,9 +163,8 @@ class Journal:
         try_again: bool = True,
     ) -> None:
         """Opens the folder, unless it is open or the run has none."""
-        if self._dirpath is None or self._writer is not None:
-            return
-        if self._begin is not None and not try_again:
+        is_later = self._begin is not None and not try_again
+        if self._dirpath is None or self._writer is not None or is_later:
             return
 
         def begin() -> None:
