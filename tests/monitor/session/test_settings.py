@@ -21,27 +21,24 @@ def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     assert not told or ("any of the 2 attention modules: " in told[0] and "dropout 1.0" in told[0])
 
 
-@pytest.mark.parametrize("quiet_steps, warned", [(1000, True), (1001, False), (None, False)])
-def test_a_quiet_period_that_a_lasting_alarm_fits_into_is_warned_of(caplog, quiet_steps, warned):
-    Loop(policy=Policy("compensated", quiet_steps=quiet_steps, scope="head"))
-    assert any("still diverge will be switched back" in line for line in caplog.messages) == warned
-
-
-def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
-    Loop()
-    assert not caplog.messages
-    Loop(indicators=["w_q_spectral_norm", "loss", "delta_bias"])
-    (line,) = caplog.messages
-    assert "model_logits lacks max_logit" in line
-    assert "gradient_error lacks dq_coherent_error" in line
-    assert "head_growth" not in line and "loss_departure" not in line
-
-
-def test_a_guard_without_rules_says_that_no_alarm_can_come(caplog):
-    Loop(rules=())
-    assert caplog.messages == [
-        "rules is empty: no alarm can come, and a policy has nothing to act on"
-    ]
+@pytest.mark.parametrize("settings, said", [
+    ({}, []),
+    ({"policy": Policy(quiet_steps=1001)}, []),
+    ({"policy": Policy(quiet_steps=1000)}, [
+        "quiet_steps is 1000, but a lasting alarm is repeated only every 1000 steps: heads that"
+        " still diverge will be switched back"
+    ]),
+    ({"indicators": ["w_q_spectral_norm", "loss", "delta_bias"]}, [
+        "some rules cannot raise an alarm, because indicators that they need are not measured:"
+        " gradient_error lacks dq_coherent_error; model_logits lacks max_logit"
+    ]),
+    ({"rules": ()}, ["rules is empty: no alarm can come, and a policy has nothing to act on"]),
+])  # fmt: skip
+def test_settings_that_leave_nothing_to_judge_or_undo_too_early_are_warned_of(
+    caplog, settings, said
+):
+    Loop(**settings)
+    assert caplog.messages == said
 
 
 @pytest.mark.parametrize("step", [1.5, "1", None, -1])
