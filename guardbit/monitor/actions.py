@@ -101,16 +101,9 @@ class Switching:
         restless: Mapping[str, Collection[int]],
         way_back: str,
     ) -> None:
-        called = self._instrumentation.sites
-        for name, site in called.items():
-            switched = _switched_heads(site.asked)
-            if site.mixed_heads is not None and 0 < len(switched) < site.num_heads:
-                why = f"switched back: {site.mixed_heads}"
-                self._instrumentation.give_back(site)
-                self._record(Event(last_ended, "switch", name, switched, why, stabilizer="none"))
         if self._policy is None:
             return
-        own = {name: site.asked for name, site in called.items()}
+        own = {name: site.asked for name, site in self._instrumentation.sites.items()}
         asked, advice = {**self.asked_elsewhere, **own}, self._policy.advice
         for decision in self._policy.decide(alarms, step, asked, restless):
             self._act(decision, self._policy, last_ended)
@@ -206,8 +199,8 @@ class SwitchReports:
             if calls.step < self._instrumentation.latest_step:  # not called in this step
                 if site in self._instrumentation.lost():
                     yield from self._gone(site, step, "its module is no longer in the model")
-            elif site.sharded is not None:
-                yield from self._gone(site, step, site.sharded)
+            elif why := site.sharded or ("none" in site.asked and site.mixed_heads):
+                yield from self._gone(site, step, why)
             else:
                 yield from self._compare(site, calls, step, is_last)
 

@@ -100,10 +100,9 @@ class Exchange:
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.asked})
         if several and len(parts) == 1:
             self._compare_weights(samples, step)
-        known = list(whole.recorded)
-        for event in (event for part in parts[1:] for event in part.recorded):
-            if event not in known:
-                known.append(event)
+        others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
+        for event in others:
+            if event not in parts[0].recorded:
                 self._record(event)
         return whole
 
@@ -111,9 +110,10 @@ class Exchange:
         """Records an event if ranks hold different weights in modules of the same names."""
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
         norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-        (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
+        sums, counts = zip(*ranks.gathered("norms", sum(norms), len(norms)), strict=True)
         # The sum of a rank that could not take all norms says nothing.
-        are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
+        are_all = min(counts) == max(counts)
+        are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
         if are_other and not self._are_other:
             self._are_other = True
             self._record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))

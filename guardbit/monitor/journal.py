@@ -163,9 +163,8 @@ class Journal:
         try_again: bool = True,
     ) -> None:
         """Opens the folder, unless it is open or the run has none."""
-        if self._dirpath is None or self._writer is not None:
-            return
-        if self._begin is not None and not try_again:
+        is_later = self._begin is not None and not try_again
+        if self._dirpath is None or self._writer is not None or is_later:
             return
 
         def begin() -> None:
@@ -262,10 +261,9 @@ class Journal:
             self.events.append(replace(event, why=""))
         if ranks.rank() > 0:
             return
-        where = f" {place_of(event)}" if event.site else ""
-        verdict = f" {event.verdict}" if event.kind == "verdict" else ""
-        switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
-        line = f"step {event.step}: {event.kind}{where}{verdict}{switch}: {event.why}"
+        switch = f"to {event.stabilizer}" if event.kind == "switch" else ""
+        words = event.kind, place_of(event), event.verdict, switch
+        line = f"step {event.step}: {' '.join(filter(None, words))}: {event.why}"
         if event.kind != "alarm":
             log.warning("%s", printable(line))
             return
@@ -388,30 +386,23 @@ def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
             writer.event(Event(0, "monitor_error", "", (), why))
 
 
-def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:
+def _missing(remembered: list[Event], recorded: Sequence[Event], step: int) -> list[Event]:
     """Returns the events that a folder lacks: alarms, switches and undoings."""
-    remembered = list(remembered)
-    found = {(event.step, event.site, event.rule) for event in recorded if event.rule}
+    found = {(event.step, event.site, event.rule) for event in recorded}
+    lacking = [e for e in remembered if e.rule and (e.step, e.site, e.rule) not in found]
     before, now = (
         {(e.site, head): e.stabilizer for e in events if e.kind == "switch" for head in e.heads}
         for events in (recorded, remembered)
     )
-    undone: dict[str, list[int]] = {}
-    for (site, head), stabilizer in sorted(before.items()):
-        if stabilizer != "none" and (site, head) not in now:
-            undone.setdefault(site, []).append(head)
-    why = "not so since the run was resumed"
-    lacking = [
-        Event(step, "switch", site, tuple(heads), why, stabilizer="none")
-        for site, heads in undone.items()
-    ]
-    for event in remembered:
-        if event.rule:
-            is_known = (event.step, event.site, event.rule) in found
-        else:
-            is_known = all(before.get((event.site, h)) == event.stabilizer for h in event.heads)
-        if not is_known:
-            lacking.append(event)
+    changed: dict[tuple[str, str], list[int]] = {}
+    for site, head in sorted(before.keys() | now.keys()):
+        stabilizer = now.get((site, head), "none")
+        if stabilizer != before.get((site, head), "none"):
+            changed.setdefault((site, stabilizer), []).append(head)
+    reasons = {(event.site, event.stabilizer): event.why for event in remembered}
+    for (site, stabilizer), heads in changed.items():
+        why = reasons.get((site, stabilizer), "not so since the run was resumed")
+        lacking.append(Event(step, "switch", site, tuple(heads), why, stabilizer=stabilizer))
     return lacking
 
 

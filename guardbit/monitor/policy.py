@@ -83,10 +83,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "escalate": (lambda flag: isinstance(flag, bool), "True or False"),
     "agreeing_rules": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
     "agreement_steps": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
-    "quiet_steps": (
-        lambda n: n is None or is_whole(n, 1),
-        "a whole number, at least 1, or None",
-    ),
+    "quiet_steps": (lambda n: n is None or is_whole(n, 1), "a whole number, at least 1, or None"),
     "qk_clip": (lambda n: n is None or _is_bound(n), "a finite number above 0, or None"),
 }
 
@@ -415,15 +412,11 @@ class Policy:
         """Switches the heads of some modules, except those known already or taken."""
         for site, names in stabilizers.items():
             known = self._switched.setdefault(site, {})
-            if site in self._widened or "" in self._widened:
-                for head in [head for head in known if known[head] == "undone"]:
-                    del known[head]
-            switch = []
-            for head, name in enumerate(names):
-                if str(head) not in known:
-                    known[str(head)] = state if name == "none" else "taken"
-                    switch += [str(head)] if name == "none" else []
-            if switch:
+            is_wider = site in self._widened or "" in self._widened
+            unknown = (None, "undone") if is_wider else (None,)
+            new = {str(h): name for h, name in enumerate(names) if known.get(str(h)) in unknown}
+            known.update({h: state if name == "none" else "taken" for h, name in new.items()})
+            if switch := [head for head, name in new.items() if name == "none"]:
                 yield self._switch(step, site, switch, why)
 
     def _switch(self, step: int, site: str, heads: Collection[str], why: str) -> Decision:

@@ -25,44 +25,42 @@ from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import log
 from guardbit.records import Event
 
+_Kind = tuple[Shape, AttentionSpec, torch.dtype, str, str]
+
 
 class OwnCalls:
     """The calls of attention that a model makes, each kind once."""
 
     def __init__(self) -> None:
-        # What `Examiner.asked` takes.
-        self._kinds: dict[tuple[Any, ...], tuple[Shape, AttentionSpec, torch.dtype, str, str]] = {}
-        self._refused: dict[str, str] = {}
+        # What `Examiner.asked` takes, and why that cannot be examined, or None.
+        self._kinds: dict[tuple[Any, ...], tuple[_Kind, str | None]] = {}
         self.device = "cpu"
 
     def __len__(self) -> int:
-        return len(self._kinds) + len(self._refused)
+        return len(self._kinds)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kernel: str) -> None:
         """Takes a call; only its mask is kept, and no other tensor."""
         shape = Shape(q.size(0), q.size(1), k.size(1), q.size(2), q.size(3))
         mask = describe(spec)
         key = (*shape, k.size(2), v.size(3), q.dtype, mask, spec.scale, kernel)
-        if key in self._kinds or key in self._refused:
-            return
-        self.device = str(q.device)
-        why = _why_not(q, k, v, spec)
-        if why is not None:
-            self._refused[f"{shape} {mask}"] = why
-        else:
+        if key not in self._kinds:
+            self.device = str(q.device)
             # What a kernel drops is not known; without dropout it is the same kernel.
             kept = None if spec.mask is None else spec.mask.detach()
-            spec = replace(spec, dropout_p=0.0, mask=kept)
-            self._kinds[key] = shape, spec, q.dtype, mask, kernel
+            plain = replace(spec, dropout_p=0.0, mask=kept)
+            self._kinds[key] = (shape, plain, q.dtype, mask, kernel), _why_not(q, k, v, spec)
 
     def examine(self, seconds: float) -> Preflight:
         """Examines the engines at each kind; the generators stay as they are."""
         examiner = Examiner(self.device, seconds)
         with random_states_kept(torch.device(self.device)):
-            for kind in self._kinds.values():
-                examiner.asked(*kind)
-        for place, why in self._refused.items():
-            examiner.refuse(f"not examined: {why}", place)
+            for kind, why in self._kinds.values():
+                if why is None:
+                    examiner.asked(*kind)
+                else:
+                    shape, _, _, mask, _ = kind
+                    examiner.refuse(f"not examined: {why}", f"{shape} {mask}")
         return examiner.result
 
 

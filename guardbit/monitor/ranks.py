@@ -47,15 +47,8 @@ def all_agree(holds: bool, about: object) -> bool:
     """Whether something holds on every rank, and about the same thing."""
     if world_size() == 1:
         return holds
-    answers = _told("agree", holds, zlib.crc32(repr(about).encode()))
+    answers = gathered("agree", holds, zlib.crc32(repr(about).encode()))
     return all(holds == 1 and about == answers[0][1] for holds, about in answers)
-
-
-def extremes(*values: float) -> list[tuple[float, float]]:
-    """Returns the smallest and the largest of each of two values over all ranks."""
-    if world_size() == 1:
-        return [(value, value) for value in values]
-    return [(min(of_all), max(of_all)) for of_all in zip(*_told("extremes", *values), strict=True)]
 
 
 def of_each_part(value: T, part: object) -> list[T]:
@@ -63,7 +56,7 @@ def of_each_part(value: T, part: object) -> list[T]:
     if world_size() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    parts, sizes = zip(*_told("parts", zlib.crc32(repr(part).encode()), len(mine)), strict=True)
+    parts, sizes = zip(*gathered("parts", zlib.crc32(repr(part).encode()), len(mine)), strict=True)
     said: list[Tensor] = []
     with _own_group() as own:
         # The first rank of each part speaks for it.
@@ -81,7 +74,7 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     parts = sums, is_nan.double(), maxima.masked_fill(is_nan, -torch.inf).double()
     state = torch.cat([part.flatten() for part in parts]).cpu()  # in one copy
     added, larger = state.split([sums.numel() + maxima.numel(), maxima.numel()])
-    _told(f"state of {len(state)}")
+    gathered(f"state of {len(state)}")
     with _own_group() as own:
         own.allreduce(added, torch.distributed.ReduceOp.SUM).wait()
         if len(larger):
@@ -92,7 +85,7 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     return found.view_as(sums), highest.view_as(maxima)
 
 
-def _told(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:
+def gathered(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:
     """Returns two numbers of each rank, which must all take part in the same exchange."""
     mine = torch.tensor([zlib.crc32(what.encode()), first, second], dtype=torch.float64)
     found = [torch.empty_like(mine) for _ in range(world_size())]

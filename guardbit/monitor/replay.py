@@ -55,6 +55,12 @@ def normalised_sites(metadata: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
+def graded(found: list[Alarm], evidence: Evidence) -> list[Alarm]:
+    """Returns alarms with their severity."""
+    grades = severities(evidence, (alarm.step for alarm in found)) if found else {}
+    return [replace(alarm, severity=grades[alarm.step]) for alarm in found]
+
+
 def replay(
     frame: pd.DataFrame,
     rules: tuple[Rule, ...] = DEFAULT_RULES,
@@ -64,11 +70,9 @@ def replay(
     detectors = Detectors(rules)
     detectors.normalised = normalised
     samples = list(samples_of(frame))
-    found = detectors.update(samples)
     evidence = Evidence()
     evidence.add(samples)
-    grades = severities(evidence, (alarm.step for alarm in found))
-    found = [replace(alarm, severity=grades[alarm.step]) for alarm in found]
+    found = graded(detectors.update(samples), evidence)
     return Replay(
         [alarm for alarm in found if not alarm.role.is_advisory],
         [alarm for alarm in found if alarm.role.is_advisory],

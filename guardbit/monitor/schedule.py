@@ -92,8 +92,7 @@ class Schedule:
         else:
             self._not_ended += self._is_open
             if not self._was_abandoned:
-                is_same = step == self._last and not self._is_open
-                self._repeated = self._repeated + 1 if is_same else 0
+                self._repeated = self._repeated + 1 if step == self._last else 0
             self._batches = 1
         if self._not_ended == _IN_A_ROW:
             self._not_measured(

@@ -22,29 +22,19 @@ from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import SHARES, Judgement, nothing_to_correct, severities
+from guardbit.judgement import SHARES, Judgement, nothing_to_correct
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.journal import OFF, Journal, leave_word
-from guardbit.monitor.measure import (
-    Burst,
-    Measurement,
-    NoAttentionSeenError,
-    Sent,
-    largest,
-)
+from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
 from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.preflight import Examinations
+from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule, checked_step
-from guardbit.monitor.settings import (
-    PREFLIGHT_SECONDS,
-    Settings,
-    passes_to,
-    warn_of_settings,
-)
+from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, passes_to, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
@@ -414,9 +404,7 @@ class Session(Guarded):
         if facts.keys() <= self.instrumentation.sites.keys():  # else others' precision is unknown
             self._notices.report_nothing_to_correct(facts, precision)
         self._journal.describe(facts, self.policy is not None)
-        self.detectors.normalised = frozenset(
-            name for name, known in facts.items() if known["normalises_queries"]
-        )
+        self.detectors.normalised = normalised_sites({"sites": facts})
 
     def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
         ended = self._schedule.last_ended or 0
@@ -429,7 +417,8 @@ class Session(Guarded):
             "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
         )
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
-        found = self.attempt("judgement", lambda: self._graded(found)) or found
+        evidence = self._journal.evidence
+        found = self.attempt("judgement", lambda: graded(found, evidence)) or found
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms, self.news = step, alarms, []
         self.attempt("alarms", lambda: self._record_alarms(found))
@@ -461,11 +450,6 @@ class Session(Guarded):
         if ranks.world_size() > 1:
             self.attempt("metrics", lambda: self._record_facts(known.metadata))
         return known.samples
-
-    def _graded(self, found: list[Alarm]) -> list[Alarm]:
-        steps = {one.step for one in found if not one.role.is_advisory}
-        grades = severities(self._journal.evidence, steps) if steps else {}
-        return [replace(one, severity=grades.get(one.step, "warning")) for one in found]
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""

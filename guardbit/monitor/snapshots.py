@@ -45,7 +45,6 @@ class Snapshots:
         self._wanted: dict[tuple[str, int], int] = {}
         self._alarmed: set[tuple[str, int]] = set()
         self._held: dict[tuple[str, int], KeptHead] = {}
-        self._told: set[str] = set()
 
     def alarm(self, site: str, heads: Iterable[int]) -> None:
         """Keeps heads at the next `STEPS` sampled steps, after their first alarm."""
@@ -85,11 +84,8 @@ class Snapshots:
                 try:
                     inputs = self._take(call, place, name)
                 except ValueError as error:
-                    # The head is tried no more; each reason is said once.
-                    del self._wanted[key]
-                    if (why := str(error)) not in self._told:
-                        self._told.add(why)
-                        self._note({"snapshots": f"head {head} of {name} is not kept: {why}"})
+                    del self._wanted[key]  # the head is tried no more
+                    self._note({"snapshots": f"head {head} of {name} is not kept: {error}"})
                 else:
                     self._held[key] = KeptHead(
                         -1, name, head, call.stabilizers[place], inputs, call.kernel

@@ -1,10 +1,4 @@
-"""The guard between training and the monitor: an error stays inside and is reported once.
-
-Whatever training calls is guarded: the session's methods and the frameworks' callbacks by `Stages`,
-hooks and stand-ins by `guardbit.monitor.interception.errors`, and log lines by `log`. An error is
-any `Exception`, `MemoryError` included. `KeyboardInterrupt` and `SystemExit` belong to the user and
-are not caught.
-"""
+"""The stages of a monitor, each of which runs until it fails, and the monitor's log."""
 
 from __future__ import annotations
 

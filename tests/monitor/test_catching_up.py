@@ -51,7 +51,8 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Sequential(Attention(bias=False, has_out=False)).bfloat16()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.session = MonitorSession(self.model, strict=True, **settings)
+        settings = {"every_n_train_steps": 3, "rules": (Fires(SITE),), "strict": True, **settings}
+        self.session = MonitorSession(self.model, **settings)
         self.alarmed, self.ran = {}, {}
 
     def backward(self, step):
@@ -84,8 +85,7 @@ def test_what_comes_late_is_the_same_and_is_waited_for_after_the_next_step(
     tmp_path, monkeypatch, cadence
 ):
     def run(path):
-        one = Run(every_n_train_steps=cadence, dirpath=path, rules=(Fires(SITE),))
-        return one.steps(range(8))
+        return Run(every_n_train_steps=cadence, dirpath=path).steps(range(8))
 
     at_once = run(tmp_path / "at once")
     at_once.session.close()
@@ -106,7 +106,7 @@ def test_what_comes_late_is_the_same_and_is_waited_for_after_the_next_step(
 
 
 def test_a_sampled_step_waits_for_nothing(waits):
-    run = Run(every_n_train_steps=4).steps(range(5))
+    run = Run(every_n_train_steps=4, rules=()).steps(range(5))
     (first,) = waits
     run.steps([5])
     # Eleven columns of two heads, and in the first sample no audit and one loss, then four.
@@ -117,12 +117,7 @@ def test_a_sampled_step_waits_for_nothing(waits):
 
 
 def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path, waits):
-    run = Run(
-        every_n_train_steps=3,
-        dirpath=tmp_path,
-        rules=(Fires(SITE),),
-        policy=Policy("compensated", scope="head"),
-    )
+    run = Run(dirpath=tmp_path, policy=Policy("compensated", scope="head"))
     run.steps(range(4))
     run.session.close()
     assert run.ran == {0: "none", 1: "none", 2: "compensated", 3: "compensated"}
@@ -132,18 +127,15 @@ def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path
 
 
 def test_a_policy_that_is_due_switches_after_the_first_step(waits):
-    run = Run(every_n_train_steps=3, policy=Policy("compensated", always=True)).steps(range(2))
+    run = Run(policy=Policy("compensated", always=True)).steps(range(2))
     assert run.ran == {0: "none", 1: "compensated"}
     run.session.close()
 
 
 @pytest.mark.parametrize("last", [2, 3, 4])
 def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
-    settings = {
-        "every_n_train_steps": 3,
-        "rules": (Fires(SITE), Fires(SITE, name="cause", role=Role(measures_cause=True))),
-        "policy": Policy("compensated", scope="head"),
-    }
+    rules = Fires(SITE), Fires(SITE, name="cause", role=Role(measures_cause=True))
+    settings = {"rules": rules, "policy": Policy("compensated", scope="head")}
 
     def run(name):
         return Run(dirpath=tmp_path / name, **settings)
@@ -173,9 +165,7 @@ def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, la
 
 
 def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
-    run = Run(
-        every_n_train_steps=3, rules=(Fires(SITE),), policy=Policy("compensated", scope="head")
-    ).steps([0])
+    run = Run(policy=Policy("compensated", scope="head")).steps([0])
     run.session.begin_batch(1)
     run.backward(1)
     run.session.state_dict()
@@ -187,12 +177,7 @@ def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
 
 
 def test_the_end_leaves_no_sample_out(tmp_path, waits):
-    run = Run(
-        every_n_train_steps=3,
-        dirpath=tmp_path,
-        rules=(Fires(SITE),),
-        policy=Policy("compensated", scope="head"),
-    )
+    run = Run(dirpath=tmp_path, policy=Policy("compensated", scope="head"))
     run.steps(range(4))
     run.session.abandon_step()  # there is none
     run.session.close()
@@ -204,12 +189,12 @@ def test_the_end_leaves_no_sample_out(tmp_path, waits):
 def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     from guardbit.monitor import ranks
 
-    run = Run(every_n_train_steps=3, rules=(Fires(SITE),))
+    run = Run()
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "rank", lambda: 0)
     monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)
     monkeypatch.setattr(ranks, "of_each_part", lambda value, _: [value])
     monkeypatch.setattr(ranks, "reduced", lambda *state: state)
-    monkeypatch.setattr(ranks, "extremes", lambda *values: [(value, value) for value in values])
+    monkeypatch.setattr(ranks, "gathered", lambda _, *values: [values, values])
     assert run.steps(range(2)).alarmed == {0: [0], 1: []}
     run.session.close()

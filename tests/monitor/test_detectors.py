@@ -17,6 +17,7 @@ from guardbit.monitor.detectors import (
 )
 from guardbit.records import SUBJECTS, Alarm, Role, Sample, event_of
 from tests.monitor.rules.series import alarms_in, beside
+from tests.toys import Fires
 
 NAN, INF, LOGIT = math.nan, math.inf, "max_logit"
 
@@ -252,6 +253,12 @@ def test_an_alarm_describes_a_head_that_it_names(indicator, small, large):
     assert told.keys() == {(0,), (1,)}
     for (head,), why in told.items():
         assert re.findall(r"head (\d+)", why) == [str(head)]
+
+
+def test_heads_of_a_rule_may_be_numpys():
+    detectors = Detectors((Fires("h.0", tuple(np.flatnonzero([0, 1, 1]))),))
+    (alarm,) = detectors.update([sample(0, "max_logit", [1.0] * 3)])
+    assert json.dumps([alarm.heads, detectors.state_dict()]).startswith("[[1, 2], ")
 
 
 def test_all_values_missing_or_infinite_raise_no_error():

@@ -59,11 +59,7 @@ def test_an_alarmed_head_is_kept_at_the_next_samples_and_the_weights_stay(tmp_pa
         assert one.inputs.end.tolist() == list(range(1, 25))
         assert one.kernel == "FLASH_ATTENTION"
         assert one.inputs.direction is not None and one.inputs.direction.norm() == pytest.approx(1)
-
-
-def test_what_is_kept_can_be_diagnosed(tmp_path):
-    train(session=monitored(tmp_path))
-    found = diagnose([one.inputs for one in read_snapshots(tmp_path)])
+    found = diagnose([one.inputs for one in kept])
     assert (found.cause, found.samples, found.rows) == ("not rounding", 4, 4 * 48)
     assert not found.faults
     # The kernel's own dQ is that of the inputs: all its error is that of BF16's roundings.
@@ -78,23 +74,18 @@ def test_a_stabilized_head_is_kept_without_what_its_kernel_made(tmp_path):
     assert diagnose([one.inputs for one in kept]).cause == "not rounding"
 
 
-def test_nothing_is_kept_without_room_or_an_alarm(tmp_path):
-    train(session=monitored(tmp_path / "off", snapshot_megabytes=0))
-    train(session=monitored(tmp_path / "sound", rules=()))
-    train(session=monitored(tmp_path / "full", snapshot_megabytes=0.01))
-    for name in ("off", "sound", "full"):
-        assert not snapshot_files(tmp_path / name)
-    assert "no room is left of the 0.01 MB" in read_metadata(tmp_path / "full")["snapshots"]
-
-
-def test_a_head_without_room_is_not_copied_first(tmp_path, monkeypatch):
+def test_nothing_is_copied_without_room_or_an_alarm(tmp_path, monkeypatch):
     def copied(*_, **__):
         raise AssertionError("it was copied")
 
     monkeypatch.setattr(snapshots, "head_of_call", copied)
+    train(session=monitored(tmp_path / "off", snapshot_megabytes=0))
+    train(session=monitored(tmp_path / "sound", rules=()))
     # 24 rows of 16 features in BF16, twice, of q, k, v and dO are 6 KB; a file holds 16 KB besides.
-    train(session=monitored(tmp_path, snapshot_megabytes=0.02))
-    assert "no room is left" in read_metadata(tmp_path)["snapshots"]
+    train(session=monitored(tmp_path / "full", snapshot_megabytes=0.02))
+    for name in ("off", "sound", "full"):
+        assert not snapshot_files(tmp_path / name)
+    assert "no room is left of the 0.02 MB" in read_metadata(tmp_path / "full")["snapshots"]
 
 
 def test_files_of_earlier_sessions_count(tmp_path):

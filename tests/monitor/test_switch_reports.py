@@ -48,6 +48,11 @@ class Run:
         self.step += len(kinds)
         return self
 
+    def switched(self, heads=None):
+        """A step, and a switch by hand."""
+        self.steps(None).session.switch(SITE, "compensated", heads=heads)
+        return self
+
     def switched_launches(self):
         return self.session.instrumentation.sites[SITE].launches.get(("forward", "compensated"), 0)
 
@@ -71,9 +76,7 @@ def run(tmp_path):
 
 
 def test_a_refused_batch_after_the_switch_is_told_at_once_and_so_is_the_next_without(run, caplog):
-    run.steps(None)
-    run.session.switch(SITE, "compensated", heads=[1])
-    run.steps(None)
+    run.switched([1]).steps(None)
     assert run.switched_launches() == 1
     with caplog.at_level(logging.WARNING, "guardbit"):
         run.steps(WIDE)
@@ -96,9 +99,7 @@ def test_a_refused_batch_after_the_switch_is_told_at_once_and_so_is_the_next_wit
 
 
 def test_a_head_that_is_switched_while_calls_are_refused_is_reported_too(run):
-    run.steps(None)
-    run.session.switch(SITE, "compensated", heads=[1])
-    run.steps(WIDE)
+    run.switched([1]).steps(WIDE)
     run.session.instrumentation.ask(SITE, "compensated", [0])  # as a policy does
     run.steps(WIDE, WIDE)
     assert run.events("switch")[1:] == [(1, SITE, (1,), "none"), (2, SITE, (0,), "none")]
@@ -108,9 +109,7 @@ def test_one_refused_batch_refuses_no_later_switch(run):
     run.steps(WIDE)
     with pytest.raises(ValueError, match=r"it computes in torch\.float64"):
         run.session.switch(SITE, "compensated")
-    run.steps(None)
-    run.session.switch(SITE, "compensated")
-    run.steps(None)
+    run.switched().steps(None)
     assert run.switched_launches() == 1
     assert run.stabilizers() == ["compensated"] * 2
 
@@ -126,8 +125,7 @@ def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
 
 def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
     monkeypatch.setattr(actions, "LASTING", 5)
-    run.steps(None)
-    run.session.switch(SITE, "compensated")
+    run.switched()
     for _ in range(5):
         run.steps(WIDE)
         assert run.stabilizers() == ["none"] * 2
@@ -142,9 +140,7 @@ def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
 
 
 def test_micro_batches_of_one_step_refused_and_not(run):
-    run.steps(None)
-    run.session.switch(SITE, "compensated")
-    run.steps((None, WIDE), (WIDE, None))
+    run.switched().steps((None, WIDE), (WIDE, None))
     assert run.stabilizers() == ["compensated"] * 2
     assert len(run.events("switch")) == 1
     (reason,) = run.reasons("monitor_error")
@@ -159,9 +155,7 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
     else:
         for layer in run.model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
-    run.steps(None)
-    run.session.switch(SITE, "compensated", heads=[1])
-    run.steps(None)
+    run.switched([1]).steps(None)
     assert run.reasons("monitor_error") == []
     run.steps(WIDE)  # traced now
     assert run.stabilizers() == ["none"] * 2
@@ -176,8 +170,7 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
 
 
 def test_a_switch_that_does_not_fit_the_heads_is_reported_and_kept(run):
-    run.steps(None)
-    run.session.switch(SITE, "compensated")
+    run.switched()
     run.model.layers[1].head_dim = 32
     run.steps(None)
     assert run.switched_launches() == 0
@@ -192,8 +185,7 @@ def test_a_switch_that_does_not_fit_the_heads_is_reported_and_kept(run):
 
 
 def test_a_forward_before_its_step_begins_counts(run):
-    run.steps(None)
-    run.session.switch(SITE, "compensated", heads=[1])
+    run.switched([1])
     for step, wide in ((1, None), (2, WIDE)):
         loss = run.model(torch.randn(2, 12, 32), wide).square().mean()
         with run.session.step(step):
@@ -203,8 +195,7 @@ def test_a_forward_before_its_step_begins_counts(run):
 
 
 def test_a_replaced_module_is_no_longer_reported(run):
-    run.steps(None)
-    run.session.switch(SITE, "compensated")
+    run.switched()
     run.model.layers[1] = Attention()
     run.steps(None)
     assert SITE not in run.session.instrumentation.stabilizers()

@@ -37,6 +37,7 @@ class Loop:
     made: ClassVar[list["Loop"]] = []
 
     def __init__(self, **settings):
+        settings = {"every_n_train_steps": 1, **settings}
         torch.manual_seed(0)
         self.model = model_of().bfloat16()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -36,7 +36,7 @@ def test_a_verdict_is_recorded_once(tmp_path):
 
 
 def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy("compensated", scope="head"))
+    loop = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"))
     second = loop.model.layers[1]
     # The first cannot be switched; one that can be is enough.
     loop.model.layers[0].dropout_p = 1.0
@@ -55,7 +55,7 @@ def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
 
 
 def test_a_switch_by_hand_is_told(tmp_path):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    loop = Loop(dirpath=tmp_path).run([0], close=False)
     loop.session.switch(SITES[1], "compensated", heads=[1, 3])
     loop.session.switch("*", "compensated", why="to be safe")
     loop.session.switch("*", "compensated")  # nothing is left to do, nor to say
@@ -75,7 +75,7 @@ def test_a_switch_by_hand_is_told(tmp_path):
 
 @pytest.mark.parametrize("is_within_step", [False, True])
 def test_a_switch_by_hand_is_of_the_heads_that_were_listed_then(is_within_step):
-    loop = Loop(every_n_train_steps=1).run([0], close=False)
+    loop = Loop().run([0], close=False)
     if is_within_step:
         loop.session.begin_batch(1)
     loop.session.switch(SITES[0], "compensated", heads=iter([1]))
@@ -92,7 +92,7 @@ def test_a_switch_by_hand_is_of_the_heads_that_were_listed_then(is_within_step):
 
 def test_a_switch_that_waits_for_the_end_of_a_step_outlives_the_monitor():
     stock = F.scaled_dot_product_attention
-    loop = Loop(every_n_train_steps=1).run([0], close=False)
+    loop = Loop().run([0], close=False)
     with loop.session.step(1) as session:
         session.switch(SITES[1], "exact_delta")
         session.attempt("watching", lambda: 1 / 0)
@@ -139,7 +139,7 @@ def test_what_comes_between_a_forward_and_its_recomputation_waits(
 
 
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
-    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    settings = {"rules": (Always(),)}
     loop = Loop(dirpath=tmp_path, policy=Policy("row_max", scope="head"), **settings)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
     loop.run([0, 1, 1000, 1001])
@@ -149,7 +149,7 @@ def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
 
 
 def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
+    loop = Loop(dirpath=tmp_path, strict=True).run([0], close=False)
     loop.session.instrumentation.switch(SITES[0], "compensated", heads=[1])
     before = loop.session.state_dict()
     loop.session.close()
@@ -203,10 +203,7 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
 
 
 def test_one_policy_serves_several_runs(tmp_path):
-    policy, settings = (
-        Policy("compensated", scope="head"),
-        {"every_n_train_steps": 1, "rules": (Always(),), "strict": True},
-    )
+    policy, settings = Policy("compensated", scope="head"), {"rules": (Always(),), "strict": True}
     for name in ("first", "second"):
         Loop(dirpath=tmp_path / name, policy=policy, **settings).run([0])
         assert len(events_of(tmp_path / name, "switch")) == 1

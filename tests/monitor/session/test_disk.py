@@ -21,7 +21,7 @@ from tests.monitor.session.plain_loop import (
 
 
 def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),))
+    loop = Loop(dirpath=tmp_path, rules=(Always(),))
     loop.session.begin_batch(0)
     with monkeypatch.context() as patch:
         patch.setattr("guardbit.store.files.publish", full_disk)
@@ -62,7 +62,7 @@ def record_a_refusal(loop):
 
 def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(journal, "PATIENCE", 3)
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    loop = Loop(dirpath=tmp_path).run([0], close=False)
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "flush", full_disk)
         loop.run([1], close=False)
@@ -80,7 +80,7 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
 
 
 def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monkeypatch):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
+    loop = Loop(dirpath=tmp_path, strict=True).run([0], close=False)
     monkeypatch.setattr(RunWriter, "flush", full_disk)
     with pytest.raises(OSError, match="No space left"):
         loop.session.close()
@@ -109,7 +109,7 @@ def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, cap
 
 
 def test_a_lone_surrogate_in_a_name_costs_nothing(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop = Loop(dirpath=tmp_path)
     loop.session.close()
     loop.model.register_module("sur\udc80", loop.model.layers.pop(0))
     loop.model.forward = lambda x: loop.model.layers[0](getattr(loop.model, "sur\udc80")(x))
@@ -132,10 +132,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
         tmp_path.joinpath("run").write_text("")
         folder = folder / "inside"
     loop = Loop(
-        every_n_train_steps=1,
-        rules=(Always(since=4),),
-        dirpath=folder,
-        policy=Policy("compensated", scope="head"),
+        rules=(Always(since=4),), dirpath=folder, policy=Policy("compensated", scope="head")
     )
 
     if where == "disk full later":

@@ -23,9 +23,7 @@ def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
 
 
 def test_suspects_are_audited_besides_those_in_turn(tmp_path):
-    Loop(
-        every_n_train_steps=1, rules=(Always(),), dirpath=tmp_path, num_audited_heads=1, strict=True
-    ).run(range(4))
+    Loop(rules=(Always(),), dirpath=tmp_path, num_audited_heads=1, strict=True).run(range(4))
     frame = read_run(tmp_path)
     rows = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[1])]
     audited = {step: group["head"].tolist() for step, group in rows.groupby("step")}
@@ -33,7 +31,7 @@ def test_suspects_are_audited_besides_those_in_turn(tmp_path):
 
 
 def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_again(tmp_path):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    loop = Loop(dirpath=tmp_path, strict=True)
     loop.run([0], close=False)
     layer = loop.model.layers[1]
     for name in ("q_proj", "out"):

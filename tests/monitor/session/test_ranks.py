@@ -25,7 +25,6 @@ WORKER = textwrap.dedent(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
     loop = Loop(
-        every_n_train_steps=1,
         rules=(LoudRow(),),
         policy=Policy("compensated", scope="head"),
         dirpath=f"{folder}/run" if rank == 0 else None,

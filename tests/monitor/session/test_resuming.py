@@ -9,36 +9,11 @@ from guardbit import load, read_events
 from guardbit.monitor import journal
 from guardbit.monitor.policy import Policy
 from guardbit.store import RunWriter
-from tests.monitor.session.plain_loop import (
-    SITES,
-    Always,
-    Loop,
-    events_of,
-    full_disk,
-    sampled,
-)
-
-
-def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
-    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    settings["policy"] = Policy("row_max", scope="head")
-    first = Loop(dirpath=tmp_path / "first", **settings)
-    state = first.run(range(3), close=False).leave()
-    for folder in ("first", "second"):
-        Loop(dirpath=tmp_path / folder, **settings).resume(state, [3, 4])
-    told = read_events(tmp_path / "second")
-    assert told[["step", "kind", "site", "heads", "stabilizer"]].to_numpy().tolist() == [
-        [0, "alarm", SITES[1], (1,), ""],
-        [3, "switch", SITES[1], (1,), "row_max"],
-        [3, "verdict", "", (), ""],
-    ]
-    assert told["rule"].tolist() == ["always", "", ""]
-    assert told["verdict"].tolist() == ["", "", "unclear"]
-    assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
+from tests.monitor.session.plain_loop import SITES, Always, Loop, events_of, full_disk, sampled
 
 
 def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
-    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(since=3),)}
+    settings = {"dirpath": tmp_path, "rules": (Always(since=3),)}
     first = Loop(**settings).run(range(3), close=False)
     state = first.session.state_dict()
     first.run([3, 4])
@@ -47,7 +22,7 @@ def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
 
 
 def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
-    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(),)}
+    settings = {"dirpath": tmp_path, "rules": (Always(),)}
     state = Loop(**settings).run([0], close=False).leave()
     Loop(**settings).resume(state, [1, 2])
     assert sampled(tmp_path) == [0, 1, 2]
@@ -55,28 +30,29 @@ def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
     assert told == [[0, "alarm"], [0, "verdict"]]
 
 
-@pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
-def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
-    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    settings["policy"] = Policy("row_max", scope="head")
+@pytest.mark.parametrize("before", ["nothing", "nothing but a first try", "another run"])
+def test_what_a_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
+    settings = {"rules": (Always(),), "policy": Policy("row_max", scope="head")}
     state = Loop(**settings).run(range(3), close=False).leave()
     if before == "another run":
-        Loop(every_n_train_steps=1, dirpath=tmp_path, rules=()).run(range(2))
-    else:
+        Loop(dirpath=tmp_path, rules=()).run(range(2))
+    elif before != "nothing":
         RunWriter(tmp_path).close()
     Loop(dirpath=tmp_path, **settings).resume(state, [3, 4])
-    told = read_events(tmp_path)[["step", "kind", "heads", "stabilizer"]].to_numpy().tolist()
-    assert told == [
-        [0, "alarm", (1,), ""], [3, "switch", (1,), "row_max"], [3, "verdict", (), ""]
-    ]  # fmt: skip
+    columns = ["step", "kind", "site", "heads", "stabilizer", "rule", "verdict"]
+    assert read_events(tmp_path)[columns].to_numpy().tolist() == [
+        [0, "alarm", SITES[1], (1,), "", "always", ""],
+        [3, "switch", SITES[1], (1,), "row_max", "", ""],
+        [3, "verdict", "", (), "", "", "unclear"],
+    ]
 
 
 def test_what_a_folder_says_is_switched_and_is_not_is_told_to_be_undone(tmp_path):
-    first = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0, 1], close=False)
+    first = Loop(dirpath=tmp_path).run([0, 1], close=False)
     state = first.session.state_dict()
     first.session.switch("*", "compensated")  # after the checkpoint
     first.session.close()
-    Loop(every_n_train_steps=1, dirpath=tmp_path).resume(state, [2, 3])
+    Loop(dirpath=tmp_path).resume(state, [2, 3])
     events = events_of(tmp_path, "switch")
     undone = events[events["stabilizer"] == "none"]
     assert undone[["step", "site", "heads"]].to_numpy().tolist() == [
@@ -85,16 +61,15 @@ def test_what_a_folder_says_is_switched_and_is_not_is_told_to_be_undone(tmp_path
 
 
 def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
-    settings = {"every_n_train_steps": 1}
-    state = Loop(**settings).run(range(3), close=False).leave()
-    Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
+    state = Loop().run(range(3), close=False).leave()
+    Loop(dirpath=tmp_path, rules=(Always(),)).run(range(3))
     assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear"]
-    Loop(dirpath=tmp_path, **settings).resume(state, [3, 4])
+    Loop(dirpath=tmp_path).resume(state, [3, 4])
     assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear", "stable"]
 
 
 def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
-    settings = {"every_n_train_steps": 1, "rules": (Always(),), "dirpath": tmp_path}
+    settings = {"rules": (Always(),), "dirpath": tmp_path}
     state = Loop(**settings).run(range(3), close=False).leave()
     (segment,) = tmp_path.glob("events-*")
     segment.write_text("{")
@@ -127,17 +102,17 @@ def test_a_resumed_run_is_judged_as_its_folder_is(tmp_path, monkeypatch, caplog,
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
-    state = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False).leave()
-    Loop(every_n_train_steps=1, dirpath=tmp_path).resume(state, [3])
+    state = Loop(dirpath=tmp_path).run(range(3), close=False).leave()
+    Loop(dirpath=tmp_path).resume(state, [3])
     assert not [line for line in caplog.messages if "holds a run already" in line]
-    Loop(every_n_train_steps=1, dirpath=tmp_path).run([0])
+    Loop(dirpath=tmp_path).run([0])
     (told,) = [line for line in caplog.messages if "holds a run already" in line]
     assert f"{tmp_path} holds" in told and "from step 0 on" in told
 
 
 @pytest.mark.parametrize("elsewhere", [{}, {"other_stage.attention": ["row_max"]}])
 def test_of_a_state_of_another_version_the_switch_is_kept(caplog, elsewhere):
-    loop = Loop(every_n_train_steps=1, strict=True)
+    loop = Loop(strict=True)
     own = {SITES[0]: ["none", "compensated"]}
     state = {"format": 2, "stabilizers": {**own, **elsewhere}, "unknown": 1}
     if elsewhere:  # of another stage of a pipeline it is no error, and kept for that
@@ -152,9 +127,9 @@ def test_of_a_state_of_another_version_the_switch_is_kept(caplog, elsewhere):
 
 
 def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
-    first = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    first = Loop(dirpath=tmp_path)
     first.run([0], close=False)
-    Loop(every_n_train_steps=1, dirpath=tmp_path).run([0])
+    Loop(dirpath=tmp_path).run([0])
     assert "another run has begun to write" not in caplog.text
     first.run([1, 2])
     told = [line for line in caplog.messages if "another run has begun to write" in line]
@@ -163,12 +138,12 @@ def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
-    first = Loop(every_n_train_steps=1, dirpath=tmp_path / "first" / "guardbit")
+    first = Loop(dirpath=tmp_path / "first" / "guardbit")
     first.run([0, 1], close=False)
     state = first.session.state_dict()
     first.session.close()
     folder = tmp_path / ("first/guardbit" if same else "first")  # the log directory, not the run
-    second = Loop(every_n_train_steps=1, dirpath=folder)
+    second = Loop(dirpath=folder)
     second.session.load_state_dict(state)
     with caplog.at_level(logging.INFO, "guardbit"):
         second.run([2, 3])
@@ -185,7 +160,7 @@ def test_a_folder_that_cannot_be_listed_is_no_failed_write(tmp_path, caplog, mon
         raise OSError("stale")
 
     monkeypatch.setattr(RunWriter, "is_hidden", fails)
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop = Loop(dirpath=tmp_path)
     loop.run([0, 1])
     assert sampled(tmp_path) == [0, 1]
     assert not loop.session.stages_off and "could not be written" not in caplog.text

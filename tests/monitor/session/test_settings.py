@@ -15,33 +15,30 @@ from tests.toys import Attention
 @pytest.mark.parametrize("policy", [None, Policy("compensated", scope="head")])
 def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     monkeypatch.setattr(Attention, "dropout_p", 1.0)
-    Loop(every_n_train_steps=1, policy=policy).run(range(2))
+    Loop(policy=policy).run(range(2))
     told = [line for line in caplog.messages if "no alarm can switch" in line]
     assert len(told) == (policy is not None)
     assert not told or ("any of the 2 attention modules: " in told[0] and "dropout 1.0" in told[0])
 
 
-@pytest.mark.parametrize("quiet_steps, warned", [(1000, True), (1001, False), (None, False)])
-def test_a_quiet_period_that_a_lasting_alarm_fits_into_is_warned_of(caplog, quiet_steps, warned):
-    Loop(every_n_train_steps=1, policy=Policy("compensated", quiet_steps=quiet_steps, scope="head"))
-    assert any("still diverge will be switched back" in line for line in caplog.messages) == warned
-
-
-def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
-    Loop()
-    assert not caplog.messages
-    Loop(indicators=["w_q_spectral_norm", "loss", "delta_bias"])
-    (line,) = caplog.messages
-    assert "model_logits lacks max_logit" in line
-    assert "gradient_error lacks dq_coherent_error" in line
-    assert "head_growth" not in line and "loss_departure" not in line
-
-
-def test_a_guard_without_rules_says_that_no_alarm_can_come(caplog):
-    Loop(rules=())
-    assert caplog.messages == [
-        "rules is empty: no alarm can come, and a policy has nothing to act on"
-    ]
+@pytest.mark.parametrize("settings, said", [
+    ({}, []),
+    ({"policy": Policy(quiet_steps=1001)}, []),
+    ({"policy": Policy(quiet_steps=1000)}, [
+        "quiet_steps is 1000, but a lasting alarm is repeated only every 1000 steps: heads that"
+        " still diverge will be switched back"
+    ]),
+    ({"indicators": ["w_q_spectral_norm", "loss", "delta_bias"]}, [
+        "some rules cannot raise an alarm, because indicators that they need are not measured:"
+        " gradient_error lacks dq_coherent_error; model_logits lacks max_logit"
+    ]),
+    ({"rules": ()}, ["rules is empty: no alarm can come, and a policy has nothing to act on"]),
+])  # fmt: skip
+def test_settings_that_leave_nothing_to_judge_or_undo_too_early_are_warned_of(
+    caplog, settings, said
+):
+    Loop(**settings)
+    assert caplog.messages == said
 
 
 @pytest.mark.parametrize("step", [1.5, "1", None, -1])
@@ -70,7 +67,7 @@ class Raises:
     ids=lambda loss: type(loss).__name__,
 )  # fmt: skip
 def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop = Loop(dirpath=tmp_path)
     for step, value in enumerate([loss, 0.5, loss, 0.25]):
         with loop.session.step(step) as record:
             loop.backward(step)
@@ -89,7 +86,7 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
 
 
 def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog, monkeypatch):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop = Loop(dirpath=tmp_path)
     monkeypatch.setattr(loop.session._measurement.run, "loss", lambda *_: 1 / 0)
     with loop.session.step(0) as record:
         loop.backward(0)
@@ -130,14 +127,14 @@ def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
 
 
 def test_a_closed_session_switches_nothing():
-    loop = Loop(every_n_train_steps=1)
+    loop = Loop()
     loop.run([0])
     with pytest.raises(ValueError, match="the session is closed: no head can be switched"):
         loop.session.switch("*", "exact_delta")
 
 
 def test_a_state_of_something_else_is_refused():
-    loop = Loop(every_n_train_steps=1)
+    loop = Loop()
     with pytest.raises(ValueError, match="this is no state of GuardBit's: pass what"):
         loop.session.load_state_dict(model_of().state_dict())
     loop.session.close()

@@ -58,7 +58,7 @@ def test_an_error_inside_a_step_goes_its_way_and_the_step_can_begin_again(tmp_pa
 
 
 def test_after_ctrl_c_a_session_leaves_as_the_refusal_of_the_next_one_says():
-    left = Loop(every_n_train_steps=1)
+    left = Loop()
     left.session.begin_batch(0)
     left.backward(0)
     refusal = r"instrumented already .* the other one, .* abandon_step\(\) and then close\(\)"
