@@ -6,11 +6,10 @@
 Random weights and tokens, BF16, AdamW, gradients clipped. In each round a block is timed without a
 monitor; then, with one, its first sample, a block without a sample, samples with the two steps
 after each, which may have to wait for it, and a block with all heads on `exact_delta`; last, a
-second block without a monitor, since machines drift.
-At a cadence of 50, the mean step of a watched run is one without a sample plus a fiftieth of what a
-sample adds; p95 is of steps without a sample, because samples are rarer than 5 %. Ratios are taken
-within a round, medians over rounds; that of memory is the largest of all ranks. Every rank has its
-own tokens, except under TP. "ddp" on one GPU is the model as it is. Rows are added to FILE.
+second block without a monitor, since machines drift. At a cadence of 50, the mean step of a watched
+run is one without a sample plus a fiftieth of what a sample adds; p95 is of steps without a sample,
+because samples are rarer than 5 %. Ratios are taken within a round, medians over rounds; that of
+memory is the largest of all ranks. Every rank has its own tokens, except under TP.
 """
 
 from __future__ import annotations
@@ -179,10 +178,9 @@ def rank_of(rank: int, port: int, options: argparse.Namespace) -> None:
         found = measure(strategy, device, options)
         peaks: list[Any] = [None] * options.gpus
         dist.all_gather_object(peaks, found["peak_ratio"])
+        found["peak_ratio"] = max(peaks)
         row = {"gpus": options.gpus, "strategy": strategy, "compiled": options.compile}
-        row |= {
-            name: f"{value:.4g}" for name, value in (found | {"peak_ratio": max(peaks)}).items()
-        }
+        row |= {name: f"{value:.4g}" for name, value in found.items()}
         if rank == 0:
             print(row, flush=True)
             if options.csv:
