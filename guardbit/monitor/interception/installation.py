@@ -43,7 +43,7 @@ def _before(args: Args, kwargs: Kwargs) -> Around | None:
         # A checkpoint would hide from autograd how q is computed.
         own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
         return Around(tuple(others), own, function=function)
-    begin, end = partial(_go_on_inside, site, frame), partial(_leave_again, frame)
+    begin, end = partial(_go_on_inside, site, frame), partial(_pop, frame.module)
     return Around((between(function, begin, end), *others), kwargs)
 
 
@@ -54,9 +54,7 @@ def _go_on_inside(site: Tensor, frame: Frame) -> None:
     push(site, again, sys._getframe(3))  # the one that the guard is called from
 
 
-@guarded
-def _leave_again(frame: Frame) -> None:
-    pop(frame.module)
+_pop = guarded(pop)
 
 
 #: Stands in for PyTorch's function.

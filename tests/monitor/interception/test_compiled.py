@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
-from tests.monitor.interception.models import SelfAttention, language, llama
 from tests.toys import instrumented
 
 # PyTorch's own, while it compiles.
@@ -20,6 +19,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+
+
+class SelfAttention(nn.Module):
+    """`nn.MultiheadAttention` on one input."""
+
+    def __init__(self, need_weights=False, **options):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(64, 4, **options)
+        self.need_weights = need_weights
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=self.need_weights)[0]
 
 
 def test_the_default_compiler(tiny, instrument):
@@ -96,7 +107,15 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
 
 
 def test_compiled_hugging_face(tiny, instrument):
-    model, batch = llama(), language()
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     before = tiny.step(model, **batch, run=compiled)
     torch._dynamo.reset()
