@@ -112,8 +112,7 @@ class History:
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
         """The excess up to a bucket by layer and head, the index of its indicator, their names."""
         names = [name for name in EXCESS_INDICATORS if name in self.high]
-        worst = np.full(len(self._columns), np.nan)
-        which = np.zeros(worst.shape, dtype=np.int64)
+        found = np.full((max(len(names), 1), len(self._columns)), np.nan)
         end = self.used if bucket is None else bucket + 1
         last = int(self.steps[:end].max(initial=-1))
         moved = {head: step for head, step in self.moved.items() if step <= last}
@@ -127,13 +126,13 @@ class History:
             # Counted from the end, as the last sample is the one that is judged.
             values, steps = values[::-1][::stride][::-1], steps[::-1][::stride][::-1]
             until = None if first is None else int((steps <= first).sum())
-            known = has_moved[: values.shape[1]]
-            excess = times_baseline(values, EXCESS_INDICATORS[name], known, until)
             # Heads that were first seen after an indicator's last values have no column in it.
-            so_far = worst[: len(excess)]
-            worse = np.flatnonzero((excess > so_far) | (np.isnan(so_far) & ~np.isnan(excess)))
-            worst[worse] = excess[worse]
-            which[worse] = index
+            width = values.shape[1]
+            found[index, :width] = times_baseline(
+                values, EXCESS_INDICATORS[name], has_moved[:width], until
+            )
+        which = np.nan_to_num(found, nan=-1.0).argmax(axis=0)
+        worst = found[which, np.arange(len(which))]
         return self._map(worst, np.nan), self._map(which, 0), names
 
     def _map(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:

@@ -137,6 +137,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     fork = fork_of({run.name: tables.of_run(run.samples, "loss") for run in runs})
     samples = {run.name: _from(fork, run) for run in runs}
     outcomes = {run.name: run.judgement for run in runs}
+    facts = [_facts(run) for run in runs]
     kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
@@ -156,7 +157,9 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         "answers": _answers(samples, outcomes),
         "runs": [document.heads_of(run) for run in runs],
         "settings": _settings(runs),
-        "side_by_side": _side_by_side(runs),
+        "side_by_side": Table(
+            ["", *titles], [[name, *[one[name] for one in facts]] for name in facts[0]]
+        ),
     }
 
 
@@ -170,12 +173,6 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
 
 def _short(state: str) -> str:
     return "diverged by its learning rate" if state == "learning-rate" else state
-
-
-def _side_by_side(runs: Sequence[LoadedRun]) -> Table:
-    facts = [_facts(run) for run in runs]
-    rows = [[name, *[one[name] for one in facts]] for name in facts[0]]
-    return Table(["", *[run.name for run in runs]], rows)
 
 
 def _facts(run: LoadedRun) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Alarms and the end of a run, as a webhook, W&B and Trackio are told of them."""
+"""Alarms and the end of a run, as a webhook, W&B, Trackio and a function are told of them."""
 
 import http.server
 import json
@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.loggers import WandbLogger
 
-from guardbit import AttentionMonitor, HuggingFaceMonitor
+from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_events
 from guardbit.alerts import MOST_CHARACTERS, VARIABLE, Alerts, Webhook, message
 from guardbit.records import Alarm, Event
-from tests.callbacks.monitoring.reading import Recorder
+from tests.callbacks.monitoring.reading import SITES, Recorder
 from tests.callbacks.test_huggingface import train
 from tests.monitor.session.plain_loop import Loop
 from tests.toys import Fires
@@ -272,3 +272,58 @@ def test_trackio_s_own_store_holds_the_alerts(trains, tmp_path, monkeypatch):
     trackio.finish()
     kept = {(alert["title"], alert["level"]) for alert in SQLiteStorage.get_alerts("p")}
     assert kept == {("GuardBit: warning alarm", "warn"), ("GuardBit: run finished", "warn")}
+
+
+# --- a function of the user's ---------------------------------------------------------------------
+
+#: Names the first head, and at the next sample the second.
+RULES = tuple(
+    Fires(SITES[1], (head,), sample=head + 1, why=f"sentence {head}", name=f"rule {head}")
+    for head in (0, 1)
+)
+
+
+def test_each_alarm_is_handed_over_once_it_is_recorded(trains, tmp_path):
+    told = []
+
+    def tell(alarm):
+        recorded = read_events(tmp_path / "run")
+        told.append((alarm.step, alarm.site, alarm.heads, alarm.why.partition(";")[0]))
+        assert alarm.why in set(recorded["why"])
+
+    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", rules=RULES, on_alarm=tell, strict=True)
+    trains.fit(monitor, max_steps=2)
+    assert told == [(step, SITES[1], (step,), f"sentence {step}") for step in (0, 1)]
+
+
+def test_errors_of_the_function_end_nothing_and_are_told_once(trains, tmp_path, caplog):
+    calls = []
+
+    def fails(alarm):
+        calls.append(alarm.step)
+        raise RuntimeError("no network")
+
+    monitor = AttentionMonitor(
+        1, dirpath=tmp_path / "run", rules=RULES, on_alarm=fails, strict=True
+    )
+    trains.fit(monitor, max_steps=2)
+    assert calls == [0, 1], "the next alarm may get through"
+    events = read_events(tmp_path / "run")
+    errors = events.loc[events["kind"] == "monitor_error", "why"].tolist()
+    (error,) = errors
+    assert error.startswith("on_alarm failed") and "no network" in error
+    assert caplog.text.count("no network") == 1
+    assert list(events["kind"]).count("alarm") == 2
+
+
+@pytest.mark.parametrize("entry", [AttentionMonitor, HuggingFaceMonitor, MonitorSession])
+@pytest.mark.parametrize("on_alarm", ["mail", lambda: None, lambda alarm, how: None])
+def test_what_cannot_take_one_alarm_is_refused(entry, on_alarm):
+    model = [object()] if entry is MonitorSession else []
+    with pytest.raises(ValueError, match=r"^on_alarm is .*; it must be a function of one alarm"):
+        entry(*model, on_alarm=on_alarm)
+
+
+@pytest.mark.parametrize("on_alarm", [print, [].append, lambda alarm, how="mail": None, str])
+def test_whatever_takes_one_alarm_will_do(on_alarm):
+    assert AttentionMonitor(on_alarm=on_alarm).settings.on_alarm is on_alarm

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import guardbit
 from guardbit import AttentionMonitor, HuggingFaceMonitor
 from guardbit.cli import app
-from guardbit.dashboards.document import extent
+from guardbit.dashboards import document
 from tests.callbacks.conftest import TinyGPT, Trains
 from tests.callbacks.test_huggingface import gpt2, train
 from tests.monitor.session.plain_loop import Loop
@@ -84,9 +84,11 @@ def test_the_last_line_is_of_the_whole_run(run, tmp_path, capsys, caplog):
     assert guardbit.load(tmp_path).resumed == f"resumed at step {FIRST}"
 
 
-def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path):
+def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(document, "CHARTS", {})  # which take most of the time
+
     def said():
-        shown = extent(guardbit.load(tmp_path))
+        shown = document.extent(guardbit.load(tmp_path))
         console = CliRunner().invoke(app, ["report", str(tmp_path)]).stderr
         assert ("resumed" in shown) == ("resumed" in console)
         return shown.partition(" · resumed ")[2]
