@@ -1,8 +1,9 @@
 """A copy of a module that runs without changing the training run.
 
 The search for W_Q runs an attention module several times. It runs a copy: `copy.deepcopy` with
-given tensors in place of the parameters. Functions, classes, Python modules, global variables and
-what cannot be copied are shared with the run. Random generators are put back afterwards.
+given tensors in place of the parameters. Classes, Python modules, global variables, functions but
+those in attributes of modules, and what cannot be copied are shared with the run. Random generators
+are put back afterwards.
 
 Hooks of others do not run on the copy, except PyTorch's that compute weights or tensors.
 """
@@ -18,7 +19,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -164,6 +165,8 @@ def _copied_module(x: Any, memo: dict[int, Any]) -> Any:
     # Which site it is; the `__deepcopy__` of a place would say none.
     place = state.get("_guardbit_site")
     memo[id(place)] = place
+    for value in state.values():
+        _copy_closure(value, memo)
     vars(made).update(copy.deepcopy(state, memo))
     return made
 
@@ -177,6 +180,19 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
         kept = [(key, hook) for key, hook in hooks if str(hook.__module__).startswith(_KEPT_HOOKS)]
         state[name] = type(state[name])(kept)
     return state
+
+
+def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
+    """Copies a function with what it closes over: `forward` of a patched module often does so."""
+    if not isinstance(x, types.FunctionType) or not x.__closure__ or id(x) in memo:
+        return
+    cells = tuple(types.CellType() for _ in x.__closure__)
+    made = types.FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+    memo[id(x)], made.__kwdefaults__ = made, x.__kwdefaults__
+    for cell, own in zip(cells, x.__closure__, strict=True):
+        with suppress(ValueError):  # it is empty
+            _copy_closure(own.cell_contents, memo)
+            cell.cell_contents = copy.deepcopy(own.cell_contents, memo)
 
 
 @contextmanager

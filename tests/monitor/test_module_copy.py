@@ -90,6 +90,19 @@ def hooked(self, x):
     return len(self.held)
 
 
+def patched(self, x):
+    """From the first call on, a function stands for a part, which it goes on calling."""
+    if "forward" not in vars(self.out):
+        inner, seen = self.out.forward, self.held
+
+        def counting(y):
+            seen.append(1)
+            return inner(y) * len(seen)
+
+        self.out.forward = counting
+    return len(self.held)
+
+
 class Modes(enum.Enum):
     DYNAMIC = "dynamic"
     DISABLED = "disabled"
@@ -138,6 +151,7 @@ KEPT = {
         lambda self: [tensor.item() for tensor in self.held.last],
     ),
     "the batch before": (list, remembered, lambda self: self.held[0].tolist()),
+    "a closure": (list, patched, lambda self: len(self.held)),
     "a hook": (list, hooked, lambda self: len(self.held)),
     "a file": (
         lambda: tempfile.TemporaryFile("w"),  # noqa: SIM115
