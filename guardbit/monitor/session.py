@@ -34,7 +34,7 @@ from guardbit.monitor.notices import MissedModules, Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule, checked_step
-from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, passes_to, warn_of_settings
+from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
@@ -74,7 +74,6 @@ class Session(Guarded):
     _strict = False
 
     @guard.method()
-    @passes_to(Settings)
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self._strict, self._dirpath = settings.get("strict", False), settings.get("dirpath")
         with refusing():
