@@ -541,10 +541,9 @@ class Session(Guarded):
         """Writes the scalars of steps since the last sampled one, and which modules none met."""
         self.attempt("metrics", self._record_never_met)
         ended = self._schedule.last_ended or 0
-        left = self.attempt("samples", lambda: self._measurement.send({}, ended))
-        if left is not None:
-            samples = self.attempt("samples", lambda: self._measurement.receive(left))
-            self._journal.add(samples or [])
+        measurement = self._measurement
+        left = self.attempt("samples", lambda: measurement.receive(measurement.send({}, ended)))
+        self._journal.add(left or [])
 
     def _record_never_met(self) -> None:
         if self._missed.end(self.instrumentation.sites):
