@@ -3,7 +3,7 @@
 The search for W_Q runs an attention module several times. It runs a copy: `copy.deepcopy` with
 given tensors in place of the parameters. Classes, Python modules, global variables, functions but
 those in attributes of modules, and what cannot be copied are shared with the run. Random generators
-are put back afterwards.
+are put back afterwards, and so are global names, and attributes of functions, that its code names.
 
 Hooks of others do not run on the copy, except PyTorch's that compute weights or tensors.
 """
@@ -59,6 +59,7 @@ def runnable_copy(
         warnings.catch_warnings(action="ignore"),
         _without_global_hooks(),
         _without_torchscript(),
+        _names_kept(module),
     ):
         try:
             made = _copied(module, tensors, dtype)
@@ -204,6 +205,27 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
             undo.callback(numpy.random.set_state, numpy.random.get_state())
         undo.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         yield
+
+
+@contextmanager
+def _names_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back what the module's code may count in: global names and attributes of functions."""
+    spaces = {id(x): vars(x) for part in module.modules() for x in (part, *type(part).__mro__)}
+    found = [value for space in spaces.values() for value in space.values()]
+    kept: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    while found:
+        code = found.pop()
+        # PyTorch's own functions count nothing of the user's.
+        if isinstance(code, types.FunctionType) and not str(code.__module__).startswith("torch."):
+            everywhere, own = code.__globals__, vars(code)
+            named = {n: everywhere[n] for n in code.__code__.co_names if n in everywhere}
+            kept[id(code)] = [(everywhere, named), (own, own.copy())]
+            found += [value for value in named.values() if id(value) not in kept]
+    try:
+        yield
+    finally:
+        for space, before in (pair for pairs in kept.values() for pair in pairs):
+            space.update(before)
 
 
 @contextmanager

@@ -64,6 +64,18 @@ def counted_around(self, x):
     return self.around[0].calls
 
 
+def begin_to_count():
+    global total
+    total = counting.calls = 0
+
+
+def counting():
+    global total
+    total += 1
+    counting.calls += 1
+    return total * counting.calls
+
+
 def locked(self, x):
     with self.held.lock:
         self.held.memory = self.held.memory + 1
@@ -132,6 +144,9 @@ KEPT = {
         lambda: collections.defaultdict(int, list=[]), counted, lambda self: str(self.held),
     ),
     "the module around it": (object, counted_around, lambda self: self.around[0].calls),
+    "a global name and a function": (
+        begin_to_count, lambda *_: counting(), lambda self: (total, counting.calls),
+    ),
     "a lock": (
         lambda: types.SimpleNamespace(memory=torch.ones(()), lock=threading.Lock()),
         locked,

@@ -373,13 +373,14 @@ _FUNCTIONS = {
 
 _CACHED = "flash_attn_with_kvcache"
 
+VARLEN = LibraryEntryPoint(
+    "torch.nn.attention.varlen.varlen_attn",
+    home="torch.nn.attention.varlen",
+    attribute="varlen_attn",
+    engine="varlen_attn",
+)
+
 OF_LIBRARIES: tuple[base.EntryPoint, ...] = (
-    LibraryEntryPoint(
-        "torch.nn.attention.varlen.varlen_attn",
-        home="torch.nn.attention.varlen",
-        attribute="varlen_attn",
-        engine="varlen_attn",
-    ),
     *(
         LibraryEntryPoint(f"{package}.{name}", home, name, engine=engine)
         for (package, home, engine), kinds in _FUNCTIONS.items()
