@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from guardbit.kernels import engines
+from guardbit.kernels.engines import proof as proofs
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -51,6 +52,14 @@ def pytest_collection_finish():
     }
     # Thousands of modules, in which each of thousands of sessions would look twice.
     references._variables_of_modules = lambda: (x for x in everywhere() if id(x) not in without)
+
+
+@pytest.fixture(autouse=True)
+def failed_proofs_are_forgotten():
+    """Tests make kernels fail; a proof that failed by it is not the next test's."""
+    yield
+    for key in [key for key, proof in proofs._proofs.items() if proof.failure]:
+        del proofs._proofs[key]
 
 
 def pytest_sessionfinish():

@@ -215,12 +215,15 @@ def _names_kept(module: nn.Module) -> Iterator[None]:
     kept: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     while found:
         code = found.pop()
-        # PyTorch's own functions count nothing of the user's.
-        if isinstance(code, types.FunctionType) and not str(code.__module__).startswith("torch."):
-            everywhere, own = code.__globals__, vars(code)
-            named = {n: everywhere[n] for n in code.__code__.co_names if n in everywhere}
-            kept[id(code)] = [(everywhere, named), (own, own.copy())]
-            found += [value for value in named.values() if id(value) not in kept]
+        if not isinstance(code, types.FunctionType):
+            continue
+        # Functions of PyTorch and GuardBit count nothing of the user's.
+        if str(code.__module__).partition(".")[0] in ("torch", "guardbit"):
+            continue
+        everywhere, own = code.__globals__, vars(code)
+        named = {n: everywhere[n] for n in code.__code__.co_names if n in everywhere}
+        kept[id(code)] = [(everywhere, named), (own, own.copy())]
+        found += [value for value in named.values() if id(value) not in kept]
     try:
         yield
     finally:
