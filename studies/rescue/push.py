@@ -133,28 +133,32 @@ class Layer(NamedTuple):
     errors: dict[str, Tensor]
 
 
-def look_at(weight: nn.Parameter, x: Tensor, call: AttentionCall, engines: dict) -> Layer:
-    """Takes every engine's error of one layer's dW_Q.
+def look_at(weight: nn.Parameter, heads: int) -> Layer:
+    """One layer's largest singular values and their vectors, with no errors yet."""
+    rows = query_rows(weight.detach(), heads).float()
+    norms, directions = spectral_norms(gram_matrices(rows))
+    rights = torch.einsum("hd,hdc->hc", directions.double(), rows.double())
+    sigmas = norms.double()
+    return Layer(weight, sigmas, directions.double(), rights / sigmas[:, None], {})
+
+
+def add_errors(errors: dict[str, Tensor], x: Tensor, call: AttentionCall, engines: dict) -> None:
+    """Adds every engine's error of one layer's dW_Q, that of a batch or of a part of it.
 
     Args:
-        weight: See `Layer`.
+        errors: See `Layer`.
         x: `(B, N, C)`, what the projection was given.
         call: The layer's attention call.
         engines: Those of `engines_for`.
     """
     heads = call.q.size(1)
-    rows = query_rows(weight.detach(), heads).float()
-    norms, directions = spectral_norms(gram_matrices(rows))
-    rights = torch.einsum("hd,hdc->hc", directions.double(), rows.double())
     exact = dispatch.exact_query_gradient(
         call.d_out, call.q, call.k, call.v, spec=call.spec, head_ids=range(heads), dropout=None
     )
-    errors = {}
     gradients = {"run": call.dq} | {name: engine(call) for name, engine in engines.items()}
     for name, dq in gradients.items():
-        errors[name] = torch.einsum("bhnd,bnc->hdc", dq.float() - exact, x.float())
-    sigmas = norms.double()
-    return Layer(weight, sigmas, directions.double(), rights / sigmas[:, None], errors)
+        error = torch.einsum("bhnd,bnc->hdc", dq.float() - exact, x.float())
+        errors[name] = errors[name] + error if name in errors else error
 
 
 def query_rows(tensor: Tensor, heads: int) -> Tensor:
@@ -195,15 +199,24 @@ def rows_of(
 
 
 def go_on(
-    checkpoint: dict[str, Any], model: LanguageModel, device: str, steps: int, minutes: float
+    checkpoint: dict[str, Any],
+    model: LanguageModel,
+    device: str,
+    steps: int,
+    minutes: float,
+    parts: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Trains on from a checkpoint, eagerly, and yields the rows of every step."""
+    """Trains on from a checkpoint, eagerly, and yields the rows of every step.
+
+    With `parts` a step has as many batches, and the errors are those of the run's own engine alone.
+    """
     model.load_state_dict(checkpoint["state_dict"])
     made = model.to(device).configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     schedule.load_state_dict(checkpoint["lr_schedulers"][0])
-    projections = [part.c_attn for part in model.modules() if isinstance(part, Attention)]
+    attentions = [part for part in model.modules() if isinstance(part, Attention)]
+    projections = [attention.c_attn for attention in attentions]
     inputs: dict[nn.Module, Tensor] = {}
     for projection in projections:
         projection.register_forward_pre_hook(
@@ -214,23 +227,25 @@ def go_on(
     cudnn = (lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)) if device == "cuda" else nullcontext
     engines: dict[str, Engine] = {}
     first, end = checkpoint["global_step"], time.monotonic() + 60 * minutes
+    batches = max(1, parts)
     for step in range(first, first + steps):
-        instrumentation.observe(calls.append)
-        with torch.autocast(device, torch.bfloat16), cudnn():
-            loss = model.net(model.batch(step))
-        loss.backward()
-        instrumentation.observe(None)
+        layers = [look_at(attention.c_attn.weight, attention.heads) for attention in attentions]
+        for number in range(batches):
+            instrumentation.observe(calls.append)
+            with torch.autocast(device, torch.bfloat16), cudnn():
+                loss = model.net(model.batch(first + (step - first) * batches + number))
+            (loss / batches).backward()
+            instrumentation.observe(None)
+            if not parts:
+                engines = engines or engines_for(calls[0])
+            for layer, projection, call in zip(layers, projections, reversed(calls), strict=True):
+                add_errors(layer.errors, inputs[projection], call, engines)
+            calls.clear()
         norm = nn.utils.clip_grad_norm_(model.net.parameters(), 1.0)
-        engines = engines or engines_for(calls[0])
-        layers = [
-            look_at(projection.weight, inputs[projection], call, engines)
-            for projection, call in zip(projections, reversed(calls), strict=True)
-        ]
         rate = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
         yield from rows_of(layers, optimizer, rate, min(1.0, 1.0 / norm.item()), step)
-        calls.clear()
         optimizer.zero_grad()
         if (step - first) % 20 == 0:
             print(step, f"{loss.item():.4f}", flush=True)
@@ -238,10 +253,10 @@ def go_on(
             return
 
 
-def thinned(frame: pd.DataFrame) -> pd.DataFrame:
-    """Sums over `STEPS` steps at a time, with the first of these and its sigma."""
+def thinned(frame: pd.DataFrame, steps: int = STEPS) -> pd.DataFrame:
+    """Sums over so many steps at a time, with the first of these and its sigma."""
     beginning = frame["step"].min()
-    windows = (frame["step"] - beginning) // STEPS * STEPS + beginning
+    windows = (frame["step"] - beginning) // steps * steps + beginning
     sums = {name: "sum" for name in frame if name.startswith(("change", "growth_"))}
     grouped = frame.assign(step=windows).groupby(["step", "layer", "head"])
     return grouped.agg({"sigma": "first", **sums}).reset_index()
@@ -252,6 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--minutes", type=float, default=60.0, help="go on no longer")
+    parser.add_argument("--parts", type=int, default=0, help="batches a step; keeps every step")
     parser.add_argument("--csv", type=Path, required=True, help="where to write the rows")
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -267,8 +283,11 @@ def main(arguments: list[str] | None = None) -> None:
         Size(**about["size"]), torch.from_numpy(tokens.astype(np.int16)), about["learning_rate"],
         1000, about["seed"], compiled=False,
     )  # fmt: skip
-    rows = go_on(checkpoint, model, options.device, options.steps, options.minutes)
-    thinned(pd.DataFrame(rows)).to_csv(options.csv, index=False, float_format="%.4g")
+    rows = go_on(
+        checkpoint, model, options.device, options.steps, options.minutes, options.parts
+    )  # fmt: skip
+    frame = thinned(pd.DataFrame(rows), 1 if options.parts else STEPS)
+    frame.to_csv(options.csv, index=False, float_format="%.4g")
 
 
 if __name__ == "__main__":

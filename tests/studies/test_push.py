@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import guardbit
 from studies.rescue.growth import correlation, original_change, parts, table, totals
-from studies.rescue.push import Layer, query_rows, rows_of, thinned
+from studies.rescue.model import LanguageModel, Size
+from studies.rescue.push import Layer, go_on, query_rows, rows_of, thinned
 
 HEADS, WIDTH = 2, 8
 RATE = 1e-6
@@ -32,6 +34,37 @@ def test_the_growth_of_the_whole_gradient_is_what_sigma_did():
     np.testing.assert_allclose(rows["growth_all"], rows["change"], rtol=1e-4)
     # Half of the gradient, clipped to a half.
     np.testing.assert_allclose(rows["growth_run"], 0.25 * rows["growth_all"], rtol=1e-9)
+
+
+def grown(parts, steps=2):
+    torch.manual_seed(0)
+    model = LanguageModel(
+        Size(vocabulary=32, context=16, width=128, heads=2, layers=1, sequences=2),
+        torch.randint(0, 32, (500,), dtype=torch.int16), 1e-3, 10, 0, compiled=False,
+    )  # fmt: skip
+    drawn = model.batch(0)
+    model.batch = lambda step: drawn
+    made = model.configure_optimizers()
+    checkpoint = {
+        "state_dict": model.state_dict(), "global_step": 5,
+        "optimizer_states": [made["optimizer"].state_dict()],
+        "lr_schedulers": [made["lr_scheduler"]["scheduler"].state_dict()],
+    }  # fmt: skip
+    return pd.DataFrame(go_on(checkpoint, model, "cpu", steps, 1.0, parts))
+
+
+def test_a_step_of_equal_parts_is_a_step_of_one(monkeypatch):
+    made, instrument = [], guardbit.instrument
+    monkeypatch.setattr(
+        guardbit, "instrument", lambda net: made.append(instrument(net)) or made[-1]
+    )
+    # Halves are exact in BF16, so only FP32 sums of W_Q's gradients round differently.
+    one, two = grown(1), grown(2)
+    assert list(one["step"]) == [5, 5, 6, 6] and (one["growth_run"] != 0).any()
+    for column in ("growth_run", "growth_all", "change", "sigma"):
+        np.testing.assert_allclose(two[column], one[column], rtol=1e-3, atol=1e-9)
+    for instrumentation in made:
+        instrumentation.remove()
 
 
 def frame(steps, heads=3):
