@@ -10,9 +10,10 @@ other calls run as in PyTorch. Three ops are opaque to the compiler and look the
 when they run, so a switch needs no recompilation.
 
 The compiler turns `mask_mod` and `score_mod` into graphs; what they close over becomes further
-arguments. An op takes tensors and numbers but no functions, so graphs are kept here, by number.
-Parts of a graph that are recognised become fields of the `AttentionSpec`, for which there are
-kernels. The others become functions that are evaluated tile by tile.
+arguments. An op takes no functions, so graphs are passed as text: a process that takes its compiled
+code from PyTorch's cache on disk never traces them. Parts of a graph that are recognised become
+fields of the `AttentionSpec`, for which there are kernels. The others become functions that are
+evaluated tile by tile.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `(B, H, N, E)`; lse
 `(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
@@ -20,11 +21,12 @@ Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `
 
 from __future__ import annotations
 
+import base64
 import importlib
 import inspect
 import math
 import operator
-import os
+import pickle
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -59,7 +61,7 @@ _UNRECORDED = (
 _library = torch.library.Library("guardbit", "FRAGMENT")
 _BACKWARD_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor out, Tensor d_out, Tensor lse, Tensor site, Tensor names,"
-    " Tensor[] tensors, SymInt[] numbers, int program, float scale"
+    " Tensor[] tensors, SymInt[] numbers, str program, float scale"
 )
 for _schema in (
     "flex_begin(Tensor blocks, Tensor q, Tensor site, str obstacle, bool training)"
@@ -90,42 +92,40 @@ class Program(NamedTuple):
     num_scores: int  # how many of these values `score` closes over
 
 
-_programs: dict[int, Program] = {}
-_numbers: dict[tuple[Any, ...], int] = {}
-# Compiled code may be cached on disk, so a number must not mean another graph in a later process.
-_first = int.from_bytes(os.urandom(6))
-
-
-def register(
+def text_of(
     score: Any, mask: Any, score_closed: Sequence[Closed], mask_closed: Sequence[Closed]
-) -> int | None:
-    """Keeps the two functions of a call and returns their number; None if they are no graphs."""
+) -> str:
+    """Returns the functions of a call as text, for `specification`; "" if they are no graphs."""
     if not (isinstance(score, GraphModule) and isinstance(mask, GraphModule)):
-        return None
-    are_tensors = tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed))
-    key = score, mask, are_tensors
-    number = _numbers.get(key)
-    if number is None:
-        terms = _terms(_result(mask))
-        seen = [term for term in terms if not _is_true(term)]
-        others = [term for term in seen if not _is_causal(term)]
-        number = _first + len(_programs)
-        _programs[number] = Program(
-            mask if others else None,
-            None if _result(score) is next(iter(score.graph.nodes)) else score,
-            len(others) < len(seen),
-            are_tensors,
-            len(score_closed),
-        )
-        _numbers[key] = number
-    return number
+        return ""
+    terms = _terms(_result(mask))
+    seen = [term for term in terms if not _is_true(term)]
+    others = [term for term in seen if not _is_causal(term)]
+    program = Program(
+        _bare(mask) if others else None,
+        None if _result(score) is next(iter(score.graph.nodes)) else _bare(score),
+        len(others) < len(seen),
+        tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed)),
+        len(score_closed),
+    )
+    return base64.b64encode(pickle.dumps(program)).decode()
+
+
+def _bare(module: GraphModule) -> GraphModule:
+    """Returns a module of the same graph without what the compiler keeps beside it."""
+    return GraphModule({}, module.graph)
+
+
+@cache
+def _program(text: str) -> Program:
+    return pickle.loads(base64.b64decode(text))
 
 
 def specification(
-    number: int, scale: float, batch: int, tensors: Sequence[Tensor], numbers: Sequence[int]
+    text: str, scale: float, batch: int, tensors: Sequence[Tensor], numbers: Sequence[int]
 ) -> AttentionSpec:
     """Returns what a call with functions asks for."""
-    program = _programs[number]
+    program = _program(text)
     rest = iter(tensors), iter(numbers)
     closed = [next(rest[0] if is_tensor else rest[1]) for is_tensor in program.are_tensors]
     score_closed, mask_closed = closed[: program.num_scores], closed[program.num_scores :]
@@ -218,7 +218,7 @@ class _BackwardArguments(NamedTuple):
     names: Tensor
     tensors: Sequence[Tensor]
     numbers: Sequence[int]
-    program: int
+    program: str
     scale: float
 
     @property
@@ -372,7 +372,7 @@ class _Began(NamedTuple):
 
     site: Tensor  # number of the site, 0-d CPU tensor
     names: Tensor  # what `_begin` returned
-    program: int | None  # number of its functions, see `register`; None if they are not known
+    program: str  # its functions, see `text_of`; "" if they are not known
 
 
 def is_supported() -> bool:
@@ -407,10 +407,10 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         kept = dict(options)
         if site is not None:
             try:
-                program = register(score_mod, block_mask[-1], score_closed, mask_closed)
+                program = text_of(score_mod, block_mask[-1], score_closed, mask_closed)
             except Exception:  # a graph unlike any that we know
-                program = None
-            obstacle = _UNRECORDED if program is None else ""
+                program = ""
+            obstacle = "" if program else _UNRECORDED
             place = next(i for i, x in enumerate(block_mask) if isinstance(x, Tensor))
             blocks, names = torch.ops.guardbit.flex_begin(
                 block_mask[place], q, site, obstacle, training
@@ -426,7 +426,7 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         kept = {name: value for name, value in options.items() if name != _CALL}
         rest = (score_mod, joint, block_mask, scale, kept, *closed)
         began: _Began | None = options.get(_CALL)
-        if began is None or began.program is None or d_out is None:
+        if began is None or not began.program or d_out is None:
             return backward_kernel(q, k, v, out, lse, d_out, d_lse, *rest)
         values = [*closed[0], *closed[1]]
         arguments = _BackwardArguments(

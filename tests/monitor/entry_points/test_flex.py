@@ -7,6 +7,7 @@ here it is let through.
 import dataclasses
 import functools
 import math
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -415,6 +416,38 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
         assert all(map(torch.equal, step(run, inputs), before))
         assert inst.sites["attention"].stabilizers == ["none"] * HEADS
         assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
+
+
+OF_ANOTHER_PROCESS = """
+import sys, torch
+from guardbit.kernels.flex import specification
+arguments, tile = torch.load(sys.argv[1], map_location="cpu")
+spec = specification(*arguments)
+torch.save((spec.mask_function(*tile[1:]), spec.score_function(*tile)), sys.argv[1])
+"""
+
+
+def test_a_process_that_never_traced_the_functions_reads_them(monkeypatch, tmp_path):
+    # So it is with code that PyTorch takes from its cache on disk: no function is traced again.
+    made, path = [], tmp_path / "call.pt"
+    specification = flex.specification
+    monkeypatch.setattr(
+        flex, "specification", lambda *given: made.append(given) or specification(*given)
+    )
+    model, run = build("eager", options_of("soft cap, documents"))
+    with instrumented(model, lambda call: None):
+        step(run, tensors("soft cap, documents"))
+    scores = torch.randn(2, 1, LENGTH, LENGTH)
+    heads, places = torch.tensor([2]), torch.arange(LENGTH)
+    torch.save((made[0], (scores, heads, places, places)), path)
+    subprocess.run([sys.executable, "-c", OF_ANOTHER_PROCESS, path], check=True, timeout=300)
+    mask, capped = torch.load(path)
+    i = places[:, None]
+    document = DOCUMENT.cpu()
+    expected = (i >= places) & (i - places < 50) & (document[i] == document)
+    # The causal part is a field of the call's specification.
+    assert torch.equal((mask & (i >= places)).expand(2, 1, -1, -1), expected.expand(2, 1, -1, -1))
+    assert torch.equal(capped, 20 * torch.tanh(scores / 20))
 
 
 def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):

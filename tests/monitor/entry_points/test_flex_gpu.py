@@ -1,5 +1,9 @@
 """FlexAttention compiled for a GPU, at a size where rounding delta ruins dQ."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch._inductor.config
@@ -71,3 +75,11 @@ def test_dq_of_documents_and_a_window(mode, monkeypatch):
     # What is left is the rounding of dS and dQ to BF16, 2^-9 at most each.
     assert (error(after[1])[[1, 2]] < 2 * 2**-9).all()
     assert (error(after[1])[[1, 2]] < error(before[1])[[1, 2]] / 2).all()
+
+
+def test_code_that_an_earlier_process_left_on_disk(tmp_path):
+    test = f"{__file__}::{test_dq_of_documents_and_a_window.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", test]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
