@@ -126,7 +126,7 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
 
 
 @pytest.mark.parametrize("way", script.ROUNDED)
-def test_a_layer_that_every_rank_has_whole_is_counted_once(runs, way):
+def test_a_layer_that_every_rank_has_whole_is_counted_once(runs, way, request):
     for rank in seen(runs / way):
         for site, found in rank["rounding"].items():
             if way == "gathered" and site == SITE:
@@ -136,6 +136,8 @@ def test_a_layer_that_every_rank_has_whole_is_counted_once(runs, way):
             measured = np.array(found["measured"])[:, found["own"]]
             bias, size = found["exact"]
             assert max(np.abs(bias)) > 0
-            # The shadow is FP32: off by 2**-24 where BF16 is by 2**-9, as far as sums go.
+            # The shadow is FP32: off by 2**-24 where BF16 is by 2**-9, as far as sums go; on a GPU,
+            # with exponentials to 2**-22 and products of parts, by 2e-6 of O, whatever the head's.
             np.testing.assert_allclose(measured[0], bias, rtol=0, atol=1e-3 * max(size))
-            np.testing.assert_allclose(measured[1], size, rtol=1e-3)
+            on_gpu = "cuda" in request.node.name
+            np.testing.assert_allclose(measured[1], size, rtol=1e-3, atol=on_gpu * 1e-3 * max(size))
