@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from guardbit import flash_attention
 from guardbit.kernels import dispatch
+from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
 from tests.kernels.switched import in_force, switchable_attention
 from tests.kernels.tensors import gradients, inputs
@@ -106,6 +107,22 @@ def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
             assert in_force(state) == ALL
     (record,) = caplog.records
     assert record.getMessage().endswith("in this call")
+
+
+def test_an_engine_is_tested_again_when_the_memory_is_there(site, monkeypatch):
+    state, measured = runtime.site(int(site)), proof._measured
+    monkeypatch.setattr(proof, "_proofs", {})
+    state.switch(EXACT)
+
+    def without_memory(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(proof, "_measured", without_memory)
+    switched(site)
+    assert state.ran == ALL and "out of memory" in state.substituted
+    monkeypatch.setattr(proof, "_measured", measured)
+    switched(site)
+    assert state.ran == EXACT and not state.substituted
 
 
 @pytest.mark.parametrize("names", [SOME, ALL, EXACT], ids=["some", "all", "exact"])
