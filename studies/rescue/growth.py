@@ -45,6 +45,8 @@ ORIGINALS = {
     "seed12-6400": "stock-cudnn-lr1.5e-03-seed12-again11",
 }
 
+#: First steps with another batch, left out: AdamW averages squares over 20.
+ADAPTED = 20
 #: How many heads are shown: those to whose sigma cuDNN's rounding adds most.
 SHOWN = 3
 
@@ -71,14 +73,10 @@ def correlation(sums: pd.DataFrame) -> tuple[float, float, float]:
 
 
 def parts(sums: pd.DataFrame) -> pd.DataFrame:
-    """What log sigma did, taken apart: the last three columns add up to the first.
+    """Takes apart what `sigma` did, of the sums that `totals` returned: a row a head.
 
-    Args:
-        sums: What `totals` returned.
-
-    Returns:
-        A row a head: what `sigma` did; what the run's own `rounding` added, and what the `gradient`
-        would have without it, both in first order; and the `rest`, which is of higher order.
+    What the run's own `rounding` added, and the `gradient` would have without it, are of first
+    order; the `rest` is of higher order.
     """
     return pd.DataFrame(
         {
@@ -91,11 +89,9 @@ def parts(sums: pd.DataFrame) -> pd.DataFrame:
 
 
 def original_change(run: pd.DataFrame, first: int, last: int) -> pd.DataFrame:
-    """What log sigma of an original's heads did over some steps, as far as packed runs tell.
+    """The `change` of log sigma of an original's heads, by (layer, head).
 
-    Returns:
-        By (layer, head) the `change`, from the last step kept up to `first` to the first from
-        `last` on, which are its `attrs` "first" and "last".
+    It is that from the last step kept up to `first` to the first from `last` on, its `attrs`.
     """
     norms = run[run["indicator"] == "w_q_spectral_norm"]
     by_step = norms.pivot(index=["layer", "head"], columns="step", values="value")
@@ -168,6 +164,15 @@ what sigma did {with_and_without(rounding, change)}, bootstrapped {low:.2f} to {
 {alike}."""
 
 
+def noise(name: str, frame: pd.DataFrame) -> str:
+    """What one head's sigma gets a step, log points, once AdamW's averages are of the new batch."""
+    late = frame[frame["step"] >= frame["step"].min() + ADAPTED] * 100
+    rounding, rest = late["growth_run"], late["growth_all"] - late["growth_run"]
+    ratio = rounding.mean() / rest.std()
+    return f"{name}: rounding {rounding.mean():.3f}, sd {rounding.std():.3f}; \
+rest of the gradient {rest.mean():.3f}, sd {rest.std():.3f}; ratio {ratio:.2f}"
+
+
 def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:
     """One row a file: the head that is pushed most, step by step, and all heads."""
     figure, rows = plt.subplots(len(frames), 2, figsize=(11, 3.8 * len(frames)), squeeze=False)
@@ -207,6 +212,9 @@ def main(arguments: list[str] | None = None) -> None:
     frames, originals = {}, {}
     for path in options.files:
         name = path.name.removesuffix(".csv.gz").removeprefix("push-")
+        if name.startswith("batch-"):
+            print(noise(name, pd.read_csv(path)))
+            continue
         frame = frames[name] = pd.read_csv(path)
         if name in ORIGINALS:
             run = read_run(path.parent / ORIGINALS[name])
