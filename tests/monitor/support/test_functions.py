@@ -187,13 +187,13 @@ def observed(by: str) -> Callable[[], tuple[nn.Module, Tensor]]:
 PYTORCH = "PyTorch on the CPU"
 STAND_IN = "a stand-in only"
 SIGNATURES = "a stand-in with its signatures only"
-#: Of `flash_attn.cute` tests/kernels/test_libraries_gpu.py runs both functions.
-STAND_IN_AND_H200 = "a stand-in; FlashAttention 4 on an H200"
+#: Version of the package of which GPU tests run all functions of a module.
+ON_H200 = {"flash_attn.cute": 4, "flash_attn": 2}
 
 
 def _against(entry) -> str:
-    if entry.name.startswith("flash_attn.cute."):
-        return STAND_IN_AND_H200
+    if version := ON_H200.get(entry.name.rpartition(".")[0]):
+        return f"a stand-in; FlashAttention {version} on an H200"
     return STAND_IN if "flash_attn" in entry.name else "a stand-in for its kernels, and on an H200"
 
 
