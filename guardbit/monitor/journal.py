@@ -240,13 +240,14 @@ class Journal:
     def judgement(self, ended: Ended | None) -> Judgement:
         return judge(self.evidence, self.events, self._earlier_metadata | self.metadata, ended)
 
-    def report_verdict(self, step: int) -> None:
-        """Records the verdict on the alarms so far, if it is another than before."""
+    def report_verdict(self, step: int, is_measuring: bool) -> None:
+        """Records the verdict on the alarms so far, once known, if it is another than before."""
         alarms = [event for event in self.events if event.kind == "alarm"]
         cause = cause_of(self.evidence, alarms, self.metadata)
         first = [event for event in self.findings.events() if event.kind == "alarm"]
         verdict, why = verdict_of(first, cause)
-        if verdict != self.findings.verdict:
+        is_open = is_measuring and verdict == "unclear" and cause.what == "not measured"
+        if verdict != self.findings.verdict and not is_open:
             self.findings.verdict = verdict
             self.record(Event(step, "verdict", "", (), why, verdict=verdict))
 

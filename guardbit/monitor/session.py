@@ -433,7 +433,7 @@ class Session(Guarded):
             self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
 
         self._after_step(decide)
-        self.attempt("verdict", lambda: self._journal.report_verdict(ended))
+        self.attempt("verdict", lambda: self._journal.report_verdict(ended, self._burst.is_on))
         return alarms
 
     def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:

@@ -122,7 +122,7 @@ def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path
     run.session.close()
     assert run.ran == {0: "none", 1: "none", 2: "compensated", 3: "compensated"}
     assert events(tmp_path) == [
-        ("alarm", 0, ""), ("switch", 1, "compensated"), ("verdict", 1, ""),
+        ("alarm", 0, ""), ("switch", 1, "compensated"), ("verdict", 3, ""),
     ]  # fmt: skip
 
 

@@ -274,6 +274,9 @@ def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
     session.close()
     assert cause.what == "not measured" and cause.share is None
     assert cause.why.startswith("what rounding adds to W_Q was not measured: ") and why in cause.why
+    # Recorded once the reason is known, and not while it might still be measured.
+    told = read_events(tmp_path).query("kind == 'verdict'")
+    assert told["verdict"].tolist() == ["unclear"] and why in told["why"].item()
     assert session._burst._unhook is None
 
 

@@ -32,7 +32,9 @@ def test_a_verdict_is_recorded_once(tmp_path):
     departed = events[events["rule"] == "my_loss"]
     assert departed["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
-    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [[0, "unclear"]]
+    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
+        [500, "unclear"]
+    ]  # by then SGD was seen, of which nothing is measured
 
 
 def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):

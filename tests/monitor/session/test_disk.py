@@ -103,7 +103,7 @@ def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, cap
     loop.run(range(4, 7))
     assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
     told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
-    assert told == [[0, "alarm"], [0, "switch"], [0, "verdict"]]
+    assert told == [[0, "alarm"], [0, "switch"], [2, "verdict"]]
     assert sum("pending for another try" in line for line in caplog.messages) == 1
     assert not any("is off" in line for line in caplog.messages)
 

@@ -27,7 +27,7 @@ def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
     Loop(**settings).resume(state, [1, 2])
     assert sampled(tmp_path) == [0, 1, 2]
     told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
-    assert told == [[0, "alarm"], [0, "verdict"]]
+    assert told == [[0, "alarm"], [1, "verdict"]]
 
 
 @pytest.mark.parametrize("before", ["nothing", "nothing but a first try", "another run"])
