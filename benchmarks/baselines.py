@@ -22,6 +22,7 @@ from benchmarks.detectors import DEPARTS, RESULTS, Recorded, alarms_of
 from guardbit.monitor.detectors import DEFAULT_RULES
 from guardbit.store.reading import samples_of
 from studies.rescue.packed import ALARMED_FIRST, begun_at, load
+from studies.rescue.risk import LATER
 
 OTHERS = RESULTS.with_name("other_models")
 
@@ -46,6 +47,7 @@ def watched(results: Path, is_other: bool) -> Iterator[Watched]:
     """The runs below a folder without a switch, or corrected from the start."""
     for run in load(results):
         is_whole = begun_at(run.name) is None and run.facts["arm"] in ("stock", "from_start")
+        is_whole &= run.facts.get("architecture") not in LATER
         if is_whole and "row_max" not in run.name and run.name not in ALARMED_FIRST:
             frame = run.frame[run.frame["indicator"] != "nonfinite"]
             yield Watched(Recorded(run.name, list(samples_of(frame))), run.frame, is_other)
