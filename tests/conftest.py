@@ -62,6 +62,18 @@ def failed_proofs_are_forgotten():
         del proofs._proofs[key]
 
 
+@pytest.fixture(autouse=True)
+def autocast_is_left():
+    """Within a region that is never left, all later autocast keeps its first casts of weights."""
+    yield
+    torch.autocast_increment_nesting()
+    num_open = torch.autocast_decrement_nesting()
+    for _ in range(num_open):  # the next test is not to suffer
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    assert num_open == 0
+
+
 def pytest_sessionfinish():
     """Lets the interpreter tidy up as ever."""
     gc.unfreeze()

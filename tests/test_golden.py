@@ -1,9 +1,6 @@
 """Folding changes no alarm, verdict or outcome of recorded runs, and no bit of a switched head."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,14 +29,8 @@ def test_a_recorded_run_is_judged_as_before(run):
 
 @pytest.mark.parametrize("part", ["hashes", "measured"])
 def test_switched_heads_keep_their_bits_and_their_numbers(part):
-    expected = kept("hashes")
-    here = torch.backends.cpu.get_cpu_capability(), torch.__version__
-    if here != (expected["processor"], expected["torch"]):
-        pytest.skip(f"written on {expected['processor']} by PyTorch {expected['torch']}")
-    # In a process of its own: which kernel serves a switched head may depend on what ran before.
-    program = f"import json; from tests import golden; print(json.dumps(golden.PARTS[{part!r}]()))"
-    root = Path(__file__).parents[1]
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    assert json.loads(printed.splitlines()[-1]) == kept(part)
+    hashes = kept("hashes")
+    # Two processors with AVX512 may round differently.
+    if torch.__version__ != hashes["torch"] or not golden.unwatched().items() <= hashes.items():
+        pytest.skip(f"PyTorch {hashes['torch']} wrote it, on a processor that rounds differently")
+    assert golden.PARTS[part]() == kept(part)

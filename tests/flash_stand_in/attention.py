@@ -54,11 +54,16 @@ def forward(q, k, v, starts_q, starts_k, asked):
 
     Without places (B, N, H, D), and lse (B, H, N).
     """
-    if starts_q is None:
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        out, lse, state = forward(*flat, _even(q), _even(k), asked)
-        lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1).contiguous()
-        return out.view(q.shape), lse, state
+    if starts_q is not None:
+        return _packed_forward(q, k, v, starts_q, starts_k, asked)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    out, lse, state = _packed_forward(*flat, _even(q), _even(k), asked)
+    lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1).contiguous()
+    return out.view(q.shape), lse, state
+
+
+# Apart: Dynamo never leaves the outer autocast of a decorated function that calls itself.
+def _packed_forward(q, k, v, starts_q, starts_k, asked):
     state = torch.zeros(2, dtype=torch.int64)
     if asked.dropout_p:
         state[0] = torch.randint(2**31, ())
@@ -75,11 +80,15 @@ def forward(q, k, v, starts_q, starts_k, asked):
 @torch.autocast("cpu", enabled=False)
 def backward(d_out, q, k, v, out, lse, starts_q, starts_k, asked, state=None):
     """dq, dk, dv as the inputs lie, and the gradient of the sinks."""
-    if starts_q is None:
-        flat = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
-        lse = lse.transpose(0, 1).flatten(1)
-        *gradients, d_sinks = backward(*flat, lse, _even(q), _even(k), asked, state)
-        return *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)), d_sinks
+    if starts_q is not None:
+        return _packed_backward(d_out, q, k, v, out, lse, starts_q, starts_k, asked, state)
+    flat = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
+    lse = lse.transpose(0, 1).flatten(1)
+    *gradients, d_sinks = _packed_backward(*flat, lse, _even(q), _even(k), asked, state)
+    return *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)), d_sinks
+
+
+def _packed_backward(d_out, q, k, v, out, lse, starts_q, starts_k, asked, state):
     group = q.shape[1] // k.shape[1]
     gradients = [torch.zeros_like(x) for x in (q, k, v)]
     d_sinks = torch.zeros(q.shape[1])
