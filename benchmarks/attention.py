@@ -69,8 +69,8 @@ class Kernel(NamedTuple):
     both: Run | None
 
 
-def of_pytorch(name: str, tensors: list[Tensor]) -> Kernel:
-    """One of PyTorch's kernels, or compiled FlexAttention."""
+def of_pytorch(name: str, tensors: list[Tensor], causal: bool = True) -> Kernel:
+    """One of PyTorch's kernels, or compiled FlexAttention, which is always causal."""
     *leaves, d_out = tensors
     q, k, v = (x.detach().requires_grad_() for x in leaves)
     grouped = q.shape[1] != k.shape[1]
@@ -88,7 +88,7 @@ def of_pytorch(name: str, tensors: list[Tensor]) -> Kernel:
         def run_forward() -> tuple[Tensor, ...]:
             with sdpa_kernel(BACKENDS[name]):
                 return (
-                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped),
+                    F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped),
                 )
 
     return with_autograd(run_forward, (q, k, v), d_out)
@@ -145,7 +145,7 @@ def of_fa4(tensors: list[Tensor]) -> Kernel:
     )
 
 
-def of_switched(name: str, tensors: list[Tensor]) -> Kernel:
+def of_switched(name: str, tensors: list[Tensor], causal: bool = True) -> Kernel:
     """Kernels of cuDNN, some of whose heads are switched."""
     *leaves, d_out = tensors
     q, k, v = (x.detach().requires_grad_() for x in leaves)
@@ -156,7 +156,7 @@ def of_switched(name: str, tensors: list[Tensor]) -> Kernel:
     count = heads if count is None else count
     state.switch((stabilizer,) * count + ("none",) * (heads - count))
     site = torch.tensor(number)
-    spec = AttentionSpec(q.size(-1) ** -0.5, "top-left")
+    spec = AttentionSpec(q.size(-1) ** -0.5, "top-left" if causal else False)
 
     def run_forward() -> tuple[Tensor, ...]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
