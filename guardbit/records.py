@@ -168,8 +168,9 @@ def place_of(event: Alarm | Event) -> str:
 def line_of(alarm: Alarm | Event, advice: str = "") -> str:
     """An alarm's line: of its sentence the first clauses that leave room for what to do."""
     why, end = printable(alarm.why), f"; {advice}" if advice else ""
-    # The sentence mostly names the heads.
-    where = alarm.site if why.startswith("head ") else place_of(alarm)
+    # The sentence names the head, of several the worst.
+    is_named = len(alarm.heads) == 1 and why.startswith("head ")
+    where = alarm.site if is_named else place_of(alarm)
     where = f" {where}" if where else ""
     begin = printable(f"GuardBit: step {alarm.step:,}: alarm{where}: ")
     clauses = re.split(r"(?<=[^;,])(?=[;,] )", why)

@@ -40,9 +40,10 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
     if judgement is None or (session.sampled_step is None and not judgement.head_samples):
         found = "no step was sampled"
     else:
-        found = replace(judgement, ended=None).headline
+        so_far = replace(judgement, ended=None)
+        found = so_far.headline
         if judgement.num_alarms and session.policy is None and not judgement.switched:
-            found += "; no stabilizer is attached"
+            found += f". {so_far.advice.rstrip('.')}"
     off = sorted(session.stages_off)
     if off:
         found += f" (off after an error: {', '.join(off)})"

@@ -96,6 +96,11 @@ class Findings:
             " one before the first alarm, if it is still there, and resume"
         )
 
+    @property
+    def alarms(self) -> list[Alarm]:
+        """The first alarm of each rule and module."""
+        return [alarm for alarm in self._first.values() if not alarm.role.is_advisory]
+
     def events(self) -> Iterator[Event]:
         return map(event_of, self._first.values())
 
@@ -266,7 +271,7 @@ class Journal:
         words = event.kind, place_of(event), event.verdict, switch
         line = f"step {event.step}: {' '.join(filter(None, words))}: {event.why}"
         if event.kind != "alarm":
-            log.warning("%s", printable(line))
+            log.warning("%s", printable(f"GuardBit: {line}"))
             return
         log.info("%s", printable(line))
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, self.advice)))

@@ -109,6 +109,8 @@ class Session(Guarded):
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
+        # Those of a checkpoint that no policy has acted on: this run's may.
+        self._unheeded: list[Alarm] = []
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
         url = os.environ.get(VARIABLE) if ranks.rank() == 0 else None
         self.alerts = Alerts(os.fspath(settings.dirpath or "a run without a folder"), url)
@@ -421,15 +423,17 @@ class Session(Guarded):
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms, self.news = step, alarms, []
         self.attempt("alarms", lambda: self._record_alarms(found))
+        earlier, self._unheeded = self._unheeded, []
 
         def decide() -> None:
             now = self._schedule.last_ended or 0
             self.attempt(
                 "policy",
                 lambda: self._switching.decide(
-                    alarms, step, now, self.detectors.restless(), self._findings.way_back
+                    [*earlier, *alarms], step, now, self.detectors.restless(),
+                    self._findings.way_back,
                 ),
-            )
+            )  # fmt: skip
             self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
 
         self._after_step(decide)
@@ -775,7 +779,8 @@ class Session(Guarded):
             return
         self.detectors.load_state_dict(state["detectors"])
         # The decisions of a dry run were not carried out, so the policy starts afresh.
-        if self.policy and state["policy"] is not None and state["dry_run"] == self.dry_run:
+        is_known = state["policy"] is not None and state["dry_run"] == self.dry_run
+        if self.policy and is_known:
             self.policy.load_state_dict(state["policy"])
         self._switching.load(stabilizers, state["is_of_parts"])
         stay = [f"{place_of(e)} to {e.stabilizer}" for e in self._switching.events(0, True)]
@@ -785,6 +790,7 @@ class Session(Guarded):
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         self._findings.load_state_dict(state)
+        self._unheeded = [] if is_known else self._findings.alarms
         for site, heads in state["burst"].items():
             self._burst.want(site, heads)
         self.attempt("burst", self._follow_burst)

@@ -70,7 +70,7 @@ def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, 
         trains.fit(monitor, max_steps=5)
     if rules:  # the model runs in FP32
         found = "Alarmed: 1 of 4 heads since step 0; rounding is not the cause"
-        found += "; no stabilizer is attached"
+        found += ". Look at the learning rate and the data: switching does not help"
     else:
         found = "Unclear: no rule could judge the heads"
     said = f"run finished. {found}; the report: guardbit report '{tmp_path}/a run'"
@@ -111,8 +111,8 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
         ),
         (
             {"events": [ALARM]},
-            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded; no"
-            " stabilizer is attached",
+            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded. Switch the"
+            " alarmed heads to exact_delta, or attach a policy; keep a checkpoint",
         ),
         (
             {"stages_off": {"metrics"}},

@@ -164,3 +164,12 @@ def test_a_folder_that_cannot_be_listed_is_no_failed_write(tmp_path, caplog, mon
     loop.run([0, 1])
     assert sampled(tmp_path) == [0, 1]
     assert not loop.session.stages_off and "could not be written" not in caplog.text
+
+
+def test_a_policy_acts_on_the_alarms_of_a_checkpoint_that_none_has_heeded(tmp_path):
+    settings = {"rules": (Always(),), "dirpath": tmp_path}
+    state = Loop(**settings).run(range(3), close=False).leave()
+    # The rule rests for 1,000 steps after its alarm.
+    Loop(**settings, policy=Policy("row_max", scope="head")).resume(state, [3, 4])
+    switches = events_of(tmp_path, "switch")
+    assert switches[["step", "site", "heads"]].to_numpy().tolist() == [[3, SITES[1], (1,)]]

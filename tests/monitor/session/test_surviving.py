@@ -123,8 +123,8 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
     # An alarm's whole sentence is for those who ask for it.
     assert levels == ["WARNING", "INFO", "WARNING", "WARNING"]
-    assert "step 4: verdict rounding: for a test" in caplog.messages
+    assert "GuardBit: step 4: verdict rounding: for a test" in caplog.messages
     assert "step 4: alarm layers.1 head 1: for a test" in caplog.messages
     alarm = "GuardBit: step 4: alarm layers.1 head 1: for a test; attach a policy to correct it"
     assert alarm in caplog.messages
-    assert "step 3: switch layers.1 head 1 to row_max: for a test" in caplog.messages
+    assert "GuardBit: step 3: switch layers.1 head 1 to row_max: for a test" in caplog.messages
