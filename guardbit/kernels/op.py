@@ -35,6 +35,7 @@ from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.engines import (
     LIBRARIES,
     AutogradEngine,
+    Engine,
     Gradients,
     LibraryEngine,
     library_engine,
@@ -239,7 +240,9 @@ _NUM_FACTS = 3
 _BY_PYTORCH_CODE = 2
 
 # Small tensors are made once: at 5 us each they would take half of a call's time on the host. They
-# are made outside inference mode, because no training step can save an inference tensor.
+# are made outside inference mode, because no training step can save an inference tensor. A compiler
+# may use the memory of what an op returns again, so it gets copies, but not of empty tensors, which
+# have no memory.
 
 
 @lru_cache(maxsize=1024)
@@ -267,11 +270,16 @@ def _stabilizer_names(codes: tuple[int, ...]) -> tuple[str, ...]:
 
 def ran_of(call: Call, saved: Saved) -> Ran:
     """Decodes the `Ran` of a forward."""
-    backend, shares_backward, how, *codes = saved.ran_codes.tolist()
-    engine = call.library
+    q = call.q
+    return _decoded(tuple(saved.ran_codes.tolist()), call.library, q.is_cuda, q.size(-1))
+
+
+@lru_cache(maxsize=1024)
+def _decoded(codes: tuple[int, ...], engine: Engine | None, is_cuda: bool, head_dim: int) -> Ran:
+    backend, shares_backward, how, *own = codes
     if engine is None and backend != SDPBackend.ERROR.value:
-        engine = engines.engine_of(SDPBackend(backend), call.q)
-    names, by_pytorch = _stabilizer_names(tuple(codes)), how == _BY_PYTORCH_CODE
+        engine = engines.engine_of(backend, is_cuda, head_dim)
+    names, by_pytorch = _stabilizer_names(tuple(own)), how == _BY_PYTORCH_CODE
     return Ran(engine, bool(shares_backward), how == 1, names, by_pytorch)
 
 
@@ -286,11 +294,28 @@ def _empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
 
 def _empty_out(call: Call) -> Tensor:
     """An output, uninitialised, in the layout that compiled graphs are promised."""
-    q, width = call.q, call.v.size(3)
-    if call.library is not None:
+    return _laid_out(call.q, call.v.size(3), call.library is not None)
+
+
+def _laid_out(q: Tensor, width: int, rows_first: bool) -> Tensor:
+    if rows_first:
         batch, num_heads, rows, _ = q.shape
         return q.new_empty(batch, rows, num_heads, width).transpose(1, 2)
     return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
+
+
+def _promised_strides(call: Call) -> tuple[int, ...]:
+    """Strides of `_empty_out`, without its memory."""
+    q = call.q
+    return _strides(q.shape, q.stride(), call.v.size(3), call.library is not None)
+
+
+@lru_cache(maxsize=1024)
+def _strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], width: int, rows_first: bool
+) -> tuple[int, ...]:
+    q = torch.empty_strided(shape, strides, device="meta")
+    return _laid_out(q, width, rows_first).stride()
 
 
 def _packed(
@@ -305,10 +330,9 @@ def _packed(
     else:
         residual = _nothing(torch.int8, call.q.device)
     if call.traced:
-        # The compiler may use the memory of what an op returns again.
         ran_codes = ran_codes.clone()
-        residual = residual if residual.numel() else residual.clone()
-        out = laid_out_as(out, _empty_out(call))
+        if out.stride() != _promised_strides(call):
+            out = laid_out_as(out, _empty_out(call))
         out, lse, residual = map(aligned, (out, lse, residual))
     return Saved(out, lse, residual, ran_codes, *drawn)
 
@@ -319,10 +343,8 @@ def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
     gradients = found[:3]
     if traced or not call.native:
         gradients = tuple(map(laid_out_as, gradients, call[:3]))
-    d_mask, d_sinks = (
-        call.q.new_empty(0) if traced else _nothing(call.q.dtype, call.q.device, place)
-        for place in range(2)
-    )
+    dtype, device = call.q.dtype, call.q.device
+    d_mask, d_sinks = _nothing(dtype, device), _nothing(dtype, device, 1)
     if found.d_mask is not None and mask is not None:
         d_mask = laid_out_as(found.d_mask.to(mask.dtype), mask)
     if found.d_sinks is not None and sinks is not None:
@@ -343,7 +365,7 @@ def _forward(call: Call) -> Saved:
     state.begin_forward()
     if call.training:
         state.ran_at = state.clock.now
-    if call.traced or dropout_p > 0:
+    if dropout_p > 0:
         drawn = _empty_random(q, dropout_p)
     else:
         drawn = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")

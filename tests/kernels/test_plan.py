@@ -29,7 +29,7 @@ def resolved(monkeypatch, spec, name, failure=""):
     monkeypatch.setattr(
         heads, "proof_of", lambda *arguments: Proof("FLASH", "here", 0.0, 0.0, failure)
     )
-    engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION, call_of(spec).q)
+    engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value, False, 16)
     return resolve(call_of(spec), (name, "none"), engine, True)
 
 
@@ -115,7 +115,7 @@ def test_heads_of_a_new_delta_get_it_and_the_others_theirs(kind):
 @pytest.mark.usefixtures("zero_delta")
 def test_an_engine_that_is_not_proved_does_not_get_it(monkeypatch):
     monkeypatch.setattr(heads, "proof_of", lambda *_: Proof("FLASH", "here", 0.0, 0.0, "it lies"))
-    engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.empty(1, 16))
+    engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value, False, 16)
     call = call_of(AttentionSpec(0.25))
     names, shared, why = resolve(call, ("zero_delta", "none"), engine, False)
     assert (names, shared) == (("none", "none"), False)
