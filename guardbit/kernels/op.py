@@ -73,6 +73,8 @@ _LIBRARY_NAMES = tuple(LIBRARIES)
 # CUDA graphs.
 _LOOKED_UP = torch.Tag.cudagraph_unsafe
 
+# PyTorch's cache on disk knows compiled code by the ops' names: one that promises other strides or
+# sizes than in an earlier version needs another name.
 _library = torch.library.Library("guardbit", "DEF")
 for _name, _tags in (
     ("attention", (_LOOKED_UP,)),
@@ -80,7 +82,7 @@ for _name, _tags in (
 ):
     _library.define(f"{_name}({_TENSORS}, {_NUMBERS}, {_OF_FORWARD}) -> ({_SAVED})", tags=_tags)
 _library.define(
-    f"attention_backward(Tensor d_out, {_TENSORS}, {_SAVED}, {_NUMBERS})"
+    f"attention_gradients(Tensor d_out, {_TENSORS}, {_SAVED}, {_NUMBERS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_mask, Tensor d_sinks)",
     tags=(_LOOKED_UP,),
 )
@@ -341,7 +343,9 @@ def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
     """Packs what a backward returns, likewise; tensors that were not asked for are empty."""
     traced, mask, sinks = call.traced, call.spec.mask, call.spec.sinks
     gradients = found[:3]
-    if traced or not call.native:
+    if traced and _rows_first(call):
+        gradients = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)
+    elif traced or not call.native:
         gradients = tuple(map(laid_out_as, gradients, call[:3]))
     dtype, device = call.q.dtype, call.q.device
     d_mask, d_sinks = _nothing(dtype, device), _nothing(dtype, device, 1)
@@ -351,6 +355,11 @@ def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
         d_sinks = found.d_sinks.to(sinks.dtype)
     gradients = (*gradients, d_mask, d_sinks)
     return tuple(map(aligned, gradients)) if traced else gradients
+
+
+def _rows_first(call: Call) -> bool:
+    """Whether PyTorch's graph has gradients as (B, N, H, D) in memory: sums depend on it."""
+    return call.native and call.q.device.type == "cpu"
 
 
 # --- forward and backward ------------------------------------------------------------------------
@@ -515,8 +524,14 @@ def _forbid_merging() -> None:
 def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call, _, _ = _call_of_backward(arguments)
     mask, sinks = call.spec.mask if call.wants_mask else None, call.spec.sinks
+    order = (0, 2, 1, 3)
     return (
-        *(torch.empty_like(x) for x in call[:3]),
+        *(
+            x.new_empty([x.size(i) for i in order]).permute(order)
+            if _rows_first(call)
+            else torch.empty_like(x)
+            for x in call[:3]
+        ),
         *(call.q.new_empty(0) if x is None else torch.empty_like(x) for x in (mask, sinks)),
     )
 
@@ -653,12 +668,12 @@ for _name, _fake in (
     _library.impl(_name, lambda *x: tuple(_differentiable(_call_of_forward(x))), "Autograd")
     torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
 _library.impl(
-    "attention_backward",
+    "attention_gradients",
     lambda *x: run_backward(*_call_of_backward(x)),
     "CompositeExplicitAutograd",
 )
-torch.library.register_fake("guardbit::attention_backward", _attention_backward_fake, lib=_library)
+torch.library.register_fake("guardbit::attention_gradients", _attention_backward_fake, lib=_library)
 
 _without_dropout = torch.ops.guardbit.attention.default
 _with_dropout = torch.ops.guardbit.attention_with_dropout.default
-_backward = torch.ops.guardbit.attention_backward.default
+_backward = torch.ops.guardbit.attention_gradients.default

@@ -455,7 +455,7 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
     if not math_kernel:
         checks += ["test_schema"] + ["test_faketensor"] * traced
     torch.library.opcheck(
-        torch.ops.guardbit.attention_backward,
+        torch.ops.guardbit.attention_gradients,
         (d_out, *(x.detach() for x in leaves), *absent, site, *saved, *numbers),
         test_utils=checks,
     )
@@ -561,7 +561,7 @@ def test_the_compiler_keeps_attention_out_of_cuda_graphs():
         node = get_first_incompatible_cudagraph_node(traced(dropout_p))
         assert node is not None
         assert "guardbit" in str(node.target)
-    tags = torch.ops.guardbit.attention_backward.default.tags
+    tags = torch.ops.guardbit.attention_gradients.default.tags
     assert torch.Tag.cudagraph_unsafe in tags
 
 

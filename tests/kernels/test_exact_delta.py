@@ -229,5 +229,5 @@ def test_who_watches_ops_sees_both_and_changes_no_bit():
     with _Watching() as watching:
         watched, _ = case.switched(names)
     assert "guardbit::attention" in watching.seen
-    assert "guardbit::attention_backward" in watching.seen
+    assert "guardbit::attention_gradients" in watching.seen
     assert all(torch.equal(x, y) for x, y in zip(alone, watched, strict=True))

@@ -6,7 +6,9 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from guardbit.kernels.runtime import runtime
@@ -223,3 +225,32 @@ def test_libraries_that_are_looked_for_are_not_compiled(tiny, tokens, instrument
     tiny.step(model, tokens, run=compiled)
     assert looked
     assert torch._dynamo.utils.counters["frames"] == frames
+
+
+def strides_of_gradients(model, x):
+    """Strides of dq, dk and dv in the graph of the backward."""
+    found = []
+
+    def keep(graph, _):
+        for node in graph.graph.nodes:
+            if "attention" in str(node.target) and isinstance(node.meta["val"], tuple):
+                found.extend(dx.stride() for dx in node.meta["val"][:3])
+        return make_boxed_func(graph.forward)
+
+    run = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep
+    )
+    torch.compile(model, backend=run)(x).sum().backward()
+    return found
+
+
+def test_the_graph_has_gradients_as_pytorch_lays_them_out():
+    # Else later sums, as of a bias's gradient, come in another order. Here tokens are outermost.
+    torch.manual_seed(0)
+    x = torch.randn(2, 24, 64)
+    plain, watched = (nn.Sequential(SelfAttention(batch_first=True)) for _ in "ab")
+    expected = strides_of_gradients(plain, x)
+    torch._dynamo.reset()
+    with instrumented(watched):
+        found = strides_of_gradients(watched, x)
+    assert len(found) == 3 and found == expected
