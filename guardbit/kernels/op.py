@@ -73,12 +73,12 @@ _LIBRARY_NAMES = tuple(LIBRARIES)
 # CUDA graphs.
 _LOOKED_UP = torch.Tag.cudagraph_unsafe
 
-# PyTorch's cache on disk knows compiled code by the ops' names: one that promises other strides or
-# sizes than in an earlier version needs another name.
+# PyTorch's cache on disk knows compiled code by the graph of the forward: where these ops, or their
+# backward, promise other strides or sizes than in an earlier version, they need other names.
 _library = torch.library.Library("guardbit", "DEF")
 for _name, _tags in (
-    ("attention", (_LOOKED_UP,)),
-    ("attention_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
+    ("attend", (_LOOKED_UP,)),
+    ("attend_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
 ):
     _library.define(f"{_name}({_TENSORS}, {_NUMBERS}, {_OF_FORWARD}) -> ({_SAVED})", tags=_tags)
 _library.define(
@@ -517,7 +517,7 @@ def _forbid_merging() -> None:
     """Keeps the compiler from merging two equal calls, which the tag does not prevent."""
     from torch._functorch.compile_utils import rand_ops
 
-    rand_ops.append(torch.ops.guardbit.attention_with_dropout)
+    rand_ops.append(torch.ops.guardbit.attend_with_dropout)
 
 
 @guard.again(runtime.tell_fault)
@@ -659,8 +659,8 @@ class _NotDifferentiable(torch.autograd.Function):
 
 
 for _name, _fake in (
-    ("attention", _attention_fake),
-    ("attention_with_dropout", _attention_with_dropout_fake),
+    ("attend", _attention_fake),
+    ("attend_with_dropout", _attention_with_dropout_fake),
 ):
     _library.impl(
         _name, lambda *x: tuple(run_forward(_call_of_forward(x))), "CompositeExplicitAutograd"
@@ -674,6 +674,6 @@ _library.impl(
 )
 torch.library.register_fake("guardbit::attention_gradients", _attention_backward_fake, lib=_library)
 
-_without_dropout = torch.ops.guardbit.attention.default
-_with_dropout = torch.ops.guardbit.attention_with_dropout.default
+_without_dropout = torch.ops.guardbit.attend.default
+_with_dropout = torch.ops.guardbit.attend_with_dropout.default
 _backward = torch.ops.guardbit.attention_gradients.default

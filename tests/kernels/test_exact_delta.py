@@ -228,6 +228,6 @@ def test_who_watches_ops_sees_both_and_changes_no_bit():
     alone, _ = case.switched(names)
     with _Watching() as watching:
         watched, _ = case.switched(names)
-    assert "guardbit::attention" in watching.seen
+    assert "guardbit::attend" in watching.seen
     assert "guardbit::attention_gradients" in watching.seen
     assert all(torch.equal(x, y) for x, y in zip(alone, watched, strict=True))
