@@ -779,9 +779,9 @@ class Session(Guarded):
             return
         self.detectors.load_state_dict(state["detectors"])
         # The decisions of a dry run were not carried out, so the policy starts afresh.
-        is_known = state["policy"] is not None and state["dry_run"] == self.dry_run
-        if self.policy and is_known:
-            self.policy.load_state_dict(state["policy"])
+        known = state["policy"] if state["dry_run"] == self.dry_run else None
+        if self.policy and known is not None:
+            self.policy.load_state_dict(known)
         self._switching.load(stabilizers, state["is_of_parts"])
         stay = [f"{place_of(e)} to {e.stabilizer}" for e in self._switching.events(0, True)]
         if stay:
@@ -790,7 +790,7 @@ class Session(Guarded):
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         self._findings.load_state_dict(state)
-        self._unheeded = [] if is_known else self._findings.alarms
+        self._unheeded = self._findings.alarms if known is None else []
         for site, heads in state["burst"].items():
             self._burst.want(site, heads)
         self.attempt("burst", self._follow_burst)

@@ -68,9 +68,7 @@ def test_steps_that_are_not_sampled_run_what_an_unwatched_model_runs():
         given_back = operations_of_step(loop, 5)
     loop.session.close()
     assert unsampled == given_back == operations_of_step(loop, 6)
-    through_the_op = [
-        names.count("guardbit::attend") for names in (unsampled, switched, sampled)
-    ]
+    through_the_op = [names.count("guardbit::attend") for names in (unsampled, switched, sampled)]
     assert through_the_op == [0, 1, 2]
 
 
