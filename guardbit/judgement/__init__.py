@@ -430,8 +430,6 @@ def cause_of(
     if nothing := nothing_to_correct(metadata):
         return Cause("not rounding", nothing)
     why = _at(metadata, "rounding_unmeasured")
-    if not evidence.first(alarms):
-        why = "no alarm names a head"
     reason = f": {why}" if why else ""
     return Cause("not measured", f"what rounding adds to W_Q was not measured{reason}")
 
