@@ -22,7 +22,7 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import document, ranking, tables
 from guardbit.dashboards.document import Document, Table, Tile
 from guardbit.dashboards.figures import CHARTS, runs_over_steps
-from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
+from guardbit.dashboards.figures.run import RUN_LINES, of_runs_or_worst_heads
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import (
@@ -209,7 +209,7 @@ def _answers(
     """What the page draws: the same overlays as the figures."""
     overlays: list[Document] = []
     for indicator, title, label in OVERLAYS:
-        series = {name: of_run_or_worst_head(frame, indicator) for name, frame in samples.items()}
+        series = of_runs_or_worst_heads(samples, indicator)
         series = {name: thinned(values) for name, values in series.items() if len(values)}
         if not series:
             continue
