@@ -156,12 +156,11 @@ def tiles(run: LoadedRun) -> list[Tile]:
     losses = tables.of_run(frame, "loss").tail(SAMPLES_AVERAGED).tolist()
     last = last_loss(losses)
     median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
-    loss = three_digits(last) if isinstance(last, int | float) else last or "–"
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
         Tile("Heads switched", f"{outcome.switched:,}", "; ".join(filter(None, switched))),
-        Tile("Loss at the end", loss, median),
+        Tile("Loss at the end", loss_of(last), median),
     ]
 
 
@@ -411,6 +410,10 @@ def three_digits(value: float) -> str:
     else:
         text = f"{value:.2e}"
     return text.replace("-", "−") if value < 0 else text
+
+
+def loss_of(last: float | str | None) -> str:
+    return three_digits(last) if isinstance(last, int | float) else last or "–"
 
 
 def setting(value: object) -> str:

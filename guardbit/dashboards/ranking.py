@@ -37,7 +37,7 @@ def excess(
             measured.to_numpy(),
             floor,
             np.array([head in has_moved for head in measured.columns], dtype=bool),
-            None if first is None else int((measured.index <= first).sum()),
+            None if first is None else np.count_nonzero(measured.index <= first),
         )
         found[indicator] = pd.Series(of_heads, measured.columns)
     return pd.DataFrame(found, heads).max(axis=1)

@@ -152,7 +152,7 @@ def of_runs_or_worst_heads(
     runs: Mapping[str, pd.DataFrame], indicator: str
 ) -> dict[str, pd.Series]:
     """An indicator of each run as its running median, of heads the largest magnitude, by step."""
-    series = {name: tables.of_run(frame, indicator) for name, frame in runs.items()}
+    series = {name: style.finite(tables.of_run(frame, indicator)) for name, frame in runs.items()}
     longest = max(map(len, series.values()), default=0)
     return {
         name: style.smooth(series[name], longest)
