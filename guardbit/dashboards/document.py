@@ -179,6 +179,8 @@ def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
     ]
     rows: list[tuple[str, int, int, float, float]] = []
     for indicator in HEAD_INDICATORS if switched else ():
+        if BY_NAME[indicator].sum_of:
+            continue  # a sum keeps what was there before
         table = tables.by_head(frame, indicator)
         measured = [head for head in alarmed or switched if head in table.columns]
         found: list[tuple[int, int, float, float]] = []
@@ -198,10 +200,10 @@ def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
 
 
 def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
-    """The mean of the last samples up to a step, and of those after it up to the end."""
+    """The median of the last samples up to a step, and of those after it up to the end."""
     before = series.loc[:step].tail(samples)
     after = series.loc[step + 1 : end].tail(samples)
-    return float(before.mean()), float(after.mean())
+    return float(before.median()), float(after.median())
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
