@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.document import effect_of_switch
-from tests.dashboards.made import EVENTS, samples
+from guardbit.dashboards.page import RunPage
+from tests.dashboards.made import EVENTS, journal, samples
 
 cells = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2)),
@@ -141,6 +142,21 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
     assert watched["stabilizer"].tolist()[:3] == ["compensated", "none", "none"]
     for name, array in run.values.items():
         assert watched[name].tolist() == [array[layer, head, -1] for layer, head in pairs]
+
+
+def test_figures_are_about_the_heads_that_lead_the_table(run):
+    # At the alarm of the first no other head stood out yet.
+    events = journal((1000, "alarm", "h.5.attn", (4,), "", "norm_growth"))
+    heads = [(5, 4), (2, 7), (2, 3)]
+    watched = ranking.heads_to_watch(run.frame, events, 3)
+    assert list(zip(watched["layer"], watched["head"], strict=True)) == heads
+    assert ranking.heads_of_story(run.frame, events) == heads
+    page = RunPage("run", 400)
+    page.events = marks.events_of(events)
+    page.take(run.frame)
+    page.update_state()
+    drawn = page.curves("max_logit")["heads"]
+    assert [(head["layer"], head["head"]) for head in drawn] == heads
 
 
 def test_before_and_after_are_of_the_alarmed_head(run):

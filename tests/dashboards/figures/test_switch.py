@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from guardbit.dashboards.figures import before_and_after
-from guardbit.dashboards.figures.style import MARK_HEIGHTS
+from guardbit.dashboards.figures.style import MARK_HEIGHTS, NAMED
 from guardbit.dashboards.palette import HIGHLIGHTS
 from tests.dashboards.made import journal
 
@@ -88,7 +88,8 @@ def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
         grown &= (values["indicator"] == "max_logit") & values["step"].between(2500, 3100)
         values.loc[grown, "value"] *= factor
     (axes, *_) = before_and_after(values, journal(*events)).axes
-    assert list(lines_of_heads(axes)) == [f"layer 2, head {head}" for head in (7, 9, 4)]
+    named = [line.get_label() for line in axes.get_lines() if line.get_gid() == NAMED]
+    assert named == [f"layer 2, head {head}" for head in (7, 9, 4)]
 
 
 def test_heads_without_samples_do_no_harm(run):
