@@ -156,12 +156,11 @@ def tiles(run: LoadedRun) -> list[Tile]:
     losses = tables.of_run(frame, "loss").tail(SAMPLES_AVERAGED).tolist()
     last = last_loss(losses)
     median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
-    loss = three_digits(last) if isinstance(last, int | float) else last or "–"
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
         Tile("Heads switched", f"{outcome.switched:,}", "; ".join(filter(None, switched))),
-        Tile("Loss at the end", loss, median),
+        Tile("Loss at the end", loss_of(last), median),
     ]
 
 
@@ -180,6 +179,8 @@ def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
     ]
     rows: list[tuple[str, int, int, float, float]] = []
     for indicator in HEAD_INDICATORS if switched else ():
+        if BY_NAME[indicator].sum_of:
+            continue  # a sum keeps what was there before
         table = tables.by_head(frame, indicator)
         measured = [head for head in alarmed or switched if head in table.columns]
         found: list[tuple[int, int, float, float]] = []
@@ -199,10 +200,10 @@ def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
 
 
 def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
-    """The mean of the last samples up to a step, and of those after it up to the end."""
+    """The median of the last samples up to a step, and of those after it up to the end."""
     before = series.loc[:step].tail(samples)
     after = series.loc[step + 1 : end].tail(samples)
-    return float(before.mean()), float(after.mean())
+    return float(before.median()), float(after.median())
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
@@ -411,6 +412,10 @@ def three_digits(value: float) -> str:
     else:
         text = f"{value:.2e}"
     return text.replace("-", "−") if value < 0 else text
+
+
+def loss_of(last: float | str | None) -> str:
+    return three_digits(last) if isinstance(last, int | float) else last or "–"
 
 
 def setting(value: object) -> str:

@@ -56,10 +56,15 @@ def times_baseline(
     usual, count = _usual(logs)
     # A head without a past before the first alarm has that of the whole run.
     usual = np.where(np.isnan(early), usual, early)
+    known = count >= _FEWEST_SAMPLES
+    if moved is not None and (~moved).sum() >= _FEWEST_PEERS:
+        # That of one that has moved would be its illness: it is compared with the median head.
+        alone = moved & np.isnan(early) & (count > 0)
+        usual, known = np.where(alone, 0.0, usual), known | alone
     ordered = _without_gaps(logs)
     latest = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None], axis=0)[0]
     excess = np.exp(np.clip(latest - usual, 0.0, np.log(_LARGEST)))
-    return np.where(count >= _FEWEST_SAMPLES, excess, np.where(count > 0, 1.0, np.nan))
+    return np.where(known, excess, np.where(count > 0, 1.0, np.nan))
 
 
 def _shared(logs: Values, moved: npt.NDArray[np.bool_] | None, until: int | None) -> Values:

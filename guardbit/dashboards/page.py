@@ -311,12 +311,8 @@ class RunPage:
         return worst
 
     def _notable(self) -> list[Head]:
-        """The alarmed heads, then those that were far above their baseline at the first alarm."""
-        first = next((one.step for one in self.events if one.kind == "alarm" and one.site), None)
-        far = self._state["worst"]
-        if first is not None:
-            far = self._map(max(self._history.bucket_of(first), 0))["worst"]
-        worst = [(head["layer"], head["head"]) for head in far]
+        """The alarmed heads, then those that are farthest above their baseline."""
+        worst = [(head["layer"], head["head"]) for head in self._state["worst"]]
         return list(dict.fromkeys([*self._alarmed(), *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:

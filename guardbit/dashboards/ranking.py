@@ -37,7 +37,7 @@ def excess(
             measured.to_numpy(),
             floor,
             np.array([head in has_moved for head in measured.columns], dtype=bool),
-            None if first is None else len(measured.loc[:first]),
+            None if first is None else int(np.count_nonzero(measured.index <= first)),
         )
         found[indicator] = pd.Series(of_heads, measured.columns)
     return pd.DataFrame(found, heads).max(axis=1)
@@ -59,8 +59,7 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
     alarmed = first_events(frame, events, "alarm")
     if len(alarmed) >= count:
         return list(alarmed)[:count]
-    told = min((event.step for event in alarmed.values()), default=None)
-    far = excess(frame, events, told)
+    far = excess(frame, events)
     far = far.where(far > 1).dropna()  # 1 is usual
     worst = far.sort_values(ascending=False, kind="stable").index.to_list()
     return list(dict.fromkeys([*alarmed, *worst]))[:count]

@@ -22,13 +22,14 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import document, ranking, tables
 from guardbit.dashboards.document import Document, Table, Tile
 from guardbit.dashboards.figures import CHARTS, runs_over_steps
-from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
+from guardbit.dashboards.figures.run import RUN_LINES, of_runs_or_worst_heads
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import (
     CATALOG_OF_PAGES,
     SAMPLES_AVERAGED,
     asset,
+    last_loss,
     plain_numbers,
     thinned,
 )
@@ -137,7 +138,9 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     fork = fork_of({run.name: tables.of_run(run.samples, "loss") for run in runs})
     samples = {run.name: _from(fork, run) for run in runs}
     outcomes = {run.name: run.judgement for run in runs}
-    facts = [_facts(run) for run in runs]
+    losses = of_runs_or_worst_heads(samples, "loss")
+    common = min((int(loss.index[-1]) for loss in losses.values() if len(loss)), default=0)
+    facts = [_facts(run, losses[run.name], common) for run in runs]
     kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
@@ -175,15 +178,16 @@ def _short(state: str) -> str:
     return "diverged by its learning rate" if state == "learning-rate" else state
 
 
-def _facts(run: LoadedRun) -> dict[str, str]:
-    first_alarm, lead, switched, loss = document.tiles(run)
+def _facts(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
+    first_alarm, lead, switched, _ = document.tiles(run)
+    loss = last_loss(losses.to_numpy()[losses.index <= common][-1:].tolist())
     return {
         "Recorded": document.extent(run),
         "Outcome": run.judgement.state,
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
         "Lead on the loss": lead.value,
         "Heads switched": f"{switched.value} {switched.note}".strip(),
-        "Loss at the end": loss.value,
+        f"Loss at step {common:,}, as drawn": document.loss_of(loss),
         "Farthest above its baseline": _worst_head(run),
     }
 
@@ -209,7 +213,7 @@ def _answers(
     """What the page draws: the same overlays as the figures."""
     overlays: list[Document] = []
     for indicator, title, label in OVERLAYS:
-        series = {name: of_run_or_worst_head(frame, indicator) for name, frame in samples.items()}
+        series = of_runs_or_worst_heads(samples, indicator)
         series = {name: thinned(values) for name, values in series.items() if len(values)}
         if not series:
             continue

@@ -142,5 +142,9 @@ def test_a_head_that_was_ill_for_most_of_a_run_stays_far_above_its_baseline():
     assert times_baseline(values)[5] == pytest.approx(1), "its illness is its usual state by then"
     moved = np.arange(8) == 5
     assert times_baseline(values, 0.0, moved, 9)[5] == pytest.approx(50)
-    # Without a past before the alarm there is nothing to compare with.
-    assert times_baseline(values, 0.0, moved, 3)[5] == pytest.approx(1)
+    # Without a past before the alarm it is compared with the median of the others,
+    assert times_baseline(values, 0.0, moved, 3)[5] == pytest.approx(50)
+    # from its first sample on, and not where too few others are left.
+    assert times_baseline(values[6:9], 0.0, moved, 3)[5] == pytest.approx(50)
+    assert times_baseline(values, 0.0, np.arange(8) > 3, 3)[5] == pytest.approx(50)
+    assert times_baseline(values, 0.0, np.arange(8) > 2, 3)[5] == pytest.approx(1)

@@ -145,7 +145,7 @@ def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:
         steps, -width, width, color=line.get_color(), alpha=0.16, linewidth=0, zorder=1.1
     )
     axes.annotate(
-        f"band: 95 % of where the errors of\n{line.get_label()} stay if they cancel",
+        f"band: of {line.get_label()} alone,\n95 % of where its errors stay if they cancel",
         xy=(0.012, 0.97),
         xycoords="axes fraction",
         va="top",

@@ -73,9 +73,16 @@ def spectral_norm_by_layer(
 def model_map(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
 ) -> Figure | None:
-    """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
+    """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
+
+    A step before the first sample, as of an alarm that a resumed run brought along, is drawn at it.
+    """
     if step is None:
         step = tables.steps(frame)[1] if len(frame) else 0
+    samples = tables.check_samples(frame)
+    of_heads = tables.rows_of(samples, samples["site"] != "")
+    if len(of_heads):
+        step = max(step, tables.steps(of_heads)[0])
     excess = ranking.excess(frame, events, step)
     layer, head = (np.asarray(excess.index.get_level_values(level), dtype=int) for level in (0, 1))
     cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)

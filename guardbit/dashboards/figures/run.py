@@ -105,8 +105,8 @@ def runs_over_steps(
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
-    drawn = {name: of_run_or_worst_head(frame, indicator) for name, frame in runs.items()}
-    series = {name: style.finite(values) for name, values in drawn.items()}
+    drawn = of_runs_or_worst_heads(runs, indicator).items()
+    series = {name: style.finite(values) for name, values in drawn}
     series = {name: values for name, values in series.items() if style.has_finite(values)}
     if not series:
         return None
@@ -148,9 +148,15 @@ def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float)
         )
 
 
-def of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
-    """An indicator of the run as its running median, of heads the largest magnitude, by step."""
-    series = tables.of_run(frame, indicator)
-    if len(series):
-        return style.smooth(series)
-    return tables.by_head(frame, indicator).abs().max(axis=1)
+def of_runs_or_worst_heads(
+    runs: Mapping[str, pd.DataFrame], indicator: str
+) -> dict[str, pd.Series]:
+    """An indicator of each run as its running median, of heads the largest magnitude, by step."""
+    series = {name: style.finite(tables.of_run(frame, indicator)) for name, frame in runs.items()}
+    longest = max(map(len, series.values()), default=0)
+    return {
+        name: style.smooth(series[name], longest)
+        if len(series[name])
+        else tables.by_head(frame, indicator).abs().max(axis=1)
+        for name, frame in runs.items()
+    }

@@ -254,9 +254,9 @@ def has_finite(table: pd.DataFrame | pd.Series) -> bool:
     return bool(np.isfinite(table.to_numpy(dtype=float)).any())
 
 
-def smooth(series: pd.Series) -> pd.Series:
-    """Running median, centred; short series are left as they are."""
-    if len(series) < 4 * MEDIAN_WINDOW:
+def smooth(series: pd.Series, longest: int = 0) -> pd.Series:
+    """Running median, centred; series are left as they are if all that are compared are short."""
+    if max(len(series), longest) < 4 * MEDIAN_WINDOW:
         return series
     median = series.rolling(MEDIAN_WINDOW, center=True, min_periods=1).median()
     return cast(pd.Series, median.where(series.notna()))

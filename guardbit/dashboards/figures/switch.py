@@ -65,7 +65,8 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
         scale = style.scale(axes, shown.to_numpy()).removesuffix(" scale")
         axes.set_ylabel(dict(SWITCH_PANELS)[indicator] + scale)
         axes.margins(y=0.2)
-        _draw_change(axes, shown.iloc[:, 0].dropna(), step, medians=indicator == "loss")
+        if indicator != "loss":  # whose samples are too noisy for one to tell anything
+            _draw_change(axes, shown.iloc[:, 0].dropna(), step)
     style.finish(all_axes, frame, events, (first, last))
     for axes in all_axes:
         style.label_ends(axes)
@@ -104,24 +105,20 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
     return cast(pd.DataFrame, table[[head for head in heads if head in table.columns]])
 
 
-def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> None:
-    """Draws the values before and after the step, dotted, and writes them above the panel."""
+def _draw_change(axes: Axes, series: pd.Series, step: int) -> None:
+    """Draws the last value before the step, dotted, and writes it and the last of all above."""
     # The sample of the switch's own step was measured before the switch took effect.
-    sides = {"before": series.loc[:step], "after": series.loc[step + 1 :]}
-    numbers: dict[str, str] = {}
-    for side, part in sides.items():
-        if part.empty:
-            continue
-        value = float(part.median() if medians else part.iloc[-1])
-        numbers[side] = style.plain(float(f"{value:.3g}"))
-        if medians or side == "before":
-            first, last = (part if medians else series.loc[part.index[-1] :]).index[[0, -1]]
-            axes.hlines(value, first, last, color=INK, linewidth=1, linestyle=":", gid=side)
-    what = "median" if medians else "last sample"
+    before, after = series.loc[:step], series.loc[step + 1 :]
+    if len(before):
+        steps = before.index[-1], series.index[-1]
+        axes.hlines(before.iloc[-1], *steps, color=INK, linewidth=1, linestyle=":", gid="before")
+    numbers = [
+        style.plain(float(f"{part.iloc[-1]:.3g}")) if len(part) else "–" for part in (before, after)
+    ]
     axes.text(
         1,
         style.above(axes, NUMBERS_HEIGHT),
-        f"{what} {numbers.get('before', '–')} → {numbers.get('after', '–')}",
+        f"last sample {' → '.join(numbers)}",
         transform=axes.transAxes,
         ha="right",
         fontsize=9,

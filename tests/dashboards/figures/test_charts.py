@@ -74,7 +74,7 @@ def test_a_colour_is_one_head_in_all_figures(drawn):
             for name, line in lines_of_heads(axes).items():
                 if line.get_color() in HIGHLIGHTS:
                     heads.setdefault(line.get_color(), set()).add(name)
-    # In the order of their first alarms; no other head is above its baseline at the first.
+    # In the order of their first alarms; no other head is above its baseline.
     assert heads == {HIGHLIGHTS[0]: {"layer 2, head 7"}, HIGHLIGHTS[1]: {"layer 2, head 3"}}
 
 

@@ -54,7 +54,7 @@ def test_the_band_is_that_of_errors_that_cancel():
     # The drifting head's own: 1.96 times the root of the sum of its squared errors.
     expected = 1.96 * np.sqrt([np.sum(drifting[: n + 1] ** 2) for n in range(100)])
     np.testing.assert_allclose(width, expected)
-    assert "layer 0, head 1" in axes.texts[0].get_text()
+    assert axes.texts[0].get_text().startswith("band: of layer 0, head 1 alone,")
 
 
 @pytest.mark.parametrize("chart", ["max_logit", "delta_bias", "attention_entropy"])

@@ -3,7 +3,7 @@ import pytest
 from matplotlib.colors import LogNorm, to_rgb
 
 from guardbit.dashboards import ranking
-from guardbit.dashboards.figures import model_map
+from guardbit.dashboards.figures import CHARTS, model_map
 from guardbit.dashboards.palette import HEAT_STOPS, INK
 from tests.dashboards.made import samples
 
@@ -57,6 +57,15 @@ def test_frames_and_dots_are_those_of_the_step(run, step, alarmed, stabilized):
 
 def test_an_earlier_step_knows_nothing_of_later_ones(run):
     assert cells_of(model_map(run.frame, run.events, 2400)).max() < 1.5
+
+
+def test_an_alarm_before_the_first_sample_is_shown_at_that_sample(run):
+    # As of a run that was resumed into a new folder; its loss may have been sampled earlier.
+    later = run.frame[run.frame["step"] >= 4001]
+    axes = model_map(later, run.events, 2950).axes[0]
+    assert axes.get_title(loc="left") == "Model map at step 4,050"
+    for draw in CHARTS.values():
+        assert draw(later, run.events) is not None
 
 
 def test_unmeasured_heads_stay_blank(run):

@@ -73,6 +73,19 @@ def test_more_runs_than_lines_are_refused(run):
         runs_over_steps(runs, "loss", "Loss", "loss")
 
 
+def test_a_short_run_is_smoothed_like_the_long_one_beside_it(run):
+    short = run.frame[run.frame["step"] > 3800]
+    runs = {"short": short, "long": run.frame}
+    lines = lines_of(runs_over_steps(runs, "loss", "Loss", "loss").axes[0])
+    loss = run.loss[run.loss_steps > 3800]
+    assert len(loss) < 100
+    expected = [np.median(loss[max(at - 12, 0) : at + 13]) for at in range(len(loss))]
+    np.testing.assert_array_equal(lines["short"].get_ydata(), expected)
+    # Alone it is drawn as it was sampled.
+    (line,) = lines_of(runs_over_steps({"a": short}, "loss", "Loss", "loss").axes[0]).values()
+    np.testing.assert_array_equal(line.get_ydata(), loss)
+
+
 def test_what_is_marked_of_each_run_is_named_in_its_colour(run):
     marked = {
         "a": {"alarm": 1000, "switched": 1000},

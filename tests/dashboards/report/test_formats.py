@@ -93,6 +93,21 @@ def test_a_long_curve_is_thinned_evenly_and_ends_where_it_ended(length):
     assert len(set(np.diff(thin))) <= 1
 
 
+@pytest.mark.parametrize("end", [0.0, np.inf])
+def test_losses_are_compared_at_the_last_step_in_common(run, tmp_path, end):
+    loss = run.frame[run.frame["indicator"] == "loss"]
+    early = loss[loss["step"] <= 3000].copy()
+    early.loc[early["step"] == 3000, "value"] += end
+    runs = [Run("early", early), Run("late", loss.assign(value=loss["value"] + 1))]
+    page = write_reports(runs, tmp_path / "r.html").read_text(encoding="utf-8")
+    at, row = np.flatnonzero(run.loss_steps == 3000)[0], "<td>Loss at step 3,000, as drawn</td>"
+    # Running medians of 25; no later sample is known of the one, half of them of the other.
+    medians = [np.median(run.loss[at - 12 : at + 1]), 1 + np.median(run.loss[at - 12 : at + 13])]
+    first, second = (f"{median:.3g}" for median in medians)
+    page = re.sub(r' data-label="[^"]*"', "", page)
+    assert f"{row}<td>{'not finite' if end else first}</td><td>{second}</td>" in page
+
+
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     frame = short()
     with pytest.raises(ValueError, match="compares 4 runs at most"):
