@@ -206,10 +206,7 @@ def go_on(
     minutes: float,
     parts: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Trains on from a checkpoint, eagerly, and yields the rows of every step.
-
-    With `parts` a step has as many batches, and the errors are those of the run's own engine alone.
-    """
+    """Trains on, eagerly; yields rows of every step, with `parts` of that many batches."""
     model.load_state_dict(checkpoint["state_dict"])
     made = model.to(device).configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
