@@ -118,7 +118,7 @@ class Webhook:
         except Exception as error:
             if not self._is_failing:
                 # Not the whole address: it is a secret of whoever may post there.
-                log.warning("the webhook at %s did not take an alarm: %r", self._host, error)
+                log.warning("the webhook at %s did not take a message: %r", self._host, error)
             self._is_failing = True
 
 

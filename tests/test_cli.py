@@ -129,7 +129,7 @@ def test_replay_of_recorded_runs(name, verdict, outcome, earliest, latest):
     }
 
 
-NO_RISK_KNOWN = "By its kind the model is of unknown risk: key_common_mode was not measured."
+NO_RISK_KNOWN = "By its keys the model is of unknown risk: key_common_mode was not measured."
 
 
 def test_replay_in_words():

@@ -657,7 +657,7 @@ def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(
     found = judged(of=measured, metadata=metadata)
     what, largest, step, layers = expected
     assert (found.risk.what, *found.risk[2:]) == expected
-    assert found.risk.sentence.startswith(f"By its kind the model is {what}: ")
+    assert found.risk.sentence.startswith(f"By its keys the model is {what}: ")
     assert found.as_json()["risk"] == found.risk._asdict()
     if largest is not None:
         named = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"

@@ -76,7 +76,7 @@ class Risk(NamedTuple):
     @property
     def sentence(self) -> str:
         """What is known, and why."""
-        return f"By its kind the model is {self.what}: {self.why}."
+        return f"By its keys the model is {self.what}: {self.why}."
 
 
 _VERDICTS: dict[str, Verdict] = {

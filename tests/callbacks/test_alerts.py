@@ -75,7 +75,7 @@ def test_a_webhook_nobody_answers_at_keeps_nobody_waiting(caplog):
     webhook = Webhook("http://127.0.0.1:9/x")  # the port of discard, where nobody listens
     webhook.send("a line")
     webhook.close()
-    assert "did not take an alarm" in caplog.text
+    assert "did not take a message" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["", "example.org/x", "file:///etc/passwd", "https://"])

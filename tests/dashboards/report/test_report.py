@@ -326,7 +326,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     assert f"{ATTACK} · GuardBit" in page.of("title")
 
 
-NO_RISK_KNOWN = "By its kind the model is of unknown risk: key_common_mode was not measured."
+NO_RISK_KNOWN = "By its keys the model is of unknown risk: key_common_mode was not measured."
 
 
 def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
