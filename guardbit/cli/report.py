@@ -76,9 +76,9 @@ def report(
         runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
         with writing_to(place):
             written = write_reports(runs, place, format=format.value)
-    for path, run in zip(paths, runs, strict=True):  # not to stdout, which has the place alone
+    for run in runs:  # not to stdout, which has the place alone
         resumed = f" The run was {run.resumed}." if run.resumed else ""
-        said = f"{path}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
+        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
         typer.echo(printable(said), err=True)
     typer.echo(printable(str(written)))
     if open_it:
