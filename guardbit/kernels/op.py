@@ -316,7 +316,7 @@ def _promised_strides(call: Call) -> tuple[int, ...]:
 def _strides(
     shape: tuple[int, ...], strides: tuple[int, ...], width: int, rows_first: bool
 ) -> tuple[int, ...]:
-    q = torch.empty_strided(shape, strides, device="meta")
+    q = torch.empty_strided(shape, strides, dtype=torch.int8, device="meta")
     return _laid_out(q, width, rows_first).stride()
 
 

@@ -93,7 +93,8 @@ def test_tensorboard_gets_pictures_texts_and_scalars(trains, tmp_path):
     (texts,) = [tag for tag in log.Tags()["tensors"] if tag.startswith("guardbit/alarms")]
     told = log.Tensors(texts)[0].tensor_proto.string_val[0].decode()
     # The line that the console has.
-    assert told.startswith("GuardBit: step 0: alarm net.h.0.attn: head 0 ") and len(told) <= 160
+    begin = "GuardBit: step 0: alarm net.h.0.attn heads 0, 1: head 0 "
+    assert told.startswith(begin) and len(told) <= 160
     assert set(LOGGED_KEYS) < set(log.Tags()["scalars"])
 
 
