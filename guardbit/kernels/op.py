@@ -524,14 +524,8 @@ def _forbid_merging() -> None:
 def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call, _, _ = _call_of_backward(arguments)
     mask, sinks = call.spec.mask if call.wants_mask else None, call.spec.sinks
-    order = (0, 2, 1, 3)
     return (
-        *(
-            x.new_empty([x.size(i) for i in order]).permute(order)
-            if _rows_first(call)
-            else torch.empty_like(x)
-            for x in call[:3]
-        ),
+        *(_laid_out(x, x.size(3), _rows_first(call)) for x in call[:3]),
         *(call.q.new_empty(0) if x is None else torch.empty_like(x) for x in (mask, sinks)),
     )
 

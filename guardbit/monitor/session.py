@@ -727,7 +727,8 @@ class Session(Guarded):
             "format": _FORMAT,
             "last_step": ended,
             "detectors": self.detectors.state_dict(),
-            "policy": None if self.policy is None else self.policy.state_dict(),
+            # None before it has acted on a checkpoint's alarms: whatever resumes this is to do so.
+            "policy": self.policy.state_dict() if self.policy and not self._unheeded else None,
             "dry_run": self.dry_run,
             "stabilizers": switched,
             "is_of_parts": bool(self._switching.asked_elsewhere),

@@ -169,7 +169,10 @@ def test_a_folder_that_cannot_be_listed_is_no_failed_write(tmp_path, caplog, mon
 def test_a_policy_acts_on_the_alarms_of_a_checkpoint_that_none_has_heeded(tmp_path):
     settings = {"rules": (Always(),), "dirpath": tmp_path}
     state = Loop(**settings).run(range(3), close=False).leave()
+    settings["policy"] = Policy("row_max", scope="head")
+    killed = Loop(**settings)  # before its first sample
+    killed.session.load_state_dict(state)
     # The rule rests for 1,000 steps after its alarm.
-    Loop(**settings, policy=Policy("row_max", scope="head")).resume(state, [3, 4])
+    Loop(**settings).resume(killed.leave(), [3, 4])
     switches = events_of(tmp_path, "switch")
     assert switches[["step", "site", "heads"]].to_numpy().tolist() == [[3, SITES[1], (1,)]]
