@@ -79,7 +79,8 @@ def test_dq_of_documents_and_a_window(mode, monkeypatch):
 
 def test_code_that_an_earlier_process_left_on_disk(tmp_path):
     test = f"{__file__}::{test_dq_of_documents_and_a_window.__name__}"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", test]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, test]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run(command, env=environment, check=True)
