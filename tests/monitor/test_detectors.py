@@ -100,7 +100,7 @@ def test_loss_departure_at_the_rise_and_not_before():
 def test_loss_departure_covers_steps_however_often_the_loss_is_recorded():
     assert loss_alarms([3.0] * 400 + [4.2] * 60 + [3.0] * 400, every=1) == []
     (alarm,) = loss_alarms([3.0] * 400 + [4.2] * 200, every=1)
-    # Of the 160 losses from step 320 on 80 are 4.2 at step 479: the median is 3.6, at 480 it is 4.2.
+    # Of the last 160 losses 80 are 4.2 at step 479: the median is 3.6, and a step later 4.2.
     assert alarm.step == 480
 
 
