@@ -71,6 +71,14 @@ class Schedule:
         previous = step - 1 if self.last_ended is None else self.last_ended
         return step % self._cadence == 0 or step // self._cadence != previous // self._cadence
 
+    def is_counted(self, step: int) -> bool:
+        """Whether compiled calls are counted in a step between samples, each time a step later.
+
+        So a network is met that trains in no sampled step.
+        """
+        turn, place = divmod(step, self._cadence)
+        return self._cadence > 1 and place == 1 + turn % (self._cadence - 1)
+
     def use(self, what: str) -> None:
         """Warns where something is called that belongs to a step, and none has begun."""
         if self._last is None:

@@ -189,7 +189,7 @@ class Session(Guarded):
         self._examinations.tell_earlier(step)
         if is_new:
             self.instrumentation.begin_step()
-        if is_new and self._rest_unless(self._schedule.is_sampled):
+        if is_new and self._rest_unless(self._schedule.is_sampled, step):
             self._measurement.begin()
             self.instrumentation.observe(self._receive_call)
             self._notices.begin_sampled_step()
@@ -316,7 +316,7 @@ class Session(Guarded):
         if not self._is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(
-                _WATCHING, lambda: self._rest_unless(self._schedule.is_due(step + 1))
+                _WATCHING, lambda: self._rest_unless(self._schedule.is_due(step + 1), step + 1)
             )
         alarms = self.catch_up()
         if self._is_closed or not was_sampled or self._has_given_up:
@@ -801,12 +801,14 @@ class Session(Guarded):
         """Whether the policy only waits for sites to be known: then the first step is sampled."""
         return self.policy is not None and self.policy.is_due
 
-    def _rest_unless(self, is_sampled: bool) -> bool:
+    def _rest_unless(self, is_sampled: bool, step: int) -> bool:
         """Leaves calls alone unless the step is sampled; returns whether they are wanted."""
         unfit = self._stages.off & {_WATCHING, "capture", "metrics"}
         wanted = bool(self._measurement.plan.calls) and not unfit and not self._has_given_up
         bursts = () if unfit | (self._stages.off & {"burst"}) else self._burst.heads
-        self.instrumentation.rest(not (is_sampled and wanted), bursts)
+        self.instrumentation.rest(
+            not (is_sampled and wanted), bursts, are_counted=self._schedule.is_counted(step)
+        )
         return is_sampled and wanted
 
     # --- faults ----------------------------------------------------------------------------------

@@ -245,8 +245,11 @@ class Instrumentation:
             if only is None or name in only:
                 site.state.observer = observer
 
-    def rest(self, at_rest: bool, but: Collection[str] = ()) -> None:
-        """Says whether calls need not be seen from now on, but those of some sites."""
+    def rest(self, at_rest: bool, but: Collection[str] = (), *, are_counted: bool = False) -> None:
+        """Says whether calls need not be seen from now on, but those of some sites.
+
+        Calls that are only counted run the op in compiled models.
+        """
         wanted = at_rest, frozenset(but)
         if wanted != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = wanted
@@ -256,7 +259,7 @@ class Instrumentation:
         # between two steps, and not at a switch: a checkpoint must find the graph of its forward.
         self._has_sampled = self._has_sampled or not at_rest
         if self._installed:
-            is_unused = at_rest and not but and not self._switched
+            is_unused = at_rest and not but and not self._switched and not are_counted
             runtime.rest(self._user, is_unused and self._has_sampled)
 
     def remove(self) -> None:

@@ -268,16 +268,17 @@ def test_a_session_has_two_graphs_and_runs_the_op_in_sampled_steps_and_when_swit
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     session = MonitorSession(model, every_n_train_steps=3)
     site, runs = session.instrumentation.candidates["h.1.attn"], []
-    for step in range(9):
-        if step == 5:
+    for step in range(12):
+        if step == 8:
             session.instrumentation.switch("h.0.attn", "exact_delta", heads=[1])
         session.begin_batch(step)
         before = op_runs(site)
         found = tiny.step(model, tokens, run=compiled)
         runs.append(op_runs(site) - before)
         session.end_step()
-        assert step >= 5 or tiny.equal(found, expected)
-    assert runs == [1, 0, 0, 1, 0, 1, 1, 1, 1]
+        assert step >= 8 or tiny.equal(found, expected)
+    # Besides sampled steps 1, 5 and 7 are counted.
+    assert runs == [1, 1, 0, 1, 0, 1, 1, 1, 1, 1, 1, 1]
     assert counter.frame_count == 2
     session.close()
     assert not runtime.is_at_rest
@@ -286,7 +287,7 @@ def test_a_session_has_two_graphs_and_runs_the_op_in_sampled_steps_and_when_swit
 def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
     model = tiny.GPT(layers=1)
     compiled = torch.compile(model, backend="aot_eager")
-    session = MonitorSession(model, every_n_train_steps=3)
+    session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
 
     def train(steps):
@@ -295,9 +296,9 @@ def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
             tiny.step(model, tokens, run=compiled)
             session.end_step()
 
-    train(range(2))
+    train(range(3))
     with torch.compiler.set_stance("fail_on_recompile"):
-        train(range(2, 8))
-    assert op_runs(site) == 1
+        train(range(3, 8))
+    assert op_runs(site) == 2
     assert caplog.text.count("neither sampled nor switched") == 1
     session.close()
