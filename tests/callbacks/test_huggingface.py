@@ -1,5 +1,7 @@
 """`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
 
+import contextlib
+import gc
 import io
 import sys
 
@@ -236,6 +238,19 @@ def test_after_ctrl_c_the_same_model_is_watched_again(tmp_path, event, is_same, 
     assert read_end(tmp_path / "one" / "guardbit") == ("crashed" if is_same else "interrupted")
     assert ("was interrupted" in caplog.text) is not is_same
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
+
+
+def test_after_ctrl_c_nobody_need_keep_the_first_monitor(tmp_path):
+    model = gpt2()
+    with contextlib.suppress(KeyboardInterrupt):
+        train(
+            tmp_path / "one", HuggingFaceMonitor(1), Interrupts("on_step_end"), model=model,
+            save_strategy="no",
+        )  # fmt: skip
+    gc.collect()
+    train(tmp_path / "two", HuggingFaceMonitor(1), model=model, steps=2, save_strategy="no")
+    ends = [read_end(tmp_path / name / "guardbit") for name in ("one", "two")]
+    assert ends == ["interrupted", "finished"]
 
 
 def test_two_monitors_of_one_trainer_are_refused_and_the_next_trainer_is_not(tmp_path):
