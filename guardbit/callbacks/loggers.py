@@ -6,6 +6,8 @@ import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,9 +30,23 @@ _BUCKETS = 64
 
 def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str:
     """Says that the run is watched, and which command shows it."""
-    live = f"the live page: guardbit live {shlex.quote(str(dirpath))}"
-    where = live if str(dirpath) else "without dirpath nothing is kept"
+    where = f"the live page: guardbit live {shlex.quote(str(dirpath))}"
+    if not str(dirpath):
+        where = "without dirpath nothing is kept"
+    elif why := _why_unwritable(Path(dirpath).absolute()):
+        where = f"nothing can be written to {dirpath} now ({why}): set another dirpath"
     return f"GuardBit samples attention every {every_n_train_steps} steps; {where}"
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Why a run cannot be written to a folder, which need not exist, or ""."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:
