@@ -419,10 +419,11 @@ def test_a_run_in_which_no_head_was_measured_is_unclear():
 @pytest.mark.parametrize(
     ("head_steps", "said"),
     [
-        ([0], "Unclear: heads were sampled once, at step 0: rules need two samples"),
+        ([0], "Unclear: too short to judge: 1 sample, 8 needed"),
+        ([*range(7)], "Unclear: too short to judge: 7 samples, 8 needed"),
         (
-            [0, 50, 100],
-            "Healthy: no alarm in 3 samples of the heads, the last at step 100 of 10,000",
+            [*range(0, 400, 50)],
+            "Healthy: no alarm in 8 samples of the heads, the last at step 350 of 10,000",
         ),
         # The next sample was due at 10,050 and at 10,100.
         ([*range(0, 10_000, 50)], "Healthy: no alarm up to step 9,950"),
