@@ -626,6 +626,9 @@ def test_metadata_of_any_kind_end_nothing(metadata):
     assert judged(metadata=metadata).state in ("healthy", "unclear")
 
 
+WRITTEN_OUT = {"kernels": [], "not_switchable": "it is written out in PyTorch: its delta"}
+
+
 def keys(step, layer, *modes):
     return Sample(step, f"h.{layer}.attn", layer, "key_common_mode", modes)
 
@@ -650,6 +653,10 @@ def keys(step, layer, *modes):
         ([keys(2000, 0, math.inf), keys(2001, 0, math.nan)], {},
          ("of unknown risk", None, None, ())),
         ([keys(2000, 0, 0.99)], {"precision": ["float32"]}, ("hardly at risk", None, None, ())),
+        ([keys(2000, 0, 0.99)], {"sites": {"a": {"kernels": ["MATH"]}, "b": WRITTEN_OUT}},
+         ("hardly at risk", None, None, ())),
+        ([keys(2000, 0, 0.99)], {"sites": {"a": {"kernels": ["CUDNN"]}, "b": WRITTEN_OUT}},
+         ("at risk", 0.99, 2000, (0,))),
     ],
 )  # fmt: skip
 def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(

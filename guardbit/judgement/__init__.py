@@ -439,7 +439,7 @@ def cause_of(
 
 def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
     """The risk by the largest `key_common_mode`, at the step that the study looked at."""
-    if nothing := nothing_to_correct(metadata):
+    if nothing := nothing_to_correct(metadata) or delta_not_rounded(metadata):
         return Risk("hardly at risk", nothing)
     step, modes = evidence.common_modes
     if not modes:
@@ -471,6 +471,22 @@ def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
     if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
         return f"attention runs in {' and '.join(map(str, precision))}"
     return ""
+
+
+def delta_not_rounded(metadata: Mapping[str, Any] | None) -> str:
+    """How a run computes attention where none of it rounds delta; "" elsewhere."""
+    sites = _at(metadata, "sites")
+    ways = {_unrounded(module) for module in (sites.values() if isinstance(sites, Mapping) else ())}
+    if not ways or "" in ways:
+        return ""
+    return f"attention {' or '.join(sorted(ways))}, which does not round delta"
+
+
+def _unrounded(module: object) -> str:
+    if _at(module, "kernels") == ["MATH"]:
+        return "runs in PyTorch's math kernel"
+    is_written_out = "written out" in str(_at(module, "not_switchable"))
+    return "is written out in PyTorch" if is_written_out else ""
 
 
 _WIDE = ("float32", "float64")

@@ -153,7 +153,8 @@ def test_a_misspelled_name_gets_the_nearest(settings, meant):
 def test_what_has_nothing_to_correct_is_said_once(caplog, backend, dtype, said):
     caplog.set_level(logging.INFO, "guardbit")
     with sdpa_kernel(backend):
-        watched(dtype=dtype)
+        risk = watched(dtype=dtype).judgement.risk
+    assert (risk.what == "hardly at risk") is (said is not None)
     found = [line for line in caplog.messages if "nothing to correct" in line]
     expected = f"GuardBit: attention runs in {said}: nothing to correct here"
     assert found == ([expected] if said else [])
