@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
+from guardbit.dashboards.excess import FEWEST_SAMPLES
 from guardbit.dashboards.history import History
 from guardbit.monitor.measure import largest
 from guardbit.records import RunEnd, Sample
@@ -89,10 +90,11 @@ class LoggedRun:
                 self._history.moved.setdefault((layer, head), self.step or 0)
         num_switched = sum(map(len, switched.values()))
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
-        worst = self.worst()
-        if worst is not None:
-            metrics.update(zip(WORST_KEYS, worst, strict=True))
-        self.latest |= metrics
+        worst = dict(zip(WORST_KEYS, self.worst() or (), strict=False))
+        self.latest |= metrics | worst  # callbacks that find no value end the training
+        # No head lies above a baseline that there is not yet.
+        if self.num_samples >= FEWEST_SAMPLES or worst.get(WORST_KEYS[2], 0) > 1:
+            metrics |= worst
         return {**metrics, **self._of_layers(session.samples)} if self.log_layers else metrics
 
     def _of_layers(self, samples: Iterable[Sample]) -> dict[str, float]:

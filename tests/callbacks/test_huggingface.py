@@ -23,7 +23,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
 from guardbit.callbacks import huggingface
-from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
+from guardbit.callbacks.loggers import COUNTED_KEYS
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.store.reading import read_end
 from tests.toys import Fires
@@ -105,7 +105,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     events = EventAccumulator(str(log.parent))
     events.Reload()
     keys = {key.removeprefix("train/") for key in events.Tags()["scalars"] if "guardbit" in key}
-    assert keys == {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS} - {
+    assert keys == {*LOGGED_KEYS, *COUNTED_KEYS} - {
         f"guardbit/{name}" for name in ("loss", "grad_norm")
     }
     frame = read_run(folder / "guardbit")
