@@ -67,7 +67,7 @@ def verdict(preflight: Preflight, *place: str) -> str:
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
     so_far = " so far" if " ".join(place) in preflight.left_out else ""
-    said = f"BROKEN: {', '.join(bad)}" if bad else f"sound{so_far}"
+    said = f"BROKEN: {', '.join(bad)}" if bad else f"no fault{so_far}"
     return said + (f" ({', '.join(other)})" if other else "")
 
 
@@ -77,7 +77,7 @@ def explain(preflight: Preflight) -> Iterator[str]:
     for finding in preflight.findings:
         said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
         told.setdefault(said, []).append(" ".join(finding.place[1:]))
-    for said, places in (told | preflight.refused).items():
+    for said, places in (told | preflight.refused | preflight.not_examined).items():
         yield f"{said} ({_some(places)})"
     if "rounded output" in preflight.delta.values():
         yield (
@@ -105,8 +105,8 @@ def conclusion(preflight: Preflight) -> str:
             " far; the rest needs more time or memory (* is PyTorch's choice)."
         )
     return (
-        f"Sound: all of the {preflight.examined} examined are within the bounds of their arithmetic"
-        " (* is PyTorch's choice)."
+        f"No fault: all of the {preflight.examined} examined are within the bounds of their"
+        " arithmetic (* is PyTorch's choice)."
     )
 
 
