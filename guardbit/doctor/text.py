@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
+from guardbit.doctor.diagnose import SURE, THROUGH_DELTA, Diagnosis, Measures
 from guardbit.doctor.examine import Row
 from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
@@ -158,9 +158,16 @@ def _adding_up(found: Diagnosis) -> str:
         )
     if found.cause == "not rounding":
         way = "grow" if error.exact_drift > 0 else "shrink"
+        # At most so many standard deviations of a sum of rows with random signs.
+        is_sure = error.drift_share * math.sqrt(found.rows) >= SURE
+        look = "look at the learning rate first"
+        if not is_sure:
+            look = (
+                f"neither explains why W_Q grows. {look.capitalize()}, and at an earlier snapshot"
+            )
         return (
             f"What is left pushes W_Q by {push}, while the exact gradient itself makes it {way} by"
-            f" {abs(error.drift_share):.2g}: look at the learning rate first."
+            f" {abs(error.drift_share):.2g}: {look}."
         )
     does = "adds up" if found.cause == "rounding" else "does not surely add up in these rows"
     if found.cause == "fault":
