@@ -386,6 +386,9 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     assert f"{tmp_path.name}/version_1/run: " in result.stderr
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert f"<th>{tmp_path.name}/version_1/run</th>" in text
+    check_refused(invoke("report", plain_run, other), "comparison.html is there already")
+    again = invoke("report", plain_run, other, "--output", "comparison.html")
+    assert again.exit_code == 0
 
 
 def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path):
