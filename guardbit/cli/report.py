@@ -94,6 +94,8 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
         is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)
         return output / name if is_folder else output
     if len(paths) > 1:
+        if Path(name).exists():
+            raise ValueError(f"{name} is there already: --output {name} overwrites it")
         return Path(name)
     from guardbit.store.files import stem_of_run
 

@@ -321,6 +321,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     if is_of_fabric(model):
         model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
+        name = name or type(module).__name__
         if frames.is_attached(module):
             raise ValueError(
                 f"the model is instrumented already (module '{name}'): one monitor is enough;"

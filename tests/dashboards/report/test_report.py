@@ -332,7 +332,7 @@ NO_RISK_KNOWN = "By its keys the model is of unknown risk: key_common_mode was n
 def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
     page = write(tmp_path, run_without_figures(), None, None)
     assert page.of("h1") == ["Unclear: no rule could judge the heads"]
-    assert page.lede[0].startswith("Go on until heads have been sampled twice")
+    assert page.lede[0].startswith("Go on: heads need 8 samples")
     assert page.lede[1:] == [NO_RISK_KNOWN]
 
 
