@@ -99,7 +99,7 @@ def recomputed(
     chunk x M.
     """
     check_heads(head_ids, q.shape[1])
-    shape = (*q.shape[:3], k.shape[2])
+    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
     group = q.shape[1] // k.shape[1]
     row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
     visible = visible_range(spec, shape, q.device)
