@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.common import SHAPES, Shape, inputs, machine, write
-from guardbit.kernels.device import backward, carrier, delta, forward, shadow
+from guardbit.kernels.device import backward, delta, forward, shadow
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -186,7 +186,7 @@ def of_parts(name: str, tensors: list[Tensor]) -> Kernel:
             return (delta.exact_delta(d_out, q, k, v, lse, **settings),)
         if name == "delta_carrier":
             return delta.carry_exact_delta(d_out, q, k, v, out, lse, **settings, into=into)
-        carrier.carry_compensated_delta(d_out, out, residual, into=into, head_ids=heads)
+        delta.carry_compensated_delta(d_out, out, residual, into=into, head_ids=heads)
         return (into,)
 
     return Kernel(run, None, None)

@@ -9,7 +9,6 @@ lse `(B, H, N)` FP32.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload
 
@@ -110,8 +109,8 @@ def flash_attention(
             (arXiv 2510.04212, Algorithm 3, made safe).
         beta: Strength of the shift of "row_max", > 1.
         eps: Distance from the row maximum, in logits, within which scores count as maxima, > 0.
-        seed: Has no effect, because no stabilizer draws random numbers. Dropout draws from the
-            device's generator.
+        seed: Anything: has no effect, because no stabilizer draws random numbers. Dropout draws
+            from the device's generator.
         backend: "triton" takes BF16 and FP16 on GPUs of compute capability 8.0 or newer, and on
             the CPU in Triton's interpreter (`TRITON_INTERPRET=1` before triton is imported), which
             is there for tests. "torch" takes everything and is slow. "auto" is "triton" where a GPU
@@ -148,9 +147,6 @@ def flash_attention(
         raise ValueError(f"beta is {beta}; it must be greater than 1 and finite")
     if not 0.0 < eps < math.inf:
         raise ValueError(f"eps is {eps}; it must be greater than 0 and finite")
-    seed = _whole("seed", seed)
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; it must fit 64 bits with sign")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if backend not in dispatch.BACKENDS:
@@ -182,7 +178,6 @@ def flash_attention(
 
 
 def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[str, ...]:
-    """Returns one name a head, or raises a ValueError that says what is wrong."""
     if not isinstance(stabilizer, str | Sequence):
         raise ValueError(f"stabilizer is {stabilizer!r}; expected a name or one name a head")
     names = (stabilizer,) * num_heads if isinstance(stabilizer, str) else tuple(stabilizer)
@@ -194,15 +189,6 @@ def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[
     if len(names) != num_heads:
         raise ValueError(f"{len(names)} stabilizers were given for {num_heads} heads")
     return names
-
-
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, int):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

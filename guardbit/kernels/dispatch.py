@@ -32,11 +32,10 @@ _LAUNCHERS = {
     "backward": "backward",
     "shadow": "shadow",
     "row_maxima": "shadow",
-    "delta_bias": "audit",
     "exact_query_gradient": "audit",
     "exact_delta": "delta",
     "carry_exact_delta": "delta",
-    "carry_compensated_delta": "carrier",
+    "carry_compensated_delta": "delta",
 }
 
 
@@ -49,30 +48,26 @@ def on_triton(backend: str, q: Tensor) -> bool:
     """Whether a call runs the Triton kernels; otherwise it runs plain torch."""
     if backend == "torch" or (backend == "auto" and not q.is_cuda):
         return False
-    obstacle = _triton_obstacle(q)
-    if obstacle is not None and backend == "triton":
-        raise ValueError(f"backend 'triton' {obstacle}; use 'auto' or 'torch'")
-    return obstacle is None
-
-
-def _triton_obstacle(q: Tensor) -> str | None:
+    obstacle = ""
     if not _has_triton():
-        return "needs the package triton, which is not installed"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, but q is {q.dtype}"
-    if q.is_cuda:
+        obstacle = "needs the package triton, which is not installed"
+    elif q.dtype not in (torch.bfloat16, torch.float16):
+        obstacle = f"takes bfloat16 and float16, but q is {q.dtype}"
+    elif q.is_cuda:
         capability = tiles.capability(q.device)
         if capability < _OLDEST_CAPABILITY:
             found = ".".join(map(str, capability))
-            return f"needs compute capability 8.0 or newer, but {q.device} has {found}"
-        return None
-    from guardbit.kernels.device.primitives import INTERPRET
+            obstacle = f"needs compute capability 8.0 or newer, but {q.device} has {found}"
+    else:
+        from guardbit.kernels.device.primitives import INTERPRET
 
-    return None if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
+        obstacle = "" if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
+    if obstacle and backend == "triton":
+        raise ValueError(f"backend 'triton' {obstacle}; use 'auto' or 'torch'")
+    return not obstacle
 
 
 def launcher(name: str, triton: bool) -> Callable[..., Any]:
-    """Returns a function of `reference`, or the one of the same name that runs in Triton."""
     home = f"guardbit.kernels.device.{_LAUNCHERS[name]}"
     return getattr(import_module(home) if triton else reference, name)
 
@@ -98,7 +93,7 @@ def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:
 
 
 shadow = _chosen(reference.shadow, alike=True)
-delta_bias = _chosen(reference.delta_bias)
+delta_bias = reference.delta_bias
 exact_query_gradient = _chosen(reference.exact_query_gradient, alike=True)
 exact_delta = _chosen(reference.exact_delta)
 carry_exact_delta = _chosen(reference.carry_exact_delta)

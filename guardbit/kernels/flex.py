@@ -124,7 +124,6 @@ def _program(text: str) -> Program:
 def specification(
     text: str, scale: float, batch: int, tensors: Sequence[Tensor], numbers: Sequence[int]
 ) -> AttentionSpec:
-    """Returns what a call with functions asks for."""
     program = _program(text)
     rest = iter(tensors), iter(numbers)
     closed = [next(rest[0] if is_tensor else rest[1]) for is_tensor in program.are_tensors]
@@ -223,17 +222,14 @@ class _BackwardArguments(NamedTuple):
 
     @property
     def stabilizers(self) -> tuple[str, ...]:
-        """The stabilizer of each head, as the forward settled it."""
         return tuple(STABILIZERS[code] for code in self.names.tolist())
 
     @property
     def exact_heads(self) -> tuple[int, ...]:
-        """The heads that get their exact delta."""
         return tuple(h for h, name in enumerate(self.stabilizers) if name == "exact_delta")
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the call asks for."""
         return specification(self.program, self.scale, len(self.q), self.tensors, self.numbers)
 
     def used(self, head_ids: tuple[int, ...]) -> Tensor:
@@ -455,7 +451,6 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
 
 
 def _copy(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
-    """Returns a copy of a function with other globals."""
     copied = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

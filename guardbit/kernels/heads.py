@@ -56,7 +56,6 @@ class Call(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Number of query heads."""
         return self.q.size(1)
 
 
@@ -94,8 +93,6 @@ OWN_FORWARD = frozenset({"compensated", "row_max"})
 
 
 class Plan(NamedTuple):
-    """The heads of a call, grouped by what they run."""
-
     names: tuple[str, ...]  # one stabilizer a head
     own: tuple[int, ...]  # the heads whose forward our kernel computes
     own_names: tuple[str, ...]  # the stabilizer of each of these, as our kernels know it
@@ -106,7 +103,6 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan_of(names: tuple[str, ...], native: bool) -> Plan:
-    """Groups the heads of a call by what they run."""
 
     def heads(*kinds: str) -> tuple[int, ...]:
         return tuple(head for head, name in enumerate(names) if name in kinds)
@@ -205,7 +201,6 @@ _SUBSTITUTES = {
 
 
 def _beyond_ours(call: Call) -> tuple[str, ...]:
-    """Names what a call asks for that our own kernels do not support."""
     has_other_width = call.q.size(3) != call.v.size(3)
     return (
         *(["mask"] if call.spec.mask is not None else []),
@@ -290,8 +285,8 @@ def forward(
         lse.index_copy_(1, index, own.lse)
         if own.residual is not None:
             residual = torch.zeros_like(q, dtype=torch.int8).index_copy_(1, index, own.residual)
-    if keys.shifts and not call.native:  # the caller may ask for lse
-        lse = lse + shift_of_lse(q, keys, spec.scale)
+    if keys.shift is not None and not call.native:  # the caller may ask for lse
+        lse = lse + shift_of_lse(q, keys.shift, spec.scale)
     if training:
         state.note(names, why)
     return out, lse, residual, Ran(engine, shares_backward, on_triton, names)
@@ -353,8 +348,8 @@ def backward(
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)
     call = call._replace(k=keys.k)
-    if keys.shifts and not call.native:
-        saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, keys, call.spec.scale))
+    if keys.shift is not None and not call.native:
+        saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, keys.shift, call.spec.scale))
     inputs = inputs_of(call, saved.random, saved.generator_state)
     try:
         carried = _carried(call, state, d_out, saved, ran.shares_backward, plan)

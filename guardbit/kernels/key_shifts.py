@@ -28,45 +28,31 @@ class ShiftedKeys(NamedTuple):
     """Keys from which vectors were subtracted."""
 
     k: Tensor  # `(B, H_kv, M, D)`, as the kernel gets it
-    # The key heads, G of them, and FP32 `(B, G, 1, D)`, what was subtracted there; in the order of
-    # the subtractions.
-    shifts: list[tuple[tuple[int, ...], Tensor]]
+    shift: Tensor | None  # FP32 `(B, H_kv, 1, D)`, what was subtracted; None for nothing
 
 
 def shift_keys(k: Tensor, names: tuple[str, ...]) -> ShiftedKeys:
-    """Subtracts from the keys what the stabilizers of the query heads ask for."""
-    keys = ShiftedKeys(k, [])
+    """Subtracts from the keys what the stabilizers of the query heads ask for, one by one."""
+    shift = None
     if KEY_SHIFTS.keys().isdisjoint(names) or k.size(2) == 0:
-        return keys
+        return ShiftedKeys(k, shift)
     group = len(names) // k.size(1)
     for name, vector in KEY_SHIFTS.items():
         heads = tuple(sorted({head // group for head, own in enumerate(names) if own == name}))
-        if heads:
-            keys = _shifted(keys, heads, vector)
-    return keys
+        if not heads:
+            continue
+        index = device_constant(heads, torch.int64, k.device)
+        chosen = k.index_select(1, index).float()
+        own = vector(chosen)
+        # A key that is not finite, in padding for example, must not make the other keys NaN.
+        own = own.where(own.isfinite(), 0.0)
+        k = torch.empty_like(k).copy_(k).index_copy_(1, index, (chosen - own).to(k.dtype))
+        if shift is None:
+            shift = torch.zeros_like(k[:, :, :1], dtype=torch.float32)
+        shift.index_copy_(1, index, shift.index_select(1, index) + own)
+    return ShiftedKeys(k, shift)
 
 
-def _shifted(
-    keys: ShiftedKeys, heads: tuple[int, ...], vector: Callable[[Tensor], Tensor]
-) -> ShiftedKeys:
-    k, shifts = keys
-    index = device_constant(heads, torch.int64, k.device)
-    chosen = k.index_select(1, index).float()
-    shift = vector(chosen)
-    # A key that is not finite, in padding for example, must not make the other keys NaN.
-    shift = shift.where(shift.isfinite(), 0.0)
-    result = torch.empty_like(k).copy_(k)
-    result.index_copy_(1, index, (chosen - shift).to(k.dtype))
-    return ShiftedKeys(result, [*shifts, (heads, shift)])
-
-
-def shift_of_lse(q: Tensor, keys: ShiftedKeys, scale: float) -> Tensor:
+def shift_of_lse(q: Tensor, shift: Tensor, scale: float) -> Tensor:
     """Returns by how much the subtractions lower L, FP32 `(B, H, N)`."""
-    total = q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    group = q.size(1) // keys.k.size(1)
-    for key_heads, shift in keys.shifts:
-        heads = tuple(group * h + member for h in key_heads for member in range(group))
-        index = device_constant(heads, torch.int64, q.device)
-        products = q.index_select(1, index).float() * shift.repeat_interleave(group, 1)
-        total.index_copy_(1, index, total.index_select(1, index) + products.sum(-1) * scale)
-    return total
+    return (q.float() * shift.repeat_interleave(q.size(1) // shift.size(1), 1)).sum(-1) * scale

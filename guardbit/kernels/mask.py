@@ -1,6 +1,6 @@
 """Which keys a query sees: the geometry of masks, for whole tensors, in plain torch.
 
-`guardbit.kernels.device.masks` does the same for the tiles of the Triton kernels. The two are
+`guardbit.kernels.device.primitives` does the same for the tiles of the Triton kernels. The two are
 separate because plain torch must work where Triton cannot be imported.
 
 Causal, drawn for N = 2, M = 4, x for seen::

@@ -18,8 +18,6 @@ Kernel = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit
 
 
 class Tile(NamedTuple):
-    """How one program of a kernel works."""
-
     block_m: int  # queries a tile
     block_n: int  # keys a tile
     num_warps: int  # warps of 32 threads
@@ -34,7 +32,6 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """Options for the compiler."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -139,10 +136,8 @@ TILES[10, 0] = {
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 
 def tile(capability: tuple[int, int] | None, width: int, kernel: Kernel) -> Tile:
-    """Looks up how a kernel works on a device."""
     return TILES.get(capability or (0, 0), FALLBACK)[kernel][width]

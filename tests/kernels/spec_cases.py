@@ -13,8 +13,27 @@ def sinks(*values):
     return torch.tensor(values, device=DEVICE)
 
 
-#: B, H, H_kv, N, M, D, E and the spec: what each kernel is tried on. Lengths pass those of tiles.
+#: B, H, H_kv, N, M, D, E: one key; about a tile; grouped; rows without a key; more keys; E != D.
+SHAPES = [
+    (1, 2, 2, 1, 1, 16, 16),
+    (2, 2, 1, 17, 17, 16, 16),
+    (1, 1, 1, 127, 127, 64, 64),
+    (1, 1, 1, 128, 128, 16, 16),
+    (1, 4, 2, 65, 65, 80, 80),
+    (1, 1, 1, 129, 129, 80, 80),
+    (1, 2, 1, 70, 33, 16, 48),
+    (1, 3, 3, 20, 150, 64, 32),
+    (1, 2, 1, 5, 9, 192, 128),
+]
+
+#: Shape and spec: what each kernel is tried on. Lengths pass those of tiles.
 CASES = {
+    **{
+        f"{shape} {causal}": (shape, AttentionSpec(0.25, causal))
+        for shape in SHAPES
+        for causal in (False, True, "top-left")
+    },
+    **{f"scale {x}": ((1, 2, 2, 20, 70, 16, 16), AttentionSpec(x, True)) for x in (-0.3, 0.0, 3.0)},
     "window": ((1, 2, 1, 150, 200, 16, 16), AttentionSpec(0.25, window=(40, 7))),
     "window one-sided": ((2, 2, 2, 70, 70, 16, 16), AttentionSpec(0.25, window=(-1, 3))),
     "window of itself": ((1, 2, 2, 70, 33, 16, 16), AttentionSpec(0.25, window=(0, 0))),

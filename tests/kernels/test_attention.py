@@ -39,20 +39,6 @@ def fp64(q, k, v, d_out, causal, scale=None):
 MIX = ("row_max", "compensated", "none", "row_max")
 
 
-@pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
-def test_output_lse_and_gradients_against_fp64(stabilizer, causal):
-    for rows, keys in [(21, 34), (34, 21), (1, 9)]:
-        q, k, v, d_out = inputs((2, 4, 2, rows, keys, 16), seed=rows)
-        exact = fp64(q, k, v, d_out, causal)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = flash_attention(*leaves, causal=causal, stabilizer=stabilizer, return_lse=True)
-        found = (out, lse, *torch.autograd.grad(out, leaves, d_out))
-        assert not lse.requires_grad
-        for mine, truth in zip(found, exact, strict=True):
-            torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
-
-
 def test_a_scale_of_ones_own():
     q, k, v, d_out = inputs((1, 2, 2, 9, 9, 16))
     exact = fp64(q, k, v, d_out, False, scale=0.7)
@@ -330,35 +316,6 @@ def test_auto_is_torch_without_a_gpu_and_counts_no_triton(site):
     }  # fmt: skip
 
 
-def test_nothing_is_copied_when_every_head_is_ours(monkeypatch):
-    q, k, v, d_out = inputs((1, 2, 2, 9, 9, 16), dtype=torch.bfloat16)
-    seen = {}
-    launcher = dispatch.launcher
-
-    def recording(direction, *rest):
-        def run(*tensors, **options):
-            result = launcher(direction, *rest)(*tensors, **options)
-            seen[direction] = (tensors, result)
-            return result
-
-        return run
-
-    monkeypatch.setattr(dispatch, "launcher", recording)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attention(*leaves, stabilizer=["compensated", "row_max"])
-    found = torch.autograd.grad(out, leaves, d_out)
-    (inputs_, forward), (saved, backward) = seen["forward"], seen["backward"]
-
-    def same(tensors, others):
-        pairs = zip(tensors, others, strict=True)
-        return all(x.data_ptr() == y.data_ptr() for x, y in pairs)
-
-    assert same(inputs_, leaves)
-    assert out.data_ptr() == forward.out.data_ptr()
-    assert same(saved, (d_out, *leaves, forward.out, forward.lse, forward.residual))
-    assert same(found, backward[:3])
-
-
 def run_python(code, **environment):
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
@@ -523,10 +480,7 @@ K = torch.zeros(2, 2, 7, 16)
         ({"beta": None}, ValueError, "beta is None; it must be a number"),
         ({"eps": "x"}, ValueError, "eps is 'x'; it must be a number"),
         ({"dropout_p": [0.1]}, ValueError, r"dropout_p is \[0.1\]; it must be a number"),
-        ({"seed": 1.5}, ValueError, "seed is 1.5; it must be a whole number"),
-        ({"seed": "1"}, ValueError, "seed is '1'; it must be a whole number"),
         ({"q": Q.to_sparse()}, ValueError, "q is a nested or sparse tensor; expected a dense one"),
-        ({"seed": 2**63}, ValueError, "seed is 9223372036854775808; it must fit 64 bits"),
         ({"backend": "cuda"}, ValueError, "backend is 'cuda'; allowed are auto, torch, triton"),
         ({"stabilizer": "rowmax"}, ValueError, "stabilizer 'rowmax' is unknown; allowed are none"),
         ({"stabilizer": ["none", "x", "none", "none"]}, ValueError, "stabilizer 'x' is unknown"),

@@ -1,7 +1,6 @@
 """Dropout of our own kernels, against FP64 under a mask that is computed here, independently."""
 
 import functools
-import math
 
 import numpy
 import pytest
@@ -87,7 +86,7 @@ def run(attention, qkv, d_out):
     return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.999])
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
 def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
@@ -95,10 +94,11 @@ def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
         flash_attention, causal=causal, stabilizer=stabilizer, return_lse=True, dropout_p=dropout_p
     )
     for rows, keys in [(21, 34), (34, 21), (1, 9), (5, 300)]:
-        *qkv, d_out = inputs((2, 4, 2, rows, keys, 16), seed=rows)
+        *qkv, d_out = inputs((2, 4, 2, rows, keys, 16), seed=rows, ties=True)
         torch.manual_seed(rows)
         mask = kept(int(next_word()), dropout_p, 2, 4, rows, keys)
         found = run(attention, qkv, d_out)
+        assert not found[1].requires_grad
         exact = fp64(*qkv, d_out, mask, dropout_p, causal)
         # With p = 0.999 what is kept is multiplied by 1000.
         close = {"rtol": 1e-5, "atol": 2e-5 / (1 - dropout_p)}
@@ -251,26 +251,3 @@ def test_every_entry_of_the_mask_forward_and_backward(backend):
     torch.testing.assert_close(
         kept_values.float(), torch.full_like(kept_values, 4 / 3 / keys).float(), rtol=2**-7, atol=0
     )
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("causal", [False, True, "top-left"])
-def test_triton_against_fp64(causal):
-    attention = functools.partial(
-        flash_attention, causal=causal, stabilizer=MIX, return_lse=True, dropout_p=0.3,
-        backend="triton",
-    )  # fmt: skip
-    # Two samples of several tiles each are in the test of every entry.
-    for batch, rows, keys, width in [(1, 21, 70, 80), (1, 70, 34, 16), (2, 1, 9, 16)]:
-        *qkv, d_out = inputs((batch, 4, 2, rows, keys, width), dtype=torch.bfloat16, seed=rows)
-        torch.manual_seed(rows)
-        mask = kept(int(next_word()), 0.3, batch, 4, rows, keys)
-        found = run(attention, qkv, d_out)
-        exact = fp64(*qkv, d_out, mask, 0.3, causal)
-        for mine, truth in zip(found, exact, strict=True):
-            alive = truth > -math.inf
-            assert torch.equal(mine > -math.inf, alive)
-            # P and dS are rounded by 2^-9 each, sums of them too; another mask errs by the value.
-            # Rows that see one key have dQ = 0, but for the rounding of O.
-            error = (mine.double() - truth)[alive].square().mean().sqrt()
-            assert error <= 2.0**-7 * truth[alive].square().mean().sqrt() + 2.0**-9

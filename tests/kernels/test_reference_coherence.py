@@ -59,10 +59,22 @@ def sink_rows(maxima, rows, lift=1.0, parts=2):
     return Sinks(q, k, v, exact.weights, exact.out)
 
 
-def outputs(sinks):
-    """Runs the stabilizers as four heads on the same keys; FP64 (8, rows, 64) each."""
-    q = sinks.q.expand(-1, len(STABILIZERS), -1, -1)
-    result = reference.forward(q, sinks.k, sinks.v, **OPTIONS)
+def run(q, k, v, d_out=None, *, device="cpu", options=OPTIONS):
+    """The stabilizers as heads on the same keys: by the reference, or on a GPU by Triton."""
+    forward, backward = reference.forward, reference.backward
+    if device == "cuda":
+        from guardbit.kernels.device.backward import backward
+        from guardbit.kernels.device.forward import forward
+    q, k, v = (x.to(device) for x in (q.expand(-1, len(options["stabilizers"]), -1, -1), k, v))
+    result, gradients = forward(q, k, v, **options), ()
+    if d_out is not None:
+        gradients = backward(d_out.to(device).expand_as(q), q, k, v, *result, **options)[:3]
+    return (reference.Forward(*(x.cpu() for x in result)), *(x.cpu() for x in gradients))
+
+
+def outputs(sinks, device="cpu"):
+    """The outputs of the stabilizers, FP64 (8, rows, 64) each."""
+    (result,) = run(*sinks[:3], device=device)
     pair = result.out.double() + decode_residual(result.out, result.residual)
     return {
         name: (pair if name == "compensated" else result.out.double())[:, head]
@@ -70,14 +82,25 @@ def outputs(sinks):
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda maxima: f"{maxima}-maxima")
+def everywhere(*maxima):
+    """Parameters of a fixture: how many maxima, and the device."""
+    on_gpu = {"cpu": (), "cuda": pytest.mark.gpu}
+    return [
+        pytest.param((count, device), marks=marks, id=f"{count}-maxima-{device}")
+        for device, marks in on_gpu.items()
+        for count in maxima
+    ]
+
+
+@pytest.fixture(scope="module", params=everywhere(1, 2, 3, 4))
 def sink_errors(request):
-    sinks = sink_rows(request.param, rows=4096)
-    computed = outputs(sinks)
+    maxima, device = request.param
+    sinks = sink_rows(maxima, rows=4096)
+    computed = outputs(sinks, device)
     exact = sinks.out[:, 0]
     coherent = {name: coherent_error(out, exact, -2) for name, out in computed.items()}
     rms = {name: (out - exact).square().mean().sqrt().item() for name, out in computed.items()}
-    return request.param, sinks, coherent, rms
+    return maxima, sinks, coherent, rms
 
 
 def size(coherent):
@@ -116,7 +139,7 @@ def test_error_of_none_is_that_of_rounding_the_exact_o(sink_errors):
     assert (coherent["none"] * predicted).sum() > 0.9 * coherent["none"].square().sum()
 
 
-@pytest.mark.parametrize("sink_errors", [1, 2], indirect=True, ids=lambda n: f"{n}-maxima")
+@pytest.mark.parametrize("sink_errors", everywhere(1, 2), indirect=True)
 def test_error_of_none_has_the_sign_the_sink_gives_it(sink_errors):
     """Only a small weight w lies off the sink: O = mid + w (rest - mid), mid the sink's mean of V.
 
@@ -160,18 +183,16 @@ def test_row_max_does_nothing_where_all_rows_share_one_shift():
     assert size(error["row_max"] - error["none"]) < 1e-3 * size(error["none"])
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda maxima: f"{maxima}-maxima")
+@pytest.fixture(scope="module", params=everywhere(2, 4))
 def query_gradients(request):
     """256 rows, q in BF16, dO of one sign: summed error of dQ, and delta's share of it."""
-    sinks = sink_rows(request.param, rows=256, parts=1)
+    maxima, device = request.param
+    sinks = sink_rows(maxima, rows=256, parts=1)
     generator = torch.Generator().manual_seed(5)
     d_out = (1 + torch.rand(sinks.q.shape, generator=generator)).bfloat16()
-    q = sinks.q.expand(-1, len(STABILIZERS), -1, -1)
-    result = reference.forward(q, sinks.k, sinks.v, **OPTIONS)
-    gradients = reference.backward(d_out.expand_as(q), q, sinks.k, sinks.v, *result, **OPTIONS)
-
+    _, dq, _, _ = run(*sinks[:3], d_out, device=device)
     exact = dense(d_out, sinks.q, sinks.k, sinks.v, AttentionSpec(1.0)).dq
-    errors = coherent_error(gradients.dq, exact.expand(gradients.dq.shape), -2)
+    errors = coherent_error(dq, exact.expand(dq.shape), -2)
     rounded = round_nearest(sinks.out, torch.bfloat16).double()
     delta_error = (d_out.double() * (rounded - sinks.out)).sum(-1, keepdim=True)
     predicted = -(sinks.probabilities * delta_error) @ sinks.k.double()
@@ -213,17 +234,14 @@ def test_what_keys_have_in_common_shows_the_error_of_delta():
     v = (-2 - torch.rand(k.shape, generator=generator)).bfloat16()
     q[..., 0], k[..., 0] = 0, 512
     options = {"causal": False, "scale": WIDTH**-0.5, "stabilizers": ("none", "compensated")}
-    both = q.expand(-1, 2, -1, -1)
-    result = reference.forward(both, k, v, **options)
-    gradients = reference.backward(d_out.expand_as(both), both, k, v, *result, **options)
-
+    result, dq, _, _ = run(q, k, v, d_out, options=options)
     exact = attend(q, k, v, AttentionSpec(WIDTH**-0.5)).out
     delta_error = (d_out.double() * (result.out[:, :1].double() - exact)).sum(-1)[:, 0]
     predicted = -(WIDTH**-0.5) * 512 * delta_error
-    none, compensated = gradients.dq[..., 0].double().unbind(1)
+    none, compensated = dq[..., 0].double().unbind(1)
     # V is of one sign, so delta is far larger than dP - delta and so is its error; that of dS, of
     # 256 independent entries a row, comes to a hundredth.
     assert (none * predicted).sum() > 0.95 * predicted.square().sum()
     assert (none - predicted).norm() < 0.05 * predicted.norm()
     assert compensated.norm() < 0.05 * none.norm()
-    assert none.norm() > gradients.dq[:, 0, :, 1:].double().norm()
+    assert none.norm() > dq[:, 0, :, 1:].double().norm()

@@ -1,4 +1,4 @@
-"""Delta, shadow and audit with windows, documents, soft caps and sinks, against FP64.
+"""Delta, shadow and audit of any call against FP64.
 
 Plain torch, and Triton interpreted or compiled.
 """
@@ -14,7 +14,8 @@ from guardbit.kernels.device import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import counted_rows, per_head, shared_maxima
 from tests.kernels.spec_cases import CASES, specs
-from tests.kernels.tensors import backward_inputs as inputs
+from tests.kernels.tensors import inputs as drawn
+from tests.kernels.tensors import masks
 from tests.oracle import DEVICE, dense, largest_products, packed
 
 pytestmark = [
@@ -29,6 +30,21 @@ BOTH = pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 
 # FP32 products' sums, exponents and sums of terms: some units of 2^-24 of sum P |dO| |V|.
 DELTA_ERROR = 2e-6
+# Bits that the two parts of P-bar hold.
+PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22, torch.float32: 2.0**-22}
+
+
+def inputs(shape, dtype=torch.bfloat16):
+    """d_out, q, k, v."""
+    *qkv, d_out = drawn(shape, dtype, ties=True)
+    return [d_out, *qkv]
+
+
+def counts_of(scores, eps=1e-3):
+    """The two counts of `Shadow` by their definitions, from FP32 scores."""
+    row_max = scores.amax(-1, keepdim=True)
+    rounded, rounded_max = scores.bfloat16().float(), row_max.bfloat16().float()
+    return [(row_max - scores <= eps).sum(-1), (rounded_max - rounded <= eps).sum(-1)]
 
 
 def score_error(tensors, spec):
@@ -38,18 +54,21 @@ def score_error(tensors, spec):
     return 2.0**-22 * (1 + max(sizes.flatten().tolist(), default=0.0) + spec.softcap)
 
 
-def check_delta(module, tensors, spec, truth):
+def check_delta(module, tensors, spec, truth, strict=False):
     heads = list(range(tensors[1].shape[1]))[::-1]
     lse = truth.lse.float()
     found = module.exact_delta(*tensors, lse, spec=spec, head_ids=heads)
     assert found.dtype == torch.float32
+    assert found.shape == truth.terms[:, heads].shape[:-1]
     error = (found - truth.terms.sum(-1)[:, heads]).abs()
     bar = (DELTA_ERROR + 2 * score_error(tensors, spec)) * sizes(tensors, truth).sum(-1)[:, heads]
+    if strict:
+        bar = DELTA_ERROR * truth.terms.abs().sum(-1)[:, heads]
     # Beside a sink of 500 all is less than FP32's smallest number.
     assert (error <= bar + 1e-37).all(), (error - bar).max()
 
 
-def check_shadow(module, tensors, spec, truth, rows=None):
+def check_shadow(module, tensors, spec, truth, strict=False, rows=None):
     _, q, k, v = tensors
     found = module.shadow(q, k, v, spec=spec, query_ids=rows)
     picked = slice(None) if rows is None else rows
@@ -57,30 +76,40 @@ def check_shadow(module, tensors, spec, truth, rows=None):
         x[:, :, picked] for x in (truth.scores, truth.weights, truth.sink_weights, truth.out)
     )
     assert found.out.shape == out.shape
+    assert [x.dtype for x in found] == [torch.float32] * 2 + [torch.int64] * 2 + [torch.float32] * 2
     off = score_error(tensors, spec)
-    # The parts of P-bar, 17 bits in BF16, and exponents whose scores are rounded.
-    bar = (2.0**-17 + 4 * off) * (v.double().abs().max().item() if v.numel() else 0)
-    assert ((found.out - out).abs() <= bar).all()
+    near, of_entropy, of_out = 4 * off, 1e-5 + 8 * off, 2.0**-17 + 4 * off
+    row_max = scores.amax(-1) if scores.shape[-1] else found.row_max.double()
+    alive = row_max > -math.inf
+    if strict:  # P-bar in two parts, and exponents whose FP32 scores are rounded
+        largest = scores.abs().masked_fill(scores.isinf(), 0.0).max().item()
+        of_out = PARTS[q.dtype] + 2.0**-22 * (1 + largest)
+        near, of_entropy = 1e-6 * (1 + row_max[alive].abs()), 5e-6 * (1 + largest)
+    assert ((found.out - out).abs() <= of_out * (v.double().abs().max() if v.numel() else 0)).all()
+    assert torch.equal(found.row_max == -math.inf, ~alive)
     if scores.shape[-1]:
-        row_max = scores.amax(-1)
-        alive = row_max > -math.inf
-        assert torch.equal(found.row_max == -math.inf, ~alive)
-        assert ((found.row_max - row_max).abs()[alive] <= 4 * off).all()
-        largest = largest_products(q, k, spec)[:, :, picked]
-        assert ((found.largest - largest).abs()[alive] <= 4 * off).all()
-        assert not found.maxima[~alive].any()
+        assert ((found.row_max - row_max).abs()[alive] <= near).all()
+        sizes = largest_products(q, k, spec)[:, :, picked]
+        assert ((found.largest - sizes).abs()[alive] <= near).all()
+        assert not found.maxima[~alive].any() and not found.maxima_bf16[~alive].any()
         assert (found.maxima[alive] >= 1).all()
         # A score at the very edge of a tie may be rounded to either side.
         least, most = (
             (row_max[..., None] - scores <= 1e-3 + d).sum(-1) for d in (-8 * off, 8 * off)
         )
         assert (found.maxima >= least)[alive].all() and (found.maxima <= most)[alive].all()
+        if strict and spec.scale == 0.25:  # FP32 scores are those of FP64
+            for field, expected in zip(found[2:4], counts_of(scores.float()), strict=True):
+                assert torch.equal(field[alive], expected[alive])
     every = torch.cat([weights, sink_weights[..., None]], -1)
     entropy = torch.special.entr(every).sum(-1)
-    assert ((found.entropy - entropy).abs() <= 1e-5 + 8 * off).all()
+    assert ((found.entropy - entropy).abs() <= of_entropy).all()
+    alone = module.row_maxima(q, k, spec=spec, query_ids=rows) if k.shape == v.shape else found
+    assert torch.equal(alone.row_max, found.row_max)
+    assert torch.equal(alone.largest, found.largest)
 
 
-def check_audit(module, tensors, spec, truth):
+def check_audit(module, tensors, spec, truth, strict=False):
     heads = list(range(tensors[1].shape[1]))[::-1]
     found = module.exact_query_gradient(*tensors, spec=spec, head_ids=heads)
     right = truth.dq[:, heads]
@@ -94,13 +123,18 @@ def check_audit(module, tensors, spec, truth):
     bar = (8 * score_error(tensors, spec) + 4e-6) * size[:, heads]
     error = (found - right).abs()
     assert (error <= bar + 1e-37).all(), (error - bar).max()
+    if strict:
+        # FP32 sums and exponentials: 1e-7 of each term, and terms of dS that cancel.
+        assert error.norm() <= 2e-6 * (right.norm() if right.any() else 1.0)
+    assert not found[(truth.lse == -math.inf)[:, heads]].any()
 
 
-def check_all(modules, shape, spec, dtype=torch.bfloat16):
+def check_all(modules, shape, spec, dtype=torch.bfloat16, strict=False):
+    """Against the bars of any spec, or `strict` ones for rows of many keys, if nothing is asked."""
     tensors = inputs(shape, dtype)
     truth = dense(*tensors, spec)
     for check, module in zip((check_delta, check_shadow, check_audit), modules, strict=True):
-        check(module, tensors, spec, truth)
+        check(module, tensors, spec, truth, strict)
     return tensors, truth
 
 
@@ -122,14 +156,86 @@ def values(tensors):
     ("name", "dtype"),
     [
         *((name, torch.bfloat16) for name in CASES),
-        *((name, torch.float16) for name in ("sinks, rows without a key", "everything")),
+        *(
+            (name, torch.float16)
+            for name in CASES
+            if name.startswith(("sinks,", "every", "(1, 2, 1, 70"))
+        ),
     ],
 )
 def test_every_field_against_fp64(modules, name, dtype):
     shape, spec = CASES[name]
-    tensors, truth = check_all(modules, shape, spec, dtype)
+    strict = not spec.extras
+    tensors, truth = check_all(modules, shape, spec, dtype, strict)
     rows = torch.arange(shape[3] - 1, -1, -3, device=DEVICE)
-    check_shadow(modules[1], tensors, spec, truth, rows)
+    check_shadow(modules[1], tensors, spec, truth, strict, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("(1, 4")])
+def test_wide_inputs_in_plain_torch(name, dtype):
+    shape, spec = CASES[name]
+    tensors = inputs(shape, dtype)
+    truth = dense(*tensors, spec)
+    check_audit(reference, tensors, spec, truth, True)
+    if dtype == torch.float32:
+        check_shadow(reference, tensors, spec, truth, True)
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["boolean", "padding", "one matrix", "one column", "additive", "lowest",
+     "additive, last axis apart"],
+)  # fmt: skip
+def test_delta_and_audit_with_a_dense_mask(modules, name, causal):
+    tensors = inputs((2, 4, 2, 20, 37, 16, 16))
+    spec = AttentionSpec(-0.25, causal, masks(20, 37)[name])
+    truth = dense(*tensors, spec)
+    check_delta(modules[0], tensors, spec, truth, True)
+    check_audit(modules[2], tensors, spec, truth, True)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [2.0**-22, 2.0**12])
+def test_gradients_of_any_size_in_fp16(modules, size):
+    # As loss scaling makes them: dO of FP16's last places, and dS beyond its largest number.
+    d_out, q, k, v = inputs((1, 1, 1, 20, 40, 16, 16), torch.float16)
+    tensors = [d_out.sign() * size, q, k, v * (16.0 if size > 1 else 1.0)]
+    spec = AttentionSpec(0.25, True)
+    check_audit(modules[2], tensors, spec, dense(*tensors, spec), True)
+
+
+@BOTH
+def test_heads_may_repeat_or_be_none(modules):
+    tensors = inputs((1, 4, 2, 20, 20, 16, 16))
+    spec = AttentionSpec(0.25, True)
+    lse = dense(*tensors, spec).lse.float()
+    for run in (
+        lambda heads: modules[0].exact_delta(*tensors, lse, spec=spec, head_ids=heads),
+        lambda heads: modules[2].exact_query_gradient(*tensors, spec=spec, head_ids=heads),
+    ):
+        expected, found = run([0, 3]), run([3, 0, 3])
+        room = 0 if modules[0] is delta else 1e-5
+        torch.testing.assert_close(found, expected[:, [1, 0, 1]], rtol=0, atol=room)
+        assert torch.equal(found[:, 0], found[:, 2])
+        assert run([]).shape == (1, 0, *expected.shape[2:])
+        with pytest.raises(IndexError, match=r"takes 0 to 3, but holds \[4, -1\]"):
+            run([0, 4, -1])
+
+
+def test_audit_is_a_hundred_times_nearer_than_a_kernel():
+    # A BF16 kernel's rounding, 2^-9 at most, is hundreds of times as large.
+    shape, spec = CASES["(1, 4, 2, 65, 65, 80, 80) True"]
+    d_out, q, k, v = inputs(shape)
+    names = {"causal": spec.causal, "scale": spec.scale, "stabilizers": ["none"] * shape[1]}
+    forward = reference.forward(q, k, v, **names)
+    low = reference.backward(d_out, q, k, v, *forward, **names).dq
+    right = dense(d_out, q, k, v, spec).dq
+    for module in (reference, audit):
+        found = module.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=range(shape[1]))
+        assert (found - right).norm() <= (low - right).norm() / 100
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""The audits of gradients in Triton: dQ to FP32 accuracy, and the error of delta, summed.
+"""The audit of gradients in Triton: dQ to FP32 accuracy.
 
 Scores are kept as products q k with the sign of the scale, or with a soft cap as the tanh of them.
 What a mask adds is divided by the size of the scale, or by the cap. The sum is called s here.
@@ -15,25 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import (
-    NO_MASK,
-    add_mask,
-    load_ranges,
-    ranged_keys,
-    visible_keys,
-    visible_of,
-)
 from guardbit.kernels.device.primitives import (
     COUNTS,
-    decode_residual,
+    NO_MASK,
+    add_mask,
     head_of,
-    load_rows,
+    load_ranges,
     load_tile,
     product,
     product_exact,
+    ranged_keys,
     store_tile,
     tanh_and_slope,
-    widen,
+    visible_keys,
+    visible_of,
     with_sink,
 )
 from guardbit.kernels.reference.delta import check_heads
@@ -201,7 +196,6 @@ def query_kernel(
 def exact_query_gradient(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, head_ids: Sequence[int]
 ) -> Tensor:
-    """See `reference.exact_query_gradient`."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
     check_heads(head_ids, q.shape[1])
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
@@ -224,94 +218,3 @@ def exact_query_gradient(
         **call.constants,
     )
     return dq
-
-
-# Rows of a program that sums up the bias of delta.
-_BIAS_BLOCK_M = 64
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def delta_bias_kernel(
-    d_out_pointer,
-    out_pointer,
-    residual_pointer,
-    exact_pointer,
-    query_ids_pointer,
-    bias_pointer,
-    size_pointer,
-    d_out_strides,
-    out_strides,
-    residual_strides,
-    num_heads,
-    count,
-    seqlen_q,
-    HAS_QUERY_IDS: tl.constexpr,
-    COMPENSATED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """One program: the part of the two sums from BLOCK_M of the `count` rows of one head."""
-    row_tiles = tl.cdiv(count, BLOCK_M)
-    program = tl.program_id(0)
-    batch_head = program // row_tiles
-    first = program % row_tiles * BLOCK_M
-    batch = batch_head // num_heads
-    head = batch_head % num_heads
-    places = first + tl.arange(0, BLOCK_M)
-    positions = places
-    if HAS_QUERY_IDS:
-        chosen = tl.load(query_ids_pointer + places, mask=places < count, other=-1)
-        positions = chosen.to(tl.int32)
-
-    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
-    d_out = load_rows(d_out_base, positions, d_out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
-    out_base = head_of(out_pointer, out_strides, batch, head)
-    rounded = load_rows(out_base, positions, out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
-    exact_base = exact_pointer + batch_head.to(tl.int64) * count * HEAD_DIM
-    exact = load_tile(exact_base, first, HEAD_DIM, count, BLOCK_M, HEAD_DIM, WIDTH, True)
-    errors = widen(rounded) - exact
-    if COMPENSATED:
-        residual_base = head_of(residual_pointer, residual_strides, batch, head)
-        counts = load_rows(residual_base, positions, residual_strides[2], seqlen_q, HEAD_DIM, WIDTH)
-        errors += decode_residual(rounded, counts)
-    bias = tl.sum(widen(d_out) * errors, 1)
-    tl.store(bias_pointer + program, tl.sum(bias, 0))
-    tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
-
-
-def delta_bias(
-    d_out: Tensor,
-    out: Tensor,
-    exact: Tensor,
-    *,
-    residual: Tensor | None = None,
-    query_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_bias`."""
-    launch.check_tensors(d_out=d_out, out=out)
-    d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
-    counts = out if residual is None else launch.rows_adjacent(residual)
-    batch, num_heads, seqlen_q, head_dim = out.shape
-    count = exact.shape[2]
-    tiles_of_head = triton.cdiv(count, _BIAS_BLOCK_M)
-    sums = exact.new_empty((2, batch, num_heads, tiles_of_head))
-    width = launch.padded_width(head_dim)
-    if sums.numel():
-        chosen = exact if query_ids is None else query_ids.contiguous()
-        launch.run(
-            delta_bias_kernel,
-            sums[0].numel(),
-            (d_out, out, counts, exact, chosen, *sums),
-            launch.strides(d_out, out, counts),
-            (num_heads, count, seqlen_q),
-            HAS_QUERY_IDS=query_ids is not None,
-            COMPENSATED=residual is not None,
-            HEAD_DIM=head_dim,
-            WIDTH=width,
-            BLOCK_M=_BIAS_BLOCK_M,
-            num_warps=4 if width <= 64 else 8,
-            **launch.COMPILER_OPTIONS,
-        )
-    bias, size = sums.double().sum((1, 3))
-    return bias, size

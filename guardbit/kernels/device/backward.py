@@ -13,17 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import allowed, behind, part_of_keys, seeing_rows, visible_keys
 from guardbit.kernels.device.primitives import (
     COUNTS,
     LOG2_E,
+    allowed,
+    behind,
     decode_residual,
     head_of,
     kept_entries,
     load_tile,
+    part_of_keys,
     product,
     round_nearest,
+    seeing_rows,
     store_tile,
+    visible_keys,
     widen,
 )
 from guardbit.kernels.mask import causal_shift
@@ -351,7 +355,6 @@ def backward(
     stabilizers: Sequence[str],
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """See `reference.backward`."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v, out=out)
     d_out, q, k, v, out = map(launch.rows_adjacent, (d_out, q, k, v, out))
     batch, computed_heads, seqlen_q, head_dim = q.shape

@@ -15,19 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import allowed, part_of_keys, visible_keys
 from guardbit.kernels.device.primitives import (
     COUNTS,
     LN_2,
+    allowed,
     count_above,
     encode_residual,
     head_of,
     kept_entries,
     load_tile,
+    part_of_keys,
     partial_sums,
     product,
     round_nearest,
     store_tile,
+    visible_keys,
 )
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
@@ -287,7 +289,6 @@ def forward(
     head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
 ) -> Forward:
-    """See `reference.forward`."""
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = map(launch.rows_adjacent, (q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape

@@ -12,8 +12,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
-from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
-from guardbit.kernels.device.primitives import INTERPRET
+from guardbit.kernels.device.primitives import (
+    ADDITIVE,
+    BOOLEAN,
+    INTERPRET,
+    NO_MASK,
+)
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.reference.passes import check_names
 from guardbit.kernels.spec import AttentionSpec
@@ -28,7 +32,6 @@ COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raises for tensors that the kernels cannot take."""
     dtypes = {name: x.dtype for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1 or next(iter(dtypes.values())) not in DTYPES:
         came = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -106,14 +109,12 @@ def run(
     numbers: tuple[Any, ...],
     **constants: Any,
 ) -> None:
-    """Launches a kernel on the device of its first tensor."""
     device = tensors[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(programs,)](*tensors, *strides, *numbers, **constants)
 
 
 def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:
-    """Returns how a kernel works on x's device."""
     capability = tiles.capability(x.device) if x.is_cuda else None
     return tiles.tile(capability, width, kernel)
 

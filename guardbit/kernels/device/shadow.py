@@ -14,29 +14,27 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels.device import launch
-from guardbit.kernels.device.masks import (
-    ADDITIVE,
-    NO_MASK,
-    add_mask,
-    load_ranges,
-    part_of_keys,
-    ranged_keys,
-    visible_keys,
-    visible_of,
-)
 from guardbit.kernels.device.primitives import (
+    ADDITIVE,
     COUNTS,
     LN_2,
+    NO_MASK,
+    add_mask,
     head_of,
+    load_ranges,
     load_rows,
     load_tile,
     mark_above,
+    part_of_keys,
     partial_maxima,
     partial_sums,
     product,
+    ranged_keys,
     round_nearest,
     store_tile,
     tanh_and_slope,
+    visible_keys,
+    visible_of,
     widen,
     with_sink,
 )
@@ -407,18 +405,45 @@ def shadow(
     spec: AttentionSpec,
     eps: float = 1e-3,
     query_ids: Tensor | None = None,
+    only_maxima: bool = False,
 ) -> Shadow:
-    """See `reference.shadow`; one launch, and memory proportional to the rows."""
+    """See `reference.shadow`; one launch, and memory proportional to the rows.
+
+    With `only_maxima`, `row_max` and `largest` alone hold what they should.
+    """
     launch.check_tensors(q=q, k=k, v=v)
-    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
-    out = q.new_empty((*shape, v.shape[3]), dtype=torch.float32)
-    row_max, entropy, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(3))
-    counts = [q.new_empty(shape, dtype=torch.int64) for _ in range(2)]
-    result = Shadow(out, row_max, *counts, entropy, largest)
-    _launch(q, k, v, spec, eps, query_ids, result)
+    q, k, v = map(launch.rows_adjacent, (q, k, v))
+    batch, num_heads, seqlen_q, _ = q.shape
+    count = seqlen_q if query_ids is None else len(query_ids)
+    shape = (batch, num_heads, count)
+    row_max, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    result = Shadow(*[row_max] * 5, largest)
+    if not only_maxima:
+        out = q.new_empty((*shape, v.shape[3]), dtype=torch.float32)
+        counts = [q.new_empty(shape, dtype=torch.int64) for _ in range(2)]
+        result = Shadow(out, row_max, *counts, torch.empty_like(row_max), largest)
+    call = launch.prepare(spec, q, v, "shadow", row_max)
+    if not result.out.numel():
+        return result
+    size_of_scale = launch.size_of_scale(call.scale)
+    chosen = row_max if query_ids is None else query_ids.contiguous()
+    sizes = num_heads, num_heads // k.shape[1], count, seqlen_q, k.shape[2], call.shift
+    scales = size_of_scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
+    results = result.out, row_max, result.entropy, *result[2:4], largest
+    launch.run(
+        shadow_kernel,
+        triton.cdiv(count, call.tile.block_m) * batch * num_heads,
+        (q, k, v, *call.loaded, chosen, *results),
+        (*launch.strides(q, k, v), call.mask_strides),
+        (*sizes, call.inner_scale, *scales, eps, eps * math.log2(math.e)),
+        HAS_QUERY_IDS=query_ids is not None,
+        NEGATIVE_SCALE=call.scale < 0,
+        ONLY_MAXIMA=only_maxima,
+        **call.constants,
+    )
     hidden = hidden_rows(spec, (*q.shape[:3], k.shape[2]), query_ids)
     if hidden is not None:
-        for field in (result.row_max, result.largest):
+        for field in (row_max, largest):
             field.masked_fill_(hidden, -math.inf)
         for field in (result.maxima, result.maxima_bf16, result.entropy):
             field.masked_fill_(hidden, 0)
@@ -428,49 +453,7 @@ def shadow(
 def row_maxima(
     q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
 ) -> RowMaxima:
-    """See `reference.row_maxima`; one pass over the keys."""
-    if spec.mask is not None and spec.mask.dtype != torch.bool:
-        found = shadow(q, k, k, spec=spec, query_ids=query_ids)
-        return RowMaxima(found.row_max, found.largest)
-    launch.check_tensors(q=q, k=k)
-    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
-    row_max, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    nowhere = row_max  # what is not written
-    result = Shadow(nowhere, row_max, nowhere, nowhere, nowhere, largest)
-    _launch(q, k, k, spec, 0.0, query_ids, result, only_maxima=True)
-    return RowMaxima(row_max, largest)
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    eps: float,
-    query_ids: Tensor | None,
-    result: Shadow,
-    only_maxima: bool = False,
-) -> None:
-    """Fills a shadow, or the maxima of one."""
-    q, k, v = map(launch.rows_adjacent, (q, k, v))
-    batch, num_heads, seqlen_q, _ = q.shape
-    entropy, count = result.entropy, result.row_max.shape[2]
-    call = launch.prepare(spec, q, v, "shadow", entropy)
-    if not result.out.numel():
-        return
-    size_of_scale = launch.size_of_scale(call.scale)
-    chosen = entropy if query_ids is None else query_ids.contiguous()
-    counts = num_heads, num_heads // k.shape[1], count, seqlen_q, k.shape[2], call.shift
-    scales = size_of_scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
-    results = result.out, result.row_max, entropy, *result[2:4], result.largest
-    launch.run(
-        shadow_kernel,
-        triton.cdiv(count, call.tile.block_m) * batch * num_heads,
-        (q, k, v, *call.loaded, chosen, *results),
-        (*launch.strides(q, k, v), call.mask_strides),
-        (*counts, call.inner_scale, *scales, eps, eps * math.log2(math.e)),
-        HAS_QUERY_IDS=query_ids is not None,
-        NEGATIVE_SCALE=call.scale < 0,
-        ONLY_MAXIMA=only_maxima,
-        **call.constants,
-    )
+    """See `reference.row_maxima`; one pass over the keys, unless a mask adds numbers."""
+    alone = spec.mask is None or spec.mask.dtype == torch.bool
+    found = shadow(q, k, k, spec=spec, query_ids=query_ids, only_maxima=alone)
+    return RowMaxima(found.row_max, found.largest)

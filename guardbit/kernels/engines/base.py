@@ -65,7 +65,6 @@ class Engine(ABC):
 
     @property
     def title(self) -> str:
-        """What messages call its kernel."""
         return f"PyTorch's {self.name} kernel"
 
     @abstractmethod
@@ -121,7 +120,6 @@ def _nothing_drawn(device: torch.device) -> Tensor:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Returns the device's default generator."""
     if device.type == "cpu":
         return torch.default_generator
     torch.cuda.init()

@@ -61,12 +61,10 @@ class LibraryEngine(Engine):
 
     @cached_property
     def name(self) -> str:
-        """The library's name, as telemetry has it."""
         return self.label
 
     @property
     def title(self) -> str:
-        """What messages call its kernel."""
         return f"the kernel of {self.label}"
 
     def layout(self, spec: AttentionSpec) -> Layout:
@@ -80,14 +78,12 @@ class LibraryEngine(Engine):
 
 
 def as_given(x: Tensor, layout: Layout) -> Tensor:
-    """Views `(B, H, N, D)` in another layout."""
     if layout in ("BHND", "NBHD"):
         return x if layout == "BHND" else x.permute(2, 0, 1, 3)
     return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)
 
 
 def heads_first(x: Tensor, layout: Layout) -> Tensor:
-    """Views a tensor of another layout as `(B, H, N, D)`."""
     if layout in ("BHND", "NBHD"):
         return x if layout == "BHND" else x.permute(1, 2, 0, 3)
     return x.transpose(1, 2) if layout == "BNHD" else x.transpose(0, 1).unsqueeze(0)
@@ -258,8 +254,6 @@ class FlashAttn2(_FlashAttn):
 
 
 class FlashAttn3(_FlashAttn):
-    """FlashAttention 3, of the module `flash_attn_interface`."""
-
     label = "flash_attn_3"
     home = "flash_attn_interface"
     names = "_flash_attn_forward", "_flash_attn_backward"
@@ -267,8 +261,6 @@ class FlashAttn3(_FlashAttn):
 
 
 class FlashAttn4(_FlashAttn):
-    """FlashAttention 4, of the package `flash_attn.cute`."""
-
     label = "flash_attn_4"
     home = "flash_attn.cute.interface"
     names = "_flash_attn_fwd", "_flash_attn_bwd"
@@ -319,7 +311,6 @@ class TransformerEngine(_FlashAttn):
         return "NBHD" if self.scheduled.get("tokens_first") else "BNHD"
 
     def _asked(self, inputs: Inputs) -> dict[str, Any]:
-        """Returns the arguments that forward and backward share."""
         spec, layout = inputs.spec, self.layout(inputs.spec)
         rows, keys = inputs.q.size(2), inputs.k.size(2)
         form = "sbhd" if layout == "NBHD" else "bshd"
@@ -369,14 +360,10 @@ class HubFlashAttn2(FlashAttn2):
 
 
 class HubFlashAttn3(FlashAttn3):
-    """FlashAttention 3 of the hub."""
-
     label, home = "kernels/flash_attn_3", ""
 
 
 class HubFlashAttn4(FlashAttn4):
-    """FlashAttention 4 of the hub."""
-
     label, home = "kernels/flash_attn_4", ""
 
 
@@ -410,7 +397,6 @@ def _label(name: str, module: Any) -> str | None:
 
 
 def hub_kernel_is_loaded() -> bool:
-    """Whether a kernel of the hub is imported."""
     return any(home_of(label) for _, _, label in _OF_HUB)
 
 
@@ -430,5 +416,4 @@ LIBRARIES: dict[str, type[LibraryEngine]] = {
 def library_engine(
     name: str, deterministic: bool, scheduling: tuple[int, ...] = ()
 ) -> LibraryEngine:
-    """Returns the engine of a library, see `LIBRARIES` and `LibraryEngine`."""
     return LIBRARIES[name](deterministic, scheduling)

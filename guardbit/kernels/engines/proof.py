@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.engines.base import Engine, Inputs
-from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier
-from guardbit.kernels.reference.common import cap_slope, capped, float32_products
+from guardbit.kernels.reference.common import cap_slope, float32_products
+from guardbit.kernels.reference.delta import recomputed
 from guardbit.kernels.spec import AttentionSpec, Documents
 
 #: Largest relative difference of gradients from two O' of equal delta. The deltas agree to 1e-5,
@@ -39,8 +39,6 @@ _SHORT = 50
 
 
 class Proof(NamedTuple):
-    """The result of the test of one engine in one configuration."""
-
     engine: str  # its name
     configuration: str  # in words: dtype, head size, mask, grouping, device
     same: float  # relative difference of gradients from two O' of equal delta
@@ -50,7 +48,6 @@ class Proof(NamedTuple):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine could not be called at all."""
         return self.same == torch.inf
 
     def __str__(self) -> str:
@@ -95,7 +92,6 @@ def _activated() -> str | None:
 
 
 def proofs() -> list[Proof]:
-    """All proofs of this process so far."""
     return list(_proofs.values())
 
 
@@ -186,16 +182,23 @@ def _measured(
         return made
 
     delta = (d_out.float() * out.float()).sum(-1)
-    probabilities, slopes, d_probabilities = _softmax(small_q, small_k, small_v, d_out, lse, small)
-    moved = d_probabilities.square().mean(-1).sqrt()
-    moved = moved * (1 - 2 * (torch.arange(rows, device=q.device) % 2))
+    signs = 1 - 2 * (torch.arange(rows, device=q.device) % 2)
+    moved = torch.zeros_like(delta)
+    dq, dk = (torch.zeros_like(x, dtype=torch.float32) for x in (small_q, small_k))
+    for terms in recomputed(d_out, small_q, small_k, small_v, small, range(heads), rows, lse):
+        step = terms.d_probabilities.square().mean(-1).sqrt() * signs
+        moved[:, terms.places] = step
+        d_scores = (terms.probabilities * (step[..., None] * -spec.scale)).float()
+        if spec.softcap:
+            d_scores *= cap_slope(terms.products, spec.softcap)
+        k_seen = small_k[:, terms.key_head, None, terms.keys].float()
+        dq[:, terms.places] = d_scores @ k_seen
+        of_keys = (d_scores.mT @ small_q[:, terms.places].float()).sum(1)
+        dk[:, terms.key_head, terms.keys] = of_keys
     own = gradients(out)
     equal = gradients(carrier(delta))
     other = gradients(carrier(delta + moved))
     same = max(_relative(a - b, b) for a, b in zip(equal, own, strict=True))
-    weighted = probabilities * slopes * (moved[..., None] * -spec.scale)
-    dq = weighted @ small_k.float().repeat_interleave(group, 1)
-    dk = (weighted.mT @ small_q.float()).unflatten(1, (-1, group)).sum(2)
     predicted = max(
         _relative(other[0] - own[0] - dq, dq),
         _relative(other[1] - own[1] - dk, dk),
@@ -227,23 +230,6 @@ def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
         starts.append(torch.tensor(places, dtype=torch.int32, device=device))
         longest.append(max(b - a for a, b in pairwise(places)))
     return Documents(starts[0], starts[1], longest[0], longest[1])
-
-
-def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns P, the derivative of the soft cap, and dP in FP32."""
-    group = q.size(1) // k.size(1)
-    scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
-    heads, rows, keys = (torch.arange(n, device=q.device) for n in scores.shape[1:])
-    b, h, n, m = scores.shape
-    slopes = cap_slope(scores, spec.softcap) if spec.softcap else torch.ones_like(scores)
-    scores = capped(scores, spec.softcap)
-    scores = scores + mask_tile(spec, (b, h, n, m), heads, rows, keys)
-    d_probabilities = d_out.float() @ v.float().repeat_interleave(group, 1).mT
-    # A row that sees no key has scores of -inf alone.
-    lse = lse.masked_fill(lse.isinf(), 0.0)
-    return (scores - lse[..., None]).exp(), slopes, d_probabilities
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:

@@ -67,8 +67,6 @@ class CPUFlash(Engine):
 
 
 class Flash(Engine):
-    """PyTorch's flash kernels on CUDA; they take no mask."""
-
     backend = SDPBackend.FLASH_ATTENTION
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
@@ -156,7 +154,6 @@ class Efficient(Engine):
 
 
 def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns the mask as PyTorch hands it to the kernel."""
     mask = additive(mask, q.dtype)
     if mask is None:
         return None
@@ -221,7 +218,6 @@ class AutogradEngine(Engine):
 def choose(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, training: bool, wants_mask: bool = False
 ) -> Engine:
-    """Returns the engine that PyTorch would run for a call."""
     if spec.extras:
         raise ValueError(
             f"F.scaled_dot_product_attention has no argument for {' and '.join(spec.extras)}."
@@ -242,7 +238,6 @@ def choose(
 # By number: it takes the host 5 us to look an engine up by PyTorch's enum.
 @lru_cache
 def engine_of(number: int, is_cuda: bool, head_dim: int) -> Engine:
-    """Returns the engine of the PyTorch backend with a number."""
     backend = SDPBackend(number)
     if backend == SDPBackend.FLASH_ATTENTION and not is_cuda:
         return CPUFlash()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import IRRELEVANT, NO_KEY, key_spans, mask_tile, visible_range
+from guardbit.kernels.mask import IRRELEVANT, NO_KEY, mask_tile, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     cap_slope,
@@ -20,7 +20,7 @@ from guardbit.kernels.reference.common import (
     modified_backward,
     products_of,
 )
-from guardbit.kernels.reference.delta import check_heads
+from guardbit.kernels.reference.delta import recomputed
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, round_nearest
 
@@ -87,18 +87,17 @@ class _Scores:
         )
         plain = capped(products, self._spec.softcap)
         bias = mask_tile(self._spec, self._shape, *tile, self._visible).float()
-        made = modified(plain, self._spec, *tile)
+        made = modified(plain, self._spec, tile)
         scores = made + bias
         if made is not plain:
             # What is multiplied or capped makes nothing of 0, but NaN of a quotient, which adds 0.
-            bias = bias + modified(torch.zeros_like(plain), self._spec, *tile).nan_to_num_(
+            bias = bias + modified(torch.zeros_like(plain), self._spec, tile).nan_to_num_(
                 0.0, torch.inf, -torch.inf
             )
             bias.masked_fill_((made == -torch.inf) & plain.isfinite(), -torch.inf)
         return scores, plain, bias
 
     def chunks(self, size: int) -> list[slice]:
-        """Returns slices of `size` keys that cover all keys."""
         return [slice(start, start + size) for start in range(0, self._shape[3], size)]
 
     def maxima(self, chunk: int) -> tuple[RowMaxima, Tensor]:
@@ -210,12 +209,12 @@ def delta_bias(
     `exact` is `Shadow.out` of the same rows. Returns FP64 (H,), the sum over batch and rows of
     delta_lp - delta_hp, and of its absolute value.
     """
-    used = out.float()
-    if residual is not None:
-        used = used + decode_residual(out, residual)
     if query_ids is not None:
-        d_out, used = d_out[:, :, query_ids], used[:, :, query_ids]
-    bias = (d_out.float() * (used - exact)).sum(-1).double()
+        d_out, out = d_out[:, :, query_ids], out[:, :, query_ids]
+        residual = None if residual is None else residual[:, :, query_ids]
+    used = out if residual is None else decode_residual(out, residual).add_(out)
+    # One FP32 tensor of the size of O at a time, as `exact` is.
+    bias = (used - exact).mul_(d_out).sum(-1).double()
     return bias.sum(dim=(0, 2)), bias.abs().sum(dim=(0, 2))
 
 
@@ -235,45 +234,20 @@ def exact_query_gradient(
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
     to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped, and with sinks their P is
-    among those. Memory grows as chunk x M.
+    among those.
     """
-    check_heads(head_ids, q.shape[1])
-    chosen = torch.tensor(list(head_ids), dtype=torch.int64, device=q.device)
-    kv_chosen = chosen // (q.shape[1] // k.shape[1])
-    q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
-    k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()
-    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
-    query_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
-    visible = visible_range(spec, shape, q.device)
-    sinks = None if spec.sinks is None else spec.sinks.float()[chosen, None, None]
-    dq = torch.zeros_like(q_chosen)
-
-    for rows, keys in key_spans(spec, shape, chunk):
-        if keys.start == keys.stop:
-            continue
-        k_seen, v_seen = k_chosen[:, :, keys], v_chosen[:, :, keys]
-        tile = chosen, query_positions[rows], key_positions[keys]
-        mask = mask_tile(spec, shape, *tile, visible).float()
-        products = (q_chosen[:, :, rows] @ k_seen.mT).mul_(spec.scale)
-        unmodified = capped(products, spec.softcap)
-        scores = modified(unmodified, spec, *tile) + mask
-        row_max = scores.amax(-1, keepdim=True)
-        if sinks is not None:
-            row_max = row_max.maximum(sinks)
-        reference = finite_reference(row_max)
-        probabilities = scores.sub_(reference).exp_()
-        row_sum = probabilities.sum(-1, keepdim=True)
-        if sinks is not None:
-            row_sum += (sinks - reference).exp_()
-        probabilities /= row_sum.masked_fill(row_sum == 0, 1.0)
-        d_probabilities = d_out_chosen[:, :, rows] @ v_seen.mT
+    dq = q.new_zeros((len(q), len(head_ids), *q.shape[2:]), dtype=torch.float32)
+    for terms in recomputed(d_out, q, k, v, spec, head_ids, chunk):
+        row_sum, d_probabilities = terms.row_sum, terms.d_probabilities
+        probabilities = terms.probabilities.div_(row_sum.masked_fill(row_sum == 0, 1.0))
         if dropout is not None:
-            kept = dropout.kept(len(q), query_positions[rows], keys)
-            d_probabilities *= kept * dropout.factor
+            own = dropout._replace(head_ids=tuple(dropout.head_ids[i] for i in terms.places))
+            d_probabilities *= own.kept(len(q), terms.tile[1], terms.keys) * dropout.factor
         delta = (probabilities * d_probabilities).sum(-1, keepdim=True)
         d_scores = probabilities * (d_probabilities - delta)
-        d_scores = modified_backward(d_scores, unmodified, spec, *tile)
+        d_scores = modified_backward(d_scores, terms.capped, spec, terms.tile)
         if spec.softcap > 0:
-            d_scores *= cap_slope(products, spec.softcap)
-        dq[:, :, rows] = d_scores @ k_seen * spec.scale
+            d_scores *= cap_slope(terms.products, spec.softcap)
+        k_seen = k[:, terms.key_head, None, terms.keys].to(d_scores.dtype)
+        dq[:, terms.places, terms.rows] = (d_scores @ k_seen * spec.scale).float()
     return dq

@@ -97,33 +97,28 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return scores if softcap == 0 else (scores / softcap).tanh_().mul_(softcap)
 
 
-def modified(
-    scores: Tensor, spec: AttentionSpec, heads: Tensor, rows: Tensor, columns: Tensor
-) -> Tensor:
+#: Positions of C of all H heads, R queries and K keys, INT64.
+Tile = tuple[Tensor, Tensor, Tensor]
+
+
+def modified(scores: Tensor, spec: AttentionSpec, tile: Tile) -> Tensor:
     """Applies the score function of a call to a tile (B, C, R, K), capped, if there is one.
 
     What is returned may be written to.
     """
     if spec.score_function is None:
         return scores
-    made = spec.score_function(scores, heads, rows, columns)
+    made = spec.score_function(scores, *tile)
     return made.to(scores.dtype).expand(scores.shape).clone()
 
 
-def modified_backward(
-    gradient: Tensor,
-    scores: Tensor,
-    spec: AttentionSpec,
-    heads: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-) -> Tensor:
+def modified_backward(gradient: Tensor, scores: Tensor, spec: AttentionSpec, tile: Tile) -> Tensor:
     """Returns the gradient of the input of `modified` from that of its output."""
     if spec.score_function is None:
         return gradient
     with torch.enable_grad():
         leaf = scores.detach().requires_grad_()
-        made = spec.score_function(leaf, heads, rows, columns).expand(scores.shape)
+        made = spec.score_function(leaf, *tile).expand(scores.shape)
         return torch.autograd.grad(made, leaf, gradient.to(made.dtype))[0]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels.mask import key_spans, mask_tile, visible_range
-from guardbit.kernels.reference.common import capped, float32_products, modified
+from guardbit.kernels.reference.common import Tile, capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, round_nearest
 
@@ -30,8 +30,6 @@ FIRST_COLUMNS, ENOUGH, HALF_STEP = 8, 2.0**-23, 2.0**-25
 
 
 class Carried(NamedTuple):
-    """An O' and the delta that it carries."""
-
     out: Tensor  # (B, H, N, E), O' for the kernel's backward
     delta: Tensor  # FP32 (B, C, N), what the wanted heads' rows carry
 
@@ -61,42 +59,87 @@ def exact_delta(
     `unseeing`; NaN makes `write_carrier` leave the row alone, because engines differ in such rows.
     Memory grows as chunk x M.
     """
-    check_heads(head_ids, q.shape[1])
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, num_heads, rows = q.shape[:3]
-    shape = (batch, num_heads, rows, k.shape[2])
-    group = num_heads // k.shape[1]
-    row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
-    visible = visible_range(spec, shape, q.device)
-    delta = q.new_full((batch, len(head_ids), rows), unseeing, dtype=wide)
-    spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
-    for key_head in sorted({head // group for head in head_ids}):
-        places = [place for place, head in enumerate(head_ids) if head // group == key_head]
-        members = torch.tensor(
-            [head_ids[place] for place in places], dtype=torch.int64, device=q.device
-        )
-        k_wide, v_wide = (x[:, key_head, None].to(wide) for x in (k, v))
-        for present, seen in spans:
-            q_rows, d_out_rows, lse_rows = (
-                x[:, :, present][:, members].to(wide) for x in (q, d_out, lse)
-            )
-            tile = members, row_positions[present], key_positions[seen]
-            scores = (q_rows @ k_wide[:, :, seen].mT).mul_(spec.scale)
-            scores = modified(capped(scores, spec.softcap), spec, *tile)
-            scores = scores.add_(mask_tile(spec, shape, *tile, visible))
-            # A row that sees no key has scores of -inf alone.
-            reference = lse_rows.masked_fill(lse_rows.isinf(), 0.0)
-            probabilities = scores.sub_(reference[..., None]).exp_()
-            row_sum = probabilities.sum(-1)
-            if spec.sinks is not None:
-                row_sum += (spec.sinks[members, None].to(wide) - reference).exp_()
-            weighted = (d_out_rows @ v_wide[:, :, seen].mT).mul_(probabilities).sum(-1)
-            delta[:, places, present] = (weighted / row_sum).masked_fill(row_sum == 0, unseeing)
+    delta = q.new_full((len(q), len(head_ids), q.shape[2]), unseeing, dtype=_wide(q))
+    for terms in recomputed(d_out, q, k, v, spec, head_ids, chunk, lse):
+        weighted = terms.d_probabilities.mul_(terms.probabilities).sum(-1)
+        row_sum = terms.row_sum[..., 0]
+        found = (weighted / row_sum).masked_fill(row_sum == 0, unseeing)
+        delta[:, terms.places, terms.rows] = found
     return delta
 
 
+class Terms(NamedTuple):
+    """Some rows of C query heads that share a key head, and all keys that one of them sees."""
+
+    places: list[int]  # of the heads among those that are wanted
+    key_head: int
+    rows: slice
+    keys: slice
+    tile: Tile  # their positions
+    products: Tensor  # (B, C, R, K), scale * q k
+    capped: Tensor  # these after the soft cap
+    probabilities: Tensor  # (B, C, R, K), before they are divided by their sum
+    row_sum: Tensor  # (B, C, R, 1), what a sink takes included
+    d_probabilities: Tensor  # (B, C, R, K), dO V^T
+
+
+def recomputed(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    head_ids: Sequence[int],
+    chunk: int,
+    lse: Tensor | None = None,
+) -> Iterator[Terms]:
+    """Recomputes P and dP of a few heads, in FP32 or FP64, where any key is seen.
+
+    P is exp(S - L), or of S less the row's own maximum if there is no `lse`. Memory grows as
+    chunk x M.
+    """
+    check_heads(head_ids, q.shape[1])
+    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
+    group = q.shape[1] // k.shape[1]
+    row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
+    visible = visible_range(spec, shape, q.device)
+    spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
+    for key_head in sorted({head // group for head in head_ids}):
+        places = [place for place, head in enumerate(head_ids) if head // group == key_head]
+        chosen = [head_ids[place] for place in places]
+        members = torch.tensor(chosen, dtype=torch.int64, device=q.device)
+        k_wide, v_wide = (x[:, key_head, None].to(_wide(q)) for x in (k, v))
+        sinks = None if spec.sinks is None else spec.sinks[members, None, None].to(_wide(q))
+        for rows, keys in spans:
+            q_rows, d_out_rows = (x[:, :, rows][:, members].to(_wide(q)) for x in (q, d_out))
+            tile = members, row_positions[rows], key_positions[keys]
+            products = (q_rows @ k_wide[:, :, keys].mT).mul_(spec.scale)
+            plain = capped(products, spec.softcap)
+            mask = mask_tile(spec, shape, *tile, visible).to(products.dtype)
+            scores = modified(plain, spec, tile) + mask
+            if lse is None:
+                reference = scores.amax(-1, keepdim=True)
+                reference = reference if sinks is None else reference.maximum(sinks)
+            else:
+                reference = lse[:, :, rows][:, members, :, None].to(_wide(q))
+            # A row that sees no key has scores of -inf alone.
+            reference = reference.masked_fill(reference.isinf(), 0.0)
+            probabilities = scores.sub_(reference).exp_()
+            row_sum = probabilities.sum(-1, keepdim=True)
+            if sinks is not None:
+                row_sum += (sinks - reference).exp_()
+            d_probabilities = d_out_rows @ v_wide[:, :, keys].mT
+            yield Terms(
+                places, key_head, rows, keys, tile, products, plain, probabilities, row_sum,
+                d_probabilities,
+            )  # fmt: skip
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
-    """Raises an IndexError that names heads that do not exist."""
     missing = [head for head in head_ids if not 0 <= head < num_heads]
     if missing:
         raise IndexError(f"`head_ids` takes 0 to {num_heads - 1}, but holds {missing}.")

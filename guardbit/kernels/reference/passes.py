@@ -163,7 +163,6 @@ def forward(
 def check_names(
     stabilizers: Sequence[str], heads: int, allowed: Sequence[str] = FORWARD_STABILIZERS
 ) -> None:
-    """Raises unless there is one allowed name for each head."""
     if len(stabilizers) != heads:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
@@ -174,7 +173,6 @@ def check_names(
 
 
 def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
-    """Whether more than one score lies within eps of the maximum, boolean (B, H, N)."""
     return (row_max[..., None] - scores <= eps).sum(-1) > 1
 
 

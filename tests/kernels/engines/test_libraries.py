@@ -164,36 +164,6 @@ def test_centred_keys_leave_the_softmax_alone_over_all_documents(site):
     assert relative(found[1], exact.dq) < relative(native[1], exact.dq)
 
 
-def test_dropout_drops_the_same_again_and_is_not_switched(site):
-    spec = AttentionSpec(0.2, True, dropout_p=0.25)
-    inputs = tensors(spec, 2)
-    torch.manual_seed(3)
-    native = run("flash_attn", spec, inputs, site)
-    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in inputs[1:]]
-    torch.manual_seed(3)
-    out = sys.modules["flash_attn"].flash_attn_func(*leaves, 0.25, 0.2, True)
-    out.backward(inputs[0].transpose(1, 2))
-    theirs = [out, *(x.grad for x in leaves)]
-    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(native, theirs, strict=True))
-    state = runtime.site(int(site))
-    state.switch(("exact_delta",) * 4)
-    run("flash_attn", spec, inputs, site)
-    assert state.ran == ("none",) * 4
-    assert "the kernel of flash_attn drops entries of P (dropout 0.25)" in state.substituted
-
-
-def test_what_an_observer_is_told_is_the_call(site):
-    spec, kv_heads, _ = CASES["window"]
-    inputs = tensors(spec, kv_heads)
-    state, told = runtime.site(int(site)), []
-    state.observer = told.append
-    native = run("varlen_attn", spec, inputs, site)
-    (call,) = told
-    assert call.spec.window == (20, 0)
-    assert torch.equal(call.spec.documents.cu_queries, spec.documents.cu_queries)
-    assert torch.equal(call.out, native[0]) and torch.equal(call.dq, native[1])
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tensors_are_handed_over_as_views(engine):
     spec = CASES["documents"][0]
