@@ -183,7 +183,6 @@ class RowProbe(CallProbe):
         self.needs_shadow = any(STATISTICS[name].needs_shadow for name in self.indicators)
 
     def update(self, view: CallView) -> Found:
-        """Takes what the indicators need from a call's recomputed rows."""
         recomputed = view.shadow if self.needs_shadow else view.maxima
         read = (STATISTICS[name].read(recomputed) for name in (*self._means, *self.maxima))
         return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))
@@ -216,7 +215,6 @@ class KeyProbe(CallProbe):
     sums = ("key_means", "key_squares")
 
     def update(self, view: CallView) -> Found:
-        """Takes what the keys of each sequence of a call, or of each packed document, share."""
         heads, k = view.call.q.size(1), view.call.k
         documents = view.call.spec.documents
         starts = None if documents is None else documents.cu_keys
@@ -261,9 +259,22 @@ class DeltaProbe(CallProbe):
     are_totals = True
 
     def update(self, view: CallView) -> Found:
-        exact = view.shadow
-        bias = _delta_bias(view.call, exact.out, view.rows)
-        return Found(range(view.call.q.size(1)), (exact.row_max, *bias))
+        call, exact = view.call, view.shadow
+        heads = range(call.q.size(1))
+        if call.d_out is None or call.out is None:
+            known, sums = (), (exact.out.new_empty(len(heads), dtype=torch.float64),) * 2
+        else:
+            known, sums = (
+                call.known_heads,
+                dispatch.delta_bias(
+                    call.d_out, call.out, exact.out, residual=call.residual, query_ids=view.rows
+                ),
+            )
+        unknown = [head for head in heads if head not in known]
+        if unknown:
+            for values in sums:
+                values[unknown] = torch.nan
+        return Found(heads, (exact.row_max, *sums))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         row_max, bias, bias_abs = values
@@ -277,20 +288,6 @@ class DeltaProbe(CallProbe):
         }
 
 
-def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the sums of `dispatch.delta_bias`; NaN in heads for which they are unknown."""
-    heads = call.q.size(1)
-    if call.d_out is None or call.out is None:
-        nothing = torch.full((heads,), torch.nan, dtype=torch.float64, device=call.q.device)
-        return nothing, nothing
-    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, query_ids=rows)
-    unknown = [head for head in range(heads) if head not in call.known_heads]
-    if unknown:
-        for values in sums:
-            values[unknown] = torch.nan
-    return sums
-
-
 class GradientAudit(CallProbe):
     """The error of dQ in the audited heads: its size, and what adds up over rows.
 
@@ -301,7 +298,6 @@ class GradientAudit(CallProbe):
     sums = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along")
 
     def update(self, view: CallView) -> Found | None:
-        """Recomputes the audited heads' dQ; None where there are none."""
         call, heads = view.call, view.audited
         if not heads:
             return None
@@ -328,7 +324,6 @@ class GradientAudit(CallProbe):
 def gradient_error(
     dq: Tensor, exact: Tensor, directions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compares a kernel's dQ with the FP32-accurate one, row by row."""
     error = dq - exact
     columns = directions[:, :, None]
     error_along, exact_along = ((x.float() @ columns)[..., 0] for x in (error, exact))
@@ -359,7 +354,6 @@ class RepeatProbe(CallProbe):
     sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
 
     def update(self, view: CallView) -> Found | None:
-        """Runs the backward again, if that is possible."""
         call = view.call
         if call.again is None or call.dq is None:
             return None
@@ -439,8 +433,6 @@ class Plan(NamedTuple):
 
 
 def plan_for(wanted: Collection[str]) -> Plan:
-    """Plans for the wanted indicators, names of the catalogue."""
-
     def of(probe: Probe) -> frozenset[str]:
         return frozenset(wanted) & frozenset(of_probe(probe))
 
