@@ -299,22 +299,21 @@ class Site:
         """
         if self.was_called and self.refusal is not None:
             return ["none"] * self.num_heads
-        state, own, names = self.state, self.own_heads, self.asked
-        ran = state.ran if state.failure is None else state.requested
-        if ran and len(ran) == len(own):
-            names[own.start : own.stop] = ran
-        return names
+        state = self.state
+        return self._with_own(self.asked, state.ran if state.failure is None else state.requested)
 
     @property
     def asked(self) -> list[str]:
         """The stabilizer asked for, one name a head; used as soon as calls can be switched."""
-        state = self.state
-        switched, num_heads = state.stabilizers, self.num_heads
+        switched, num_heads = self.state.stabilizers, self.num_heads
         if switched is not None and num_heads in (0, len(switched)):
             return list(switched)
-        names, own = ["none"] * num_heads, self.own_heads
-        if len(state.requested) == len(own):
-            names[own.start : own.stop] = state.requested
+        return self._with_own(["none"] * num_heads, self.state.requested)
+
+    def _with_own(self, names: list[str], of_this_rank: Sequence[str]) -> list[str]:
+        own = self.own_heads
+        if of_this_rank and len(of_this_rank) == len(own):
+            names[own.start : own.stop] = of_this_rank
         return names
 
     @property

@@ -177,29 +177,27 @@ class RowProbe(CallProbe):
 
     def __init__(self, wanted: Collection[str]) -> None:
         super().__init__(wanted)
-        self.maxima = tuple(name for name in self.indicators if not STATISTICS[name].is_mean)
-        self._means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
-        self.sums = ("rows", *self._means)
-        self.needs_shadow = any(STATISTICS[name].needs_shadow for name in self.indicators)
+        means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
+        self.maxima = tuple(name for name in self.indicators if name not in means)
+        self.sums = ("rows", *means)
+        self._statistics = [STATISTICS[name] for name in (*means, *self.maxima)]
+        self.needs_shadow = any(statistic.needs_shadow for statistic in self._statistics)
 
     def update(self, view: CallView) -> Found:
         recomputed = view.shadow if self.needs_shadow else view.maxima
-        read = (STATISTICS[name].read(recomputed) for name in (*self._means, *self.maxima))
+        read = (statistic.read(recomputed) for statistic in self._statistics)
         return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         row_max, *read = values
-        reduced = (
-            STATISTICS[name].reduce(rows)
-            for name, rows in zip((*self._means, *self.maxima), read, strict=True)
-        )
-        return [counted_rows(row_max), *reduced]
+        both = zip(self._statistics, read, strict=True)
+        return [counted_rows(row_max), *(statistic.reduce(rows) for statistic, rows in both)]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where no row has an allowed key."""
         rows = state["rows"]
-        means = {name: state[name] / rows for name in self._means}
-        found = means | {name: state[name].double() for name in self.maxima}
+        found = {name: state[name] / rows for name in self.sums[1:]}
+        found |= {name: state[name].double() for name in self.maxima}
         return {name: found[name].where(rows > 0, torch.nan) for name in self.indicators}
 
 
@@ -262,17 +260,13 @@ class DeltaProbe(CallProbe):
         call, exact = view.call, view.shadow
         heads = range(call.q.size(1))
         if call.d_out is None or call.out is None:
-            known, sums = (), (exact.out.new_empty(len(heads), dtype=torch.float64),) * 2
+            sums = (exact.out.new_full((len(heads),), torch.nan, dtype=torch.float64),) * 2
         else:
-            known, sums = (
-                call.known_heads,
-                dispatch.delta_bias(
-                    call.d_out, call.out, exact.out, residual=call.residual, query_ids=view.rows
-                ),
+            sums = dispatch.delta_bias(
+                call.d_out, call.out, exact.out, residual=call.residual, query_ids=view.rows
             )
-        unknown = [head for head in heads if head not in known]
-        if unknown:
-            for values in sums:
+            unknown = [head for head in heads if head not in call.known_heads]
+            for values in sums if unknown else ():
                 values[unknown] = torch.nan
         return Found(heads, (exact.row_max, *sums))
 
