@@ -92,7 +92,6 @@ BELOW = {
     "loss": (RunProbe, "loss"),
     "grad_norm": (RunProbe, "grad_norm"),
     "end_step: agreeing": (ranks, "all_agree"),
-    "end_step: capture": (Measurement, "finish"),
     "end_step: metrics": (Measurement, "columns"),
     "end_step: samples": (Measurement, "receive"),
     "end_step: sending": (Measurement, "send"),

@@ -53,8 +53,8 @@ WORKER = textwrap.dedent(
 
 @pytest.mark.parametrize(
     "broken",
-    [("dispatch", "delta_bias"), ("measurement", "_stacked")],
-    ids=["in a call", "between calls and exchange"],
+    [("dispatch", "delta_bias"), ("measurement", "_rows")],
+    ids=["in a call", "as it is added up"],
 )
 def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
     (tmp_path / "worker.py").write_text(WORKER)
