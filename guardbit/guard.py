@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -158,16 +158,12 @@ def method(
                 )
             finally:
                 if at_last is not None:
-                    _end(self, at_last)
+                    contains = (functools.partial(self._contain, where=at_last.__name__),)
+                    _tried(contains, _nothing, undo_all, ([functools.partial(at_last, self)],), {})
 
         return _marked(guarded)
 
     return decorate
-
-
-def _end(ended: Guarded, at_last: Callable[[Any], None]) -> None:
-    contains = (lambda error: ended._contain(error, at_last.__name__),)
-    _tried(contains, _nothing, undo_all, ([functools.partial(at_last, ended)],), {})
 
 
 def function(contain: Contain, otherwise: Callable[..., Any] = _nothing) -> Callable[[F], F]:
@@ -298,12 +294,6 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
 def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
     """Calls a function, then another with its result; only the latter is tried twice."""
     return _tried((contain, _raise), _nothing, finish, (function(),), {})
-
-
-def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
-    """Calls a function inside a context manager."""
-    with context:
-        return function()
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -301,14 +301,6 @@ def test_a_session_that_cannot_be_built_is_off_and_says_so(tmp_path, monkeypatch
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_arguments_are_refused_as_ever(tmp_path):
-    model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
-    with pytest.raises(ValueError, match="every_n_train_steps"):
-        MonitorSession(model, every_n_train_steps=0)
-    with pytest.raises(ValueError, match="no module that could call attention"):
-        MonitorSession(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -190,15 +190,6 @@ class _Reach(NamedTuple):
     entries: Tensor  # `(heads,)`, the number of non-zero ones
     norms: list[Tensor]  # for each candidate input axis, `(heads, features)`: along that axis
 
-    @classmethod
-    def of_none(cls, heads: int, parameter: Tensor) -> _Reach:
-        features = [parameter.numel() // max(size, 1) for size in parameter.shape]
-        norms = [
-            torch.zeros(heads, number, dtype=torch.float32, device=parameter.device)
-            for number in features
-        ]
-        return cls(torch.zeros(heads, dtype=torch.int64, device=parameter.device), norms)
-
 
 class _Search:
     """Runs an attention module with other matrices in place of its own, and looks at q and k."""
@@ -214,7 +205,6 @@ class _Search:
         self._states: dict[Side, Tensor] = {"query": query, "key": key}
 
     def _run(self, side: Side, changed: Mapping[str, Tensor]) -> Tensor:
-        """Returns q or k of the module with some other parameters."""
         return self._project({**self.leaves, **changed})[0 if side == "query" else 1]
 
     def _queries(
@@ -301,12 +291,11 @@ class _Search:
         return has_changed and _all_below_limit(_changes(2 * once, twice))
 
     def _reaches(self, side: Side, without: Iterable[str]) -> dict[str, _Reach]:
-        """Reduces each head's gradient of a random projection, for each parameter behind it."""
         states = self._states[side]
         known = {name: leaf for name, leaf in self.leaves.items() if name not in without}
         leaves = {n: leaf for n, leaf in known.items() if leaf.requires_grad and leaf.ndim > 1}
         cotangents = self._orthogonal_noise(states.detach())
-        reaches: dict[str, _Reach] = {}
+        found: dict[str, list[tuple[Tensor, ...]]] = {}  # one of each head
         # Reduced head by head: all gradients together would be H times the size of the weights.
         for head in range(states.shape[1]) if leaves and states.requires_grad else ():
             gradients = torch.autograd.grad(
@@ -316,13 +305,14 @@ class _Search:
                 retain_graph=True,
                 allow_unused=True,
             )
-            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-                if gradient is None:
-                    continue
-                reach = reaches.setdefault(name, _Reach.of_none(states.shape[1], leaf))
-                reach.entries[head] = gradient.count_nonzero()
-                for axis, norms in enumerate(reach.norms):
-                    norms[head] = gradient.float().norm(dim=axis).flatten()
+            for name, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    norms = (gradient.float().norm(dim=n).flatten() for n in range(gradient.ndim))
+                    found.setdefault(name, []).append((gradient.count_nonzero(), *norms))
+        reaches: dict[str, _Reach] = {}
+        for name, of_heads in found.items():
+            entries, *norms = (torch.stack(values) for values in zip(*of_heads, strict=True))
+            reaches[name] = _Reach(entries, norms)
         if not reaches:
             raise LayoutUnavailable(
                 f"the {side} depends on no weight matrix among the parameters of this module, "

@@ -57,9 +57,7 @@ def runnable_copy(
         torch.autocast(device.type, enabled=False),
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(action="ignore"),
-        _without_global_hooks(),
-        _without_torchscript(),
-        _names_kept(module),
+        _process_kept(module),
     ):
         try:
             made = _copied(module, tensors, dtype)
@@ -81,14 +79,12 @@ class Copiers:
         self._thread = threading.get_ident()
 
     def get(self, kind: type, default: Any = None) -> Any:
-        """Returns the function that copies objects of a type."""
         if threading.get_ident() != self._thread:
             return self._own.get(kind, default)
         return self._copier_of(kind) or self._own.get(kind) or _copied_or_shared
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Has deepcopy use this table."""
         with self._lock:
             copy._deepcopy_dispatch = self  # pyright: ignore[reportAttributeAccessIssue]
             try:
@@ -208,52 +204,41 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _names_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back what the module's code may count in: global names and attributes of functions."""
-    spaces = {id(x): vars(x) for part in module.modules() for x in (part, *type(part).__mro__)}
-    found = [value for space in spaces.values() for value in space.values()]
-    kept: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    while found:
-        code = found.pop()
-        if not isinstance(code, types.FunctionType):
-            continue
-        # Functions of PyTorch and GuardBit count nothing of the user's.
-        if str(code.__module__).partition(".")[0] in ("torch", "guardbit"):
-            continue
-        everywhere, own = code.__globals__, vars(code)
-        named = {n: everywhere[n] for n in code.__code__.co_names if n in everywhere}
-        kept[id(code)] = [(everywhere, named), (own, own.copy())]
-        found += [value for value in named.values() if id(value) not in kept]
-    try:
-        yield
-    finally:
-        for space, before in (pair for pairs in kept.values() for pair in pairs):
-            space.update(before)
+def _process_kept(module: nn.Module) -> Iterator[None]:
+    """Keeps what the copy shares with the process as it is, and out of what counts its runs."""
+    everywhere, kind = nn.modules.module, torch.jit.ScriptFunction
+    own_call = kind.__call__
 
+    # As Python: TorchScript optimises a function by how often it has run.
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        inline = getattr(function, "_torchdynamo_inline", None)
+        return (inline or partial(own_call, function))(*args, **kwargs)
 
-@contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Keeps global module hooks, such as those of profilers, from seeing the copy."""
-    everywhere = nn.modules.module
     with ExitStack() as undo:
+        for space, names in _counters(module):
+            undo.callback(space.update, names)
         for hooks in (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks):
             undo.callback(hooks.update, hooks.copy())
             hooks.clear()
+        undo.callback(setattr, kind, "__call__", own_call)
+        setattr(kind, "__call__", run)  # noqa: B010
         yield
 
 
-@contextmanager
-def _without_torchscript() -> Iterator[None]:
-    """Runs scripted functions as Python: TorchScript optimises them by how often they have run."""
-    kind = torch.jit.ScriptFunction
-    before = kind.__call__
-
-    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        inline = getattr(function, "_torchdynamo_inline", None)
-        return (inline or partial(before, function))(*args, **kwargs)
-
-    kind.__call__ = run  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        kind.__call__ = before  # pyright: ignore[reportAttributeAccessIssue]
+def _counters(module: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields what a module's code may count in: global names, and attributes of functions."""
+    spaces = {id(x): vars(x) for part in module.modules() for x in (part, *type(part).__mro__)}
+    found = [value for space in spaces.values() for value in space.values()]
+    known: set[int] = set()
+    while found:
+        code = found.pop()
+        if not isinstance(code, types.FunctionType) or id(code) in known:
+            continue
+        known.add(id(code))
+        # Functions of PyTorch and GuardBit count nothing of the user's.
+        if str(code.__module__).partition(".")[0] not in ("torch", "guardbit"):
+            everywhere, own = code.__globals__, vars(code)
+            named = {n: everywhere[n] for n in code.__code__.co_names if n in everywhere}
+            found += named.values()
+            yield everywhere, named
+            yield own, own.copy()

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from guardbit.guard import within
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import (
     HeadRows,
@@ -45,9 +44,6 @@ _Call = tuple[Tensor, Tensor]
 #: Returns the attention calls of one forward.
 Rerun = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], list[_Call]]
 
-#: The matrices that a tensor depends on -> which of their rows.
-_Sources = dict[str, list[bool]]
-
 
 @dataclass
 class Weights:
@@ -62,7 +58,6 @@ class Weights:
         self._biases = {name: self._measured(name)[1] for name in self.widths}
 
     def of(self, name: str) -> Tensor:
-        """Returns a current matrix by name, detached."""
         if name in self.widths:
             return self._measured(name)[0]
         return self._here(self.module.get_parameter(name))
@@ -78,8 +73,6 @@ class Weights:
         return parameters | {name: self._measured(name)[0] for name in self.widths}
 
     def run(self, rerun: Rerun, leaves: Mapping[str, Tensor]) -> list[_Call]:
-        """Runs the module with other matrices."""
-
         def multiply_by_others(copy: nn.Module) -> None:
             for name, bias in self._biases.items():
                 vars(copy.get_submodule(name))["forward"] = _multiply_by(leaves[name], bias)
@@ -177,24 +170,22 @@ def settle(module: nn.Module, rerun: Rerun, is_shared: bool) -> tuple[Layout, We
     number = weights.num_calls
     if number > 1:
         several = f"{type(module).__name__} calls attention {number} times in one forward, with"
-        (queries, keys), *others = _sources_of_calls(Weights(module, is_shared), rerun)
-        if not queries or any(other != queries for other, _ in others):
+        have_same_queries, have_same_keys = _are_alike(Weights(module, is_shared), rerun)
+        if not have_same_queries:
             raise LayoutUnavailable(f"{several} queries of different weights")
-        if isinstance(layout.key, HeadRows) and (
-            not keys or any(other != keys for _, other in others)
-        ):
+        if isinstance(layout.key, HeadRows) and not have_same_keys:
             key = LayoutUnavailable(f"{several} keys of different weights")
             layout = replace(layout, key=key, calls_are_alike=False)
     return layout, weights
 
 
-def _sources_of_calls(weights: Weights, rerun: Rerun) -> list[tuple[_Sources, _Sources]]:
-    """Returns where q and k of each call come from, by the gradients of the matrices."""
+def _are_alike(weights: Weights, rerun: Rerun) -> list[bool]:
+    """Whether q of all calls, and k, depend on the same rows of the same matrices."""
     leaves = {n: x.requires_grad_() for n, x in weights.leaves().items() if x.dim() > 1}
     with torch.enable_grad():
         calls = weights.run(rerun, leaves)
 
-    def sources(x: Tensor) -> _Sources:
+    def sources(x: Tensor) -> dict[str, list[bool]]:
         if not x.requires_grad:
             return {}
         gradients = torch.autograd.grad(
@@ -203,7 +194,8 @@ def _sources_of_calls(weights: Weights, rerun: Rerun) -> list[tuple[_Sources, _S
         found = zip(leaves, gradients, strict=True)
         return {name: (g.flatten(1) != 0).any(1).tolist() for name, g in found if g is not None}
 
-    return [(sources(q), sources(k)) for q, k in calls]
+    found = ([sources(x) for x in of_calls] for of_calls in zip(*calls, strict=True))
+    return [bool(first) and all(other == first for other in others) for first, *others in found]
 
 
 def _settle(weights: Weights, rerun: Rerun) -> tuple[Layout, Weights]:
@@ -239,7 +231,6 @@ def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
 
 
 def why_sharded(modules: Sequence[nn.Module]) -> str | None:
-    """Returns why a module's weights are absent between forwards, or None."""
     parameters = list(modules[0].parameters())
     if any(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters):
         return (
@@ -259,7 +250,6 @@ def why_sharded(modules: Sequence[nn.Module]) -> str | None:
 
 
 def why_quantised(module: nn.Module) -> str | None:
-    """Returns why a module's weights are no plain numbers, or None."""
     for name, p in module.named_parameters():
         if hasattr(p, "quant_state") or not (p.is_floating_point() or p.is_complex()):
             kind = str(p.dtype).removeprefix("torch.")
@@ -307,10 +297,8 @@ class _WithoutExchange(TorchDispatchMode):
 
 
 def _by_itself(function: Callable[..., T]) -> Callable[..., T]:
-    """Returns the function without exchanges with other ranks."""
-
     def alone(*args: Any) -> T:
-        # Were the mode to stay, it would refuse the exchange of gradients.
-        return within(_WithoutExchange(), lambda: function(*args))
+        with _WithoutExchange():
+            return function(*args)
 
     return alone

@@ -323,7 +323,6 @@ class Session(Guarded):
         if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
         self.attempt("capture", lambda: self.instrumentation.observe(None))
-        self.attempt("capture", self._measurement.finish)
         # From here on an error may hit one rank alone, which must still take part in this.
         self._has_given_up = not self.attempt("ranks", self._agree)
         if self._has_given_up:

@@ -53,7 +53,7 @@ def call_with(spec):
 
 def values_of(probe, call):
     found = probe.update(CallView(call))
-    state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
+    state = dict(zip(probe.sums, found, strict=True))
     (values,) = probe.compute(state, 1.0).values()
     return values
 

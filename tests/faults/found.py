@@ -33,7 +33,7 @@ _CALLED = "monitor/interception/entry_points"
 
 FOUND = (
     # Hooks and replaced functions stayed.
-    Place("plain loop", SystemExit, "monitor/sites/instrumentation.py", "installation.install(", 0),
+    Place("plain loop", SystemExit, "monitor/sites.py", "installation.install(", 0),
     Place("plain loop", MemoryError, "monitor/interception/installation.py", "_needed_by.add(", 0),
     Place("plain loop", MemoryError, "monitor/schedule.py", "self.last_ended = self.step", 3),
     Place("plain loop", KeyboardInterrupt, "kernels/runtime.py", "self.call_listeners.remove(", 0),

@@ -16,8 +16,7 @@ from guardbit.monitor.interception import hooks, installation, references, seen,
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.measure import Measurement
-from guardbit.monitor.measure.measurement import RunProbe
-from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.measurement import AttentionMetric, RunProbe
 from guardbit.monitor.policy import Policy
 from tests import toys
 from tests.faults.running import leftovers
@@ -93,7 +92,6 @@ BELOW = {
     "loss": (RunProbe, "loss"),
     "grad_norm": (RunProbe, "grad_norm"),
     "end_step: agreeing": (ranks, "all_agree"),
-    "end_step: capture": (Measurement, "finish"),
     "end_step: metrics": (Measurement, "columns"),
     "end_step: samples": (Measurement, "receive"),
     "end_step: sending": (Measurement, "send"),

@@ -1,7 +1,6 @@
 """Whatever an attention module keeps, a watched run ends with the bits of the unwatched one."""
 
 import collections
-import contextvars
 import enum
 import gc
 import multiprocessing
@@ -233,12 +232,8 @@ class Strange:
 
 UNCOPIED = {
     "generator": lambda: (n for n in range(3)),
-    "view": lambda: types.MappingProxyType({"a": 1}).keys(),
-    "proxy": lambda: types.MappingProxyType({"a": 1}),
-    "context": lambda: contextvars.ContextVar("a"),
     "socket": socket.socket,
     "thread": lambda: threading.Thread(target=print),
-    "bytes": lambda: memoryview(b"abc"),
     "loader": lambda: iter(torch.utils.data.DataLoader([1, 2])),
     "hook": lambda: nn.Linear(1, 1).register_forward_hook(print),
     "sparse": lambda: torch.eye(3).to_sparse(),

@@ -34,18 +34,21 @@ class Projections(nn.Module):
         return x + self.attend(x).transpose(1, 2).flatten(2)
 
 
-class Differential(Projections):
-    """Two softmaxes of the same queries and other keys (arXiv 2410.05258)."""
+class Several(Projections):
+    """Calls of other queries and keys each, as two in differential attention (2410.05258)."""
 
-    names = ("q", "k", "other", "v")
+    names = ("q", "k", "v", "other")
+
+    def __init__(self, *pairs):
+        super().__init__()
+        self.pairs = pairs
 
     def attend(self, x):
-        q, v = self.heads("q", x), self.heads("v", x)
-        first, second = (
-            F.scaled_dot_product_attention(q, self.heads(k, x), v, is_causal=True)
-            for k in ("k", "other")
+        v = self.heads("v", x)
+        return sum(
+            F.scaled_dot_product_attention(self.heads(q, x), self.heads(k, x), v, is_causal=True)
+            for q, k in self.pairs
         )
-        return first - second
 
 
 def images(x):
@@ -61,19 +64,6 @@ class PerImage(Projections):
             for image in images(x)
         ]
         return torch.cat(each, 2)
-
-
-class OneOfFour(Projections):
-    """The third of four calls has queries of its own."""
-
-    names = ("q", "k", "v", "other")
-
-    def attend(self, x):
-        k, v = self.heads("k", x), self.heads("v", x)
-        return sum(
-            F.scaled_dot_product_attention(self.heads(name, x), k, v, is_causal=True)
-            for name in ("q", "q", "other", "q")
-        )
 
 
 class Bypassing(nn.Module):
@@ -142,7 +132,7 @@ def test_calls_of_the_same_weights_are_calls_of_one_module(tmp_path, caplog):
 
 
 def test_keys_of_other_weights_in_a_second_call_are_said_and_not_mixed(tmp_path, caplog):
-    model = nn.Sequential(Differential())
+    model = nn.Sequential(Several("qk", ("q", "other")))
     x, values = trained(model, tmp_path, caplog)
     torch.testing.assert_close(values["0", "w_q_spectral_norm"], norms(model[0].q), **CLOSE)
     torch.testing.assert_close(values["0", "max_logit"], largest(model[0], x), **CLOSE)
@@ -153,7 +143,8 @@ def test_keys_of_other_weights_in_a_second_call_are_said_and_not_mixed(tmp_path,
 
 
 def test_queries_of_other_weights_in_any_call_are_said(tmp_path, caplog):
-    _, values = trained(nn.Sequential(OneOfFour()), tmp_path, caplog)
+    third_of_four = Several("qk", "qk", ("other", "k"), "qk")
+    _, values = trained(nn.Sequential(third_of_four), tmp_path, caplog)
     assert ("0", "w_q_spectral_norm") not in values
     assert "with queries of different weights" in caplog.text
     assert "only a part of the calls is measured at 0" in caplog.text

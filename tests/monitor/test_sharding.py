@@ -5,11 +5,13 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit.monitor.interception.sharding import WHOLE, share_of, share_of_tensors
+from tests.toys import Attention, Model, instrumented
 
 WIDTH, HEADS, SIZE = 24, 8, 6
 SECOND = (1, 2)
@@ -81,3 +83,21 @@ def test_a_dtensor_with_a_plain_one_is_refused(mesh):
     local = torch.zeros(2, 4, 6, 8)
     q = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
     assert "only some of its tensors are DTensors" in share_of_tensors((q, local, local), 1)
+
+
+# PyTorch, of what FSDP gathers, as it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_layer_spread_by_fsdp_after_others_of_its_type_by_heads(mesh):
+    # The compiler traces the first layers of the first two models only.
+    names = ("q_proj", "k_proj", "v_proj")
+    shares = []
+    for by_heads in (True, False, False):
+        model = Model(*(Model(Attention(4, is_fused=False)) for _ in range(3)))
+        for layer in model.layers:
+            plan = {f"*.*.{n}": ColwiseParallel() for n in names} | {"*.*.out": RowwiseParallel()}
+            _ = parallelize_module(layer, mesh, plan) if by_heads else fully_shard(layer)
+            layer.compile(backend="eager")
+        with instrumented(model) as inst:
+            model(torch.randn(2, 5, 32)).sum().backward()
+            shares.append([(s.num_heads, s.own_heads) for s in inst.sites.values()])
+    assert shares == [[(4, range(2, 4))] * 3, [(4, range(4))] * 3, [(4, range(4))] * 3]

@@ -118,13 +118,7 @@ def test_hugging_face_attention_that_nobody_sees(beside, implementation, wrapped
     model = transformers.BertModel(config)
     model.config._attn_implementation = implementation
     parts = [model, Pooler()] if beside else [model]
-
-    class Wrapper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(parts)
-
-    outer = Wrapper() if wrapped or beside else model
+    outer = toys.Model(*parts) if wrapped or beside else model
     if implementation == "hub/kernel" and not beside:
         with pytest.raises(ValueError, match=r"BertModel .*'hub/kernel', which GuardBit does"):
             guardbit.instrument(outer)

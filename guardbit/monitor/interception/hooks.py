@@ -128,6 +128,7 @@ _hook_ids: list[int] = []
 def attach(module: nn.Module, number: int) -> None:
     setattr(module, SITE_ATTRIBUTE, Place(number))
     site_modules[number] = module
+    seen.note_spread(number)
     seen.know_traced_share(number)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)

@@ -33,7 +33,14 @@ from guardbit.monitor.interception.frames import (
     site_number,
 )
 from guardbit.monitor.interception.rerunning import ModuleInputs, describe, present_size
-from guardbit.monitor.interception.sharding import WHOLE, Share, parts_of, share_of
+from guardbit.monitor.interception.sharding import (
+    WHOLE,
+    Share,
+    Spread,
+    parts_of,
+    share_of,
+    spread_of,
+)
 
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
@@ -110,14 +117,18 @@ class _Known:
     entry: str = ""
     share: tuple[Share | str, int] | None = None
     parts: int = 0  # over how many ranks its weights are spread
+    at_rest: Spread = frozenset()  # how its weights were spread before it ran
 
 
-# By number of the site, by type, and, of shares, by type and whether ranks spread the weights.
-_known: dict[int | type | tuple[type, bool], _Known] = {}
+#: By number of the site, by type, and, of shares, by type and how ranks spread the weights: between
+#: forwards, where FSDP spreads them too, or whether they do within one.
+_Key = int | type | tuple[type, bool | Spread]
+
+_known: dict[_Key, _Known] = {}
 _NOTHING = _Known()
 
 
-def _of(key: int | type | tuple[type, bool]) -> _Known:
+def _of(key: _Key) -> _Known:
     return _known.setdefault(key, _Known())
 
 
@@ -191,13 +202,19 @@ def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
     return None if is_known else share
 
 
+def note_spread(number: int) -> None:
+    """Records how ranks spread a site's weights before it runs."""
+    _of(number).at_rest = spread_of(weighted_module(number))
+
+
 def know_traced_share(number: int) -> None:
     """Shows the op which heads of a site are here, if a compiler traced it or one of its type."""
     found = _known.get(number, _NOTHING).share
     kind = type(site_modules[number])
     spread, whole = (_known.get((kind, is_it), _NOTHING).share for is_it in (True, False))
     if found is None and (spread or whole):
-        found = (spread if parts_of(weighted_module(number)) else None) or whole
+        now = spread_of(weighted_module(number))
+        found = _known.get((kind, now), _NOTHING).share or (spread if now else None) or whole
     if found is not None:
         _keep_share(number, *found)
 
@@ -344,7 +361,10 @@ def _keep_traced_share(number: int, heads: Heads) -> str | None:
     module, holder = site_modules[number], weighted_module(number)
     found = share_of(holder, heads)
     num_parts = parts_of(holder)
-    _of(number).share = _of((type(module), num_parts > 0)).share = found, num_parts
+    known = _of(number)
+    known.share = _of((type(module), num_parts > 0)).share = found, num_parts
+    if known.at_rest:
+        _of((type(module), known.at_rest)).share = known.share
     for other in site_modules:
         know_traced_share(other)
     return found if isinstance(found, str) else None

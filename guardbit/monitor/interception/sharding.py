@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 _RING = (
@@ -29,6 +30,9 @@ class Share(NamedTuple):
     place: int
     parts: int
 
+
+#: Meshes, their dimensions and the placements by which ranks spread a module's weights.
+Spread = frozenset[tuple[DeviceMesh, int, Placement]]
 
 #: All heads.
 WHOLE = Share(0, 1)
@@ -59,6 +63,11 @@ def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
 def parts_of(module: nn.Module) -> int:
     """Returns over how many ranks tensor parallelism spreads a running module's weights, or 0."""
     return max((p.device_mesh.size(dim) for p, dim, _ in _spread(module)), default=0)
+
+
+def spread_of(module: nn.Module) -> Spread:
+    """Returns how ranks spread a module's weights: all of them, if it is not running."""
+    return frozenset((p.device_mesh, dim, placement) for p, dim, placement in _spread(module))
 
 
 def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:

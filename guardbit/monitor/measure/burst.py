@@ -93,10 +93,12 @@ class Burst:
         self.heads: dict[str, list[int]] = {}  # attention module -> those that are measured now
         self.why_not = ""  # why something was not measured, the last reason
         self._seen: set[tuple[str, int, bool]] = set()
+        self._unhook: Callable[[], None] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
         self._products: dict[str, _Product] = {}
-        # Module -> heads and version of W_Q, and what `_largest` found after the step that made it.
-        self._after: dict[str, tuple[tuple[list[int], int], tuple[Tensor, Tensor, Tensor]]] = {}
         # Module and number of tokens -> how positions turn its queries and keys.
         self._turns: dict[tuple[str, int], tuple[Turn | None, Tensor]] = {}
         # Module and head -> what each step gave: r, c, and the proof.
@@ -104,7 +106,6 @@ class Burst:
         # Module and head -> steps at the last look, and the side of one half: 1, -1, or 0 for none.
         self._looks: dict[tuple[str, int], tuple[int, int]] = {}
         self._in_vain: Counter[str] = Counter()  # steps in a row that gave nothing
-        self._unhook: Callable[[], None] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -137,11 +138,7 @@ class Burst:
 
     def stop(self) -> None:
         self.heads.clear()
-        self._products.clear()
-        self._after.clear()
-        self._turns.clear()
-        self._series.clear()
-        self._looks.clear()
+        self._forget()
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
@@ -154,7 +151,6 @@ class Burst:
             self._give_up(site, "no step of a PyTorch optimizer on its W_Q was seen")
 
     def consume(self, call: AttentionCall) -> None:
-        """Takes one attention call, inside its backward."""
         sites = self._sites()
         for name, heads in list(self.heads.items()):
             if name in sites and sites[name].number == call.site:
@@ -193,10 +189,7 @@ class Burst:
         before = self._products.get(site.name)
         if before is not None and before.heads == heads:  # of an earlier micro-batch
             gradients, errors = gradients + before.gradients, errors + before.errors
-        known, largest = self._after.pop(site.name, (None, None))
-        if largest is None or known != (heads, weights[0]._version):
-            largest = _largest(products[0].index_select(0, index))
-        sigmas, lefts, rights = largest
+        sigmas, lefts, rights = _largest(products[0].index_select(0, index))
         along = torch.einsum("hd,hc->hdc", lefts, rights) / sigmas[:, None, None]
         self._products[site.name] = _Product(
             query, weights[0], list(heads), index, sigmas, along, gradients, errors,
@@ -260,9 +253,7 @@ class Burst:
             scale = taken.square().sum((1, 2)) / common
             proof = (1 - product.unexplained).expand_as(scale)
         added = (product.along * product.errors / roots).sum((1, 2)) * -group["lr"] * scale
-        largest = _largest(product.rows_of(product.weight))
-        self._after[name] = (product.heads, product.weight._version), largest
-        changes = (largest[0] / product.sigmas).log()
+        changes = (_largest(product.rows_of(product.weight))[0] / product.sigmas).log()
         changes = changes + torch.where(product.is_corrected, added, 0.0)
         for place, head in enumerate(product.heads):
             of_head = torch.stack([added[place], changes[place], proof[place]])
@@ -292,7 +283,7 @@ class Burst:
             if head not in self.heads.get(site, ()) or (site, _SHARES[0]) not in values:
                 continue
             share, low, high = (values[site, name][head] for name in _SHARES)
-            number, is_proved = len(self._series[site, head]), bool(share == share)
+            number, is_proved = len(self._series[site, head]), share == share
             if not is_proved:
                 self.why_not = _NOT_ITS_GRADIENT
             last, before = self._looks.get((site, head), (0, 0))
@@ -301,20 +292,24 @@ class Burst:
             if is_look:
                 self._looks[site, head] = number, side
             if not is_proved or number >= MOST_STEPS or (is_look and side == before != 0):
-                self.heads[site].remove(head)
-                del self._series[site, head], self._looks[site, head]
+                self._end(site, head)
         self._told.clear()
-        self.heads = {site: heads for site, heads in self.heads.items() if heads}
         if not self.heads:
             self.stop()
 
     def _give_up(self, site: str, why: str) -> None:
         self.why_not = why
-        for head in self.heads.pop(site, ()):
-            self._series.pop((site, head), None)
-            self._looks.pop((site, head), None)
+        for head in list(self.heads.get(site, ())):
+            self._end(site, head)
         self._products.pop(site, None)
         self._in_vain.pop(site, None)
+
+    def _end(self, site: str, head: int) -> None:
+        for kept in (self._series, self._looks):
+            kept.pop((site, head), None)
+        self.heads[site].remove(head)
+        if not self.heads[site]:
+            del self.heads[site]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Returns the heads that are measured; a resumed run measures them anew."""

@@ -9,7 +9,8 @@ import copy
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from guardbit.catalog import HEAD_INDICATORS, SUMS, of_probe
 from guardbit.kernels.runtime import AttentionCall
+from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
-from guardbit.monitor.measure.metric import AttentionMetric
-from guardbit.monitor.measure.probes import CallView, heads_in_turn, plan_for
+from guardbit.monitor.measure.probes import CallProbe, CallView, heads_in_turn, plan_for
 from guardbit.monitor.measure.weights import norms_of_sites
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, Site
@@ -85,7 +86,6 @@ class Measurement:
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
-        """Returns the call as probes see it, with the heads to audit."""
         num_audited = self._settings.num_audited_heads
         view = CallView(call, self._settings.num_rows, needs_shadow=self.plan.needs_shadow)
         directions = self.directions.get(site.name)
@@ -106,11 +106,6 @@ class Measurement:
     def discard(self) -> None:
         """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
-
-    def finish(self) -> None:
-        """Adds up the results of a sampled step's attention calls, before ranks exchange them."""
-        if self._metric is not None:
-            self._metric.finish()
 
     def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor] | None:
         """Ends a sampled step at the heads; None without any attention. All ranks call it."""
@@ -149,19 +144,16 @@ class Measurement:
     def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
         """Returns the metric of a step that all ranks have measured, and the sites by place."""
         metric, own = self._metric, list(self._known.values())
-        measured_here = usable and metric is not None and metric.has_calls
-        if ranks.all_agree(measured_here, own):
-            return metric, own
-        if ranks.all_agree(True, own):
-            return None, []
         table = joined_tables(ranks.of_each_part(own, own))
         self._layers |= {site.name: site.layer for site in table}
+        has_calls = metric is not None and metric.has_calls
         # A rank without any attention has nothing to add.
-        is_ready = usable and (measured_here or not self._instrumentation.sites)
-        if not table or not ranks.all_agree(is_ready, table):
+        is_ready = usable and (has_calls or not self._instrumentation.sites)
+        if not ranks.all_agree(is_ready and bool(table), table):
             return None, []
-        if metric is None:
-            metric = AttentionMetric(self.plan.calls, 0, 0)
+        metric = metric or AttentionMetric(self.plan.calls, 0, 0)
+        if table == own:
+            return metric, own
         places = {(site.name, site.num_heads): site.place for site in table}
         metric = metric.on_table(
             [places.get((site.name, site.num_heads)) for site in own],
@@ -181,7 +173,6 @@ class Measurement:
         )
 
     def receive(self, sent: Sent) -> list[Sample]:
-        """Turns what was sent into samples, in the order of the steps."""
         numbers = iter(sent.numbers.read())
         samples = []
         for site, layer, indicator in sent.columns:
@@ -293,7 +284,6 @@ class RunProbe:
             self._kept.append(("grad_norm", step, _number(value), 1.0))
 
     def forget_step(self, step: int | None) -> None:
-        """Drops the scalars of an abandoned step."""
         self._kept = [kept for kept in self._kept if kept[1] != step]
 
     def take(self) -> tuple[list[Scalar], list[Tensor | float]]:
@@ -359,18 +349,14 @@ class Transfer:
         # None stands at the places of tensors.
         self._numbers = [None if isinstance(v, Tensor) else float(v) for v in values]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
-        # A GPU joins tensors of one dtype with a few kernels, but mixed dtypes with one kernel
-        # each.
-        alike: dict[torch.dtype, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            alike.setdefault(tensor.dtype, []).append(place)
-        self._order = [place for places in alike.values() for place in places]
-        self._sizes = [tensors[place].numel() for place in self._order]
+        # A GPU joins tensors of one dtype with a few kernels, but mixed ones with one kernel each.
+        self._order = sorted(range(len(tensors)), key=lambda place: str(tensors[place].dtype))
+        sent = [tensors[place].to(tensors[0].device) for place in self._order]
+        self._sizes = [tensor.numel() for tensor in sent]
         self._host, self._event = torch.empty(0, dtype=torch.float32), None
-        if tensors:
-            device = tensors[0].device
-            joined = [torch.cat([tensors[i].to(device) for i in some]) for some in alike.values()]
-            self._host, self._event = _send(torch.cat(joined))
+        if sent:
+            alike = groupby(sent, attrgetter("dtype"))
+            self._host, self._event = _send(torch.cat([torch.cat([*some]) for _, some in alike]))
 
     @property
     def is_under_way(self) -> bool:
@@ -378,7 +364,6 @@ class Transfer:
         return self._event is not None
 
     def read(self) -> list[tuple[float, ...]]:
-        """Returns the numbers of each value, once they have come."""
         if self._event is not None:
             self._event.synchronize()
         parts = zip(self._order, self._host.split(self._sizes), strict=True)
@@ -396,3 +381,77 @@ def _send(joined: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(joined.device))
     return host, event
+
+
+class AttentionMetric:
+    """Indicators of every head of every site, from the attention calls of a sampled step.
+
+    All probes and sites share two state tensors, so that ranks exchange one sum and one maximum.
+    """
+
+    def __init__(
+        self,
+        probes: Sequence[CallProbe],
+        num_sites: int,
+        num_heads: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.probes = tuple(probes)
+        self.shape = (num_sites, num_heads)
+        self._sums = tuple(name for probe in probes for name in probe.sums)
+        self._maxima = tuple(name for probe in probes for name in probe.maxima)
+        self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        self.has_calls = False  # whether it has looked at a call
+        shapes = [(len(names), *self.shape) for names in (self._sums, self._maxima)]
+        self.sums = torch.zeros(shapes[0], dtype=torch.float64, device=self._device)
+        self.maxima = torch.full(shapes[1], -torch.inf, dtype=torch.float32, device=self._device)
+
+    def update(self, site: int, view: CallView, first: int = 0) -> None:
+        """Lets the probes look at one call, whose first head has the number `first`."""
+        self.has_calls = True
+        for probe in self.probes:
+            found = probe.update(view)
+            if found is not None:
+                heads = view.audited if probe.is_of_audited else range(view.call.q.size(1))
+                places = tuple(first + head for head in heads)
+                index = device_constant(places, torch.int64, self.sums.device)
+                sums, maxima = found[: len(probe.sums)], found[len(probe.sums) :]
+                rows = _rows(self.sums, self._sums, probe.sums, site)
+                rows.index_add_(1, index, torch.stack([*sums]).to(rows.device))
+                if maxima:
+                    rows = _rows(self.maxima, self._maxima, probe.maxima, site)
+                    highest = torch.stack([*maxima]).to(rows.device)
+                    larger = torch.maximum(rows.index_select(1, index), highest)
+                    rows.index_copy_(1, index, larger)
+
+    def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
+        """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data."""
+        sums, maxima = self.sums, self.maxima
+        if ranks.world_size() > 1:
+            sums, maxima = ranks.reduced(sums, maxima)
+        state = dict(zip((*self._sums, *self._maxima), (*sums, *maxima), strict=True))
+        found: dict[str, Tensor] = {}
+        for probe in self.probes:
+            found |= probe.compute(state, loss_scale)
+        return found
+
+    def on_table(
+        self, places: Sequence[int | None], num_sites: int, num_heads: int
+    ) -> AttentionMetric:
+        """Returns a metric with this one's results, with sites at the places ranks agreed on."""
+        table = AttentionMetric(self.probes, num_sites, num_heads, self.sums.device)
+        heads = min(num_heads, self.shape[1])
+        for old, new in enumerate(places):
+            if new is not None:
+                table.sums[:, new, :heads] = self.sums[:, old, :heads]
+                table.maxima[:, new, :heads] = self.maxima[:, old, :heads]
+        return table
+
+
+def _rows(state: Tensor, names: Sequence[str], wanted: Sequence[str], site: int) -> Tensor:
+    """Returns the part of a state for some values of a site."""
+    start = names.index(wanted[0])
+    return state[start : start + len(wanted), site]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -88,14 +87,6 @@ class CallView:
         return {"spec": call.spec, "query_ids": self.rows, "dropout": dropout}
 
 
-class Found(NamedTuple):
-    """A probe's result for one call, to be stacked with its results for others."""
-
-    heads: Sequence[int]  # the measured heads, C of them
-    # Tensors of C heads each: `(B, C, R)`, or already added up to `(C,)`.
-    values: tuple[Tensor, ...]
-
-
 class CallProbe:
     """Measures some indicators in attention calls. It keeps no state, so one serves all sites.
 
@@ -109,19 +100,16 @@ class CallProbe:
     # Whether indicators are sums over rows, not means, maxima or ratios. Ranks that make the very
     # same calls would count them several times.
     are_totals: ClassVar[bool] = False
+    is_of_audited: ClassVar[bool] = False  # whether it measures `CallView.audited`, not all heads
 
     def __init__(self, wanted: Collection[str]) -> None:
         # Those that are wanted, or summed up by one that is, in the catalogue's order.
         needed = {SUMS.get(name, name) for name in wanted}
         self.indicators = tuple(name for name in of_probe(self.name) if name in needed)
 
-    def update(self, view: CallView) -> Found | None:
-        """Looks at one call; returns None where there is nothing to measure."""
+    def update(self, view: CallView) -> Sequence[Tensor] | None:
+        """Returns a call's sums, FP64, and maxima, FP32, one a head; None if there are none."""
         raise NotImplementedError
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Reduces the results of S calls, `(S, B, C, R)` or `(S, C)`, to one value a head."""
-        return list(values)
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """Returns the indicators, FP64 `(S, H)`; NaN: no data."""
@@ -141,12 +129,11 @@ def counted_rows(row_max: Tensor) -> Tensor:
 class _Statistic(NamedTuple):
     """How an indicator comes from rows."""
 
-    read: Callable[[Any], Tensor]  # takes `(B, H, R)` from a recomputation
-    reduce: Callable[[Tensor], Tensor]  # makes `(S, H)` of that, `(S, B, H, R)`
+    reduce: Callable[[Any], Tensor]  # makes `(H,)` of a recomputation
     # Whether `reduce` returns a sum, of which the indicator is the mean over the rows; otherwise it
     # returns a maximum.
     is_mean: bool = True
-    needs_shadow: bool = True  # whether `read` takes a `Shadow`; otherwise a `RowMaxima` will do
+    needs_shadow: bool = True  # whether it takes a `Shadow`; otherwise a `RowMaxima` will do
 
 
 def shared_maxima(maxima: Tensor) -> Tensor:
@@ -154,19 +141,17 @@ def shared_maxima(maxima: Tensor) -> Tensor:
     return per_head(maxima > 1)
 
 
-def _largest(sizes: Tensor) -> Tensor:
-    return sizes.amax((-3, -1))
-
-
 #: Rows without an allowed key have no maxima, entropy 0 and largest score -inf.
 STATISTICS: dict[str, _Statistic] = {
-    "multiple_maxima": _Statistic(attrgetter("maxima"), shared_maxima),
-    "multiple_maxima_bf16": _Statistic(attrgetter("maxima_bf16"), shared_maxima),
+    "multiple_maxima": _Statistic(lambda rows: shared_maxima(rows.maxima)),
+    "multiple_maxima_bf16": _Statistic(lambda rows: shared_maxima(rows.maxima_bf16)),
     # In size: rounding is as coarse below 0 as above, and softmax does not see a constant, so
     # scores may grow where no row's maximum shows it. The recorded
     # runs of `tests/data/runs` are older and hold the largest score with its sign.
-    "max_logit": _Statistic(attrgetter("largest"), _largest, is_mean=False, needs_shadow=False),
-    "attention_entropy": _Statistic(attrgetter("entropy"), per_head),
+    "max_logit": _Statistic(
+        lambda rows: rows.largest.amax((-3, -1)), is_mean=False, needs_shadow=False
+    ),
+    "attention_entropy": _Statistic(lambda rows: per_head(rows.entropy)),
 }
 
 
@@ -177,30 +162,21 @@ class RowProbe(CallProbe):
 
     def __init__(self, wanted: Collection[str]) -> None:
         super().__init__(wanted)
-        self.maxima = tuple(name for name in self.indicators if not STATISTICS[name].is_mean)
-        self._means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
-        self.sums = ("rows", *self._means)
-        self.needs_shadow = any(STATISTICS[name].needs_shadow for name in self.indicators)
+        means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
+        self.maxima = tuple(name for name in self.indicators if name not in means)
+        self.sums = ("rows", *means)
+        self._statistics = [STATISTICS[name] for name in (*means, *self.maxima)]
+        self.needs_shadow = any(statistic.needs_shadow for statistic in self._statistics)
 
-    def update(self, view: CallView) -> Found:
-        """Takes what the indicators need from a call's recomputed rows."""
-        recomputed = view.shadow if self.needs_shadow else view.maxima
-        read = (STATISTICS[name].read(recomputed) for name in (*self._means, *self.maxima))
-        return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        row_max, *read = values
-        reduced = (
-            STATISTICS[name].reduce(rows)
-            for name, rows in zip((*self._means, *self.maxima), read, strict=True)
-        )
-        return [counted_rows(row_max), *reduced]
+    def update(self, view: CallView) -> Sequence[Tensor]:
+        rows = view.shadow if self.needs_shadow else view.maxima
+        return [counted_rows(rows.row_max), *(one.reduce(rows) for one in self._statistics)]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where no row has an allowed key."""
         rows = state["rows"]
-        means = {name: state[name] / rows for name in self._means}
-        found = means | {name: state[name].double() for name in self.maxima}
+        found = {name: state[name] / rows for name in self.sums[1:]}
+        found |= {name: state[name].double() for name in self.maxima}
         return {name: found[name].where(rows > 0, torch.nan) for name in self.indicators}
 
 
@@ -215,8 +191,7 @@ class KeyProbe(CallProbe):
     name = "keys"
     sums = ("key_means", "key_squares")
 
-    def update(self, view: CallView) -> Found:
-        """Takes what the keys of each sequence of a call, or of each packed document, share."""
+    def update(self, view: CallView) -> Sequence[Tensor]:
         heads, k = view.call.q.size(1), view.call.k
         documents = view.call.spec.documents
         starts = None if documents is None else documents.cu_keys
@@ -225,8 +200,7 @@ class KeyProbe(CallProbe):
         means, squares = _means(k, starts), _means(lengths.square(), starts)
         parts = means.square().sum(-1), squares[..., 0]
         group = heads // k.size(1)
-        of_heads = (part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts)
-        return Found(range(heads), tuple(of_heads))
+        return [part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where all keys are zero."""
@@ -260,14 +234,19 @@ class DeltaProbe(CallProbe):
     needs_shadow = True
     are_totals = True
 
-    def update(self, view: CallView) -> Found:
-        exact = view.shadow
-        bias = _delta_bias(view.call, exact.out, view.rows)
-        return Found(range(view.call.q.size(1)), (exact.row_max, *bias))
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        row_max, bias, bias_abs = values
-        return [counted_rows(row_max), bias, bias_abs]
+    def update(self, view: CallView) -> Sequence[Tensor]:
+        call, exact = view.call, view.shadow
+        heads = range(call.q.size(1))
+        if call.d_out is None or call.out is None:
+            sums = (exact.out.new_full((len(heads),), torch.nan, dtype=torch.float64),) * 2
+        else:
+            sums = dispatch.delta_bias(
+                call.d_out, call.out, exact.out, residual=call.residual, query_ids=view.rows
+            )
+            unknown = [head for head in heads if head not in call.known_heads]
+            for values in sums if unknown else ():
+                values[unknown] = torch.nan
+        return [counted_rows(exact.row_max), *sums]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where no row has an allowed key."""
@@ -275,20 +254,6 @@ class DeltaProbe(CallProbe):
         return {
             name: state[name].where(rows > 0, torch.nan) / loss_scale for name in self.indicators
         }
-
-
-def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the sums of `dispatch.delta_bias`; NaN in heads for which they are unknown."""
-    heads = call.q.size(1)
-    if call.d_out is None or call.out is None:
-        nothing = torch.full((heads,), torch.nan, dtype=torch.float64, device=call.q.device)
-        return nothing, nothing
-    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, query_ids=rows)
-    unknown = [head for head in range(heads) if head not in call.known_heads]
-    if unknown:
-        for values in sums:
-            values[unknown] = torch.nan
-    return sums
 
 
 class GradientAudit(CallProbe):
@@ -299,9 +264,9 @@ class GradientAudit(CallProbe):
 
     name = "gradient_audit"
     sums = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along")
+    is_of_audited = True
 
-    def update(self, view: CallView) -> Found | None:
-        """Recomputes the audited heads' dQ; None where there are none."""
+    def update(self, view: CallView) -> Sequence[Tensor] | None:
         call, heads = view.call, view.audited
         if not heads:
             return None
@@ -309,10 +274,7 @@ class GradientAudit(CallProbe):
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
         directions = view.directions.index_select(0, index)
         dq = call.dq.index_select(1, index)
-        return Found(heads, gradient_error(dq, view.exact_dq, directions))
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [per_head(rows) for rows in values]
+        return [per_head(rows) for rows in gradient_error(dq, view.exact_dq, directions)]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where dQ is zero."""
@@ -328,7 +290,6 @@ class GradientAudit(CallProbe):
 def gradient_error(
     dq: Tensor, exact: Tensor, directions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compares a kernel's dQ with the FP32-accurate one, row by row."""
     error = dq - exact
     columns = directions[:, :, None]
     error_along, exact_along = ((x.float() @ columns)[..., 0] for x in (error, exact))
@@ -358,8 +319,7 @@ class RepeatProbe(CallProbe):
     name = "repeats"
     sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
 
-    def update(self, view: CallView) -> Found | None:
-        """Runs the backward again, if that is possible."""
+    def update(self, view: CallView) -> Sequence[Tensor] | None:
         call = view.call
         if call.again is None or call.dq is None:
             return None
@@ -373,7 +333,7 @@ class RepeatProbe(CallProbe):
             for x in ((second - first) / unit, first):
                 size = torch.linalg.vector_norm(x, dim=(0, 2, 3), dtype=torch.float64)
                 values.append(size.square().repeat_interleave(heads // x.size(1)))
-        return Found(range(heads), tuple(values))
+        return values
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where no backward was run again."""
@@ -395,10 +355,10 @@ class FiniteProbe(CallProbe):
     name = "finite"
     sums = tuple(f"nonfinite_{name}" for name in NONFINITE)
 
-    def update(self, view: CallView) -> Found:
+    def update(self, view: CallView) -> Sequence[Tensor]:
         """Looks at all tensors of a call; those that are not known count as finite."""
         heads = view.call.q.size(1)
-        return Found(range(heads), tuple(_nonfinite(view.call, name, heads) for name in NONFINITE))
+        return [_nonfinite(view.call, name, heads) for name in NONFINITE]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN, no data, where all is finite."""
@@ -439,8 +399,6 @@ class Plan(NamedTuple):
 
 
 def plan_for(wanted: Collection[str]) -> Plan:
-    """Plans for the wanted indicators, names of the catalogue."""
-
     def of(probe: Probe) -> frozenset[str]:
         return frozenset(wanted) & frozenset(of_probe(probe))
 

@@ -34,7 +34,6 @@ class SiteNorms(NamedTuple):
 
 
 def norms_of_sites(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[SiteNorms]:
-    """Yields the wanted spectral norms of all sites, as far as their weights are known."""
     if not wanted:
         return
     for batch in _batches(_grams_of(sites, wanted)):
@@ -97,7 +96,6 @@ class _Grams(NamedTuple):
 
 
 def _grams_of(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[_Grams]:
-    """Yields the Gram matrices for the wanted norms of all sites."""
     needs_keys = not wanted <= {"w_q_spectral_norm"}
     for name, site in sites.items():
         with suppress(LayoutUnavailable):

@@ -21,7 +21,7 @@ from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import libraries
-from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
 from tests.monitor.entry_points.library_models import (
     LENGTHS,

@@ -74,15 +74,15 @@ TIES_AND_ENTROPY = ["multiple_maxima", "multiple_maxima_bf16", "attention_entrop
 
 # Of two sites and two sampled steps; only the second knows directions, which an audit needs.
 COSTS = [
-    (["max_logit"], {"row_maxima": 4, "max_logit": 2}),
-    (["max_logit", "delta_bias"], SCORES | {"max_logit": 2, "delta_bias": 4}),
-    (["max_logit", "attention_entropy"], SCORES | {"max_logit": 2, "attention_entropy": 2}),
-    (["multiple_maxima"], SCORES | {"multiple_maxima": 2}),
-    (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 2)),
+    (["max_logit"], {"row_maxima": 4, "max_logit": 4}),
+    (["max_logit", "delta_bias"], SCORES | {"max_logit": 4, "delta_bias": 4}),
+    (["max_logit", "attention_entropy"], SCORES | {"max_logit": 4, "attention_entropy": 4}),
+    (["multiple_maxima"], SCORES | {"multiple_maxima": 4}),
+    (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 4)),
     (["delta_bias"], SCORES | {"delta_bias": 4}),
     (["delta_bias_abs"], SCORES | {"delta_bias": 4}),
-    (["attention_entropy"], SCORES | {"attention_entropy": 2}),
-    (["multiple_maxima_bf16"], SCORES | {"multiple_maxima_bf16": 2}),
+    (["attention_entropy"], SCORES | {"attention_entropy": 4}),
+    (["multiple_maxima_bf16"], SCORES | {"multiple_maxima_bf16": 4}),
     (["delta_bias_cumulative"], SCORES | {"delta_bias": 4}),
     (["w_q_spectral_norm"], QUERIES),
     (["w_k_spectral_norm"], KEYS | {"spectral_norms": 2}),
@@ -90,7 +90,7 @@ COSTS = [
     (["dq_relative_error"], AUDIT | QUERIES),
     (["dq_coherent_error"], AUDIT | QUERIES),
     (["key_common_mode"], {}),
-    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4, "max_logit": 2}),
+    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4, "max_logit": 4}),
     (["loss", "grad_norm"], {}),
 ]
 

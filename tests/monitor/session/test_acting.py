@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from guardbit import read_events, read_run
-from guardbit.monitor.measure import metric, weights
+from guardbit.monitor.measure import weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
 from tests.monitor.session.plain_loop import (
@@ -178,7 +178,6 @@ def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
 
     together = numbers(tmp_path / "together")
     monkeypatch.setattr(weights, "_LARGEST_BATCH", 1)
-    monkeypatch.setattr(metric, "_MOST_HELD", 1)
     singly = numbers(tmp_path / "singly")
     assert together["value"].notna().any()
     # Only the order of FP64 sums may differ.

@@ -15,7 +15,7 @@ WORKER = textwrap.dedent(
     import torch
 
     from guardbit.kernels import dispatch
-    from guardbit.monitor.measure import metric, weights
+    from guardbit.monitor.measure import measurement, weights
     from guardbit.monitor.policy import Policy
     from tests.monitor.session.plain_loop import Loop, LoudRow, fail
 
@@ -31,7 +31,7 @@ WORKER = textwrap.dedent(
     )
     for step in range(5):
         if rank == 1 and step == 2:
-            setattr({"dispatch": dispatch, "metric": metric}[module], function, fail)
+            setattr({"dispatch": dispatch, "measurement": measurement}[module], function, fail)
         if rank == 1 and step == 3:
             weights.spectral_norms = fail
         with loop.session.step(step) as record:
@@ -53,8 +53,8 @@ WORKER = textwrap.dedent(
 
 @pytest.mark.parametrize(
     "broken",
-    [("dispatch", "delta_bias"), ("metric", "_stacked")],
-    ids=["in a call", "between calls and exchange"],
+    [("dispatch", "delta_bias"), ("measurement", "_rows")],
+    ids=["in a call", "as it is added up"],
 )
 def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
     (tmp_path / "worker.py").write_text(WORKER)
