@@ -18,7 +18,8 @@ from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.sites import Instrumentation, Site, kernel_of
+from guardbit.monitor.settings import Settings
+from guardbit.monitor.sites import Instrumentation, Site, kernel_of, metadata_of
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
 from guardbit.records import Alarm, Event, Sample
@@ -66,12 +67,11 @@ class Notices:
         instrumentation: Instrumentation,
         journal: Journal,
         exchange: Exchange,
-        record: Callable[[Event], None],
-        on_alarm: Callable[[Alarm], object] | None,
+        settings: Settings,
     ) -> None:
         self._instrumentation = instrumentation
-        self._journal, self._exchange, self._record = journal, exchange, record
-        self._on_alarm = on_alarm
+        self._journal, self._exchange, self._on_alarm = journal, exchange, settings.on_alarm
+        self._missed = MissedModules(settings.every_n_train_steps)
         # Calls elsewhere are left alone on purpose where modules were selected.
         self._said = {"outside"} if instrumentation.is_selection else set[str]()
         # The modules that look like attention and were not seen to call it, and how much is
@@ -182,17 +182,35 @@ class Notices:
             self._journal.note({"unseen": [site.name for site in self._unseen]})
         self._journal.note({"coverage": self._table})
 
-    def note_missed(self, why_passed_by: Callable[[str], str | None]) -> None:
-        """Notes how much is watched, once modules are known that sampled steps pass by."""
-        if not self._table:
-            return
-        before, called = self._table, self._instrumentation.sites
-        unseen = [site for site in self._unseen if site.name not in called]
-        self._table = _table(list(called.values()), unseen, why_passed_by)
-        if self._table != before:
-            self._journal.note({"coverage": self._table})
+    def end_sampled_step(self, step: int) -> None:
+        """Takes a sampled step that has ended, and reports where no watched module was in it."""
+        sites, now = self._instrumentation.sites, self._instrumentation.latest_step
+        why_none = self._missed.take(sites, now)
+        if why_none is not None:
+            self._none_called(step, why_none, "none called")
 
-    def none_called(self, step: int, why: str, what: str = "none called") -> None:
+    def end_samples(self) -> bool:
+        """Ends the run; returns whether a module was called and never met, in spite of samples."""
+        return self._missed.end(self._instrumentation.sites)
+
+    def site_facts(self) -> dict[str, dict[str, Any]]:
+        """What the run's metadata says of this rank's modules; notes how much is watched."""
+        why_passed_by, sites = self._missed.why_passed_by, self._instrumentation.sites
+        if before := self._table:
+            unseen = [site for site in self._unseen if site.name not in sites]
+            self._table = _table(list(sites.values()), unseen, why_passed_by)
+            if self._table != before:
+                self._journal.note({"coverage": self._table})
+        return metadata_of(sites, why_passed_by)
+
+    def report_nothing(self, step: int) -> None:
+        """Reports, once, that no attention was seen so far."""
+        if self._instrumentation.lost():
+            self._none_called(step, self.why_nothing, "lost")
+        elif self.first("unseen"):
+            self._journal.record(Event(step, "monitor_error", "", (), self.why_nothing))
+
+    def _none_called(self, step: int, why: str, what: str) -> None:
         """Reports, once, a sampled step without attention; notes how many there were."""
         if self.first(what):
             self._tell(step, why)
@@ -238,11 +256,11 @@ class Notices:
         # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
         found = first_nonfinite(samples)
         if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
-            self._record(_nonfinite(found, kernel_of(sites.get(found.site))))
+            self._journal.record(_nonfinite(found, kernel_of(sites.get(found.site))))
         for kind, (largest, sample) in _worst_repeats(samples).items():
             if self.first(kind):
                 kernel = kernel_of(sites.get(sample.site))
-                self._record(_not_repeated(step, kind, largest, sample, kernel))
+                self._journal.record(_not_repeated(step, kind, largest, sample, kernel))
 
     def announce(self, alarm: Alarm) -> None:
         """Hands an alarm to the user's function, which may fail without ending anything."""
@@ -253,7 +271,7 @@ class Notices:
         except Exception as error:
             if self.first("on_alarm"):
                 why = f"on_alarm failed, and is called again at the next alarm: {error!r}"
-                self._record(Event(alarm.step, "monitor_error", "", (), why))
+                self._journal.record(Event(alarm.step, "monitor_error", "", (), why))
 
 
 class MissedModules:
@@ -278,7 +296,6 @@ class MissedModules:
         previous, self._previous = self._previous, now
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
-        called = {name: latest for name, latest in called.items() if latest >= 0}
         met = {name for name, latest in called.items() if latest == now}
         # Only steps around which it was called: a module that is done with misses nothing.
         between = {name for name, latest in called.items() if latest > previous} - met
@@ -287,7 +304,7 @@ class MissedModules:
             del self._missed[name]
         self._missed.update(between)
         others = list(_replaced({}))
-        if met or not called:
+        if met or max(called.values(), default=-1) < 0:
             self._replaced = set(others)
             return None
         new = [sentence for sentence in others if sentence not in self._replaced]

@@ -104,7 +104,7 @@ class Detectors:
             "rules": {name: {} for name in names},
             "last_step": {},  # indicator -> site -> step
             "widths": {},  # site -> number of heads
-            # Rule -> site -> head (-1: the whole run) as text, as in JSON -> step of the last alarm.
+            # Rule -> site -> head (-1: the whole run), as text for JSON -> step of the last alarm.
             "fired": {name: {} for name in names},
         }
 
