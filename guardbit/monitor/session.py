@@ -177,7 +177,7 @@ class Session(Guarded):
         if is_new and self._rest_unless(self._schedule.is_sampled):
             self._measurement.begin()
             self.instrumentation.observe(self._receive_call)
-            self._notices.begin_sampled_step()
+            self._notices.outside.start()
         elif is_new and self._burst.is_on:
             self.instrumentation.observe(self._receive_call, self._burst.heads)
 
@@ -384,9 +384,7 @@ class Session(Guarded):
         self._journal.add(samples)
         self.attempt("burst", lambda: self._burst.note(samples))
         self.attempt("burst", self._follow_burst)
-        self.attempt(
-            "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
-        )
+        self.attempt("notices", lambda: self._notices.report_samples(samples, self.loss_scale))
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         evidence = self._journal.evidence
         found = self.attempt("judgement", lambda: graded(found, evidence)) or found
@@ -468,7 +466,7 @@ class Session(Guarded):
         self.attempt("capture", lambda: self.instrumentation.observe(None))
         self.attempt("capture", self._measurement.discard)
         self.attempt("burst", self._burst.forget_step)
-        self.attempt("coverage", self._notices.abandon_sampled_step)
+        self.attempt("coverage", self._notices.outside.stop)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
         self._step_ended()
@@ -508,7 +506,7 @@ class Session(Guarded):
         self._burst.stop()
         self.instrumentation.observe(None)
         self._measurement.discard()
-        self._notices.abandon_sampled_step()
+        self._notices.outside.stop()
 
     def _write_what_is_left(self) -> None:
         """Writes the scalars of steps since the last sampled one, and which modules none met."""
