@@ -156,6 +156,7 @@ class Journal:
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
         self._is_hidden = False
+        self.own: list[Event] = []  # of this rank alone, of several, since the last exchange
 
     def open(
         self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool
@@ -246,6 +247,12 @@ class Journal:
         if self._is_kept():
             self._events.append(event)
             self._try_to_write()
+
+    def record_own(self, event: Event) -> None:
+        """Records an event of this rank: on rank 0 at once, on others at the next exchange."""
+        self.record(event)
+        if ranks.world_size() > 1:
+            self.own.append(event)
 
     def _log(self, event: Event) -> None:
         if event.kind in ("alarm", "switch"):

@@ -16,7 +16,6 @@ from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
-from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, Site, kernel_of, metadata_of
@@ -64,14 +63,10 @@ class Notices:
     """Reports what a user must know, once; passes alarms on to the user's function."""
 
     def __init__(
-        self,
-        instrumentation: Instrumentation,
-        journal: Journal,
-        exchange: Exchange,
-        settings: Settings,
+        self, instrumentation: Instrumentation, journal: Journal, settings: Settings
     ) -> None:
-        self._instrumentation = instrumentation
-        self._journal, self._exchange, self._on_alarm = journal, exchange, settings.on_alarm
+        self._instrumentation, self._journal = instrumentation, journal
+        self._on_alarm = settings.on_alarm
         self._other_cadence = settings.every_n_train_steps + 1
         # The latest sampled steps, and module -> the latest one that it was called in.
         self._sampled, self._met = deque([-1], maxlen=PATIENCE), dict[str, int]()
@@ -260,13 +255,13 @@ class Notices:
         self._journal.note({"without_attention": {**before, "samples": before["samples"] + 1}})
 
     def _tell(self, step: int, why: str) -> None:
-        self._exchange.record(Event(step, "monitor_error", "", (), why))
+        self._journal.record_own(Event(step, "monitor_error", "", (), why))
 
     # --- what ran --------------------------------------------------------------------------------
 
     def report_runs(self, step: int, is_last: bool = False) -> None:
         for event in self._switch_reports.check(step, is_last):
-            self._exchange.record(event)
+            self._journal.record_own(event)
             if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 

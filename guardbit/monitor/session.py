@@ -120,8 +120,8 @@ class Session(Guarded):
         self._snapshots = Snapshots(self.instrumentation, settings, directions, self._journal.note)
         self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
         self._clipping = Clipping(self.policy, self.dry_run, self.record)
-        self._exchange = Exchange(self.instrumentation, self._stages, self.record)
-        self._notices = Notices(self.instrumentation, self._journal, self._exchange, settings)
+        self._exchange = Exchange(self.instrumentation, self._stages, self._journal)
+        self._notices = Notices(self.instrumentation, self._journal, settings)
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._examinations = Examinations(
