@@ -217,10 +217,9 @@ class Policy:
                 rules[alarm.rule] = alarm.step
         if self.escalate:
             self._widen(alarms, step)
-        if self.always:
-            return list(self._switch_all(step, stabilizers, "kept", "from the start (always=True)"))
-        if "" in self._widened:
-            return list(self._switch_all(step, stabilizers, "kept", self._widened[""][1]))
+        why = "from the start (always=True)" if self.always else self._widened.get("", (0, ""))[1]
+        if why:
+            return list(self._switch_all(step, stabilizers, "kept", why))
         if self.scope == "head":
             return list(self._of_heads(step, stabilizers, restless))
         if self.scope == "model":

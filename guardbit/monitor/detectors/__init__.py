@@ -27,6 +27,7 @@ from guardbit.monitor.detectors.rule import (
     Values,
     from_plain,
     heads_where,
+    padded,
     reads_of,
     role_of,
     to_plain,
@@ -175,11 +176,11 @@ class Detectors:
                 widths[sample.site] = max(len(sample.values), widths.get(sample.site, 0))
         now: dict[str, dict[str, Values]] = {}
         for sample in new:
-            values = _widened(np.array(sample.values, np.float64), widths[sample.site])
+            values = padded(np.array(sample.values, np.float64), widths[sample.site])
             values = values.clip(-OVERFLOW, OVERFLOW)
             now.setdefault(sample.indicator, {})[sample.site] = values
             latest = self._latest.setdefault(sample.indicator, {})
-            before = _widened(latest.get(sample.site, values), len(values))
+            before = padded(latest.get(sample.site, values), len(values))
             latest[sample.site] = np.where(np.isnan(values), before, values)
         return Snapshot(step, now, self._latest, self.normalised)
 
@@ -195,8 +196,3 @@ class Detectors:
         )
         fired.update({str(head): step for head in ready})
         return ready
-
-
-def _widened(values: Values, heads: int) -> Values:
-    missing = max(0, heads - len(values))
-    return np.concatenate([values, np.full(missing, math.nan)]) if missing else values
