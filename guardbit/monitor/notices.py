@@ -68,8 +68,10 @@ class Notices:
         self._instrumentation, self._journal = instrumentation, journal
         self._on_alarm = settings.on_alarm
         self._other_cadence = settings.every_n_train_steps + 1
-        # The latest sampled steps, and module -> the latest one that it was called in.
-        self._sampled, self._met = deque([-1], maxlen=PATIENCE), dict[str, int]()
+        # The latest sampled steps; the modules that were called in one, and module -> the latest
+        # one that it was called in, or the one before its first call.
+        self._sampled, self._met = deque([-1], maxlen=PATIENCE), set[str]()
+        self._since: dict[str, int] = {}
         self._is_over = False
         # What stood in the place of attention functions when a module was last met.
         self._replaced = list(_replaced({}))
@@ -187,9 +189,11 @@ class Notices:
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
-        met = {name: latest for name, latest in called.items() if latest == now}
+        met = {name for name, latest in called.items() if latest == now}
         latest, previous = max(called.values(), default=-1), self._sampled[-1]
         self._met |= met
+        begun = {name: previous for name, latest in called.items() if latest >= 0}
+        self._since = begun | self._since | dict.fromkeys(met, now)
         self._sampled.append(now)
         before, others = self._replaced, list(_replaced({}))
         if met or latest < 0:
@@ -215,16 +219,16 @@ class Notices:
     def end_samples(self) -> bool:
         """Ends the run; returns whether a module was called and never met, in spite of samples."""
         self._is_over = self._sampled[-1] >= 0
-        unmet = self._instrumentation.sites.keys() - self._met.keys()
+        unmet = self._instrumentation.sites.keys() - self._met
         return any(map(self._why_passed_by, unmet))
 
     def _why_passed_by(self, name: str) -> str | None:
         """Why nothing is measured in a module's calls, if sampled steps pass it by, or None."""
-        called, met = self._instrumentation.sites[name].trained_in, self._met.get(name, -1)
+        called = self._instrumentation.sites[name].trained_in
         # Only steps around which it was called: a module that is done with misses nothing.
-        if met < self._sampled[0] < called:
+        if self._since.get(name, called) < self._sampled[0] < called:
             why = f"{PATIENCE} sampled steps have passed it by, while it was called between them"
-        elif self._is_over and met < 0 <= called:
+        elif self._is_over and name not in self._met and called >= 0:
             why = "it was called, and in no sampled step"
         else:
             return None
