@@ -169,16 +169,6 @@ class _Reported:
     lasting: int = 0  # for how many steps the module has differed from the reports
     some: bool = False  # whether it was reported that only some of the calls can be switched
 
-    def ask(self, asked: tuple[str, ...]) -> set[int]:
-        """Takes what the heads are asked to run; returns the heads that were switched meanwhile."""
-        known = len(self.asked) == len(asked)
-        new = {h for h, name in enumerate(asked) if not known or self.asked[h] != name}
-        self.names = tuple(
-            name if head in new else self.names[head] for head, name in enumerate(asked)
-        )
-        self.asked = asked
-        return new
-
 
 class SwitchReports:
     """Reports what switched heads really run if that is not what was asked for, step by step."""
@@ -218,8 +208,12 @@ class SwitchReports:
             refusal = f"it has {site.num_heads} heads now, and the switch was made for {len(asked)}"
         runs = tuple(site.stabilizers) if refusal is None else ("none",) * len(asked)
         reported = self._reported.setdefault(site.name, _Reported())
-        new = reported.ask(asked)
-        changed = {head for head, name in enumerate(runs) if name != reported.names[head]}
+        is_known = len(reported.asked) == len(asked)
+        # Those that were switched meanwhile.
+        new = {h for h, name in enumerate(asked) if not is_known or reported.asked[h] != name}
+        names = [name if h in new else reported.names[h] for h, name in enumerate(asked)]
+        reported.asked = asked
+        changed = {head for head, name in enumerate(runs) if name != names[head]}
         is_turn = not changed <= new
         reported.lasting = reported.lasting + 1 if is_turn else 0
         earlier = site.substituted_in(calls.step)
@@ -237,7 +231,7 @@ class SwitchReports:
         elif changed and (is_turn or not reported.turns):
             reported.turns, reported.lasting = reported.turns + 1, 0
         reported.names = tuple(
-            runs[head] if head in changed else name for head, name in enumerate(reported.names)
+            runs[head] if head in changed else name for head, name in enumerate(names)
         )
         by_names: dict[tuple[str, bool], list[int]] = {}
         for head in sorted(changed):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
+from guardbit.monitor.journal import Journal
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, Sample
@@ -44,21 +45,12 @@ class Part(NamedTuple):
 class Exchange:
     """Puts together what the ranks know of their parts of the model."""
 
-    def __init__(
-        self, instrumentation: Instrumentation, stages: Stages, record: Callable[[Event], None]
-    ) -> None:
-        self._instrumentation, self._stages, self._record = instrumentation, stages, record
+    def __init__(self, instrumentation: Instrumentation, stages: Stages, journal: Journal) -> None:
+        self._instrumentation, self._stages, self._journal = instrumentation, stages, journal
         # What the run's metadata says of this rank's attention modules.
         self.metadata: dict[str, dict[str, Any]] = {}
-        self._recorded: list[Event] = []
         self._lacking: set[tuple[str, str]] = set()
         self._are_compared = self._are_other = False
-
-    def record(self, event: Event) -> None:
-        """Records an event of this rank: on rank 0 at once, on others at the next exchange."""
-        self._record(event)
-        if ranks.world_size() > 1:
-            self._recorded.append(event)
 
     def log_what_is_lacking(self) -> None:
         """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
@@ -89,8 +81,8 @@ class Exchange:
 
         refusals = attempt("refusals", lambda: of_sites("lasting_refusal"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
-        mine = Part(samples, refusals or {}, asked or {}, self.metadata, self._recorded)
-        self._recorded = []
+        recorded, self._journal.own = self._journal.own, []
+        mine = Part(samples, refusals or {}, asked or {}, self.metadata, recorded)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part(mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
@@ -103,7 +95,7 @@ class Exchange:
         others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
         for event in others:
             if event not in parts[0].recorded:
-                self._record(event)
+                self._journal.record(event)
         return whole
 
     def _compare_weights(self, samples: list[Sample], step: int) -> None:
@@ -116,7 +108,7 @@ class Exchange:
         are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
         if are_other and not self._are_other:
             self._are_other = True
-            self._record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
+            self._journal.record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

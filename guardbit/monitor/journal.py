@@ -8,7 +8,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,20 +59,21 @@ _ADVICE = {
 PATIENCE = 100
 
 
+@dataclass
 class Findings:
-    """The first alarms of a run, and the verdict by them."""
+    """The first alarms of a run, and the verdict by them; all of it goes into a checkpoint."""
 
-    def __init__(self) -> None:
-        # The first alarm, or advisory, of each rule and attention module.
-        self._first: dict[tuple[str, str], Alarm] = {}
-        self.verdict = "stable"  # the latest one that was recorded
-        self.alarmed: dict[str, set[int]] = {}  # attention module -> the heads alarms have named
-        self.sound_step: int | None = None  # of the last state taken before any of them
-        self.is_whole = True  # whether the alarms are known from the run's first step on
+    # Rule, attention module -> the first alarm, or advisory.
+    first: dict[tuple[str, str], Alarm] = field(default_factory=dict)
+    verdict: str = "stable"  # the latest one that was recorded
+    # Attention module -> the heads alarms have named.
+    alarmed: dict[str, set[int]] = field(default_factory=dict)
+    sound_step: int | None = None  # of the last state taken before any of them
+    is_whole: bool = True  # whether the alarms are known from the run's first step on
 
     def add(self, alarm: Alarm) -> bool:
         """Returns whether it is the first of its rule and module, or names another head."""
-        is_new = self._first.setdefault((alarm.rule, alarm.site), alarm) is alarm
+        is_new = self.first.setdefault((alarm.rule, alarm.site), alarm) is alarm
         if not alarm.role.is_advisory:
             heads = self.alarmed.setdefault(alarm.site, set())
             is_new = is_new or not heads.issuperset(alarm.heads)
@@ -99,32 +100,28 @@ class Findings:
     @property
     def alarms(self) -> list[Alarm]:
         """The first alarm of each rule and module."""
-        return [alarm for alarm in self._first.values() if not alarm.role.is_advisory]
+        return [alarm for alarm in self.first.values() if not alarm.role.is_advisory]
 
     def events(self) -> Iterator[Event]:
-        return map(event_of, self._first.values())
+        return map(event_of, self.first.values())
 
     def state_dict(self) -> dict[str, Any]:
         # Plain tuples only: PyTorch loads no other with weights_only.
-        first = self._first.values()
-        return {
-            "first_alarms": [(*astuple(one)[:5], tuple(one.role), one.severity) for one in first],
-            "verdict": self.verdict,
-            "alarmed": {site: sorted(heads) for site, heads in self.alarmed.items()},
-            "sound_step": self.sound_step,
-            "is_whole": self.is_whole,
-        }
+        alarms = [
+            (*astuple(alarm)[:5], tuple(alarm.role), alarm.severity)
+            for alarm in self.first.values()
+        ]
+        alarmed = {site: sorted(heads) for site, heads in self.alarmed.items()}
+        return {**vars(self), "first": alarms, "alarmed": alarmed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({name: state[name] for name in vars(self)})
         alarms = [
             Alarm(step, site, tuple(heads), rule, why, Role(*role), severity)
-            for step, site, heads, rule, why, role, severity in state["first_alarms"]
+            for step, site, heads, rule, why, role, severity in state["first"]
         ]
-        self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
-        self.verdict = state["verdict"]
+        self.first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
-        self.sound_step = state["sound_step"]
-        self.is_whole = state["is_whole"]
 
 
 class Journal:
@@ -151,7 +148,7 @@ class Journal:
         self._earlier_metadata: dict[str, Any] = {}  # of rank 0, so ranks must not act on it
         self._warned: set[tuple[str, str, str]] = set()
         #: Opens the folder, once it is known how the run begins.
-        self._begin: Callable[[], None] | None = None
+        self._begin: Callable[[], RunWriter] | None = None
         self._is_closed = False
         # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
@@ -159,28 +156,18 @@ class Journal:
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
         self._is_hidden = False
+        self.own: list[Event] = []  # of this rank alone, of several, since the last exchange
 
     def open(
-        self,
-        first_step: int,
-        remembered: Callable[[], Iterable[Event]],
-        is_resumed: bool,
-        try_again: bool = True,
+        self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool
     ) -> None:
-        """Opens the folder, unless it is open or the run has none."""
-        is_later = self._begin is not None and not try_again
-        if self._dirpath is None or self._writer is not None or is_later:
-            return
+        """Opens the folder, if the run has one; where that fails, what is recorded next tries."""
+        if self._dirpath is not None and self._begin is None:
+            events = self._stages.attempt("store", lambda: [*self.findings.events(), *remembered()])
+            self._begin = partial(self._open, first_step, events or [], is_resumed)
+            self._try_to_write()
 
-        def begin() -> None:
-            if self._begin is None:
-                events = [*self.findings.events(), *remembered()]
-                self._begin = partial(self._open, first_step, events, is_resumed)
-            self._unless_failing(self._begin)
-
-        self._stages.attempt("store", begin)
-
-    def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> None:
+    def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> RunWriter:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
         goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
@@ -219,8 +206,7 @@ class Journal:
             # A new verdict is recorded only if it differs from the one the folder ends with.
             verdicts = [event.verdict for event in recorded if event.kind == "verdict"]
             self.findings.verdict = verdicts[-1] if verdicts else "stable"
-        self._writer = writer
-        self._try_to_write([])
+        return writer
 
     def _take_past(self, step: int) -> list[Event]:
         """Takes what the folder holds of earlier steps, a part at a time; returns its events."""
@@ -268,7 +254,13 @@ class Journal:
         self._log(event)
         if self._is_kept():
             self._events.append(event)
-            self._try_to_write([])
+            self._try_to_write()
+
+    def record_own(self, event: Event) -> None:
+        """Records an event of this rank: on rank 0 at once, on others at the next exchange."""
+        self.record(event)
+        if ranks.world_size() > 1:
+            self.own.append(event)
 
     def _log(self, event: Event) -> None:
         if event.kind in ("alarm", "switch"):
@@ -288,25 +280,40 @@ class Journal:
         """Takes samples, to be read at once; those of a failed write are written with the next."""
         self._stages.attempt("judgement", lambda: self.evidence.add(samples))
         if self._is_kept():
+            self._samples += samples
             self._failures += 1  # unless it succeeds
-            self._try_to_write(samples)
+            self._try_to_write()
 
     def _is_kept(self) -> bool:
         """Whether what is recorded now will be written, at once or later."""
-        return self._begin is not None and not self._is_closed and "store" not in self._stages.off
+        is_open = self._dirpath is not None and not self._is_closed
+        return is_open and "store" not in self._stages.off
 
-    def _try_to_write(self, samples: list[Sample]) -> None:
-        writer = self._writer
-        if writer is None:
-            self._samples += samples
-        else:
-            self._stages.attempt(
-                "store", lambda: self._unless_failing(lambda: self._write(writer, samples))
-            )
+    def _try_to_write(self) -> None:
+        """Writes what is pending, which stays so until it can be, or that has failed too often."""
+        if self._is_kept() and self._begin is not None:
+            self._stages.attempt("store", self._write_or_wait)
 
-    def _write(self, writer: RunWriter, samples: list[Sample]) -> None:
+    def _write_or_wait(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            if self._stages.strict or self._failures >= PATIENCE:
+                self._is_closed, self._writer = True, None
+                self._events.clear()
+                self._samples.clear()
+                raise
+            if not self._is_failing:
+                log.warning(
+                    "telemetry could not be written, and is pending for another try: %s", error
+                )
+            self._is_failing = True
+
+    def _write(self) -> None:
+        assert self._begin is not None
+        writer = self._writer = self._writer or self._begin()
         # The writer keeps what it has taken in.
-        samples, self._samples = [*self._samples, *samples], []
+        samples, self._samples = self._samples, []
         writer.add(samples)
         writer.flush()
         if samples:
@@ -332,22 +339,6 @@ class Journal:
                 self._dirpath,
             )
 
-    def _unless_failing(self, function: Callable[[], None]) -> None:
-        """Keeps pending what could not be written, unless that has happened too often."""
-        try:
-            function()
-        except OSError as error:
-            if self._stages.strict or self._failures >= PATIENCE:
-                self._is_closed, self._writer = True, None
-                self._events.clear()
-                self._samples.clear()
-                raise
-            if not self._is_failing:
-                log.warning(
-                    "telemetry could not be written, and is pending for another try: %s", error
-                )
-            self._is_failing = True
-
     def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
         """Records the metadata of the attention modules (`metadata_of`), if they have changed."""
         before = self.metadata.get("sites", {})
@@ -364,7 +355,7 @@ class Journal:
     def note(self, metadata: Mapping[str, Any]) -> None:
         self._notes |= metadata
         self.metadata |= metadata
-        self._try_to_write([])
+        self._try_to_write()
 
     def _warn(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
         """Logs what is unavailable, once, with one line for all modules of the same reason."""
@@ -383,12 +374,9 @@ class Journal:
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is pending and how the run ended; what is recorded later is only logged."""
         self._failures = PATIENCE  # there is no later try
-        begin = self._begin
-        if begin is not None and self._writer is None and self._is_kept():
-            self._stages.attempt("store", lambda: self._unless_failing(begin))
+        self._try_to_write()
         writer = self._writer
         if writer is not None:
-            self._try_to_write([])
             self._stages.attempt("store", lambda: writer.close(end))
         self._is_closed, self._writer = True, None
 

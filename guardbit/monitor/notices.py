@@ -7,7 +7,7 @@ do not repeat.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +16,9 @@ from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
-from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.sites import Instrumentation, Site, kernel_of
+from guardbit.monitor.settings import Settings
+from guardbit.monitor.sites import Instrumentation, Site, kernel_of, metadata_of
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
 from guardbit.records import Alarm, Event, Sample
@@ -41,6 +41,7 @@ PATIENCE = 3
 #: How many modules of each kind are named.
 _NAMED = 3
 
+_SEVERAL = "look", "were", "them"
 
 # Two orders of additions round a part of the numbers to the other side: by two half units in the
 # last place at most, and of few of them. A race changes more.
@@ -62,23 +63,25 @@ class Notices:
     """Reports what a user must know, once; passes alarms on to the user's function."""
 
     def __init__(
-        self,
-        instrumentation: Instrumentation,
-        journal: Journal,
-        exchange: Exchange,
-        record: Callable[[Event], None],
-        on_alarm: Callable[[Alarm], object] | None,
+        self, instrumentation: Instrumentation, journal: Journal, settings: Settings
     ) -> None:
-        self._instrumentation = instrumentation
-        self._journal, self._exchange, self._record = journal, exchange, record
-        self._on_alarm = on_alarm
+        self._instrumentation, self._journal = instrumentation, journal
+        self._on_alarm = settings.on_alarm
+        self._other_cadence = settings.every_n_train_steps + 1
+        # The latest sampled steps; the modules that were called in one, and module -> the latest
+        # one that it was called in, or the one before its first call.
+        self._sampled, self._met = deque([-1], maxlen=PATIENCE), set[str]()
+        self._since: dict[str, int] = {}
+        self._is_over = False
+        # What stood in the place of attention functions when a module was last met.
+        self._replaced = list(_replaced({}))
         # Calls elsewhere are left alone on purpose where modules were selected.
         self._said = {"outside"} if instrumentation.is_selection else set[str]()
         # The modules that look like attention and were not seen to call it, and how much is
         # watched: both are known once attention was called.
         self._unseen: list[Site] = []
         self._table: dict[str, dict[str, Any]] = {}
-        self._outside = interception.OutsideCalls()
+        self.outside = interception.OutsideCalls()  # calls outside all modules, since its start
         self._switch_reports = SwitchReports(instrumentation)
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
@@ -105,9 +108,8 @@ class Notices:
                 " monitor of its own"
             )
         candidates = list(self._instrumentation.candidates.values())
-        if (others := [*_replaced({}), *interception.left_alone()]) == [] and not any(
-            map(_is_attention, candidates)
-        ):
+        others = [*_replaced({}), *interception.left_alone()]
+        if not others and not any(map(_is_attention, candidates)):
             return (
                 "no attention was found in this model, so nothing is watched: no module of it has"
                 f" called {_FUNCTIONS}, and none is called attention; if it has attention under"
@@ -134,17 +136,9 @@ class Notices:
 
     # --- attention that is not watched -----------------------------------------------------------
 
-    def begin_sampled_step(self) -> None:
-        """Counts the calls of attention outside all modules, until `report_outside`."""
-        self._outside.start()
-
-    def abandon_sampled_step(self) -> None:
-        """Forgets what was counted since `begin_sampled_step`."""
-        self._outside.stop()
-
     def report_outside(self, step: int) -> None:
         """Reports, once, attention that a sampled step called outside the model."""
-        outside = self._outside
+        outside = self.outside
         outside.stop()
         if outside.count and self.first("outside"):
             self._tell(
@@ -156,11 +150,12 @@ class Notices:
             )
 
     def report_unseen(self, step: int) -> None:
+        """Reports, once attention was called, how much is watched, and which modules are not."""
         called = {} if self._table else self._instrumentation.sites
         if not called:
             return
-        self._unseen = _unseen(self._instrumentation.candidates, called)
-        self._table = _table(list(called.values()), self._unseen)
+        unseen = self._unseen = _unseen(self._instrumentation.candidates, called)
+        self._table = _table(list(called.values()), unseen)
         watched, total = self.coverage
         which = " that `sites` selects" if self._instrumentation.is_selection else ""
         verb = "is" if watched == 1 else "are"
@@ -168,10 +163,14 @@ class Notices:
         if ranks.rank() == 0:
             log.tell(f"GuardBit: {share}: {', '.join(self._table)}")
         sentences = list(_replaced(called))
-        if self._unseen:
-            sentences.append(_why_unseen(self._unseen, share))
-        sharded = [site for site in called.values() if site.sharded]
-        if sharded:
+        if unseen:
+            looks, was, them = ("looks", "was", "it") if len(unseen) == 1 else _SEVERAL
+            sentences.append(
+                f"{_counted(unseen, 'module')} that {looks} like attention ran and {was} not seen"
+                f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)};"
+                f" {share}. {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
+            )
+        if sharded := [site for site in called.values() if site.sharded]:
             sentences.append(
                 f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
                 f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
@@ -179,20 +178,80 @@ class Notices:
         for why in sentences:
             self._tell(step, why)
         if sentences:
-            self._journal.note({"unseen": [site.name for site in self._unseen]})
+            self._journal.note({"unseen": [site.name for site in unseen]})
         self._journal.note({"coverage": self._table})
 
-    def note_missed(self, why_passed_by: Callable[[str], str | None]) -> None:
-        """Notes how much is watched, once modules are known that sampled steps pass by."""
-        if not self._table:
-            return
-        before, called = self._table, self._instrumentation.sites
-        unseen = [site for site in self._unseen if site.name not in called]
-        self._table = _table(list(called.values()), unseen, why_passed_by)
-        if self._table != before:
-            self._journal.note({"coverage": self._table})
+    # Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
+    # cadence is a step of G.
 
-    def none_called(self, step: int, why: str, what: str = "none called") -> None:
+    def end_sampled_step(self, step: int) -> None:
+        """Takes a sampled step that has ended, and reports where no watched module was in it."""
+        sites, now = self._instrumentation.sites, self._instrumentation.latest_step
+        # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
+        called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
+        met = {name for name, latest in called.items() if latest == now}
+        latest, previous = max(called.values(), default=-1), self._sampled[-1]
+        self._met |= met
+        begun = {name: previous for name, latest in called.items() if latest >= 0}
+        self._since = begun | self._since | dict.fromkeys(met, now)
+        self._sampled.append(now)
+        before, others = self._replaced, list(_replaced({}))
+        if met or latest < 0:
+            self._replaced = others
+            return
+        if new := [sentence for sentence in others if sentence not in before]:
+            why = f": {'; '.join(new)}"
+        else:
+            reasons = [
+                "another model object trains now, such as a copy or a reloaded one, and needs a"
+                " monitor of its own",
+                "attention runs in other steps than the sampled ones, which"
+                f" every_n_train_steps={self._other_cadence} may meet",
+            ]
+            likely = reasons[::-1] if latest > previous else reasons
+            why = f". Likely: (1) {likely[0]}; (2) {likely[1]}"
+        none = (
+            "no watched module called attention in this sampled step, so at most weights were"
+            " measured"
+        )
+        self._none_called(step, none + why, "none called")
+
+    def end_samples(self) -> bool:
+        """Ends the run; returns whether a module was called and never met, in spite of samples."""
+        self._is_over = self._sampled[-1] >= 0
+        unmet = self._instrumentation.sites.keys() - self._met
+        return any(map(self._why_passed_by, unmet))
+
+    def _why_passed_by(self, name: str) -> str | None:
+        """Why nothing is measured in a module's calls, if sampled steps pass it by, or None."""
+        called = self._instrumentation.sites[name].trained_in
+        # Only steps around which it was called: a module that is done with misses nothing.
+        if self._since.get(name, called) < self._sampled[0] < called:
+            why = f"{PATIENCE} sampled steps have passed it by, while it was called between them"
+        elif self._is_over and name not in self._met and called >= 0:
+            why = "it was called, and in no sampled step"
+        else:
+            return None
+        return f"{why}; where networks take turns, try every_n_train_steps={self._other_cadence}"
+
+    def site_facts(self) -> dict[str, dict[str, Any]]:
+        """What the run's metadata says of this rank's modules; notes how much is watched."""
+        sites = self._instrumentation.sites
+        if before := self._table:
+            unseen = [site for site in self._unseen if site.name not in sites]
+            self._table = _table(list(sites.values()), unseen, self._why_passed_by)
+            if self._table != before:
+                self._journal.note({"coverage": self._table})
+        return metadata_of(sites, self._why_passed_by)
+
+    def report_nothing(self, step: int) -> None:
+        """Reports, once, that no attention was seen so far."""
+        if self._instrumentation.lost():
+            self._none_called(step, self.why_nothing, "lost")
+        elif self.first("unseen"):
+            self._journal.record(Event(step, "monitor_error", "", (), self.why_nothing))
+
+    def _none_called(self, step: int, why: str, what: str) -> None:
         """Reports, once, a sampled step without attention; notes how many there were."""
         if self.first(what):
             self._tell(step, why)
@@ -200,13 +259,13 @@ class Notices:
         self._journal.note({"without_attention": {**before, "samples": before["samples"] + 1}})
 
     def _tell(self, step: int, why: str) -> None:
-        self._exchange.record(Event(step, "monitor_error", "", (), why))
+        self._journal.record_own(Event(step, "monitor_error", "", (), why))
 
     # --- what ran --------------------------------------------------------------------------------
 
     def report_runs(self, step: int, is_last: bool = False) -> None:
         for event in self._switch_reports.check(step, is_last):
-            self._exchange.record(event)
+            self._journal.record_own(event)
             if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 
@@ -231,17 +290,17 @@ class Notices:
         if why and ranks.rank() == 0 and self.first("nothing to correct"):
             log.tell(f"GuardBit: {why}: nothing to correct here")
 
-    def report_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
+    def report_samples(self, samples: Sequence[Sample], loss_scale: float) -> None:
         """Reports the first NaN, and backwards that do not repeat."""
         sites = self._instrumentation.sites
         # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
         found = first_nonfinite(samples)
         if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
-            self._record(_nonfinite(found, kernel_of(sites.get(found.site))))
-        for kind, (largest, sample) in _worst_repeats(samples).items():
-            if self.first(kind):
+            self._journal.record(_nonfinite(found, kernel_of(sites.get(found.site))))
+        for is_race, (largest, sample) in _worst_repeats(samples).items():
+            if self.first(f"race: {is_race}"):
                 kernel = kernel_of(sites.get(sample.site))
-                self._record(_not_repeated(step, kind, largest, sample, kernel))
+                self._journal.record(_not_repeated(is_race, largest, sample, kernel))
 
     def announce(self, alarm: Alarm) -> None:
         """Hands an alarm to the user's function, which may fail without ending anything."""
@@ -252,78 +311,7 @@ class Notices:
         except Exception as error:
             if self.first("on_alarm"):
                 why = f"on_alarm failed, and is called again at the next alarm: {error!r}"
-                self._record(Event(alarm.step, "monitor_error", "", (), why))
-
-
-class MissedModules:
-    """Finds the modules that are called between sampled steps and not in them.
-
-    Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
-    cadence is a step of G.
-    """
-
-    def __init__(self, cadence: int) -> None:
-        self._other_cadence = cadence + 1
-        self._met: set[str] = set()
-        # Module -> how many sampled steps have passed it by, since the last one that met it.
-        self._missed: Counter[str] = Counter()
-        self._previous = -1
-        self._never_met: set[str] = set()  # once the run is over
-        # What stood in the place of attention functions when a module was last met.
-        self._replaced = set(_replaced({}))
-
-    def take(self, sites: Mapping[str, Site], now: int) -> str | None:
-        """Takes a sampled step that has ended; says why it called no attention, if it did not."""
-        previous, self._previous = self._previous, now
-        # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
-        called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
-        called = {name: latest for name, latest in called.items() if latest >= 0}
-        met = {name for name, latest in called.items() if latest == now}
-        # Only steps around which it was called: a module that is done with misses nothing.
-        between = {name for name, latest in called.items() if latest > previous} - met
-        self._met |= met
-        for name in met:
-            del self._missed[name]
-        self._missed.update(between)
-        others = list(_replaced({}))
-        if met or not called:
-            self._replaced = set(others)
-            return None
-        new = [sentence for sentence in others if sentence not in self._replaced]
-        return self._why_none(new, was_called_between=bool(between))
-
-    def _why_none(self, new: list[str], was_called_between: bool) -> str:
-        none = (
-            "no watched module called attention in this sampled step, so at most weights were"
-            " measured"
-        )
-        if new:
-            return f"{none}: {'; '.join(new)}"
-        reasons = [
-            "another model object trains now, such as a copy or a reloaded one, and needs a"
-            " monitor of its own",
-            "attention runs in other steps than the sampled ones, which"
-            f" every_n_train_steps={self._other_cadence} may meet",
-        ]
-        likely = reasons[::-1] if was_called_between else reasons
-        return f"{none}. Likely: (1) {likely[0]}; (2) {likely[1]}"
-
-    def end(self, sites: Mapping[str, Site]) -> bool:
-        """Ends the run; returns whether a module was called and never met, in spite of samples."""
-        if self._previous >= 0:
-            called = {name for name, site in sites.items() if site.trained_in >= 0}
-            self._never_met = called - self._met
-        return bool(self._never_met)
-
-    def why_passed_by(self, name: str) -> str | None:
-        """Why nothing is measured in a module's calls, if sampled steps pass it by, or None."""
-        if self._missed[name] >= PATIENCE:
-            why = f"{PATIENCE} sampled steps have passed it by, while it was called between them"
-        elif name in self._never_met:
-            why = "it was called, and in no sampled step"
-        else:
-            return None
-        return f"{why}; where networks take turns, try every_n_train_steps={self._other_cadence}"
+                self._journal.record(Event(alarm.step, "monitor_error", "", (), why))
 
 
 def _replaced(called: Mapping[str, Site]) -> Iterator[str]:
@@ -367,27 +355,20 @@ def _table(
     unseen: Sequence[Site],
     why_passed_by: Callable[[str], str | None] = lambda _: None,
 ) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for entry in dict.fromkeys(site.entry for site in called):
-        sites = [site for site in called if site.entry == entry]
-        left = {s.name: s.unwatched or s.sharded or why_passed_by(s.name) for s in sites}
-        left = {name: why for name, why in left.items() if why}
-        rows[entry] = _row(len(sites), left)
-    if unseen:
-        why = "it was not seen to call attention"
-        rows["never seen"] = _row(len(unseen), {site.name: why for site in unseen})
-    return rows
-
-
-def _row(modules: int, left: Mapping[str, str]) -> dict[str, Any]:
-    by_reason: dict[str, list[str]] = {}
-    for name, why in left.items():
-        by_reason.setdefault(why, []).append(name)
-    texts = [f"{_named(names)}: {why}" for why, names in by_reason.items()]
+    """How much is watched of what calls each function, as the run's metadata holds it."""
+    rows: dict[str, dict[str | None, list[str]]] = {}
+    whys = {s.name: s.unwatched or s.sharded or why_passed_by(s.name) for s in called}
+    whys |= {site.name: "it was not seen to call attention" for site in unseen}
+    entries = [(site.entry, site.name) for site in called]
+    for entry, name in [*entries, *(("never seen", site.name) for site in unseen)]:
+        rows.setdefault(entry, {}).setdefault(whys[name], []).append(name)
     return {
-        "modules": modules,
-        "watched": modules - len(left),
-        "not_watched": "; ".join(texts) or None,
+        entry: {
+            "modules": sum(map(len, names.values())),
+            "watched": len(names.pop(None, [])),
+            "not_watched": "; ".join(f"{_named(n)}: {why}" for why, n in names.items()) or None,
+        }
+        for entry, names in rows.items()
     }
 
 
@@ -417,15 +398,6 @@ def _counted(sites: Sequence[Site], noun: str) -> str:
     return f"{len(sites)} {noun}{'' if len(sites) == 1 else 's'}"
 
 
-def _why_unseen(unseen: Sequence[Site], share: str) -> str:
-    looks, was, them = ("looks", "was", "it") if len(unseen) == 1 else ("look", "were", "them")
-    return (
-        f"{_counted(unseen, 'module')} that {looks} like attention ran and {was} not seen"
-        f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)}; {share}."
-        f" {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
-    )
-
-
 def _nonfinite(found: Nonfinite, kernel: str) -> Event:
     made_here = found.tensor in ("O", "dQ", "dK", "dV") and kernel
     why = (
@@ -436,25 +408,25 @@ def _nonfinite(found: Nonfinite, kernel: str) -> Event:
     return Event(found.step, "advisory", found.site, found.heads, why, rule="nonfinite")
 
 
-def _worst_repeats(samples: Iterable[Sample]) -> dict[str, tuple[float, Sample]]:
+def _worst_repeats(samples: Iterable[Sample]) -> dict[bool, tuple[float, Sample]]:
     """The largest differences that are a race, and that are an order of additions."""
-    worst: dict[str, tuple[float, Sample]] = {}
+    worst: dict[bool, tuple[float, Sample]] = {}
     for sample in samples:
         if sample.indicator == "repeat_difference":
             largest = max((value for value in sample.values if value == value), default=0.0)
-            kind = "race" if largest > _OF_ORDER else "order"
-            if largest > 0 and largest > worst.get(kind, (0.0, sample))[0]:
-                worst[kind] = largest, sample
+            is_race = largest > _OF_ORDER
+            if largest > 0 and largest > worst.get(is_race, (0.0, sample))[0]:
+                worst[is_race] = largest, sample
     return worst
 
 
-def _not_repeated(step: int, kind: str, largest: float, sample: Sample, kernel: str) -> Event:
-    least = _OF_ORDER if kind == "race" else 0.0
+def _not_repeated(is_race: bool, largest: float, sample: Sample, kernel: str) -> Event:
+    least = _OF_ORDER if is_race else 0.0
     heads = tuple(h for h, value in enumerate(sample.values) if value > least)
     what = (
         "more than another order of additions can: it is a race; let `guardbit doctor` examine the"
         " kernel, and use another"
-        if kind == "race"
+        if is_race
         else "as another order of additions makes it (atomics): the run does not repeat to the bit,"
         " and no more"
     )
@@ -462,4 +434,4 @@ def _not_repeated(step: int, kind: str, largest: float, sample: Sample, kernel: 
         f"two backwards on the same tensors differ{f' in {kernel}' if kernel else ''}, at worst by"
         f" {largest:.2g} half units in the last place, {what}"
     )
-    return Event(step, "advisory", sample.site, heads, why, rule="repeatability")
+    return Event(sample.step, "advisory", sample.site, heads, why, rule="repeatability")

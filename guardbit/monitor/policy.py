@@ -87,6 +87,12 @@ _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "qk_clip": (lambda n: n is None or _is_bound(n), "a finite number above 0, or None"),
 }
 
+#: The attributes that a checkpoint keeps; the first two whatever the scope was.
+_STATE = (
+    "_model_alarm", "_causes", "_alarmed", "_switched", "_groups", "_since", "_widened", "advice",
+    "clipping",
+)  # fmt: skip
+
 
 class Policy:
     """Decides which heads are stabilized.
@@ -173,16 +179,16 @@ class Policy:
             )
         self.advice: str | None = None
         self.clipping: tuple[int, str] | None = None
+        self._model_alarm: int | None = None
+        # Names of the rules that have fired and measure the cause.
+        self._causes: list[str] = []
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
-        # Names of the rules that have fired and measure the cause.
-        self._causes: set[str] = set()
         # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken"
         # (somebody else had switched it when its group was switched).
         self._switched: dict[str, dict[str, str]] = {}
         # The same for groups of heads that are switched together: site, or "" for the model.
         self._groups: dict[str, str] = {}
-        self._model_alarm: int | None = None
         # Site -> head -> step since which this policy stabilizes it, or would without a dry run.
         self._since: dict[str, dict[str, int]] = {}
         # Site, or "" for the model -> step and reason of the widening.
@@ -204,17 +210,16 @@ class Policy:
         for alarm in alarms:
             if alarm.role.judges == "model":
                 self._model_alarm = alarm.step
-            if alarm.role.measures_cause:
-                self._causes.add(alarm.rule)
+            if alarm.role.measures_cause and alarm.rule not in self._causes:
+                self._causes.append(alarm.rule)
             for head in alarm.heads if alarm.role.judges == "head" else ():
                 rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                 rules[alarm.rule] = alarm.step
         if self.escalate:
             self._widen(alarms, step)
-        if self.always:
-            return list(self._switch_all(step, stabilizers, "kept", "from the start (always=True)"))
-        if "" in self._widened:
-            return list(self._switch_all(step, stabilizers, "kept", self._widened[""][1]))
+        why = "from the start (always=True)" if self.always else self._widened.get("", (0, ""))[1]
+        if why:
+            return list(self._switch_all(step, stabilizers, "kept", why))
         if self.scope == "head":
             return list(self._of_heads(step, stabilizers, restless))
         if self.scope == "model":
@@ -246,18 +251,7 @@ class Policy:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
-        return copy.deepcopy({
-            "scope": self._kind,
-            "alarmed": self._alarmed,
-            "switched": self._switched,
-            "groups": self._groups,
-            "model_alarm": self._model_alarm,
-            "causes": sorted(self._causes),
-            "since": self._since,
-            "widened": self._widened,
-            "advice": self.advice,
-            "clipping": self.clipping,
-        })  # fmt: skip
+        return copy.deepcopy({"kind": self._kind, **{name: vars(self)[name] for name in _STATE}})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the policy stood whose `state_dict` this is.
@@ -266,19 +260,10 @@ class Policy:
         Heads that the earlier policy has switched stay switched.
         """
         state = copy.deepcopy(state)
-        self._model_alarm = state["model_alarm"]
-        self._causes |= set(state["causes"])
-        if state["scope"] != self._kind:
-            return
-        self._alarmed = state["alarmed"]
-        self._switched = state["switched"]
-        self._groups = state["groups"]
-        self._since = state["since"]
-        self._widened = {site: (step, why) for site, (step, why) in state["widened"].items()}
-        self.advice = state["advice"]
-        if self.qk_clip is not None and state["clipping"] is not None:
-            step, why = state["clipping"]
-            self.clipping = step, why
+        for name in _STATE if state["kind"] == self._kind else _STATE[:2]:
+            setattr(self, name, state[name])
+        if self.qk_clip is None:
+            self.clipping = None
 
     @property
     def _kind(self) -> str:
@@ -434,7 +419,7 @@ class Policy:
         recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
         if len(recent) < self.agreeing_rules:
             return set()
-        if self._model_alarm is None or self._causes & recent:
+        if self._model_alarm is None or recent.intersection(self._causes):
             return recent
         return set() if step - self._model_alarm < HOLD_STEPS else recent
 

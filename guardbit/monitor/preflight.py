@@ -6,7 +6,7 @@ shapes, mask and dtype are taken, and the doctor makes inputs of its own for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from guardbit.doctor.text import conclusion
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor import ranks
 from guardbit.monitor.interception import recorders
+from guardbit.monitor.journal import Journal
 from guardbit.monitor.module_copy import random_states_kept
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import log
@@ -154,18 +155,12 @@ class Examinations:
     """Has the doctor examine a model's own calls, and tells in a line what it found."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        instrumentation: Instrumentation,
-        note: Callable[[Mapping[str, Any]], None],
-        record: Callable[[Event], None],
-        seconds: float,
+        self, model: nn.Module, instrumentation: Instrumentation, journal: Journal, seconds: float
     ) -> None:
-        self._model, self._instrumentation = model, instrumentation
-        self._note, self._record, self._seconds = note, record, seconds
+        self._model, self._instrumentation, self._journal = model, instrumentation, journal
+        self._seconds = seconds
         # Takes the calls of the step that is examined; None once that is done.
         self.calls = OwnCalls() if seconds > 0 and ranks.rank() == 0 else None
-        self._found_before = ""
 
     def batch(self, batch: Any, seconds: float, ended: int | None) -> Preflight | None:
         """Examines the calls of a forward after step `ended`, see `Session.preflight`."""
@@ -174,7 +169,7 @@ class Examinations:
             calls = calls_of(self._model, batch)
         finally:
             self._instrumentation.rest(True)
-        return self._examine(calls, seconds, ended) if ranks.rank() == 0 else None
+        return self._examine(calls, seconds, ended or 0) if ranks.rank() == 0 else None
 
     def step(self, step: int) -> None:
         """Examines the calls of a sampled step that has ended, once."""
@@ -182,21 +177,12 @@ class Examinations:
             self.calls = None
             self._examine(calls, self._seconds, step)
 
-    def tell_earlier(self, step: int) -> None:
-        """Records what was found before the first step, when nothing is written."""
-        if self._found_before:
-            why, self._found_before = self._found_before, ""
-            self._record(Event(step, "advisory", "", (), why, rule="preflight"))
-
-    def _examine(self, calls: OwnCalls, seconds: float, step: int | None) -> Preflight:
+    def _examine(self, calls: OwnCalls, seconds: float, step: int) -> Preflight:
         found = calls.examine(seconds)
         why = summary(found)
-        self._note({"preflight": [why, *map(str, found.findings)]})
-        if not found.is_broken:
-            log.info("%s", why)
-        elif step is None:
-            log.warning("%s", why)
-            self._found_before = why
+        self._journal.note({"preflight": [why, *map(str, found.findings)]})
+        if found.is_broken:
+            self._journal.record(Event(step, "advisory", "", (), why, rule="preflight"))
         else:
-            self._record(Event(step, "advisory", "", (), why, rule="preflight"))
+            log.info("%s", why)
         return found

@@ -8,9 +8,6 @@ from collections.abc import Callable
 #: So many steps in a row are no accident: one may be left out after an error that the loop caught.
 _IN_A_ROW = 3
 
-#: Nobody has as many micro-batches in a step.
-_MANY = 1024
-
 _HOW = (
     "call begin_batch(step) before each forward and end_step() after the optimizer's step, or use"
     " `with session.step(step)`"
@@ -34,7 +31,7 @@ class Schedule:
         # For the warnings: the step that began last, abandoned or not, and what became of it.
         self._last: int | None = None
         self._is_open = self._was_abandoned = False
-        self._not_ended = self._repeated = self._batches = 0
+        self._not_ended = self._repeated = 0
         self._warned: set[str] = set()
 
     def begin(self, step: int) -> None:
@@ -95,20 +92,15 @@ class Schedule:
             self._not_measured(f"steps have begun, up to step {self._last}, and none has ended")
 
     def _follow(self, step: int) -> None:
-        if self._is_open and step == self._last:
-            self._batches += 1
-        else:
+        if not (self._is_open and step == self._last):
             self._not_ended += self._is_open
             if not self._was_abandoned:
                 self._repeated = self._repeated + 1 if step == self._last else 0
-            self._batches = 1
         if self._not_ended == _IN_A_ROW:
             self._not_measured(
                 f"{_IN_A_ROW} steps in a row have begun and not ended, the last of them step"
                 f" {self._last}"
             )
-        if self._batches > _MANY:
-            self._not_measured(f"step {step} has begun {_MANY} times and not ended")
         if self._repeated == _IN_A_ROW - 1:
             self._once(
                 "repeated",

@@ -9,7 +9,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Complex, Real
@@ -31,12 +31,12 @@ from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
-from guardbit.monitor.notices import MissedModules, Notices
+from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, warn_of_settings
-from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
+from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
 from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, place_of
@@ -44,7 +44,7 @@ from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, place_of
 T = TypeVar("T")
 
 # Of a state. Raise it when states that were taken before no longer fit.
-_FORMAT = 6
+_FORMAT = 7
 
 #: Heads of an attention module that advisories have audited at each sampled step, besides one in
 #: turn.
@@ -52,9 +52,6 @@ MOST_ADVISED = 2
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
-
-
-# What methods end with, whatever fails in them.
 
 
 def _forget_step(session: Session) -> None:
@@ -120,23 +117,17 @@ class Session(Guarded):
             settings.dirpath, settings.described(), self._stages, _advice(settings)
         )
         self._findings = self._journal.findings
-        self._snapshots = Snapshots(
-            self.instrumentation, settings, lambda site: self._measurement.directions.get(site),
-            self._journal.note,
-        )  # fmt: skip
+        directions = self._measurement.directions
+        self._snapshots = Snapshots(self.instrumentation, settings, directions, self._journal.note)
         self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
         self._clipping = Clipping(self.policy, self.dry_run, self.record)
-        self._exchange = Exchange(self.instrumentation, self._stages, self.record)
-        self._notices = Notices(
-            self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
-        )  # fmt: skip
-        self._missed = MissedModules(settings.every_n_train_steps)
+        self._exchange = Exchange(self.instrumentation, self._stages, self._journal)
+        self._notices = Notices(self.instrumentation, self._journal, settings)
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._examinations = Examinations(
-            model, self.instrumentation, self._journal.note, self.record,
-            settings.preflight_seconds,
-        )  # fmt: skip
+            model, self.instrumentation, self._journal, settings.preflight_seconds
+        )
         self._has_given_up = False
         self.instrumentation.listen(self._capture_failed)
 
@@ -181,19 +172,13 @@ class Session(Guarded):
 
     def _begin(self, step: int, is_new: bool) -> None:
         is_resumed = self._schedule.last_ended is not None
-        self._journal.open(
-            step,
-            lambda: self._switching.events(step, is_resumed),
-            is_resumed=is_resumed,
-            try_again=self._schedule.is_sampled and is_new,
-        )
-        self._examinations.tell_earlier(step)
+        self._journal.open(step, lambda: self._switching.events(step, is_resumed), is_resumed)
         if is_new:
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
             self._measurement.begin()
             self.instrumentation.observe(self._receive_call)
-            self._notices.begin_sampled_step()
+            self._notices.outside.start()
         elif is_new and self._burst.is_on:
             self.instrumentation.observe(self._receive_call, self._burst.heads)
 
@@ -328,7 +313,9 @@ class Session(Guarded):
         if self._has_given_up:
             return alarms
         self.attempt("snapshots", lambda: self._snapshots.write(step))
-        self.attempt(_WATCHING, lambda: self._measure(step))
+        columns = self.attempt("metrics", lambda: self._columns(step)) or {}
+        sent = self.attempt("samples", lambda: self._measurement.send(columns, step))
+        self._unjudged = step, sent
         self.attempt("preflight", lambda: self._examinations.step(step))
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
@@ -363,40 +350,23 @@ class Session(Guarded):
             self._journal.note({"parallel": PARTS})
         return _WATCHING not in self._stages.off
 
-    def _measure(self, step: int) -> None:
-        """Reduces what a step measured over ranks and sends it to the host."""
-        columns = self.attempt("metrics", lambda: self._columns(step)) or {}
-        sent = self.attempt("samples", lambda: self._measurement.send(columns, step))
-        self._unjudged = step, sent
-
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
         usable = "capture" not in self._stages.off
         columns = self._measurement.columns(self.loss_scale, usable)
         if columns is None:
             # A step may call no attention: one that was skipped, or that of a discriminator.
-            why = self._notices.why_nothing
             if self._strict:
-                raise NoAttentionSeenError(why)
-            if self.instrumentation.lost():
-                self._notices.none_called(step, why, "lost")
-            elif self._notices.first("unseen"):
-                self.record(Event(step, "monitor_error", "", (), why))
+                raise NoAttentionSeenError(self._notices.why_nothing)
+            self._notices.report_nothing(step)
             return {}
-        why_none = self._missed.take(self.instrumentation.sites, self.instrumentation.latest_step)
-        if why_none is not None:
-            self._notices.none_called(step, why_none)
+        self._notices.end_sampled_step(step)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
-        self._exchange.metadata = self._site_facts()
+        self._exchange.metadata = self._notices.site_facts()
         self._exchange.log_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
             self._record_facts(self._exchange.metadata)
         return columns
-
-    def _site_facts(self) -> dict[str, dict[str, Any]]:
-        why_passed_by = self._missed.why_passed_by
-        self._notices.note_missed(why_passed_by)
-        return metadata_of(self.instrumentation.sites, why_passed_by)
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
         precision = sorted(self._precisions)
@@ -414,9 +384,7 @@ class Session(Guarded):
         self._journal.add(samples)
         self.attempt("burst", lambda: self._burst.note(samples))
         self.attempt("burst", self._follow_burst)
-        self.attempt(
-            "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
-        )
+        self.attempt("notices", lambda: self._notices.report_samples(samples, self.loss_scale))
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         evidence = self._journal.evidence
         found = self.attempt("judgement", lambda: graded(found, evidence)) or found
@@ -498,7 +466,7 @@ class Session(Guarded):
         self.attempt("capture", lambda: self.instrumentation.observe(None))
         self.attempt("capture", self._measurement.discard)
         self.attempt("burst", self._burst.forget_step)
-        self.attempt("coverage", self._notices.abandon_sampled_step)
+        self.attempt("coverage", self._notices.outside.stop)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
         self._step_ended()
@@ -515,18 +483,17 @@ class Session(Guarded):
         """
         self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
-        with ExitStack() as each:  # in reverse order, and all of them whatever one raises
-            for last in (
-                self._tell_end,
-                self._schedule.close,
-                lambda: self._journal.close(end),
-                self._write_what_is_left,
-                self._report_what_ran_last,
-                self._drop_calls,
-                self._switching.remember,  # gone from the model in a moment
-                self.catch_up,
-            ):
-                each.callback(self._stages.always, "close", last)
+        last = (  # the last one first
+            self._tell_end,
+            self._schedule.close,
+            lambda: self._journal.close(end),
+            self._write_what_is_left,
+            self._report_what_ran_last,
+            self._drop_calls,
+            self._switching.remember,  # gone from the model in a moment
+            self.catch_up,
+        )
+        undo_all([partial(self._stages.always, "close", function) for function in last])
 
     def _tell_end(self) -> None:
         judgement = self.judgement
@@ -539,7 +506,7 @@ class Session(Guarded):
         self._burst.stop()
         self.instrumentation.observe(None)
         self._measurement.discard()
-        self._notices.abandon_sampled_step()
+        self._notices.outside.stop()
 
     def _write_what_is_left(self) -> None:
         """Writes the scalars of steps since the last sampled one, and which modules none met."""
@@ -550,9 +517,10 @@ class Session(Guarded):
         self._journal.add(left or [])
 
     def _record_never_met(self) -> None:
-        if self._missed.end(self.instrumentation.sites):
+        if self._notices.end_samples():
             # Of other ranks, what they said last.
-            self._record_facts(self._journal.metadata.get("sites", {}) | self._site_facts())
+            known = self._journal.metadata.get("sites", {})
+            self._record_facts(known | self._notices.site_facts())
 
     def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:

@@ -35,10 +35,10 @@ class Snapshots:
         self,
         instrumentation: Instrumentation,
         settings: Settings,
-        direction: Callable[[str], Tensor | None],
+        directions: Mapping[str, Tensor],
         note: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._instrumentation, self._direction, self._note = instrumentation, direction, note
+        self._instrumentation, self._directions, self._note = instrumentation, directions, note
         self._megabytes, dirpath = settings.snapshot_megabytes, settings.dirpath
         self._folder = Path(dirpath) if dirpath is not None and self._megabytes else None
         # Steps still to be kept of each head, and all that were ever wanted by an alarm.
@@ -103,7 +103,7 @@ class Snapshots:
         if call.spec.mask is not None:
             of_rows += min(length, ROWS) * call.k.size(2) * call.spec.mask.element_size()
         self._check_room(len(sequences) * (whole + of_rows))
-        directions = self._direction(site)
+        directions = self._directions.get(site)
         is_stock = call.stabilizers[place] == "none"
         # Of a stabilized head the out of the call is no output, and its dQ is cured.
         inputs = head_of_call(

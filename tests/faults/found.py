@@ -37,7 +37,7 @@ FOUND = (
     Place("plain loop", MemoryError, "monitor/interception/installation.py", "_needed_by.add(", 0),
     Place("plain loop", MemoryError, "monitor/schedule.py", "self.last_ended = self.step", 3),
     Place("plain loop", KeyboardInterrupt, "kernels/runtime.py", "self.call_listeners.remove(", 0),
-    Place("switched: exact_delta", RuntimeError, "monitor/session.py", "with ExitStack() as", 0),
+    Place("switched: exact_delta", RuntimeError, "monitor/session.py", "undo_all([partial(", 0),
     Place("switched: exact_delta", OverflowError, "monitor/session.py", "_bracket(partial(", 3),
     Place("hugging face", OSError, "callbacks/huggingface.py", 'end(self, "finished")', 0),
     Place("hugging face", OSError, "callbacks/base.py", "undo_all([", 0),

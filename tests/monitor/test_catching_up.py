@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from guardbit import MonitorSession, read_events, read_run
+from guardbit import read_events, read_run
 from guardbit.monitor.measure import measurement as transfer
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role
+from tests.monitor.session.plain_loop import Loop
 from tests.toys import Attention, Fires
 
 SITE = "0"
@@ -44,28 +45,19 @@ def waits(monkeypatch):
     return come_late(monkeypatch)
 
 
-class Run:
-    """A model in training under a session, with data that depend on the step only."""
+class Run(Loop):
+    """A model of one layer, under a session that alarms a head."""
 
     def __init__(self, **settings):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(Attention(bias=False, has_out=False)).bfloat16()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         settings = {"every_n_train_steps": 3, "rules": (Fires(SITE),), "strict": True, **settings}
-        self.session = MonitorSession(self.model, **settings)
+        super().__init__(lambda: nn.Sequential(Attention(bias=False, has_out=False)), **settings)
         self.alarmed, self.ran = {}, {}
-
-    def backward(self, step):
-        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = self.model(x).float().square().mean()
-        loss.backward()
-        self.session.loss(loss)
 
     def steps(self, numbers):
         for step in numbers:
             self.session.begin_batch(step)
             self.optimizer.zero_grad()
-            self.backward(step)
+            self.session.loss(self.backward(step))
             self.optimizer.step()
             self.ran[step] = self.session.instrumentation.stabilizers()[SITE][1]
             self.alarmed[step] = [alarm.step for alarm in self.session.end_step()]

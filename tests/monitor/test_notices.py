@@ -5,32 +5,32 @@ import math
 import pytest
 import torch
 
-from guardbit import MonitorSession, read_events, read_run
+from guardbit import read_events, read_run
 from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.monitor.notices import first_nonfinite
 from guardbit.records import Sample
-from tests.toys import Attention, Model
+from tests import toys
+from tests.monitor.session.plain_loop import Loop
 
-SITES = ("layers.0", "layers.1")
+
+def two_layers():
+    return toys.Model(*(toys.Attention(4, is_fused=False, bias=False) for _ in range(2)))
+
+
+def batch(step):
+    """Two sequences for a step, the same in every run."""
+    return torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
 
 
 def run(path, change=lambda model: None, steps=3, loss_scale=1.0, **settings):
     """Trains a model of two layers for some steps; returns its advisories and its parameters."""
-    torch.manual_seed(0)
-    model = Model(*(Attention(4, is_fused=False, bias=False) for _ in range(2))).bfloat16()
-    change(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True, **settings)
-    session.loss_scale = loss_scale
-    for step in range(steps):
-        x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
-        with session.step(step):
-            optimizer.zero_grad()
-            model(x).float().square().mean().backward()
-            optimizer.step()
-    session.close()
+    loop = Loop(two_layers, dirpath=path, strict=True, **settings)
+    change(loop.model)
+    loop.session.loss_scale = loss_scale
+    toys.train(loop.model, steps, batch, loop.session)
+    loop.session.close()
     events = read_events(path)
-    return events[events.kind == "advisory"], list(model.parameters())
+    return events[events.kind == "advisory"], list(loop.model.parameters())
 
 
 def in_backward(monkeypatch, change):

@@ -124,7 +124,7 @@ def test_what_is_broken_is_told_before_the_first_step_and_kept(tmp_path, monkeyp
     session.close()
     events = read_events(tmp_path)
     (event,) = events[events.kind == "advisory"].to_dict("records")
-    assert (event["step"], event["why"]) == (7, "it is so")
+    assert (event["step"], event["why"]) == (0, "it is so")
 
 
 class Spy:

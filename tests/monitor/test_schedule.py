@@ -111,15 +111,6 @@ def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, ste
     assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: nothing")
 
 
-def test_more_micro_batches_than_anybody_has_are_told_while_the_run_goes_on(schedule, said):
-    for _ in range(1024):
-        schedule.begin(0)
-    assert said == []
-    schedule.begin(0)
-    (line,) = said
-    assert line.startswith("step 0 has begun 1024 times and not ended")
-
-
 def test_a_number_that_does_not_move_is_told_once(schedule, said):
     for _ in range(10):
         schedule.begin(7)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from guardbit import MonitorSession, read_events, read_run
+from guardbit import read_events, read_run
 from guardbit.monitor.detectors import CommonMode, Detectors
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role, Sample
+from tests.monitor.session.plain_loop import Loop
 from tests.toys import Attention, Fires, recorded
 
 
@@ -22,14 +23,15 @@ Names = partial(Fires, "1", why="it always does", name="names")
 ADVISES = Fires("0", (0, 1, 2, 3), why="", name="advises", role=Role(is_advisory=True))
 
 
-def session_of(folder, state=None, **settings):
-    torch.manual_seed(0)
-    model = nn.Sequential(attention(), attention()).bfloat16()
-    session = MonitorSession(model, every_n_train_steps=500, dirpath=folder, strict=True,
-                             indicators=["max_logit", "dq_coherent_error"], **settings)  # fmt: skip
+def session_of(folder, state=None, heads=2, layers=2, **settings):
+    loop = Loop(
+        lambda: nn.Sequential(*(attention(heads) for _ in range(layers))),
+        every_n_train_steps=500, dirpath=folder, strict=True,
+        indicators=["max_logit", "dq_coherent_error"], **settings,
+    )  # fmt: skip
     if state is not None:
-        session.load_state_dict(state)
-    return model, session
+        loop.session.load_state_dict(state)
+    return loop.model, loop.session
 
 
 def run(model, session, steps):
@@ -37,7 +39,8 @@ def run(model, session, steps):
     states = {}
     for step in steps:
         with session.step(step):
-            x = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(1, 8, model[0].qkv.in_features, generator=generator).bfloat16()
             model(x).float().square().mean().backward()
         states[step] = json.loads(json.dumps(session.state_dict()))
     return states
@@ -146,14 +149,8 @@ def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
 
 
 def test_of_many_advised_heads_two_a_module_are_audited_besides(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(attention(6)).bfloat16()
-    session = MonitorSession(
-        model, every_n_train_steps=500, rules=(ADVISES,), dirpath=tmp_path, strict=True
-    )
-    for step in (0, 500, 1000, 1500):
-        with session.step(step):
-            model(torch.randn(1, 8, 96).bfloat16()).float().square().mean().backward()
+    model, session = session_of(tmp_path, heads=6, layers=1, rules=(ADVISES,))
+    run(model, session, (0, 500, 1000, 1500))
     session.close()
     assert events(tmp_path, "advisory")[0][2] == (0, 1, 2, 3), "all are named"
     frame = read_run(tmp_path).query("indicator == 'dq_coherent_error'")

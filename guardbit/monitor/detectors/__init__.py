@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
@@ -27,6 +27,7 @@ from guardbit.monitor.detectors.rule import (
     Values,
     from_plain,
     heads_where,
+    padded,
     reads_of,
     role_of,
     to_plain,
@@ -98,12 +99,15 @@ class Detectors:
         # Modules where the size of W_Q does not reach the scores, as under QK norm: set by the
         # caller, who knows the model.
         self.normalised: frozenset[str] = frozenset()
-        self._rule_states: dict[str, State] = {name: {} for name in names}
-        self._last_step: dict[str, dict[str, int]] = {}
+        # Indicator -> site -> last known values.
         self._latest: dict[str, dict[str, Values]] = {}
-        self._widths: dict[str, int] = {}
-        # Rule -> site -> head (-1: the whole run) as text, as in JSON -> step of the last alarm.
-        self._fired: dict[str, dict[str, dict[str, int]]] = {name: {} for name in names}
+        self._memory: State = {
+            "rules": {name: {} for name in names},
+            "last_step": {},  # indicator -> site -> step
+            "widths": {},  # site -> number of heads
+            # Rule -> site -> head (-1: the whole run), as text for JSON -> step of the last alarm.
+            "fired": {name: {} for name in names},
+        }
 
     def update(self, samples: Iterable[Sample]) -> list[Alarm]:
         """Takes the samples of one step or of several and returns the alarms they raise."""
@@ -113,7 +117,7 @@ class Detectors:
         for step, group in groupby(known, key=attrgetter("step")):
             snapshot = self._snapshot(step, group)
             for rule in self.rules:
-                for finding in rule.examine(snapshot, self._rule_states[rule.name]):
+                for finding in rule.examine(snapshot, self._memory["rules"][rule.name]):
                     if heads := self._not_cooling(rule.name, step, finding):
                         heads = () if heads == (-1,) else heads
                         why = finding.why if isinstance(finding.why, str) else finding.why(heads)
@@ -146,26 +150,16 @@ class Detectors:
             indicator: {site: to_plain(values) for site, values in sites.items()}
             for indicator, sites in self._latest.items()
         }
-        return copy.deepcopy({
-            "rules": self._rule_states,
-            "last_step": self._last_step,
-            "latest": latest,
-            "widths": self._widths,
-            "fired": self._fired,
-        })  # fmt: skip
+        return copy.deepcopy({**self._memory, "latest": latest})
 
     def load_state_dict(self, state: State) -> None:
-        if state["rules"].keys() != self._rule_states.keys():
+        if state["rules"].keys() != self.roles.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "
-                f"but the rules are {sorted(self._rule_states)}; give the run the rules it had, "
+                f"but the rules are {sorted(self.roles)}; give the run the rules it had, "
                 "those not wanted with a threshold that nothing reaches"
             )
-        state = copy.deepcopy(state)
-        self._rule_states = state["rules"]
-        self._last_step = state["last_step"]
-        self._widths = state["widths"]
-        self._fired = state["fired"]
+        self._memory = copy.deepcopy({name: state[name] for name in self._memory})
         self._latest = {
             indicator: {site: from_plain(values) for site, values in sites.items()}
             for indicator, sites in state["latest"].items()
@@ -173,35 +167,26 @@ class Detectors:
 
     def _snapshot(self, step: int, samples: Iterable[Sample]) -> Snapshot:
         new: list[Sample] = []
+        widths = self._memory["widths"]
         for sample in samples:
-            last_step = self._last_step.setdefault(sample.indicator, {})
-            if not sample.values or step <= last_step.get(sample.site, -math.inf):
-                continue
-            last_step[sample.site] = step
-            new.append(sample)
-            if len(sample.values) > self._widths.get(sample.site, 0):
-                self._widths[sample.site] = len(sample.values)
-        # All values at once: NumPy takes as long for an array of 12.
-        flat = np.fromiter(chain.from_iterable(sample.values for sample in new), np.float64)
-        flat = flat.clip(-OVERFLOW, OVERFLOW)
-        missing = np.isnan(flat)
+            last_step = self._memory["last_step"].setdefault(sample.indicator, {})
+            if sample.values and step > last_step.get(sample.site, -math.inf):
+                last_step[sample.site] = step
+                new.append(sample)
+                widths[sample.site] = max(len(sample.values), widths.get(sample.site, 0))
         now: dict[str, dict[str, Values]] = {}
-        end = 0
         for sample in new:
-            start, end = end, end + len(sample.values)
-            values = _widened(flat[start:end], self._widths[sample.site])
+            values = padded(np.array(sample.values, np.float64), widths[sample.site])
+            values = values.clip(-OVERFLOW, OVERFLOW)
             now.setdefault(sample.indicator, {})[sample.site] = values
             latest = self._latest.setdefault(sample.indicator, {})
-            if len(values) > end - start or missing[start:end].any():
-                before = _widened(latest.get(sample.site, values), len(values))
-                latest[sample.site] = np.where(np.isnan(values), before, values)
-            else:
-                latest[sample.site] = values.copy()  # a rule may write to what is of now
+            before = padded(latest.get(sample.site, values), len(values))
+            latest[sample.site] = np.where(np.isnan(values), before, values)
         return Snapshot(step, now, self._latest, self.normalised)
 
     def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:
         """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""
-        fired = self._fired[rule].setdefault(finding.site, {})
+        fired = self._memory["fired"][rule].setdefault(finding.site, {})
         is_advisory = self.roles[rule].is_advisory
         ready = tuple(
             int(head)  # a rule's own may be NumPy's
@@ -211,8 +196,3 @@ class Detectors:
         )
         fired.update({str(head): step for head in ready})
         return ready
-
-
-def _widened(values: Values, heads: int) -> Values:
-    missing = max(0, heads - len(values))
-    return np.concatenate([values, np.full(missing, math.nan)]) if missing else values

@@ -32,8 +32,13 @@ def to_plain(values: Values) -> list[float | None]:
 
 def from_plain(values: list[float | None], heads: int = 0) -> Values:
     """Undoes `to_plain`; pads with NaN up to `heads` heads."""
-    # NumPy reads None as NaN.
-    return np.array(values + [None] * (heads - len(values)), np.float64)
+    return padded(np.array(values, np.float64), heads)  # NumPy reads None as NaN
+
+
+def padded(values: Values, heads: int) -> Values:
+    """Returns values padded with NaN up to `heads` heads."""
+    missing = max(0, heads - len(values))
+    return np.concatenate([values, np.full(missing, math.nan)]) if missing else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,7 @@ class Snapshot:
 
     def last_of(self, indicator: str, site: str, heads: int) -> Values:
         """Returns a site's last known values, `heads` of them, NaN where nothing is known."""
-        known = self.latest.get(indicator, {}).get(site, np.empty(0))[:heads]
-        return np.concatenate([known, np.full(heads - len(known), math.nan)])
+        return padded(self.latest.get(indicator, {}).get(site, np.empty(0))[:heads], heads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Loop:
 
     made: ClassVar[list["Loop"]] = []
 
-    def __init__(self, **settings):
+    def __init__(self, model_of=model_of, **settings):
         settings = {"every_n_train_steps": 1, **settings}
         torch.manual_seed(0)
         self.model = model_of().bfloat16()

@@ -65,6 +65,8 @@ PASSED_BY = "at D.layers.0: 3 sampled steps have passed it by"
     (4, 50, alternating, "at D.layers.0: it was called, and in no sampled step", True),
     (13, 2, lambda step: "D" if step == 12 else alternating(step), PASSED_BY, False),  # met again
     (20, 2, lambda step: "GD" if step < 4 else "G", None, False),  # no longer called
+    # One that comes late has missed one sample, not those before.
+    (10, 2, lambda step: "D" if step == 7 else "G", "called, and in no sampled step", True),
 ])  # fmt: skip
 def test_a_network_that_no_sampled_step_meets_is_named_once(
     tmp_path, caplog, steps, every, turns, said, not_watched

@@ -35,12 +35,6 @@ def bet(
     return wealth.sum(1) / len(stakes)
 
 
-def settle(state: State, site: str, heads: tuple[int, ...]) -> None:
-    """Lets heads begin anew, so that they are named again only by new evidence."""
-    for head in heads:
-        state[site][head] = [0.0] * len(state[site][head])
-
-
 #: Mean entropy of attention, in nats, below which a head is saturated. The largest P of a row is at
 #: least 1 minus its entropy, so BF16 rounds that to 1: the exact dQ has vanished, and its error,
 #: as a part of it, says nothing. Heads of the failing runs come to this after their first alarm.
@@ -93,7 +87,8 @@ class GradientError:
             evidence = bet(state, site, sizes, self.tolerated, self.stakes)
             fired = (evidence >= self.audits_to_false_alarm) & ~np.isnan(sizes)
             if heads := heads_where(fired):
-                settle(state, site, heads)
+                for head in heads:  # named again only by new evidence
+                    state[site][head] = [0.0] * len(self.stakes)
                 findings.append(Finding(site, heads, partial(self._why, sizes)))
         return findings
 

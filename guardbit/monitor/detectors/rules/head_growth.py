@@ -35,64 +35,60 @@ class Lead(NamedTuple):
     typical: Values  # the same of the typical head
 
 
-_COLUMNS = ("log", "clock", "step", "first_log", "first_clock", "first_step")
+# What is kept of a head: logarithm of its value, clock and step when it was measured last, and the
+# same when its lead began.
+_COLUMNS = 6
 
 
 def outrun(
     state: State, step: int, values: Mapping[str, Values], over_peers: float, drift: float
 ) -> dict[str, Lead]:
     """Adds one sample to the leads of all heads."""
-    clock, sites = state.get("clock", 0.0), state.setdefault("sites", {})
+    clock, sites = state.setdefault("clock", 0.0), state.setdefault("sites", {})
     if not values:
-        state["clock"] = clock
         return {}
-    # All heads of the model side by side: NumPy takes as long for an array of 12.
-    past = {
-        name: np.concatenate(
-            [from_plain(sites.get(site, {}).get(name, []), len(v)) for site, v in values.items()]
-        )
-        for name in _COLUMNS
-    }
+    # All heads of the model side by side: (columns, heads).
+    past = np.concatenate(
+        [
+            [from_plain(column, len(of_site)) for column in sites.get(site, [[]] * _COLUMNS)]
+            for site, of_site in values.items()
+        ],
+        axis=1,
+    )
+    last, first = past[:3], past[3:]
     sizes = np.concatenate(list(values.values()))
     log = np.log(np.where(sizes > 0, sizes, np.nan))
     # A module that was not measured for some samples has grown in all of them, and the clock
     # holds that already.
-    change = log - past["log"] - (clock - past["clock"])
+    change = log - last[0] - (clock - last[1])
     if grown := np.sort(change[~np.isnan(change)]).tolist():
         clock += max(0.0, grown[(len(grown) - 1) // 2])
     state["clock"] = clock
-    since, first_clock = past["first_step"], past["first_clock"]
-    allowed = over_peers * (clock - first_clock) + drift * (step - since) / 1000
-    lead = log - past["first_log"] - allowed
+    allowed = over_peers * (clock - first[1]) + drift * (step - first[2]) / 1000
+    lead = log - first[0] - allowed
     known = ~np.isnan(log)
     begins = known & ~(lead > 0)  # also where nothing was known
-    now = {"log": log, "clock": np.full(len(log), clock), "step": np.full(len(log), step)}
-    after = {name: np.where(known, value, past[name]) for name, value in now.items()}
-    for name, value in now.items():
-        after[f"first_{name}"] = np.where(begins, value, past[f"first_{name}"])
-    plain = {name: to_plain(column) for name, column in after.items()}
-    ahead = Lead(
-        np.where(begins, 0.0, lead),
-        log,
-        after["first_step"],
-        log - after["first_log"],
-        clock - after["first_clock"],
-    )
+    now = np.stack([log, np.full_like(log, clock), np.full_like(log, step)])
+    first = np.where(begins, now, first)
+    after = np.concatenate([np.where(known, now, last), first])
+    growth, typical, _ = now - first
+    ahead = np.stack([np.where(begins, 0.0, lead), log, first[2], growth, typical])
     leads, end = {}, 0
     for site, of_site in values.items():
         start, end = end, end + len(of_site)
-        sites[site] = {name: column[start:end] for name, column in plain.items()}
-        leads[site] = Lead(*(column[start:end] for column in ahead))
+        sites[site] = [to_plain(column) for column in after[:, start:end]]
+        leads[site] = Lead(*ahead[:, start:end])
     return leads
 
 
 def restart(state: State, site: str, heads: tuple[int, ...]) -> None:
     """Sets the leads of heads to 0, so that they are named again only if they go on growing."""
-    columns = state["sites"].get(site, {"log": []})
-    # A head that came later may not have been measured by this state's indicator since.
-    for head in (head for head in heads if head < len(columns["log"])):
-        for name in ("log", "clock", "step"):
-            columns[f"first_{name}"][head] = columns[name][head]
+    last, first = (state["sites"].get(site, [[]] * _COLUMNS)[i : i + 3] for i in (0, 3))
+    for head in heads:
+        # A head that came later may not have been measured by this state's indicator since.
+        if head < len(last[0]):
+            for now, begun in zip(last, first, strict=True):
+                begun[head] = now[head]
 
 
 #: Growth that no lead counts: a multiple of the typical head's, and e-folds in 1,000 steps. Logits
