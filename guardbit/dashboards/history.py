@@ -20,8 +20,8 @@ from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
 
-#: Most samples that a head's baseline is computed from: quantiles need no more.
-_SAMPLES_OF_BASELINE = 100
+#: Most values of an indicator that baselines are computed from: of many heads fewer samples each.
+_VALUES_OF_BASELINES = 500_000
 #: More heads than a layer has.
 _MOST_HEADS = 1 << 32
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -122,7 +122,7 @@ class History:
             values = self.high[name][:end]
             is_measured = ~np.isnan(values).all(axis=1)
             values, steps = values[is_measured], self.steps[:end][is_measured]
-            stride = -(-len(values) // _SAMPLES_OF_BASELINE) or 1
+            stride = -(-values.size // _VALUES_OF_BASELINES) or 1
             # Counted from the end, as the last sample is the one that is judged.
             values, steps = values[::-1][::stride][::-1], steps[::-1][::stride][::-1]
             until = None if first is None else int((steps <= first).sum())
@@ -172,3 +172,10 @@ class History:
             known.setdefault(divmod(pair, _MOST_HEADS), len(known)) for pair in pairs.tolist()
         ]
         return np.array(columns)[at]
+
+
+def farthest(excess: Floats) -> list[tuple[int, int]]:
+    """All heads of a map, worst first; those that were not measured count as 0."""
+    order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")
+    layers, heads = np.unravel_index(order, excess.shape)
+    return list(zip(layers.tolist(), heads.tolist(), strict=True))

@@ -2,8 +2,6 @@
 
 Samples have one value a row: step, site, layer, head, indicator, value. They are accepted as a CSV
 reader leaves them (NaN for an empty site), empty, or without any column.
-
-A head is named by the pair (layer, head), both counted from 0.
 """
 
 from __future__ import annotations
@@ -14,19 +12,18 @@ import numpy as np
 import pandas as pd
 
 from guardbit.catalog import HEAD_INDICATORS
+from guardbit.judgement.evidence import Head as Head
 from guardbit.store.files import COLUMNS, check_columns
-
-Head = tuple[int, int]
 
 _CHECKED = "guardbit.checked"
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the samples with "" for a missing site, as a shallow copy."""
-    if frame.empty:
-        return pd.DataFrame(columns=COLUMNS)
     if frame.attrs.get(_CHECKED):
         return frame
+    if frame.empty:
+        return pd.DataFrame(columns=COLUMNS)
     check_columns(frame.columns, COLUMNS, "the table of samples")
     if np.asarray(frame["site"].isna()).any():
         frame = frame.assign(site=frame["site"].astype(object).fillna(""))
@@ -40,14 +37,14 @@ def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
     return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
 
 
-def _of_heads(frame: pd.DataFrame) -> pd.DataFrame:
+def of_heads(frame: pd.DataFrame) -> pd.DataFrame:
     samples = check_samples(frame)
     return rows_of(samples, samples["site"] != "")
 
 
 def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
     """One indicator with a row a step and a column a head; NaN where a head was not measured."""
-    samples = _of_heads(frame)
+    samples = of_heads(frame)
     samples = rows_of(samples, samples["indicator"] == indicator)
     samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
     table = samples.pivot(index="step", columns=["layer", "head"], values="value")
@@ -62,44 +59,17 @@ def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
     return cast(pd.Series, samples["value"]).astype(float).sort_index()
 
 
-def steps(frame: pd.DataFrame) -> tuple[int, int]:
-    """The first and the last recorded step of a run that has samples."""
-    recorded = check_samples(frame)["step"].to_numpy()
-    return int(recorded.min()), int(recorded.max())
-
-
-def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
-    """Name of an attention module -> its layer, for every module with a sample."""
-    sites = _of_heads(frame).drop_duplicates(["site"])
-    return dict(zip(sites["site"], map(int, sites["layer"]), strict=True))
-
-
-def site_of_layer(frame: pd.DataFrame) -> dict[int, str]:
-    """Layer -> the name of its attention module, for every layer with a sample."""
-    layers = _of_heads(frame).drop_duplicates(["layer"])
-    return dict(zip(map(int, layers["layer"]), layers["site"], strict=True))
-
-
-def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
-    """Layer -> the heads that have at least one sample, both ascending."""
-    pairs = _of_heads(frame).drop_duplicates(["layer", "head"])
-    heads: dict[int, list[int]] = {}
-    for layer, head in sorted(zip(pairs["layer"], pairs["head"], strict=True)):
-        heads.setdefault(int(layer), []).append(int(head))
-    return heads
-
-
-def head_label(layer: int, head: int, heads_in_layer: int) -> str:
-    """The name of a head in figures and tables."""
-    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer}, head {head}"
-
-
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
     """The last recorded value of every head."""
-    samples = _of_heads(frame)
+    samples = of_heads(frame)
     samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
     samples = samples.sort_values(["step"], kind="stable")
     samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
     table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
     recorded = [name for name in HEAD_INDICATORS if name in table.columns]
     return table.reindex(columns=recorded).astype(float)
+
+
+def head_label(layer: int, head: int, heads_in_layer: int) -> str:
+    """The name of a head in figures and tables."""
+    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer}, head {head}"
