@@ -22,8 +22,7 @@ from guardbit.catalog import (
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.loading import Diagnosed, LoadedRun
 from guardbit.dashboards.page import MOST_ALARMS, RunPage, last_loss
-from guardbit.dashboards.recorded import SAMPLES_AVERAGED, Recorded
-from guardbit.dashboards.tables import Head
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, Recorded
 from guardbit.records import Event, named
 
 #: A wider table of heads does not fit the page.

@@ -31,7 +31,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from guardbit.dashboards import marks
 from guardbit.dashboards.page import Json, RunPage, asset
-from guardbit.dashboards.recorded import RunSoFar
+from guardbit.dashboards.tables import RunSoFar
 from guardbit.records import Event
 from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
 from guardbit.store.files import names_of_runs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from guardbit.dashboards.palette import OUTCOME_COLOURS
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import Ended, Judgement
 from guardbit.records import nearest
 from guardbit.store import files, reading

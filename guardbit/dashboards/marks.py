@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from guardbit.dashboards.tables import check_samples
 from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.records import Event
 from guardbit.store.files import EVENT_COLUMNS, check_columns
@@ -48,7 +47,8 @@ def judgement_of(
 ) -> Judgement:
     """Judges a run by its tables."""
     evidence = Evidence()
-    evidence.add(samples_of(check_samples(frame)))
+    if not frame.empty:
+        evidence.add(samples_of(frame))
     return judge(evidence, events_of(events), metadata, ended)
 
 

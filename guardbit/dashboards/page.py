@@ -14,11 +14,16 @@ import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
-from guardbit.dashboards.excess import EXCESS_INDICATORS, lower_quantile
-from guardbit.dashboards.history import Floats, History, Integers, farthest
+from guardbit.dashboards.history import (
+    EXCESS_INDICATORS,
+    Floats,
+    History,
+    Integers,
+    farthest,
+    lower_quantile,
+)
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.recorded import RunSoFar
-from guardbit.dashboards.tables import Head
+from guardbit.dashboards.tables import Head, RunSoFar
 from guardbit.records import Event
 
 Json = dict[str, Any]

@@ -33,8 +33,7 @@ from guardbit.dashboards.page import (
     plain_numbers,
     thinned,
 )
-from guardbit.dashboards.recorded import SAMPLES_AVERAGED
-from guardbit.dashboards.tables import rows_of
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, rows_of
 from guardbit.judgement import Judgement
 
 Format = Literal["html", "png"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.history import EXCESS_INDICATORS, times_baseline
+from guardbit.dashboards.tables import Recorded
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 

@@ -16,7 +16,7 @@ from guardbit.cli import app
 from guardbit.dashboards.document import document_of
 from guardbit.dashboards.marks import events_of, judgement_of
 from guardbit.dashboards.page import RunPage
-from guardbit.dashboards.recorded import RunSoFar
+from guardbit.dashboards.tables import RunSoFar
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
 from tests.dashboards.made import SAMPLES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from guardbit.dashboards import marks, tables
 from guardbit.dashboards.document import effect_of_switch
 from guardbit.dashboards.page import RunPage
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import EVENTS, journal, samples
 
 cells = st.dictionaries(
@@ -59,10 +59,11 @@ def test_a_resumed_run_keeps_the_later_value():
 
 def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
     loss = run.frame[run.frame["indicator"] == "loss"]
-    series = tables.of_run(loss.assign(site=np.nan), "loss")
+    read = Recorded(loss.assign(site=np.nan))
+    series = read.of_run("loss")
     np.testing.assert_array_equal(series.index, run.loss_steps)
     np.testing.assert_array_equal(series, run.loss)
-    assert tables.by_head(loss.assign(site=np.nan), "loss").empty
+    assert read.by_head("loss").empty
 
 
 @pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
@@ -76,7 +77,7 @@ def test_empty_tables_give_empty_answers(empty):
 
 def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match="samples lacks the columns indicator, value"):
-        tables.by_head(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}), "x")
+        Recorded(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}))
     with pytest.raises(ValueError, match="events lacks the columns why"):
         marks.events_of(pd.DataFrame({"step": [1], "kind": ["alarm"], "site": [""], "heads": [()]}))
 

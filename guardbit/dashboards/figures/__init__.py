@@ -22,7 +22,7 @@ from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps, story
 from guardbit.dashboards.figures.style import of_tables
 from guardbit.dashboards.figures.switch import before_and_after
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.tables import Recorded
 
 __all__ = [
     "CHARTS",

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.tables import Recorded
 
 #: Half width of the band in standard deviations: 95 % of a normal distribution.
 BAND = 1.96

@@ -17,8 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
-from guardbit.dashboards.recorded import Recorded
-from guardbit.dashboards.tables import Head, of_heads
+from guardbit.dashboards.tables import Head, Recorded, of_heads
 
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.

@@ -10,10 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import tables
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.tables import Recorded, by_head, check_samples, of_run
 
 #: What is shown of the heads below the loss, with the labels of the axes.
 STORY_PANELS = (("w_q_spectral_norm", "W_Q spectral norm"), ("max_logit", "max logit"))
@@ -101,6 +100,7 @@ def runs_over_steps(
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
+    runs = {name: check_samples(frame) for name, frame in runs.items()}
     drawn = of_runs_or_worst_heads(runs, indicator).items()
     series = {name: style.finite(values) for name, values in drawn}
     series = {name: values for name, values in series.items() if style.has_finite(values)}
@@ -148,11 +148,11 @@ def of_runs_or_worst_heads(
     runs: Mapping[str, pd.DataFrame], indicator: str
 ) -> dict[str, pd.Series]:
     """An indicator of each run as its running median, of heads the largest magnitude, by step."""
-    series = {name: style.finite(tables.of_run(frame, indicator)) for name, frame in runs.items()}
+    series = {name: style.finite(of_run(frame, indicator)) for name, frame in runs.items()}
     longest = max(map(len, series.values()), default=0)
     return {
         name: style.smooth(series[name], longest)
         if len(series[name])
-        else tables.by_head(frame, indicator).abs().max(axis=1)
+        else by_head(frame, indicator).abs().max(axis=1)
         for name, frame in runs.items()
     }

@@ -29,8 +29,7 @@ from guardbit.dashboards.palette import (
     OUTCOME_COLOURS,
     PAPER,
 )
-from guardbit.dashboards.recorded import Recorded
-from guardbit.dashboards.tables import Head
+from guardbit.dashboards.tables import Head, Recorded
 
 HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
 

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
-from guardbit.dashboards.recorded import Recorded
-from guardbit.dashboards.tables import Head, of_heads
+from guardbit.dashboards.tables import Head, Recorded, of_heads
 
 #: What the switch is meant to change, then what it must not harm.
 SWITCH_PANELS: tuple[tuple[str, str], ...] = (

@@ -14,9 +14,9 @@ from matplotlib.colors import LogNorm, to_hex, to_rgb
 from matplotlib.text import Annotation
 
 from guardbit.dashboards import figures, palette
-from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import NAMED, apart
+from guardbit.dashboards.history import EXCESS_INDICATORS
 from guardbit.dashboards.marks import MARKS
 from tests.dashboards.made import EVENTS, SAMPLES, journal, of_heads, samples
 

@@ -4,7 +4,7 @@ from matplotlib.colors import LogNorm, to_rgb
 
 from guardbit.dashboards.figures import CHARTS, model_map
 from guardbit.dashboards.palette import HEAT_STOPS, INK
-from guardbit.dashboards.recorded import Recorded
+from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import samples
 
 
