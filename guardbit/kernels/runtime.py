@@ -283,6 +283,9 @@ class Runtime:
         self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
         self.keeps_residuals = True  # see `keep_residuals`
         self._wishes: dict[Hashable, bool] = {}
+        self.is_at_rest = False  # see `rest`
+        self._resting: dict[Hashable, bool] = {}
+        self._told_frozen = False
         # Called with the errors that the op contains.
         self.on_fault: Callable[[Exception], None] = _log_fault
 
@@ -401,9 +404,37 @@ class Runtime:
             self._wishes[asker] = is_wanted
         self.keeps_residuals = any(self._wishes.values()) or not self._wishes
 
+    def rest(self, asker: Hashable, at_rest: bool | None) -> None:
+        """Says for `asker` whether no compiled call need run the op; None retracts.
+
+        A compiler guards on `is_at_rest`: it makes one graph with the op, and one without.
+        """
+        if at_rest is None:
+            self._resting.pop(asker, None)
+        else:
+            self._resting[asker] = at_rest
+        wanted = bool(self._resting) and all(self._resting.values())
+        if wanted == self.is_at_rest or at_rest is None or may_recompile():
+            self.is_at_rest = wanted
+        elif not wanted and not self._told_frozen:
+            self._told_frozen = True
+            log.warning(
+                "compiled attention is neither sampled nor switched: PyTorch's compiler is told"
+                " to fail where it would compile anew"
+            )
+
     def tell_fault(self, error: Exception) -> None:
         """Reports that a part of GuardBit failed in a call."""
         self.on_fault(error)
+
+
+def may_recompile() -> bool:
+    """Whether PyTorch's compiler may make another graph; a user can make that an error."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return True
+    stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", "default")
+    return not dynamo.config.error_on_recompile and stance != "fail_on_recompile"
 
 
 def _log_fault(error: Exception) -> None:

@@ -87,14 +87,21 @@ def test_model_logits_go_by_growth_and_saturation(sites, logits, first):
     assert [(a.step, a.site) for a in alarms[:3]] == [(first, s) for s in sites if first]
 
 
-def loss_alarms(losses):
-    return alarms_in(LossDeparture(), {("", "loss"): losses}, range(len(losses)))
+def loss_alarms(losses, every=20):
+    return alarms_in(LossDeparture(), {("", "loss"): losses}, range(0, every * len(losses), every))
 
 
 def test_loss_departure_at_the_rise_and_not_before():
     alarms = loss_alarms([3.0] * 20 + [3.9] * 20 + [4.1] * 20)
     # The median of the last 8 is 4.1 or (3.9 + 4.1) / 2 = 4.0 once 4 of them are.
-    assert [(a.step, a.site, a.heads) for a in alarms] == [(43, "", ())]
+    assert [(a.step, a.site, a.heads) for a in alarms] == [(20 * 43, "", ())]
+
+
+def test_loss_departure_covers_steps_however_often_the_loss_is_recorded():
+    assert loss_alarms([3.0] * 400 + [4.2] * 60 + [3.0] * 400, every=1) == []
+    (alarm,) = loss_alarms([3.0] * 400 + [4.2] * 200, every=1)
+    # Of the last 160 losses 80 are 4.2 at step 479: the median is 3.6, and a step later 4.2.
+    assert alarm.step == 480
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -103,7 +110,7 @@ def test_losses_that_are_not_finite_are_large_and_one_is_spared(before, value):
     sound = [3.0] * before
     (alarm,) = loss_alarms([*sound, value, *sound, *[value] * 20])
     assert (alarm.rule, alarm.why) == ("loss_departure", "the loss is not finite")
-    assert alarm.step > 2 * before
+    assert alarm.step > 40 * before
 
 
 def test_loss_departure_spares_noisy_losses():

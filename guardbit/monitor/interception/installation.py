@@ -84,7 +84,11 @@ def install(user: object) -> None:
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
     _put_in_place(found, {original_checkpoint: checkpoint})
-    _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+    config = torch._dynamo.config
+    _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+    # Each graph of a model's own comes in two, see `Runtime.rest`.
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        _replace(config, name, 2 * getattr(config, name))
     _restore.append(partial(runtime.unlisten, note_flash_call))
     runtime.listen(note_flash_call)
 

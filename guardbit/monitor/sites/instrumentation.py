@@ -80,14 +80,17 @@ class Instrumentation:
         self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
         self._clock = Clock()
         self._switched: list[Site] = []
+        self._user = object()
+        self._has_sampled = False
         # Undone in reverse order; what fails is tried again by the next `remove`.
         self._installed: list[Callable[[], None]] = []
         try:
             if candidates:
-                user = object()
-                uninstall = functools.partial(installation.uninstall, user)
-                self._installed += [installation.restore, uninstall]
-                installation.install(user)
+                uninstall = functools.partial(installation.uninstall, self._user)
+                forget = functools.partial(runtime.rest, self._user, None)
+                self._installed += [installation.restore, uninstall, forget]
+                installation.install(self._user)
+                runtime.rest(self._user, False)
             for name, module in candidates.items():
                 self._attach(name, module)
         except BaseException:
@@ -153,6 +156,8 @@ class Instrumentation:
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
     ) -> None:
         """Switches heads to a stabilizer, from the site's next call on.
+
+        A compiled model that a session watches takes the switch at its next step.
 
         A forward that activation checkpointing recomputes runs as the original forward did.
 
@@ -247,6 +252,12 @@ class Instrumentation:
             self._at_rest = wanted
             for name, site in self._sites.items():
                 site.state.at_rest = at_rest and name not in but
+        # Once there is a graph with the op, so that a switch need not wait for the compiler. Here,
+        # between two steps, and not at a switch: a checkpoint must find the graph of its forward.
+        self._has_sampled = self._has_sampled or not at_rest
+        if self._installed:
+            is_unused = at_rest and not but and not self._switched
+            runtime.rest(self._user, is_unused and self._has_sampled)
 
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless.

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from guardbit import MonitorSession
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
@@ -254,3 +255,49 @@ def test_the_graph_has_gradients_as_pytorch_lays_them_out():
     with instrumented(watched):
         found = strides_of_gradients(watched, x)
     assert len(found) == 3 and found == expected
+
+
+def op_runs(site):
+    return sum(n for (way, _), n in site.launches.items() if way == "forward")
+
+
+def test_a_session_has_two_graphs_and_runs_the_op_in_sampled_steps_and_when_switched(tiny, tokens):
+    model = tiny.GPT(layers=2)
+    expected = tiny.step(model, tokens)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    session = MonitorSession(model, every_n_train_steps=3)
+    site, runs = session.instrumentation.candidates["h.1.attn"], []
+    for step in range(9):
+        if step == 5:
+            session.instrumentation.switch("h.0.attn", "exact_delta", heads=[1])
+        session.begin_batch(step)
+        before = op_runs(site)
+        found = tiny.step(model, tokens, run=compiled)
+        runs.append(op_runs(site) - before)
+        session.end_step()
+        assert step >= 5 or tiny.equal(found, expected)
+    assert runs == [1, 0, 0, 1, 0, 1, 1, 1, 1]
+    assert counter.frame_count == 2
+    session.close()
+    assert not runtime.is_at_rest
+
+
+def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
+    model = tiny.GPT(layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    session = MonitorSession(model, every_n_train_steps=3)
+    site = session.instrumentation.candidates["h.0.attn"]
+
+    def train(steps):
+        for step in steps:
+            session.begin_batch(step)
+            tiny.step(model, tokens, run=compiled)
+            session.end_step()
+
+    train(range(2))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        train(range(2, 8))
+    assert op_runs(site) == 1
+    assert caplog.text.count("neither sampled nor switched") == 1
+    session.close()

@@ -246,7 +246,7 @@ def observed(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
         refusal = f"{found.why}; compiled it is not watched either"
     heads = heads_of(found.q, found.k)
     note_traced_call(runtime.current, heads, refusal, entry.name)
-    return found if isinstance(found, Bound) else None
+    return found if isinstance(found, Bound) and not runtime.is_at_rest else None
 
 
 def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watched | None:
