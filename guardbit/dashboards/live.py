@@ -252,13 +252,15 @@ class LiveRuns:
             self._thread.join(timeout=5)
 
     def look(self) -> None:
-        """Reads what is new of the open runs, and of others while time is left, in turn."""
-        until = time.monotonic() + LOOK_EVERY
+        """Reads what is new of the open runs, and then for some time of the others, in turn."""
+        until: float | None = None
         if self.is_list and time.monotonic() - (self._searched or -SEARCH_EVERY) >= SEARCH_EVERY:
             self._search()
         for run in sorted(self._runs, key=lambda run: (not run.is_open, run.looked_at)):
-            if not run.is_open and time.monotonic() > until:
-                break
+            if not run.is_open:
+                until = until or time.monotonic() + LOOK_EVERY
+                if time.monotonic() > until:
+                    break
             try:
                 alarms = run.look()
                 run.problem = ""

@@ -101,11 +101,14 @@ def of_tables(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None
     """Decorates a figure of a `Recorded` run, so that it is called with the tables of one."""
 
     def drawn(
-        frame: pd.DataFrame | Recorded, events: pd.DataFrame | None = None, **settings: Any
+        frame: pd.DataFrame | Recorded,
+        events: pd.DataFrame | None = None,
+        *settings: Any,
+        **named: Any,
     ) -> Figure | None:
         run = frame if isinstance(frame, Recorded) else Recorded(frame, events)
         with matplotlib.rc_context(STYLE):
-            return draw(run, **settings)
+            return draw(run, *settings, **named)
 
     drawn.__name__, drawn.__doc__ = draw.__name__, draw.__doc__
     return drawn

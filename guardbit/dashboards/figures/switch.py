@@ -74,8 +74,8 @@ def before_and_after(run: Recorded) -> Figure | None:
 
 def _worst_first(run: Recorded, heads: Sequence[Head], step: int) -> list[Head]:
     """The heads that are drawn: those with an alarm by then, then the farthest above baseline."""
-    excess, _, _ = run.excess(run.history.bucket_of(step))
-    others = sorted(heads, key=lambda head: -np.nan_to_num(excess[head]))
+    excess = dict(np.ndenumerate(run.excess(run.history.bucket_of(step))[0]))
+    others = sorted(heads, key=lambda head: -np.nan_to_num(excess.get(head, 0.0)))
     alarmed = [head for head in run.first("alarm", until=step) if head in heads]
     return list(dict.fromkeys([*alarmed, *others]))[: len(HIGHLIGHTS)]
 
