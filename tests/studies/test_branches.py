@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.branches import draw, table
+from studies.rescue.branches import draw, table, what_was_done
 from studies.rescue.packed import Run
 
 
@@ -52,6 +52,42 @@ def test_a_branch_is_held_against_its_original_at_the_same_steps(runs):
     assert found.loc["logits clipped at 100", "logit_original"] == 2100.0
 
 
+def test_up_to_a_step_that_is_named(runs):
+    late = table(runs, 2400).set_index("what").loc["exact_delta"]
+    assert (late["steps"], late["compared"], late["logit_original"]) == (1400, 1400, 2500.0)
+    assert late["above_after"] == pytest.approx(0.25)
+    assert table(runs, 1000).empty
+
+
+def test_a_copy_without_a_change_is_one_like_the_others(runs):
+    origin, frame = "/x/stock-seed5/step=1000.ckpt", frame_of(lambda s: 2.5, lambda s: 9.0, 2000)
+    copies = [
+        run_of("stock-seed5-from1000", "stock", None, origin, frame),
+        run_of("stockx0.5-seed5-from1000", "stock", None, origin, frame, rate_factor=0.5),
+    ]
+    found = table([*runs[:2], *copies])
+    assert found["what"].tolist() == ["nothing", "rate halved"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "stabilizer", "more", "what"),
+    [
+        ("late", "exact_delta", {"bound": None}, "exact_delta"),
+        ("late_layers", "exact_delta", {"bound": None}, "exact_delta, alarmed layers"),
+        ("late_heads", "exact_delta", {"bound": None}, "exact_delta, alarmed heads"),
+        ("late", "centered_keys", {}, "centered_keys"),
+        ("late", "error-1", {}, "exact delta and -1 of its error"),
+        ("qk_clip", None, {}, "logits clipped at 100"),
+        ("qk_clip", None, {"bound": 100.0}, "logits clipped at 100"),
+        ("qk_clip", None, {"bound": 1000.0}, "logits clipped at 1,000"),
+        ("stock", None, {"bound": None, "rate_factor": 0.5}, "rate halved"),
+    ],
+)
+def test_each_way_has_a_name_of_its_own(arm, stabilizer, more, what):
+    run = run_of("any", arm, stabilizer, None, pd.DataFrame())
+    assert what_was_done(run._replace(facts={**run.facts, **more})) == what
+
+
 def test_where_the_matched_run_ends_first_logits_are_told_to_the_end(runs):
     short = frame_of(lambda s: 2.0, lambda s: 10.0, 1800)
     found = table([runs[0]._replace(frame=short), *runs[1:]]).set_index("what")
@@ -59,6 +95,16 @@ def test_where_the_matched_run_ends_first_logits_are_told_to_the_end(runs):
     assert (late["steps"], late["compared"]) == (2000, 800)
     assert late["logit_original"] == 3100.0, "at step 3,000"
     assert late["above_after"] == pytest.approx(0.25)
+
+
+def test_a_seed_without_a_matched_run_is_left_out(runs):
+    origin, copy = (run._replace(facts={**run.facts, "seed": 6}) for run in runs[1:3])
+    others = [
+        origin._replace(name="stock-seed6"),
+        copy._replace(name="late-seed6-from1000",
+                      facts={**copy.facts, "branched_from": "/x/stock-seed6/step=1000.ckpt"}),
+    ]  # fmt: skip
+    assert table([*runs, *others]).equals(table(runs))
 
 
 @pytest.mark.parametrize(("step", "lines"), [(None, 3), (6400, 3), (400, 3), (600, 4)])

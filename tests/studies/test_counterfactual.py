@@ -56,11 +56,31 @@ def runs():
     return [run_of(ORIGIN, (1e-4, 2e-4, 1e-3), 3000, alarmed), *copies]
 
 
+def test_a_family_ends_where_its_shortest_run_does(runs):
+    (family,) = families(runs)
+    assert (family.origin.name, family.step, family.last) == (ORIGIN, 1000, 2000)
+    assert [run.facts["arm"] for run in family.copies] == ["late", "late", "stock", "stock"]
+
+
 # Copies that begin at the alarm or later, and an alarm that not all have reached.
 @pytest.mark.parametrize("first_alarm", [1000, 900, 2200])
 def test_without_an_alarm_among_the_common_steps_there_is_nothing_to_compare(runs, first_alarm):
     other = run_of(ORIGIN, (0, 0, 0), 3000, [(first_alarm, 1, (0,))])
     assert families([other, *runs[1:]]) == []
+
+
+def test_a_family_needs_copies_of_both_kinds(runs):
+    assert families(runs[:3]) == [] == families([runs[0], *runs[3:]])
+
+
+def test_other_copies_are_left_out(runs):
+    others = [
+        run_of("late-keys-seed7-from1000", (0, 0, 0), 1400, (), "late", "centered_keys", 1200),
+        run_of("stock-guardbit-seed7-from1000", (0, 0, 0), 1400, begin=1200, backend="guardbit"),
+        run_of("late_heads-seed7-from1000", (0, 0, 0), 1400, (), "late_heads", "exact_delta", 1200),
+    ]
+    (family,) = families([*runs, *others])
+    assert len(family.copies) == 4 and family.last == 2000
 
 
 def test_runs_that_keep_other_steps_are_compared_at_those_they_share(runs):

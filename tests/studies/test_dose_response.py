@@ -65,6 +65,13 @@ def test_of_whole_rounds_growth_is_told_from_the_checkpoint_on(runs):
     assert twice["largest"] == twice["logit"]
 
 
+def test_alarms_are_counted_up_to_the_last_step(runs):
+    alarmed = [(4300, 2, (0,)), (4400, 1, (0,)), (5700, 2, (1,))]
+    (family,) = families([*runs[:-1], copy_of("random", 18, 0.0, alarmed=alarmed)])
+    last = table(family).iloc[-1]
+    assert (last["handed"], last["alarm"], last["alarmed"]) == ("random", 4300, 2)
+
+
 @pytest.mark.parametrize("last", [5400, None])
 def test_a_round_that_did_not_end_is_left_out(runs, last):
     others = [] if last is None else [copy_of("random", 18, 0.0, last=last)]
@@ -100,6 +107,18 @@ def test_where_no_round_ended_the_copies_are_told_as_far_as_all_expected_ways_go
     assert hollow == [copy.way == "-1" or copy.round == 18 for copy in family.copies]
 
 
+def test_without_a_copy_of_each_expected_way_there_is_nothing_to_tell(runs):
+    assert families([runs[0], *(copy_of(way, 17, RATES[way]) for way in WAYS if way != "2")]) == []
+
+
+def test_copies_from_after_the_alarm_or_of_another_kind_are_none_of_these(runs):
+    late = run_of(ORIGIN, 0.05, 5800, [(3900, 2, (0,))])
+    assert families([late, *runs[1:]]) == []
+    other = run_of("late-keys-seed7-again17-from4000", 0.0, 5600, (), "late", "centered_keys")
+    (family,) = families([*runs, other])
+    assert len(family.copies) == 2 * len(WAYS)
+
+
 @pytest.mark.parametrize(
     "groups", [([1.0, 4.0], [3.0, 2.5], [5.0]), ([1.0], [2.0, 3.0]), ([4.0], [1.0, 2.0], [3.0])]
 )
@@ -123,3 +142,13 @@ def test_chance_is_that_of_all_ways_to_deal_them_out(groups):
 def test_what_is_not_a_number_is_in_no_order():
     assert in_order(([1.0], [np.nan, 2.0])) == 1.0
     assert in_order(([1.0], [1.0])) == 0.5
+
+
+def test_the_test_is_told_with_its_order(runs):
+    (family,) = families(runs)
+    text = told(family)
+    # 4 x 4 + 4 x 2 + 4 x 2 pairs, all in order; 10! / (4! 4! 2!) = 3,150 ways.
+    assert "Pairs in this order: 32 of 32" in text
+    assert f"{1 / 3150:.2g} of all ways" in text
+    assert "no test" not in text
+    assert "head 2.0" in text

@@ -45,3 +45,9 @@ def test_heads_that_were_alarmed_or_came_below_one_nat_are_told(run, tmp_path):
     assert found["below"].tolist()[::2] == [400, 600]
     assert np.isnan(found.loc["3.1", "below"]) and np.isnan(found.loc["5.1", "alarm"])
     assert found["least"].tolist() == [0.2, 3.0, 0.8]
+
+
+def test_the_command(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(entropies, "load", lambda folder: [run, run._replace(name="other")])
+    entropies.main([str(tmp_path)])
+    assert "1 runs, 4 heads" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from studies.rescue import low_rate
 from studies.rescue.low_rate import (
     compared,
     excess,
+    first_said,
     other_of,
     runs_at,
     table,
@@ -57,6 +58,16 @@ def runs():
     ]
 
 
+def test_only_runs_at_this_rate_are_told(runs):
+    assert [run.name for run in runs_at(runs)] == ["short", "bad", "long", "alone"]
+
+
+def test_a_run_is_held_against_the_longest_other_start(runs):
+    found = {run.name: other_of(run, runs_at(runs)) for run in runs_at(runs)}
+    names = {name: other and other.name for name, other in found.items()}
+    assert names == {"short": "long", "bad": "long", "long": "bad", "alone": None}
+
+
 def test_losses_are_means_over_as_many_steps_as_are_asked_for(runs):
     long, bad = runs[:2]
     found = excess(bad, long, 400)
@@ -78,6 +89,16 @@ def test_chance_is_what_came_before_anything_was_said(runs):
     # The size of what is below; until something is said of either.
     assert bad["chance"] == found.loc["long", "chance"] == pytest.approx(0.04)
     assert found.loc["alone", ["above", "chance", "alarm", "sigma"]].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("said", "first"),
+    [([(700, "advisory"), (900, "alarm")], 700), ([(900, "advisory"), (700, "alarm")], 700),
+     ([(700, "switch"), (900, "alarm")], 900), ([(700, "alarm", "", -1)], math.inf),
+     ([], math.inf)],
+)  # fmt: skip
+def test_what_is_said_first_of_a_head(said, first):
+    assert first_said(run_of("a", 1, 1000, lambda s: 0.0, said)) == first
 
 
 def test_a_corrected_start_is_what_others_are_held_against(runs):

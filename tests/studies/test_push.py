@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import guardbit
-from studies.rescue.growth import correlation, parts, table
+from studies.rescue.growth import correlation, original_change, parts, table, totals
 from studies.rescue.model import LanguageModel, Size
 from studies.rescue.push import Layer, go_on, query_rows, rows_of, thinned
 
@@ -86,6 +86,11 @@ def test_thinned_rows_are_sums_from_the_first_step_on():
     assert kept["change"].sum() == pytest.approx(full["change"].sum())
 
 
+def test_the_head_that_rounding_pushes_most_is_last():
+    sums = totals(frame(range(4)))
+    assert list(sums.index) == [(0, 0), (0, 1), (0, 2)] and sums["growth_run"].iloc[-1] == 8.0
+
+
 def test_the_correlation_of_a_line_is_one_and_its_interval_holds_it():
     growth = np.linspace(-1, 1, 40)
     noise = np.random.default_rng(2).normal(size=40)
@@ -132,3 +137,28 @@ def test_the_pushed_head_has_its_place_among_those_that_grew(change, number):
         f"by what sigma did {number}; by the smallest sigma 3, 3.50 where the median is 11" in told
     )
     assert told.endswith("flash 1.00 (1.00),\ncentred keys -1.00 (-1.00).")
+
+
+def norms(step, values):
+    rows = [(step, 0, head, "w_q_spectral_norm", value) for head, value in enumerate(values)]
+    return pd.DataFrame(rows, columns=["step", "layer", "head", "indicator", "value"])
+
+
+def test_the_original_is_read_at_the_steps_around():
+    kept = {200: [1.0, 1.0], 400: [2.0, 3.0], 600: [4.0, 3.0], 800: [9.0, 9.0], 1000: [9.0, 9.0]}
+    run = pd.concat([norms(step, values) for step, values in kept.items()])
+    change = original_change(run, 430, 790)
+    assert change.attrs == {"first": 400, "last": 800}
+    np.testing.assert_allclose(change["change"], np.log([4.5, 3.0]))
+    change = original_change(run, 400, 600)
+    np.testing.assert_allclose(change["change"], np.log([2.0, 1.0]), atol=1e-12)
+
+
+def test_the_place_of_the_pushed_head_in_the_original():
+    heads = frame([400, 410], heads=30).assign(growth_all=0.0)
+    run = pd.concat([norms(400, np.ones(30)), norms(600, [2.0, 3.0, *[1.0] * 27, 1.5])])
+    told = table("run", heads, original_change(run, 400, 410))
+    assert "steps 400 to 600: there its place is 3," in told
+    grown = np.log([2.0, 3.0, *[1.0] * 27, 1.5])
+    expected = np.corrcoef(grown, np.arange(30))[0, 1]
+    assert f"the correlation of rounding with it {expected:.2f} (" in told

@@ -47,3 +47,7 @@ def test_runs_of_a_seed_are_read_up_to_the_last_common_step():
     # Half of 25 losses and more lie 0.2 nats above: the thirteenth from 6,500 on.
     assert found.loc["fails", "departs"] == 6740 and math.isnan(found.departs["its"])
     assert found.alarm["fails"] <= found.alarm["its"] and math.isnan(found.alarm["exact"])
+
+
+def test_without_such_a_run_there_is_nothing_to_tell():
+    assert remedy.table([*RUNS[:2], *OTHERS]).empty
