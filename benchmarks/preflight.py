@@ -48,7 +48,7 @@ def main() -> None:
         flex.flex(shapes[0], mask, arguments.dtype)
     result = joined(result, flex.result)
     for why in UNEXAMINED:
-        result.refused[f"not examined: {why}"] = ["all engines"]
+        result.not_examined[f"not examined: {why}"] = ["all engines"]
     versions = {name: machine.versions.get(name, "") for name in ("torch", "cudnn", "triton")}
     lines = []
     for place, rows in text.by_engine(result.rows).items():
@@ -68,7 +68,7 @@ def main() -> None:
                     "verdict": text.verdict(result, *place), "gpu": machine.gpu or "", **versions,
                 }
             )  # fmt: skip
-    for why, places in result.refused.items():
+    for why, places in (result.refused | result.not_examined).items():
         lines += [{"shape": place, "verdict": why, "gpu": machine.gpu or ""} for place in places]
     write(arguments.csv, lines)
     for part in (text.describe_machine(machine), text.table(result), text.explain(result)):

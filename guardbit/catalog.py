@@ -120,6 +120,7 @@ CATALOG: tuple[Indicator, ...] = (
         probe="keys",
         label="common part of the keys",
         meaning="norm of the mean key of a sequence over the root mean square of its keys' norms",
+        logged_key="guardbit/key_common_mode",
     ),
     Indicator(
         name="delta_bias",

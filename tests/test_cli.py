@@ -162,12 +162,12 @@ def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_r
 def write_run(
     folder: Path, *, loss: float = 3.0, end: RunEnd = "finished", **metadata: object
 ) -> Path:
-    """Two samples of one of two attention modules, in 60 steps; its loss from step 13 on."""
+    """Eight samples of one of two attention modules, in 60 steps; its loss from step 13 on."""
     about = {"sites": {"h.0.attn": {}}, "unseen": ["h.1.attn"]}
     writer = RunWriter(folder, metadata=about | metadata)
     for step in range(60):
         writer.add([Sample(step, "", -1, "loss", (loss if step >= 13 else 3.0,))])
-        if step in (0, 50):
+        if step == 0 or 44 <= step <= 50:
             writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
     writer.close(end)
     return folder
@@ -208,7 +208,7 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
     def resumed(name: str, *, alarm: int) -> Path:
         folder = write_run(tmp_path / name)
         with RunWriter(folder, start_step=59) as writer:
-            for step in (100, 150):
+            for step in range(100, 180, 10):
                 writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
                 writer.add([Sample(step, "", -1, "loss", (3.0,))])
             writer.event(Event(alarm, "alarm", "h.0.attn", (0,), "it grew", rule="head_growth"))
@@ -243,7 +243,10 @@ def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path):
             writer.add([Sample(step, "h.1.attn", 1, "max_logit", (10.0, 11.0))])
     result = invoke("report", tmp_path / "run")
     page = tmp_path / "run" / "report.html"
-    said = "run: Healthy: no alarm up to step 1. Nothing is to be done.\n"
+    said = (
+        "run: Unclear: too short to judge: 2 samples, 8 needed. Go on: heads need 8 samples of"
+        " indicators that the rules read.\n"
+    )
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{page}\n", said)
     text = page.read_text(encoding="utf-8")
     assert all(said in text for said in ("h.1.attn", "2.13", "<title>run"))

@@ -334,10 +334,11 @@ def test_a_run_in_which_no_head_was_measured_is_unclear():
 @pytest.mark.parametrize(
     ("head_steps", "said"),
     [
-        ([0], "Unclear: heads were sampled once, at step 0: rules need two samples"),
+        ([0], "Unclear: too short to judge: 1 sample, 8 needed"),
+        ([*range(7)], "Unclear: too short to judge: 7 samples, 8 needed"),
         (
-            [0, 50, 100],
-            "Healthy: no alarm in 3 samples of the heads, the last at step 100 of 10,000",
+            [*range(0, 400, 50)],
+            "Healthy: no alarm in 8 samples of the heads, the last at step 350 of 10,000",
         ),
         # The next sample was due at 10,050 and at 10,100.
         ([*range(0, 10_000, 50)], "Healthy: no alarm up to step 9,950"),
@@ -540,6 +541,9 @@ def test_metadata_of_any_kind_end_nothing(metadata):
     assert judged(metadata=metadata).state in ("healthy", "unclear")
 
 
+WRITTEN_OUT = {"kernels": [], "not_switchable": "it is written out in PyTorch: its delta"}
+
+
 def keys(step, layer, *modes):
     return Sample(step, f"h.{layer}.attn", layer, "key_common_mode", modes)
 
@@ -564,6 +568,10 @@ def keys(step, layer, *modes):
         ([keys(2000, 0, math.inf), keys(2001, 0, math.nan)], {},
          ("of unknown risk", None, None, ())),
         ([keys(2000, 0, 0.99)], {"precision": ["float32"]}, ("hardly at risk", None, None, ())),
+        ([keys(2000, 0, 0.99)], {"sites": {"a": {"kernels": ["MATH"]}, "b": WRITTEN_OUT}},
+         ("hardly at risk", None, None, ())),
+        ([keys(2000, 0, 0.99)], {"sites": {"a": {"kernels": ["CUDNN"]}, "b": WRITTEN_OUT}},
+         ("at risk", 0.99, 2000, (0,))),
     ],
 )  # fmt: skip
 def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(

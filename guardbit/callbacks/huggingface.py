@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,8 +39,9 @@ STATE_FILE = "guardbit.json"
 # The reporters that take text; others warn of it.
 _TAKE_TEXT = (TensorBoardCallback, WandbCallback)
 
-# The callbacks whose training has begun and not ended.
-_training: WeakSet[HuggingFaceMonitor] = WeakSet()
+# The callbacks whose training has begun and not ended, with its model and Trainer. After Ctrl-C
+# nothing else may hold them.
+_training: dict[HuggingFaceMonitor, tuple[nn.Module, Trainer]] = {}
 
 
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
@@ -74,15 +74,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         with refusing():
             self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
         self.strict = self.settings.strict
-        #: The model that is trained, and the Trainer that trains it.
-        self._run: tuple[nn.Module, Trainer] | None = None
 
     @guard.method()
     def on_train_begin(
         self, args: Any, state: TrainerState, control: Any, *, model: nn.Module, **others: Any
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
-        self._run = None
+        _training.pop(self, None)
         end(self, "crashed")  # a session is still open if the last run did not end
         trainers: list[Trainer] = []
         reporters, trained, checkpoint = [], [], None
@@ -117,8 +115,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             return
         session.attempt("notices", lambda: _warn_of_few_losses(args, state))
         if trainers:
-            self._run = model, trainers[0]
-            _training.add(self)
+            _training[self] = model, trainers[0]
         if state.global_step > 0:
             path = Path(checkpoint, STATE_FILE) if checkpoint else _state_path(args, state)
             try:
@@ -185,7 +182,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     @guard.method(at_last=end)
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
-        self._run = None
+        _training.pop(self, None)
         end(self, "finished")
 
     def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
@@ -194,13 +191,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         A training that still goes on, because it runs this one inside it, keeps its session: its
         Trainer is among those whose methods are running.
         """
-        of, trainer = self._run or (None, None)
+        of, trainer = _training[self]
         if of is model and self.session is not None and trainer not in trainers:
             log.warning(
                 "an earlier training of this model was interrupted: its session is closed, and"
                 " the new training is watched"
             )
-            self._run = None
+            del _training[self]
             end(self)
 
 

@@ -6,12 +6,14 @@ import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
-from guardbit.dashboards.history import History
+from guardbit.dashboards.history import FEWEST_SAMPLES, History
 from guardbit.monitor.measure import largest
 from guardbit.records import RunEnd, Sample
 
@@ -28,9 +30,23 @@ _BUCKETS = 64
 
 def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str:
     """Says that the run is watched, and which command shows it."""
-    live = f"the live page: guardbit live {shlex.quote(str(dirpath))}"
-    where = live if str(dirpath) else "without dirpath nothing is kept"
+    where = f"the live page: guardbit live {shlex.quote(str(dirpath))}"
+    if not str(dirpath):
+        where = "without dirpath nothing is kept"
+    elif why := _why_unwritable(Path(dirpath).absolute()):
+        where = f"nothing can be written to {dirpath} now ({why}): set another dirpath"
     return f"GuardBit samples attention every {every_n_train_steps} steps; {where}"
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Why a run cannot be written to a folder, which need not exist, or ""."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:
@@ -73,10 +89,11 @@ class LoggedRun:
                 self._history.moved.setdefault((layer, head), self.step or 0)
         num_switched = sum(map(len, switched.values()))
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
-        worst = self.worst()
-        if worst is not None:
-            metrics.update(zip(WORST_KEYS, worst, strict=True))
-        self.latest |= metrics
+        worst = dict(zip(WORST_KEYS, self.worst() or (), strict=False))
+        self.latest |= metrics | worst  # callbacks that find no value end the training
+        # No head lies above a baseline that there is not yet.
+        if self.num_samples >= FEWEST_SAMPLES or worst.get(WORST_KEYS[2], 0) > 1:
+            metrics |= worst
         return {**metrics, **self._of_layers(session.samples)} if self.log_layers else metrics
 
     def _of_layers(self, samples: Iterable[Sample]) -> dict[str, float]:

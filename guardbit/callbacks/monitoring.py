@@ -47,6 +47,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ==================================  ===========================================================
     ``guardbit/w_q_spectral_norm``      largest spectral norm of a head's rows of W_Q
     ``guardbit/max_logit``              largest scale * q.k in size, without masks and biases
+    ``guardbit/key_common_mode``        largest common part of the keys
     ``guardbit/multiple_maxima``        largest share of rows with more than one maximum
     ``guardbit/delta_bias_cumulative``  largest running sum of delta_lp - delta_hp, by size
     ``guardbit/dq_relative_error``      largest relative error of dQ among audited heads

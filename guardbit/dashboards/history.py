@@ -44,7 +44,7 @@ EXCESS_INDICATORS: Mapping[str, float] = {
 #: Fewest heads at a step whose median is used.
 _FEWEST_PEERS = 4
 #: Before this many samples a head has no baseline.
-_FEWEST_SAMPLES = 5
+FEWEST_SAMPLES = 5
 _BASELINE_QUANTILE = 0.25
 #: Noise is allowed three standard deviations.
 _NOISE_SPAN = 3.0
@@ -223,7 +223,7 @@ def times_baseline(
     usual, count = _usual(logs)
     # A head without a past before the first alarm has that of the whole run.
     usual = np.where(np.isnan(early), usual, early)
-    known = count >= _FEWEST_SAMPLES
+    known = count >= FEWEST_SAMPLES
     if moved is not None and (~moved).sum() >= _FEWEST_PEERS:
         # That of one that has moved would be its illness: it is compared with the median head.
         alone = moved & np.isnan(early) & (count > 0)
@@ -249,14 +249,14 @@ def _shared(logs: Floats, moved: npt.NDArray[np.bool_] | None, until: int | None
 
 
 def _usual(logs: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """The upper end of each head's usual range, NaN below `_FEWEST_SAMPLES`, and their number."""
+    """The upper end of each head's usual range, NaN below `FEWEST_SAMPLES`, and their number."""
     logs = _without_gaps(logs)
     baseline, count = lower_quantile(logs, _BASELINE_QUANTILE)
     steps, _ = lower_quantile(np.abs(np.diff(logs, axis=0)), 0.5)
     # The median step of a sequence does not see a lasting jump; 1.4826 turns it into a standard
     # deviation of differences, the root of 2 into one of values.
     noise = np.nan_to_num(1.4826 / np.sqrt(2) * steps)
-    return np.where(count >= _FEWEST_SAMPLES, baseline + _NOISE_SPAN * noise, np.nan), count
+    return np.where(count >= FEWEST_SAMPLES, baseline + _NOISE_SPAN * noise, np.nan), count
 
 
 def _without_gaps(values: Floats) -> Floats:

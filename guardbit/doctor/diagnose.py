@@ -43,7 +43,7 @@ _VANISHED = 1e-5
 # The same for an exact dQ, below which the head is saturated, whatever the cause.
 _SATURATED = 1e-4
 # Standard deviations above which a push is no chance: 6e-5 of normal deviates have more.
-_SURE = 4.0
+SURE = 4.0
 # Scores this near to a row's maximum count as maxima, for `multiple_maxima` and for `row_max`.
 _TIED = 1e-3
 # beta - 1 of `row_max`, as after a switch.
@@ -396,7 +396,7 @@ def _cause(error: Measures) -> Cause:
         return "not rounding"
     if error.is_saturated:
         return "unclear"
-    if abs(error.push_share) >= _LARGE and abs(error.significance) >= _SURE:
+    if abs(error.push_share) >= _LARGE and abs(error.significance) >= SURE:
         return "rounding"
     return "unclear" if error.relative_error >= _LARGE else "not rounding"
 

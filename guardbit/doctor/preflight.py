@@ -79,8 +79,9 @@ class Preflight:
 
     findings: list[Finding] = field(default_factory=list)  # what was found, broken engines first
     rows: list[Row] = field(default_factory=list)  # the table
-    # Why engines do not serve calls, or calls were not examined -> which.
-    refused: dict[str, list[str]] = field(default_factory=dict)
+    refused: dict[str, list[str]] = field(default_factory=dict)  # why engines serve no calls: which
+    # Why calls were not examined, as for want of time or memory -> which.
+    not_examined: dict[str, list[str]] = field(default_factory=dict)
     # Where backwards take delta from, by "engine shape mask dtype".
     delta: dict[str, str] = field(default_factory=dict)
     # The engine that PyTorch chooses, by "shape mask dtype".
@@ -159,9 +160,10 @@ class Examiner:
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
 
     def refuse(self, why: str, place: str) -> None:
-        places = self.result.refused.setdefault(why, [])
-        if place not in places:
-            places.append(place)
+        _add(self.result.refused, why, place)
+
+    def skip(self, why: str, place: str) -> None:
+        _add(self.result.not_examined, f"not examined: {why}", place)
 
     def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> ExaminedCall:
         return make(kind, shape, spec, DTYPES[dtype_name], self.device)
@@ -202,7 +204,7 @@ class Examiner:
                     examination.look(kind, call, exacts, units)
                     left_out[name].remove(kind)
                 except torch.OutOfMemoryError:
-                    self.refuse("not examined: out of memory", f"{name}, {shape} {mask}, {kind}")
+                    self.skip("out of memory", f"{name}, {shape} {mask}, {kind}")
         for examination in examinations:
             place = " ".join(examination.place)
             if kinds := left_out[examination.engine.name]:
@@ -231,7 +233,7 @@ class Examiner:
     def _is_late(self, place: str) -> bool:
         late = time.monotonic() > self._end
         if late:
-            self.refuse(f"not examined: {self._seconds:.0f} s are over", place)
+            self.skip(f"{self._seconds:.0f} s are over", place)
         return late
 
     def _is_left_out(self, place: str, shape: Shape, mask: str) -> bool:
@@ -245,11 +247,17 @@ class Examiner:
     def _exceeds(self, needed: int, place: str) -> bool:
         free = _PART * free_memory(self.device)
         if needed > free:
-            self.refuse(
-                f"not examined: it needs more than half of the free memory, {free / 2**30:.1f} GiB",
+            self.skip(
+                f"it needs more than half of the free memory, {free / 2**30:.1f} GiB",
                 f"{place}, {needed / 2**30:.1f} GiB",
             )
         return needed > free
+
+
+def _add(told: dict[str, list[str]], why: str, place: str) -> None:
+    places = told.setdefault(why, [])
+    if place not in places:
+        places.append(place)
 
 
 def free_memory(device: str) -> int:

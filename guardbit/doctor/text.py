@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
+from guardbit.doctor.diagnose import SURE, THROUGH_DELTA, Diagnosis, Measures
 from guardbit.doctor.examine import Row
 from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
@@ -67,7 +67,7 @@ def verdict(preflight: Preflight, *place: str) -> str:
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
     so_far = " so far" if " ".join(place) in preflight.left_out else ""
-    said = f"BROKEN: {', '.join(bad)}" if bad else f"sound{so_far}"
+    said = f"BROKEN: {', '.join(bad)}" if bad else f"no fault{so_far}"
     return said + (f" ({', '.join(other)})" if other else "")
 
 
@@ -77,7 +77,7 @@ def explain(preflight: Preflight) -> Iterator[str]:
     for finding in preflight.findings:
         said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
         told.setdefault(said, []).append(" ".join(finding.place[1:]))
-    for said, places in (told | preflight.refused).items():
+    for said, places in (told | preflight.refused | preflight.not_examined).items():
         yield f"{said} ({_some(places)})"
     if "rounded output" in preflight.delta.values():
         yield (
@@ -105,8 +105,8 @@ def conclusion(preflight: Preflight) -> str:
             " far; the rest needs more time or memory (* is PyTorch's choice)."
         )
     return (
-        f"Sound: all of the {preflight.examined} examined are within the bounds of their arithmetic"
-        " (* is PyTorch's choice)."
+        f"No fault: all of the {preflight.examined} examined are within the bounds of their"
+        " arithmetic (* is PyTorch's choice)."
     )
 
 
@@ -158,9 +158,16 @@ def _adding_up(found: Diagnosis) -> str:
         )
     if found.cause == "not rounding":
         way = "grow" if error.exact_drift > 0 else "shrink"
+        # At most so many standard deviations of a sum of rows with random signs.
+        is_sure = error.drift_share * math.sqrt(found.rows) >= SURE
+        look = "look at the learning rate first"
+        if not is_sure:
+            look = (
+                f"neither explains why W_Q grows. {look.capitalize()}, and at an earlier snapshot"
+            )
         return (
             f"What is left pushes W_Q by {push}, while the exact gradient itself makes it {way} by"
-            f" {abs(error.drift_share):.2g}: look at the learning rate first."
+            f" {abs(error.drift_share):.2g}: {look}."
         )
     does = "adds up" if found.cause == "rounding" else "does not surely add up in these rows"
     if found.cause == "fault":

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from guardbit.judgement.evidence import RISK_STEP, SHARES, Evidence, Head, Nonfinite
+from guardbit.judgement.evidence import LOSS_SAMPLES, RISK_STEP, SHARES, Evidence, Head, Nonfinite
 from guardbit.records import Event, Verdict
 
 State = Literal[
@@ -41,6 +41,8 @@ AT_ONCE = 1000
 HIGH_LOGIT, RISING_LOGIT, RISE, RISE_STEPS = 4096.0, 1024.0, 1.4, 1000
 #: Logits at which BF16 leaves no digit of the differences between keys.
 CRITICAL_LOGIT = 10_000.0
+#: Samples of the heads before which nothing is healthy: as many losses are needed to see one rise.
+FEWEST_SAMPLES = LOSS_SAMPLES
 #: The largest `key_common_mode` of `RISK_STEP` tells kinds of model apart: the study's kinds above
 #: the first limit were at risk, those below the second hardly (studies/rescue/README.md).
 AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
@@ -411,7 +413,7 @@ def cause_of(
 
 def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
     """The risk by the largest `key_common_mode`, at the step that the study looked at."""
-    if nothing := nothing_to_correct(metadata):
+    if nothing := nothing_to_correct(metadata) or delta_not_rounded(metadata):
         return Risk("hardly at risk", nothing)
     step, modes = evidence.common_modes
     if not modes:
@@ -443,6 +445,22 @@ def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
     if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
         return f"attention runs in {' and '.join(map(str, precision))}"
     return ""
+
+
+def delta_not_rounded(metadata: Mapping[str, Any] | None) -> str:
+    """How a run computes attention where none of it rounds delta; "" elsewhere."""
+    sites = _at(metadata, "sites")
+    ways = {_unrounded(module) for module in (sites.values() if isinstance(sites, Mapping) else ())}
+    if not ways or "" in ways:
+        return ""
+    return f"attention {' or '.join(sorted(ways))}, which does not round delta"
+
+
+def _unrounded(module: object) -> str:
+    if _at(module, "kernels") == ["MATH"]:
+        return "runs in PyTorch's math kernel"
+    is_written_out = "written out" in str(_at(module, "not_switchable"))
+    return "is written out in PyTorch" if is_written_out else ""
 
 
 _WIDE = ("float32", "float64")
@@ -576,7 +594,7 @@ _GOING_ON: dict[Ended | None, str] = {
 
 _ADVICE: dict[State, str] = {
     "healthy": "Nothing is to be done.",
-    "unclear": "Go on until heads have been sampled twice by indicators that the rules read.",
+    "unclear": f"Go on: heads need {FEWEST_SAMPLES} samples of indicators that the rules read.",
     "warning": "See that a policy is attached; look at the loss and the largest logits.",
     "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
@@ -617,10 +635,8 @@ def _outcome(
             return "alarmed", f"{since}; {said}"
     if of.alarmed_and_switched < len(of.alarmed) or _rises_alarmed(of):
         done = f"{of.alarmed_and_switched or 'none'} switched"
-        return (
-            "alarmed",
-            f"{since}, {done}; {of.rising or of.missing_loss or 'no alarm on the loss'}",
-        )
+        loss = of.rising or of.missing_loss or "no alarm on the loss"
+        return "alarmed", f"{since}, {done}; {loss}"
     if of.not_measured_since:
         seen = f"{of.not_measured_since} not measured since the switch"
     elif of.missing_loss or not has_effect:
@@ -632,15 +648,14 @@ def _outcome(
 
 def _without_alarm(of: Judgement, is_judged: bool) -> tuple[State, str]:
     last, last_of_heads = of.last_step or 0, of.last_head_step or 0
-    if not is_judged and of.head_samples < 2:
-        return (
-            "unclear",
-            f"heads were sampled once, at step {last_of_heads:,}: rules need two samples",
-        )
-    if not is_judged:
+    is_short = of.head_samples < FEWEST_SAMPLES
+    if not is_judged and not is_short:
         return "unclear", "no rule could judge the heads"
-    if of.rising:
+    if is_judged and of.rising:
         return "warning", f"no alarm, but {of.rising}"
+    if is_short:
+        samples = f"{of.head_samples} sample{'s' * (of.head_samples > 1)}"
+        return "unclear", f"too short to judge: {samples}, {FEWEST_SAMPLES} needed"
     # The next sample is due a cadence after the last one.
     if last - last_of_heads <= (of.head_samples_every or 0):
         return "healthy", f"no alarm up to step {last_of_heads:,}"
@@ -649,12 +664,9 @@ def _without_alarm(of: Judgement, is_judged: bool) -> tuple[State, str]:
 
 
 def _how_it_was_lost(of: Judgement, departed: int) -> str:
-    what = (
-        "the loss diverged at"
-        if of.loss_is_finite
-        else "the loss is not finite (NaN or infinity) from"
-    )
-    said = f"{what} step {departed:,}"
+    said = f"the loss is not finite (NaN or infinity) from step {departed:,}"
+    if of.loss_is_finite:
+        said = f"the loss diverged at step {departed:,}"
     if of.lead is None:
         said += ", before any head alarmed" if of.num_heads else ", and no head was watched"
     elif of.lead == 0:

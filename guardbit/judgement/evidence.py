@@ -201,6 +201,15 @@ class Evidence:
         if name in GROWING:
             self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
 
+    def latest_shares(self) -> list[Sample]:
+        """`shares` as samples of one head each."""
+        sites = {layer: site for site, layer in self.layers.items()}
+        return [
+            Sample(step, sites[layer], layer, name, (*[math.nan] * head, value))
+            for (layer, head), (step, found) in self.shares.items()
+            for name, value in found.items()
+        ]
+
     @property
     def nonfinite(self) -> Nonfinite | None:
         """The first NaN or infinity in a call of attention."""

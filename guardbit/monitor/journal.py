@@ -225,7 +225,8 @@ class Journal:
     def _take_past(self, step: int) -> list[Event]:
         """Takes what the folder holds of earlier steps, a part at a time; returns its events."""
         assert self._dirpath is not None
-        follower, self.evidence, events = RunFollower(self._dirpath), Evidence(), []
+        follower, events = RunFollower(self._dirpath), []
+        remembered, self.evidence = self.evidence.latest_shares(), Evidence()
         with warnings.catch_warnings(record=True) as left_out:
             warnings.simplefilter("always")
             try:
@@ -239,7 +240,14 @@ class Journal:
         for message in dict.fromkeys(str(warning.message) for warning in left_out):
             log.warning("%s", message)
         self._earlier_metadata = follower.metadata
-        self.evidence.add(self._samples)  # those of this run that could not be written so far
+        # Those of a checkpoint that the folder lacks, and of this run what could not be written.
+        known = self.evidence.shares
+        self._samples[:0] = [
+            one
+            for one in remembered
+            if known.get((one.layer, len(one.values) - 1), (-1,))[0] < one.step < step
+        ]
+        self.evidence.add(self._samples)
         return [Event(**event) for event in events if event["step"] < step]
 
     def judgement(self, ended: Ended | None) -> Judgement:

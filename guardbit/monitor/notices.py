@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.judgement import nothing_to_correct
+from guardbit.judgement import delta_not_rounded, nothing_to_correct
 from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
@@ -227,8 +227,7 @@ class Notices:
         why = nothing_to_correct({"precision": precision})
         if why:
             why += ", which rounds next to nothing"
-        elif facts and all(known["kernels"] == ["MATH"] for known in facts.values()):
-            why = "attention runs in PyTorch's math kernel, which does not round delta"
+        why = why or delta_not_rounded({"sites": facts})
         if why and ranks.rank() == 0 and self.first("nothing to correct"):
             log.tell(f"GuardBit: {why}: nothing to correct here")
 

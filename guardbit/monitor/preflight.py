@@ -60,7 +60,7 @@ class OwnCalls:
                     examiner.asked(*kind)
                 else:
                     shape, _, _, mask, _ = kind
-                    examiner.refuse(f"not examined: {why}", f"{shape} {mask}")
+                    examiner.skip(why, f"{shape} {mask}")
         return examiner.result
 
 
@@ -71,9 +71,9 @@ def summary(found: Preflight) -> str:
     if len(broken) > 1:
         said += f" ({len(broken) - 1} more findings)"
     left = ""
-    if found.refused:
-        places = sum(map(len, found.refused.values()))
-        left = f" {places} not examined, such as {next(iter(found.refused))}."
+    if reasons := found.refused | found.not_examined:
+        places = sum(map(len, reasons.values()))
+        left = f" {places} not examined, such as {next(iter(reasons))}."
     return f"preflight at the model's own shapes and masks: {said}{left}"
 
 

@@ -6,6 +6,7 @@ It knows no framework and has no console: callbacks drive it (`guardbit.callback
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -735,6 +736,7 @@ class Session(Guarded):
             "running": {name: list(names) for name, names in self._switching.running().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "burst": self._burst.state_dict(),
+            "shares": [row for one in self._journal.evidence.latest_shares() for row in one.rows()],
             **self._findings.state_dict(),
         }
 
@@ -794,6 +796,10 @@ class Session(Guarded):
         self._unheeded = self._findings.alarms if known is None else []
         for site, heads in state["burst"].items():
             self._burst.want(site, heads)
+        self._journal.evidence.add(
+            Sample(step, site, layer, name, (*[math.nan] * head, value))
+            for step, site, layer, head, name, value in state.get("shares", ())
+        )
         self.attempt("burst", self._follow_burst)
         self._unjudged = None
 

@@ -1,5 +1,7 @@
 """`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
 
+import contextlib
+import gc
 import io
 import sys
 
@@ -21,7 +23,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
 from guardbit.callbacks import huggingface
-from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
+from guardbit.callbacks.loggers import COUNTED_KEYS
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.store.reading import read_end
 from tests.toys import Fires
@@ -103,7 +105,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     events = EventAccumulator(str(log.parent))
     events.Reload()
     keys = {key.removeprefix("train/") for key in events.Tags()["scalars"] if "guardbit" in key}
-    assert keys == {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS} - {
+    assert keys == {*LOGGED_KEYS, *COUNTED_KEYS} - {
         f"guardbit/{name}" for name in ("loss", "grad_norm")
     }
     frame = read_run(folder / "guardbit")
@@ -115,7 +117,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     place = f"'{folder}/guardbit'"
     assert lines == [
         f"GuardBit samples attention every 4 steps; the live page: guardbit live {place}",
-        "GuardBit: run finished. Healthy: no alarm up to step 8; the report: "
+        "GuardBit: run finished. Unclear: too short to judge: 3 samples, 8 needed; the report: "
         f"guardbit report {place}",
     ]
 
@@ -236,6 +238,19 @@ def test_after_ctrl_c_the_same_model_is_watched_again(tmp_path, event, is_same, 
     assert read_end(tmp_path / "one" / "guardbit") == ("crashed" if is_same else "interrupted")
     assert ("was interrupted" in caplog.text) is not is_same
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
+
+
+def test_after_ctrl_c_nobody_need_keep_the_first_monitor(tmp_path):
+    model = gpt2()
+    with contextlib.suppress(KeyboardInterrupt):
+        train(
+            tmp_path / "one", HuggingFaceMonitor(1), Interrupts("on_step_end"), model=model,
+            save_strategy="no",
+        )  # fmt: skip
+    gc.collect()
+    train(tmp_path / "two", HuggingFaceMonitor(1), model=model, steps=2, save_strategy="no")
+    ends = [read_end(tmp_path / name / "guardbit") for name in ("one", "two")]
+    assert ends == ["interrupted", "finished"]
 
 
 def test_two_monitors_of_one_trainer_are_refused_and_the_next_trainer_is_not(tmp_path):

@@ -70,13 +70,13 @@ def test_its_figures_show_by_themselves(run):
 
 def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     writer = RunWriter(tmp_path / "run", metadata={"unseen": ["h.1"]})
-    for step in range(3):
+    for step in range(8):
         writer.add([Sample(step, "h.0", 0, "max_logit", (1.0, 2.0))])
     writer.close("interrupted")
     run = guardbit.load(tmp_path / "run")
     limits = "the run was interrupted; only 1 of 2 attention modules was watched"
     says, advice = repr(run).splitlines()
-    assert says == f"run: Healthy: no alarm up to step 2; {limits}"
+    assert says == f"run: Healthy: no alarm up to step 7; {limits}"
     assert advice == run.judgement.advice and run.alarms.empty
     assert (run.ended, run.judgement.not_watched) == ("interrupted", ("h.1",))
     # Its figure says so too, and all of it can be seen.

@@ -63,6 +63,14 @@ def test_where_dq_is_right_rounding_is_not_the_cause(factor):
     assert "learning rate" in second
 
 
+@pytest.mark.parametrize(("drift", "is_explained"), [(0.5, True), (0.01, False), (-0.5, False)])
+def test_what_neither_rounding_nor_the_gradient_explains_is_said(drift, is_explained):
+    found = diagnosed(sound(3))
+    error = replace(found.error, exact_drift=drift * found.error.exact_push)
+    _, said, _ = sentences(replace(found, error=error))
+    assert ("neither explains why W_Q grows" in said) is not is_explained
+
+
 def test_errors_that_cancel_are_no_proof():
     tensors = peaked(0)
     signs = torch.where(torch.arange(128) % 2 == 0, 1.0, -1.0)[:, None].bfloat16()

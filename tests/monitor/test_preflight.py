@@ -58,7 +58,7 @@ def test_training_keeps_its_bits_and_what_was_found_is_in_the_store(tmp_path, mo
     assert all(map(torch.equal, plain.buffers(), examined.buffers()))
     assert drawn == drawn_too
     (said,) = read_metadata(tmp_path)["preflight"]
-    assert said.startswith("preflight at the model's own shapes and masks: Sound: all of the 2")
+    assert said.startswith("preflight at the model's own shapes and masks: No fault: all of the 2")
     assert set(read_events(tmp_path)["kind"]) <= {"verdict"}
 
 
@@ -156,7 +156,8 @@ def test_the_models_own_mask_scale_and_arguments_are_examined(monkeypatch):
 def test_what_cannot_be_examined_is_said():
     session = MonitorSession(model_of(), strict=True)
     why = "not examined: it is in torch.float32, and only BF16 and FP16 are examined"
-    assert session.preflight(torch.randn(2, 24, 32)).refused == {why: ["2,4,4,24,16 causal"]}
+    found = session.preflight(torch.randn(2, 24, 32))
+    assert (found.refused, found.not_examined) == ({}, {why: ["2,4,4,24,16 causal"]})
     session.close()
 
 

@@ -144,21 +144,24 @@ def test_a_failing_logger_kills_no_run_and_hides_no_alarm(trains, tmp_path, capl
     assert sorted(values(read_run(tmp_path / "run"), "grad_norm")) == [0, 2, 4, 6]
 
 
-def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path):
-    class Interrupting(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 5:
-                raise KeyboardInterrupt
+@pytest.mark.parametrize("event", ["on_train_batch_start", "on_before_optimizer_step"])
+def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path, event):
+    def interrupt(trainer, *_):
+        if trainer.global_step == 5:
+            raise KeyboardInterrupt
 
-    model = trains.TinyGPT()
+    model, interrupting = trains.TinyGPT(), Callback()
+    setattr(interrupting, event, interrupt)
     original = torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(SystemExit):
-        trains.fit(Interrupting(), AttentionMonitor(2, dirpath=tmp_path / "run"), model=model)
+        trains.fit(interrupting, AttentionMonitor(2, dirpath=tmp_path / "run"), model=model)
     frame = read_run(tmp_path / "run")
     assert sorted(values(frame, "loss")) == [0, 1, 2, 3, 4]
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
     assert torch.nn.functional.scaled_dot_product_attention is original
     assert read_end(tmp_path / "run") == "interrupted"
+    trains.fit(AttentionMonitor(2, dirpath=tmp_path / "next"), model=model)
+    assert read_end(tmp_path / "next") == "finished"
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_what_is_not_known_is_not_claimed(tmp_path):
     risk = "By its keys the model is of unknown risk: key_common_mode was not measured."
     page = write(tmp_path, run_without_figures(), None, None)
     assert page.of("h1") == ["Unclear: no rule could judge the heads"]
-    assert page.lede[0].startswith("Go on until heads have been sampled twice")
+    assert page.lede[0].startswith("Go on: heads need 8 samples")
     assert page.lede[1:] == [risk]
     events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
     page = write(tmp_path, run_without_figures(), events, None)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from guardbit import MonitorSession, read_events, read_run
+from guardbit import MonitorSession, load, read_events, read_run
 from guardbit.kernels import heads as op_heads
 from guardbit.monitor.measure import burst as measure_burst
 from guardbit.monitor.measure.burst import (
@@ -190,7 +191,7 @@ def run(model, steps, session=None, make=torch.optim.AdamW, forward=None, **opti
     # Without momentum a step is that of its own gradient alone.
     options = options or {"lr": 1e-4, "betas": (0.0, 0.999), "weight_decay": 0.0}
     optimizer = make(model.parameters(), **options)
-    for step in range(steps):
+    for step in range(steps) if isinstance(steps, int) else steps:
         if session is not None:
             session.begin_batch(step)
         with torch.autocast("cpu", torch.bfloat16):
@@ -212,7 +213,7 @@ def test_the_verdict_is_that_of_the_errors_part(error, what, is_compiled, faulty
     session = session_of(model, tmp_path)
     forward = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
     run(model, LEAST_STEPS + LOOK_EVERY + 21, session, forward=forward)
-    cause = session.judgement.cause
+    cause, state = session.judgement.cause, json.loads(json.dumps(session.state_dict()))
     session.close()
     assert cause.what == what
     # Of a gradient of 1 + error parts, so many are error. BF16 rounds both dQ and the projection's
@@ -224,6 +225,12 @@ def test_the_verdict_is_that_of_the_errors_part(error, what, is_compiled, faulty
     # Once two looks have settled it, the head is left alone.
     assert recorded["step"].tolist() == [*range(LEAST_STEPS, LEAST_STEPS + LOOK_EVERY + 1, 10)]
     assert not session._burst.is_on and session._burst._unhook is None
+    resumed = session_of(model, tmp_path / "elsewhere")
+    resumed.load_state_dict(state)
+    run(model, range(200, 211), resumed)
+    resumed.close()
+    assert load(tmp_path / "elsewhere").judgement.cause == resumed.judgement.cause == cause
+    assert read_events(tmp_path / "elsewhere").query("kind == 'verdict'").verdict.item() == verdict
 
 
 def test_a_corrected_heads_share_is_that_of_what_it_would_have_had(faulty, tmp_path):
