@@ -72,54 +72,6 @@ def test_what_an_alarm_judges_counts_and_not_the_name_of_its_rule():
     assert judged(alarm(5000, rule="loss_departure")).departed is None
 
 
-def test_without_an_alarm_a_run_is_healthy():
-    found = judged()
-    assert (found.state, found.verdict, found.num_alarms) == ("healthy", "stable", 0)
-    assert found.headline == "Healthy: no alarm up to step 10,000"
-    # Stabilized from the start on is no rescue.
-    assert judged(switch(0)).state == "healthy"
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (
-            {"logit": lambda step: 5000.0},
-            "the largest logit is 5,000, and 1,000 steps earlier it was 5,000",
-        ),
-        (
-            {"logit": lambda step: 10.0 if step < 9500 else 1500.0},
-            "the largest logit is 1,500, and 1,000 steps earlier it was 10",
-        ),
-        (
-            {"loss": lambda step: 3.0 if step < 9000 else 3.2, "every": 10},
-            "the loss is 0.2 above its best",
-        ),
-        (
-            {"loss": lambda step: 4.0 if step < 6000 else 30.0, "every": 1000},
-            "the loss is 26 above its best",
-        ),
-    ],
-)
-def test_what_rises_without_an_alarm_is_a_warning(made, said):
-    found = judged(**made)
-    assert (found.state, found.severity, found.verdict) == ("warning", "warning", "stable")
-    assert found.headline == f"Warning: no alarm, but {said}"
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        {"logit": lambda step: 4000.0},  # high and level
-        {"logit": lambda step: 10.0 if step < 9500 else 900.0},  # risen and low
-        {"loss": lambda step: 3.0 if step < 9000 else 3.09, "every": 10},
-        {"loss": lambda step: 3.0 if step != 9500 else 5.0},  # a spike
-    ],
-)
-def test_what_does_not_rise_is_healthy(made):
-    assert judged(**made).state == "healthy"
-
-
 @pytest.mark.parametrize("scatter", [0.05, 0.1, 0.3])
 def test_a_level_loss_that_scatters_does_not_rise(scatter):
     """A loss of every step: of 40,000 windows some lie far below the others by chance."""
@@ -138,36 +90,83 @@ def test_losses_take_no_memory_with_time():
     assert len(pickle.dumps(evidence)) < 4000
 
 
-def test_alarmed_switched_and_fallen_since_is_saved():
-    found = judged(alarm(6750), switch(6750), logit=falling)
-    assert (found.state, found.severity) == ("saved", "none")
-    assert found.headline == "Saved: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed"
-    assert (found.first_alarm, found.first_switch, found.switched) == (6750, 6750, 4)
-    later = judged(alarm(6750), switch(6750), alarm(6800, head=1), logit=falling)
-    assert later.headline.startswith("Saved: 2 of 12 heads alarmed, the first at step 6,750, corr")
-    assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
+def step_to(before, after, at):
+    return lambda step: before if step < at else after
+
+
+SWITCHED, AFTER = [alarm(6750), switch(6750)], {"logit": falling}
+LEFT, NAN = {"loss": rising_from(6900)}, {"loss": step_to(3.0, np.nan, 8000)}
+WARNING, EARLIER = "Warning: no alarm, but the", "1,000 steps earlier it was"
+NOT_FALLEN = "1 of 12 heads alarmed at step 6,750, all of them switched; logits and W_Q have not"
+LOST = "Lost: the loss diverged at step 6,910, 3,910 steps after the first alarm"
+NOT_FINITE = "Lost: the loss is not finite (NaN or infinity) from step 8,000"
+SAVED = "Saved: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed"
+SINCE_3000 = "Alarmed: 1 of 12 heads since step 3,000"
+NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
 
 
 @pytest.mark.parametrize(
-    ("after", "state"), [(36.0, "saved"), (36.1, "switched"), (40.0, "switched")]
-)
-def test_saved_needs_a_fall_by_a_tenth(after, state):
-    found = judged(alarm(6750), switch(6750), logit=lambda step: 40.0 if step <= 6750 else after)
-    assert found.state == state
-    if state == "switched":
-        said = "all of them switched; logits and W_Q have not fallen yet"
-        assert found.headline == f"Switched: 1 of 12 heads alarmed at step 6,750, {said}"
+    ("events", "made", "headline"),
+    [
+        ([], {}, "Healthy: no alarm up to step 10,000"),
+        # Stabilized from the start on is no rescue.
+        ([switch(0)], {}, "Healthy: no alarm up to step 10,000"),
+        # What rises without an alarm is a warning;
+        ([], {"logit": lambda _: 5000.0}, f"{WARNING} largest logit is 5,000, and {EARLIER} 5,000"),
+        ([], {"logit": step_to(10, 1500, 9500)}, f"{WARNING} largest logit is 1,500, and 1,0"),
+        ([], {"loss": step_to(3, 3.2, 9000), "every": 10}, f"{WARNING} loss is 0.2 above its best"),
+        ([], {"loss": step_to(4, 30, 6000), "every": 1000}, f"{WARNING} loss is 26 above its best"),
+        # what is high and level, risen and low, or a spike is none.
+        ([], {"logit": lambda _: 4000.0}, "Healthy: "),
+        ([], {"logit": step_to(10.0, 900.0, 9500)}, "Healthy: "),
+        ([], {"loss": step_to(3, 3.09, 9000), "every": 10}, "Healthy: "),
+        ([], {"loss": lambda step: 3.0 if step != 9500 else 5.0}, "Healthy: "),
+        # Saved needs a fall by a tenth, in more than one batch, of half of the alarmed heads.
+        (SWITCHED, AFTER, SAVED),
+        ([*SWITCHED, alarm(6800, 1)], AFTER, "Saved: 2 of 12 heads alarmed, the first at step 6,7"),
+        (SWITCHED, {"logit": step_to(40.0, 36.0, 6751)}, SAVED),
+        (SWITCHED, {"logit": step_to(40.0, 36.1, 6751)}, f"Switched: {NOT_FALLEN}"),
+        (SWITCHED, {"logit": step_to(40.0, 20.0, LAST)}, f"Switched: {NOT_FALLEN}"),
+        ([*SWITCHED, alarm(6750, 1), alarm(6750, 3)], AFTER, "Switched: 3 of 12 heads alarmed, "),
+        # Negative logits that come nearer to zero have not fallen.
+        (SWITCHED, {"logit": step_to(-10.0, -5.0, 6751)}, f"Switched: {NOT_FALLEN}"),
+        # An alarm soon after the switch is the same failure; after a calm one must last.
+        ([*SWITCHED, alarm(6850), alarm(8800)], AFTER, SAVED),
+        ([alarm(3000), switch(3000), alarm(9500)], AFTER, f"{SINCE_3000}; 1 still alarming after "),
+        # Not switched: at all, itself, any more, or to a stabilizer.
+        ([alarm(3000)], {}, NONE_SWITCHED),
+        ([alarm(3000), switch(3000, (0, 1))], {}, NONE_SWITCHED),
+        ([alarm(3000), switch(3000), switch(4000, stabilizer="none")], {}, NONE_SWITCHED),
+        ([alarm(3000), switch(3000, stabilizer="none")], {}, NONE_SWITCHED),
+        # Of what was switched before the samples begin nothing is known.
+        ([alarm(3000), switch(7000)], {"of": samples()[280:]}, f"{SINCE_3000}; 1 not measured be"),
+        # A loss that has left is lost whatever was switched, unless it has come back.
+        ([alarm(3000), loss_alarm(6910)], LEFT, LOST),
+        ([alarm(3000), switch(3000), loss_alarm(6910)], LEFT, f"{LOST}, in spite of the switch"),
+        ([alarm(3000), loss_alarm(6910), switch(8000)], LEFT, LOST),
+        ([*SWITCHED, loss_alarm(6800)], {"loss": step_to(3, 2, 7000)}, f"Switched: {NOT_FALLEN}"),
+        # One that ends not finite needs no alarm on it.
+        ([alarm(3000)], NAN, f"{NOT_FINITE}, 5,000 steps after the first alarm"),
+        ([alarm(3000)], {"loss": step_to(3.0, np.inf, 8000)}, f"{NOT_FINITE}, 5,000 steps after"),
+        ([alarm(8000)], NAN, f"{NOT_FINITE}, with the first alarm"),
+        ([alarm(8500)], NAN, f"{NOT_FINITE}, before any head alarmed"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_run(events, made, headline):
+    found = judged(*events, **made)
+    assert found.headline.startswith(headline)
+    assert made is not LEFT or found.headline == headline
+    severity = {"lost": "critical", "healthy": "none", "saved": "none"}.get(found.state, "warning")
+    assert found.severity == severity
 
 
-def test_one_batch_out_of_the_ordinary_is_no_fall():
-    found = judged(alarm(6750), switch(6750), logit=lambda step: 20.0 if step == LAST else 40.0)
-    assert found.state == "switched"
-
-
-def test_most_heads_must_have_fallen():
-    heads = [alarm(6750, head=head) for head in (1, 2, 3)]
-    assert judged(*heads, switch(6750), logit=falling).state == "switched", "one of three"
-    assert judged(*heads[:2], switch(6750), logit=falling).state == "saved", "one of two"
+def test_what_is_counted_of_a_run():
+    found = judged(alarm(6750), switch(6750), logit=falling)
+    assert (found.first_alarm, found.first_switch, found.switched) == (6750, 6750, 4)
+    assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
+    found = judged(alarm(3000), loss_alarm(6910), loss=rising_from(6900))
+    assert (found.departed, found.lead, found.first_alarm) == (6910, 3910, 3000)
+    assert judged().verdict == "stable" and judged().num_alarms == 0
 
 
 def test_where_another_head_s_logits_rise_the_run_is_not_saved():
@@ -195,11 +194,6 @@ def test_a_sample_may_come_in_parts():
     assert judged(alarm(6750), switch(6750), of=parts) == whole
 
 
-def test_negative_logits_that_come_nearer_to_zero_have_not_fallen():
-    found = judged(alarm(6750), switch(6750), logit=lambda step: -10.0 if step <= 6750 else -5.0)
-    assert found.state == "switched"
-
-
 @pytest.mark.parametrize(
     ("recorded", "switches", "state", "said"),
     [
@@ -219,21 +213,6 @@ def test_where_losses_are_missing_nothing_is_said_of_them(recorded, switches, st
     found = judged(alarm(6750), *switches, of=kept)
     assert (found.state, found.missing_loss) == (state, said.partition("; ")[2])
     assert found.headline.endswith(said)
-
-
-def test_an_alarm_soon_after_the_switch_is_the_same_failure_and_a_lasting_one_is_not():
-    events = [alarm(3000), switch(3000)]
-
-    def fallen(step):
-        return 40.0 if step <= 3000 else 20.0
-
-    assert judged(*events, alarm(3100), logit=fallen).state != "alarmed"
-    assert judged(*events, alarm(5000), logit=fallen).state != "alarmed", "calm for 5,000 steps"
-    found = judged(*events, alarm(9500), logit=fallen)
-    assert (found.state, found.alarming_again) == ("alarmed", 1)
-    assert found.headline == (
-        "Alarmed: 1 of 12 heads since step 3,000; 1 still alarming after the switch"
-    )
 
 
 @pytest.mark.parametrize(
@@ -280,31 +259,6 @@ def test_a_head_without_a_sample_since_its_switch_is_not_saved(measured, later, 
         assert found.headline.endswith(f"; {unmeasured} not measured since the switch")
 
 
-def test_what_was_switched_before_the_samples_begin_is_not_saved():
-    kept = [one for one in samples() if one.step >= 7000]
-    found = judged(alarm(3000), switch(7000), of=kept)
-    assert (found.state, found.unknown_before) == ("alarmed", 1)
-    assert found.headline.endswith("since step 3,000; 1 not measured before the alarm")
-
-
-@pytest.mark.parametrize(
-    ("switches", "said"),
-    [
-        ((), "none switched; no alarm on the loss"),
-        # Others than those that alarmed.
-        ((switch(3000, (0, 1)),), "none switched; no alarm on the loss"),
-        # Switched, and back again.
-        ((switch(3000), switch(4000, stabilizer="none")), "none switched; no alarm on the loss"),
-        # To plain attention is no correction.
-        ((switch(3000, stabilizer="none"),), "none switched; no alarm on the loss"),
-    ],
-)
-def test_a_head_that_is_not_switched_is_alarmed(switches, said):
-    found = judged(alarm(3000), *switches)
-    assert (found.state, found.severity) == ("alarmed", "warning")
-    assert found.headline == f"Alarmed: 1 of 12 heads since step 3,000, {said}"
-
-
 @pytest.mark.parametrize(
     "made",
     [
@@ -333,45 +287,6 @@ def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
     evidence.add(samples(**made))
     found = severities(evidence, [since - 100, since, since + 50])
     assert found == {since - 100: "warning", since: "critical", since + 50: "critical"}
-
-
-def test_a_switch_after_the_loss_has_diverged_is_not_blamed():
-    found = judged(alarm(1000), loss_alarm(6910), switch(8000), loss=rising_from(6900))
-    assert found.headline.endswith("5,910 steps after the first alarm")
-
-
-@pytest.mark.parametrize(("at", "said"), [(8000, "with the first alarm"), (8500, "before any")])
-def test_an_alarm_with_or_after_the_loss_is_no_lead(at, said):
-    found = judged(alarm(at), loss=lambda step: 3.0 if step < 8000 else np.nan)
-    assert found.lead == (0 if at == 8000 else None)
-    assert said in found.headline
-
-
-@pytest.mark.parametrize("switches", [(), (switch(3000),)])
-def test_a_loss_that_has_left_is_lost_whatever_was_switched(switches):
-    found = judged(alarm(3000), *switches, loss_alarm(6910), loss=rising_from(6900))
-    assert (found.state, found.departed, found.lead) == ("lost", 6910, 3910)
-    assert (found.severity, found.first_alarm) == ("critical", 3000)
-    said = "Lost: the loss diverged at step 6,910, 3,910 steps after the first alarm"
-    assert found.headline == said + (", in spite of the switch" if switches else "")
-
-
-def test_a_loss_that_has_come_back_is_not_lost():
-    def spike(step):
-        return 3.0 - step / LAST + (2.0 if 4000 <= step < 5000 else 0.0)
-
-    found = judged(alarm(3000), switch(3000), loss_alarm(4700), loss=spike)
-    assert (found.state, found.departed) == ("switched", None)
-
-
-@pytest.mark.parametrize("end", [np.nan, np.inf])
-def test_a_loss_that_ends_not_finite_is_lost_without_an_alarm_on_it(end):
-    found = judged(alarm(3000), loss=lambda step: 3.0 if step < 8000 else end)
-    assert (found.state, found.departed, found.lead) == ("lost", 8000, 5000)
-    assert found.headline == (
-        "Lost: the loss is not finite (NaN or infinity) from step 8,000, 5,000 steps after the"
-        " first alarm"
-    )
 
 
 def test_the_first_tensor_that_was_not_finite_is_named():

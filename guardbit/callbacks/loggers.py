@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
-from guardbit.dashboards.excess import FEWEST_SAMPLES
-from guardbit.dashboards.history import History
+from guardbit.dashboards.history import FEWEST_SAMPLES, History
 from guardbit.monitor.measure import largest
 from guardbit.records import RunEnd, Sample
 

@@ -55,7 +55,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ``guardbit/grad_norm``              gradient norm before clipping
     ``guardbit/worst_layer``            layer of the head farthest above its baseline
     ``guardbit/worst_head``             that head within its layer
-    ``guardbit/worst_excess``           how far, times its baseline (`guardbit.dashboards.excess`)
+    ``guardbit/worst_excess``           how far, times its baseline (`guardbit.dashboards.history`)
     ``guardbit/alarmed_heads``          heads a rule has named so far
     ``guardbit/switched_heads``         heads on a stabilized kernel
     ==================================  ===========================================================

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from guardbit.catalog import (
     BY_NAME,
@@ -20,11 +19,10 @@ from guardbit.catalog import (
     SHARE_OF_ROWS,
     Indicator,
 )
-from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures import CHARTS, story
+from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.loading import Diagnosed, LoadedRun
-from guardbit.dashboards.page import MOST_ALARMS, SAMPLES_AVERAGED, RunPage, last_loss
-from guardbit.judgement import Judgement
+from guardbit.dashboards.page import MOST_ALARMS, RunPage, last_loss
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, Recorded
 from guardbit.records import Event, named
 
 #: A wider table of heads does not fit the page.
@@ -36,8 +34,6 @@ HEAD_COLUMNS = (
     "delta_bias_cumulative",
     "dq_relative_error",
 )
-#: Steps that the page resolves, even.
-BUCKETS = 300
 #: Diagnosed heads that are shown.
 _MOST_DIAGNOSED = 8
 
@@ -69,93 +65,85 @@ class Tile(NamedTuple):
 
 def document_of(run: LoadedRun) -> Document:
     """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
-    frame, events = tables.check_samples(run.samples), run.events
-    judgement = run.judgement
-    page = RunPage(run.name, BUCKETS)
-    page.metadata, page.events = run.metadata, marks.events_of(events)
-    page.ended = run.ended
-    page.take(frame)
-    page.update_state()
+    recorded = run.recorded
+    figures = {name: draw(recorded) for name, draw in CHARTS.items()}
     return {
         "title": run.name,
         "extent": extent(run),
-        "headline": judgement.headline,
-        "outcome": judgement.state,
+        "headline": run.judgement.headline,
+        "outcome": run.judgement.state,
         "lede": summary(run),
         "tiles": tiles(run),
-        "pictures": _figures(frame, events, judgement),
-        "answers": None if frame.empty else page.answers(),
+        "pictures": {name: figure for name, figure in figures.items() if figure is not None},
+        "answers": RunPage(run.name, recorded).answers() if recorded.evidence.steps else None,
         "runs": [heads_of(run)],
         "settings": settings(run.metadata),
         "side_by_side": None,
-        "effect": _before_and_after(frame, events),
+        "effect": _before_and_after(recorded),
         "diagnosed": _why_heads_diverge(run.diagnosed),
     }
 
 
 def heads_of(run: LoadedRun) -> Document:
     """What became of the heads: their alarms, and those to worry about."""
-    frame = tables.check_samples(run.samples)
-    alarms = _alarms_by_head(frame, run.events)
+    alarms = _alarms_by_head(run.recorded)
     more = len(alarms) - MOST_ALARMS
     return {
         "run": run.name,
         "summary": summary(run),
         "alarms": alarms[:MOST_ALARMS],
         "alarms_note": f"{plural(more, 'head')} that alarmed later not shown." * (more > 0),
-        **_heads_to_watch(frame, run.events),
+        **_heads_to_watch(run.recorded),
     }
 
 
 def extent(run: LoadedRun) -> str:
-    frame = tables.check_samples(run.samples)
-    if frame.empty:
+    recorded = run.recorded
+    if recorded.evidence.steps is None:
         return "no samples"
-    first, last = tables.steps(frame)
-    layers = tables.heads_of_layer(frame)
-    heads = sum(map(len, layers.values()))
-    text = f"steps {first:,} to {last:,} · {plural(len(layers), 'layer')}"
+    first, last = recorded.steps
+    heads, layers = len(recorded.history.heads), len(recorded.heads_of_layer)
+    text = f"steps {first:,} to {last:,} · {plural(layers, 'layer')}"
     # One value a layer may be the largest over its heads: their number is then not known.
-    text += f" · {plural(heads, 'head')}" if heads > len(layers) else ""
+    text += f" · {plural(heads, 'head')}" if heads > layers else ""
     return f"{text} · {run.resumed}" if run.resumed else text
 
 
 def summary(run: LoadedRun) -> list[str]:
     """What happened, in a few sentences, most important first."""
-    frame, judgement = run.samples, run.judgement
-    alarms = [event for event in marks.events_of(run.events) if event.kind == "alarm"]
-    sentences = ["The run recorded no samples."] if frame.empty else []
-    if alarms or not frame.empty:
-        sentences.append(judgement.verdict_and_advice)
+    is_empty = run.recorded.evidence.steps is None
+    alarms = run.recorded.alarms
+    sentences = ["The run recorded no samples."] if is_empty else []
+    if alarms or not is_empty:
+        sentences.append(run.judgement.verdict_and_advice)
     sentences += [
         f"The first alarm came at step {first.step:,} ({where(first)}): {first.why}"
         for first in alarms[:1]
     ]
-    return sentences if frame.empty else [*sentences, judgement.risk.sentence]
+    return sentences if is_empty else [*sentences, run.judgement.risk.sentence]
 
 
 def tiles(run: LoadedRun) -> list[Tile]:
     """First alarm, lead, heads switched and loss at the end."""
-    frame, events, outcome = run.samples, run.events, run.judgement
-    alarms = [event for event in marks.events_of(events) if event.kind == "alarm"]
-    current = marks.current_stabilizers(frame, events).values()
-    undone = sum(name == "none" for name in current)
+    recorded, outcome = run.recorded, run.judgement
+    current = list(recorded.stabilizers().values())
+    undone = current.count("none")
     switched = [
-        ", ".join(sorted({name for name in current if name != "none"})),
+        ", ".join(sorted({*current} - {"none"})),
         f"at step {outcome.first_switch:,}" if outcome.switched else "",
         f"{undone} undone" if undone else "",
     ]
     first_alarm, said = "none", ""
-    if alarms:
+    if alarms := recorded.alarms:
         first_alarm = f"step {alarms[0].step:,}"
         said = f"{where(alarms[0])}; {plural(len(alarms), 'alarm')} in all"
     departed = outcome.missing_loss or "the loss has not diverged"
     if outcome.departed is not None:
         departed = f"the loss diverged at step {outcome.departed:,}"
     lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
-    losses = tables.of_run(frame, "loss").tail(SAMPLES_AVERAGED).tolist()
-    last = last_loss(losses)
-    median = f"median of the last {len(losses)} samples" if isinstance(last, float) else ""
+    last = last_loss(recorded.last_losses)
+    samples = len(recorded.last_losses)
+    median = f"median of the last {samples} samples" if isinstance(last, float) else ""
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
@@ -164,39 +152,37 @@ def tiles(run: LoadedRun) -> list[Tile]:
     ]
 
 
-def effect_of_switch(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
-    """Compares the worst switched head, and the run, before and after the switch."""
-    switched = marks.first_events(frame, events, "switch")
+def effect_of_switch(run: Recorded) -> list[tuple[str, Head | None, float, float]]:
+    """Each indicator of the worst switched head, and of the run, before and after the switch."""
+    switched, alarms = run.first("switch"), run.first("alarm")
+    if not switched:
+        return []
+    alarmed = [at for at in switched if at in alarms and alarms[at].step <= switched[at].step]
+    # A head that was switched back is looked at up to then.
     ends = {
         head: event.step if event.stabilizer == "none" else math.inf
-        for event, heads in marks.heads_of_events(frame, events)
-        if event.kind == "switch"
-        for head in heads
+        for head, event in run.last_switches().items()
     }
-    alarms = marks.first_events(frame, events, "alarm")
-    alarmed = [
-        head for head in switched if head in alarms and alarms[head].step <= switched[head].step
-    ]
-    rows: list[tuple[str, int, int, float, float]] = []
-    for indicator in HEAD_INDICATORS if switched else ():
+    rows: list[tuple[str, Head | None, float, float]] = []
+    for indicator in HEAD_INDICATORS:
         if BY_NAME[indicator].sum_of:
             continue  # a sum keeps what was there before
-        table = tables.by_head(frame, indicator)
-        measured = [head for head in alarmed or switched if head in table.columns]
-        found: list[tuple[int, int, float, float]] = []
-        for head in measured:
-            series = cast(pd.Series, table[head]).dropna()
-            found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
+        table = run.by_head(indicator)
+        found: list[tuple[str, Head | None, float, float]] = []
+        for head in alarmed or switched:
+            if head in table.columns:
+                series = cast(pd.Series, table[head]).dropna()
+                sides = _around(series, switched[head].step, ends[head], 1)
+                found.append((indicator, head, *sides))
         if found:
-            largest = max(found, key=lambda row: -1.0 if math.isnan(row[2]) else abs(row[2]))
-            rows.append((indicator, *largest))
-    for indicator in RUN_INDICATORS if switched else ():
-        series = tables.of_run(frame, indicator)
+            rows.append(max(found, key=lambda row: -1.0 if math.isnan(row[2]) else abs(row[2])))
+    first = min(event.step for event in switched.values())
+    for indicator in RUN_INDICATORS:
+        series = run.of_run(indicator)
         if not series.empty:
-            first = min(event.step for event in switched.values())
             sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
-            rows.append((indicator, -1, -1, *sides))
-    return pd.DataFrame(rows, columns=["indicator", "layer", "head", "before", "after"])
+            rows.append((indicator, None, *sides))
+    return rows
 
 
 def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
@@ -206,40 +192,32 @@ def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[flo
     return float(before.median()), float(after.median())
 
 
-def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
-    table = effect_of_switch(frame, events)
-    if table.empty:
-        return None
-    heads = tables.heads_of_layer(frame)
+def _before_and_after(run: Recorded) -> Table | None:
     rows: list[list[str]] = []
-    for indicator, layer, head, before, after in table.itertuples(index=False):
+    for indicator, head, before, after in effect_of_switch(run):
         comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
         rows.append(
             [
                 LABELS[indicator],
-                tables.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
+                run.label(head) if head else "the run",
                 value_of(indicator, before),
                 value_of(indicator, after),
                 f"× {after / before:.3g}" if comparable else "–",
             ]
         )
-    return Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2)
+    header = ["", "", "before the switch", "at the end", "change"]
+    return Table(header, rows, numbers_from=2) if rows else None
 
 
-def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Document]:
+def _alarms_by_head(run: Recorded) -> list[Document]:
     """One row a head, however often it has alarmed, in the order of the first alarm."""
-    heads, current = tables.heads_of_layer(frame), marks.current_stabilizers(frame, events)
-    of: dict[tuple[str, str], list[Event]] = {}
-    stabilizers: dict[tuple[str, str], str] = {}
-    for event, concerned in marks.heads_of_events(frame, events):
-        if event.kind != "alarm":
-            continue
-        for layer, head in concerned:
-            name = tables.head_label(layer, head, len(heads.get(layer, ())))
-            of.setdefault((name, event.site), []).append(event)
-            stabilizers[name, event.site] = current.get((layer, head), "none")
-        if not concerned:
-            of.setdefault((where(event), ""), []).append(event)
+    of: dict[tuple[str, str, Head | None], list[Event]] = {}
+    for event in run.alarms:
+        for head in run.evidence.heads_of(event):
+            of.setdefault((run.label(head), event.site, head), []).append(event)
+        if not run.evidence.heads_of(event):
+            of.setdefault((where(event), "", None), []).append(event)
+    current = run.stabilizers()
     return [
         {
             "name": name,
@@ -249,29 +227,27 @@ def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Do
                 for rule, times in Counter(event.rule for event in alarms).items()
             ],
             "when": range_of([alarm.step for alarm in alarms]),
-            "stabilizer": stabilizers.get((name, site), "none"),
+            "stabilizer": current.get(head, "none") if head else "none",
             "why": alarms[0].why,
         }
-        for (name, site), alarms in of.items()
+        for (name, site, head), alarms in of.items()
     ]
 
 
-def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> Document:
+def _heads_to_watch(run: Recorded) -> Document:
     """The heads to worry about, worst first, and a note that says which they are."""
-    watched = ranking.heads_to_watch(frame, events)
+    watched = run.heads_to_watch()
     if watched.empty:
         return {"watched": None, "watched_note": "No head has been measured."}
-    heads = tables.heads_of_layer(frame)
-    alarmed = len(marks.first_events(frame, events, "alarm"))
+    alarmed = len(run.first("alarm"))
     shown = [name for name in HEAD_COLUMNS if name in watched.columns]
     rows, kinds = [], []
     for row in watched.to_dict("records"):
         has_alarm = not math.isnan(row["alarm_step"])
-        label = tables.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
         step = f"step\N{NO-BREAK SPACE}{int(row['alarm_step']):,}" if has_alarm else ""
         rows.append(
             [
-                (label, row["site"]),
+                (run.label((row["layer"], row["head"])), row["site"]),
                 (step, row["rule"]) if has_alarm else "–",
                 row["stabilizer"],
                 times(row["excess"]),
@@ -284,7 +260,7 @@ def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> Documen
         if alarmed
         else "No head has an alarm; these are farthest above their baseline"
     )
-    total = f"{sum(map(len, heads.values())):,}"
+    total = f"{len(run.history.heads):,}"
     header = ["Head", "First alarm", "Stabilizer", "Times its baseline"]
     return {
         "watched": Table([*header, *[LABELS[name] for name in shown]], rows, 3, kinds),
@@ -297,15 +273,6 @@ def times(excess: float) -> str:
     if math.isnan(excess):
         return "–"
     return "> 1,000 ×" if excess > 1000 else f"{excess:.2g} ×" if excess < 10 else f"{excess:.0f} ×"
-
-
-def _figures(
-    frame: pd.DataFrame, events: pd.DataFrame | None, judgement: Judgement
-) -> dict[str, Figure]:
-    """The figures that can be drawn, by the stem of their files."""
-    others = {name: draw(frame, events) for name, draw in CHARTS.items() if draw is not story}
-    drawn = {"story": story(frame, events, judgement)} | others
-    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def settings(metadata: Mapping[str, Any]) -> list[tuple[str, Table]]:

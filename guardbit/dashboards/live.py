@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
@@ -31,6 +31,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from guardbit.dashboards import marks
 from guardbit.dashboards.page import Json, RunPage, asset
+from guardbit.dashboards.tables import RunSoFar
 from guardbit.records import Event
 from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
 from guardbit.store.files import names_of_runs
@@ -70,6 +71,7 @@ _REFUSAL = "Not found. The address ends in a token and a slash, and is new after
 
 #: Called with the name of a run and its new alarms, the first of each head only.
 Tell = Callable[[str, Sequence[Event]], None]
+Question = Callable[["LiveRun", QueryParams], Json]
 
 
 class LiveRun:
@@ -81,38 +83,36 @@ class LiveRun:
         self.problem = ""  # why it cannot be read
         self.is_open = is_open  # whether its page is wanted, and not its judgement alone
         self.is_stopped = False
+        self.looked_at = 0.0
         self._lock = threading.RLock()
         self._changed: int | None = None
         self._alarms: list[Event] = []
-        self._last_step = -1
         self._follower = RunFollower(self.path)
-        self._page = RunPage(self.name, BUCKETS)
-        self._page.update_state()
+        self._run = RunSoFar(BUCKETS)
+        self._page = RunPage(self.name, self._run)
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
         # A run that is over keeps no samples once it was judged: a long list needs little memory.
         self._is_forgotten = False
-        self._is_behind = True
 
-    def look(self, read: bool = True) -> list[Event]:
-        """Reads what is new, with the samples or without; returns the new first alarms of heads."""
-        before = self._changed
+    def look(self) -> list[Event]:
+        """Reads what is new; returns the new first alarms of heads."""
+        self.looked_at, before = time.monotonic(), self._changed
         try:
             self._changed = os.stat(folder_of_run(self.path)).st_mtime_ns
         except FileNotFoundError:
             if before is not None:
                 raise
-        if not self.is_open and self._changed == before and not (read and self._is_behind):
+        if not self.is_open and self._changed == before:
             return []
-        if read and self._is_forgotten:
+        if self._is_forgotten:
             self._follower, self._is_forgotten = RunFollower(self.path), False
         if self._follower.look():
             with self._lock:
-                self._page.forget_samples()
-        has_changed = read and self._read_samples()
-        self._is_behind = not read
+                self._run.forget_samples()
+        has_changed = self._read_samples()
         about = self._follower.metadata, self._follower.end or "not closed"
-        has_changed |= (self._page.metadata, self._page.ended) != about
+        has_changed |= (self._run.metadata, self._run.ended) != about
         alarms: list[Event] = []
         try:
             files = self._follower.event_files()
@@ -123,11 +123,10 @@ class LiveRun:
             # Samples are shown whatever is wrong with the events.
             if has_changed:
                 self._update_state()
-            if read and not self.is_open and self._is_over:
-                self._is_forgotten = True
+            if not self.is_open and self._is_over:
                 with self._lock:
-                    self._page.forget_samples()
-        self._last_step = max(self._follower.last_step(), self._last_step)
+                    self._is_forgotten = True
+                    self._run.forget_samples()
         return alarms
 
     def state(self, since: int, step: int | None) -> Json:
@@ -152,23 +151,25 @@ class LiveRun:
     def row(self) -> Json:
         """Returns the run's row in the list; with a headline once its samples were read."""
         first = self._alarms[0] if self._alarms else None
-        row: Json = {
+        with self._lock:
+            state = self._page.state()
+        judged = {
+            "headline": state["headline" if self._is_over else "headline_running"],
+            "outcome": state["outcome"],
+            "loss": state["loss"],
+        }
+        return {
             "name": self.name,
             "end": self._follower.end,
             "seconds_silent": self._seconds_silent() or 0.0,
-            "last_step": self._last_step,
+            "last_step": state["last_step"],
             "problem": self.problem,
             "alarms": len(self._alarms),
             "first_alarm": first.step if first else None,
             "where": first.site if first else "",
             "heads": list(first.heads) if first else [],
+            **(judged if state["outcome"] != "waiting" else {}),
         }
-        with self._lock:
-            state = self._page.state()
-        if state["outcome"] != "waiting":
-            row["headline"] = state["headline" if self._is_over else "headline_running"]
-            row |= {name: state[name] for name in ("outcome", "loss")}
-        return row
 
     @property
     def _is_over(self) -> bool:
@@ -182,7 +183,7 @@ class LiveRun:
         try:
             for batch in self._follower.batches():
                 with self._lock:
-                    self._page.take(batch.to_pandas())
+                    self._run.take(batch.to_pandas())
                 has_changed = True
                 if time.monotonic() - updated > UPDATE_EVERY:
                     self._update_state()
@@ -197,14 +198,14 @@ class LiveRun:
         """Replaces the events; returns the new alarms among the first of each head."""
         known = set(self._alarms)
         with self._lock:
-            self._page.events = events
+            self._run.events = events
             self._alarms = [event for event, mark in marks.marked(events) if mark == "alarm"]
         return [alarm for alarm in self._alarms if alarm not in known]
 
     def _update_state(self) -> None:
         with self._lock:
-            self._page.metadata = self._follower.metadata
-            self._page.ended = self._follower.end or "not closed"
+            self._run.metadata = self._follower.metadata
+            self._run.ended = self._follower.end or "not closed"
             self._page.update_state()
 
     def _seconds_silent(self) -> float | None:
@@ -215,11 +216,11 @@ class LiveRun:
         read, found = self._follower.bytes_read, self._follower.bytes_found
         return {
             "folder": str(self.path),
-            "samples": self._page.has_samples,
+            "samples": self._run.evidence.steps is not None,
             "seconds_silent": self._seconds_silent(),
             "read": read / max(found, 1) if self._is_reading else 1.0,
             # As the picture's headline has it: what the follower knows, the next picture shows.
-            "end": None if self._page.ended == "not closed" else self._page.ended,
+            "end": None if self._run.ended == "not closed" else self._run.ended,
             "problem": self.problem,
         }
 
@@ -233,11 +234,11 @@ class LiveRuns:
         self.is_list = not is_one and bool(runs_below(self.folder))
         self._tell = tell
         self._runs: list[LiveRun] = [] if self.is_list else [LiveRun(self.folder)]
-        self._searched = -SEARCH_EVERY
-        self._is_first = True
+        self._old = set(self._runs)  # those of the start, until they are looked at
+        self._searched: float | None = None
         self._said: set[str] = set()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="guardbit-live", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="guardbit-live", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -251,22 +252,26 @@ class LiveRuns:
             self._thread.join(timeout=5)
 
     def look(self) -> None:
-        """Reads what is new of each run; of one that nobody has opened, samples if time is left."""
-        until = time.monotonic() + LOOK_EVERY
-        if self.is_list and time.monotonic() - self._searched >= SEARCH_EVERY:
+        """Reads what is new of the open runs, and then for some time of the others, in turn."""
+        until: float | None = None
+        if self.is_list and time.monotonic() - (self._searched or -SEARCH_EVERY) >= SEARCH_EVERY:
             self._search()
-        for run in sorted(self._runs, key=lambda run: not run.is_open):
+        for run in sorted(self._runs, key=lambda run: (not run.is_open, run.looked_at)):
+            if not run.is_open:
+                until = until or time.monotonic() + LOOK_EVERY
+                if time.monotonic() > until:
+                    break
             try:
-                alarms = run.look(read=run.is_open or time.monotonic() < until)
+                alarms = run.look()
                 run.problem = ""
                 # Alarms from before the start are not new.
-                if alarms and self._tell is not None and not self._is_first:
+                if alarms and self._tell is not None and run not in self._old:
                     self._tell(run.name, alarms)
+                self._old.discard(run)
             # One broken run must not hide the others, and the page must survive a lost folder.
             except Exception as error:
                 run.problem = str(error) or type(error).__name__
                 self._say_once(f"cannot read {run.path}: {error!r}")
-        self._is_first = False
 
     def rows(self) -> Json:
         """Returns the rows of the list."""
@@ -287,7 +292,7 @@ class LiveRuns:
         numbers = list(dict.fromkeys(numbers))
         return {"runs": [{"id": number, **self.opened(number).largest()} for number in numbers]}
 
-    def _run(self) -> None:
+    def _follow(self) -> None:
         while not self._stop.is_set():
             try:
                 self.look()
@@ -297,12 +302,14 @@ class LiveRuns:
             self._stop.wait(LOOK_EVERY)
 
     def _search(self) -> None:
-        self._searched = time.monotonic()
         known = {run.path for run in self._runs}
-        for path in runs_below(self.folder):
-            if path not in known:
-                name = str(path.relative_to(self.folder))
-                self._runs.append(LiveRun(path, name, is_open=False))
+        new = [path for path in runs_below(self.folder) if path not in known]
+        self._runs += [
+            LiveRun(path, str(path.relative_to(self.folder)), is_open=False) for path in new
+        ]
+        if self._searched is None:
+            self._old.update(self._runs)
+        self._searched = time.monotonic()
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -359,34 +366,14 @@ class LiveServer:
 
 def application(runs: LiveRuns, token: str) -> Starlette:
     """The application: a fixed list of addresses below the token."""
-    routes = _routes_of_a_list(runs) if runs.is_list else _routes_of_a_run(lambda _: runs.opened())
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False)
-    refusals = {LookupError: _refused(404), ValueError: _refused(400), 404: _not_found}
-    below = Mount(f"/{token}", routes=routes)
-    served = Starlette(routes=[below], middleware=[hosts], exception_handlers=refusals)
-    served.router.redirect_slashes = False
-    return served
 
+    def of_run(question: Question) -> Callable[[Request], Response]:
+        # The only run of a page has no number in its address.
+        def answer(request: Request) -> Response:
+            run = runs.opened(request.path_params.get("number", 0))
+            return _json(question(run, request.query_params))
 
-def _routes_of_a_run(run: Callable[[Request], LiveRun]) -> list[BaseRoute]:
-    """The page of a run, and what it asks."""
-
-    def state(request: Request) -> Response:
-        step = _whole(request, "step")
-        return _json(run(request).state(_whole(request, "since"), None if step < 0 else step))
-
-    def head(request: Request) -> Response:
-        return _json(run(request).head(_whole(request, "layer"), _whole(request, "head")))
-
-    def curves(request: Request) -> Response:
-        return _json(run(request).curves(request.query_params.get("indicator", "")))
-
-    answers = {"/state": state, "/head": head, "/curves": curves}
-    return [*_assets(ASSETS), *(Route(path, answer) for path, answer in answers.items())]
-
-
-def _routes_of_a_list(runs: LiveRuns) -> list[BaseRoute]:
-    """The list of runs, what it asks, and below it the page of each run."""
+        return answer
 
     def overlay(request: Request) -> Response:
         named = [part for part in request.query_params.get("runs", "").split(",") if part]
@@ -394,18 +381,45 @@ def _routes_of_a_list(runs: LiveRuns) -> list[BaseRoute]:
             raise ValueError("runs must be whole numbers with commas between them")
         return _json(runs.overlay([int(part) for part in named]))
 
-    def opened(request: Request) -> LiveRun:
-        return runs.opened(int(request.path_params["number"]))
+    routes: list[BaseRoute] = _assets(ASSETS)
+    routes += [Route(f"/{name}", of_run(question)) for name, question in QUESTIONS.items()]
+    if runs.is_list:
+        routes = [
+            *_assets(LIST_ASSETS),
+            Route("/runs", lambda _: _json(runs.rows())),
+            Route("/overlay", overlay),
+            Mount("/run/{number:int}", routes=routes),
+        ]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False)
+    refusals = {LookupError: _refused(404), ValueError: _refused(400), 404: _refused(404, _REFUSAL)}
+    below = Mount(f"/{token}", routes=routes)
+    served = Starlette(routes=[below], middleware=[hosts], exception_handlers=refusals)
+    served.router.redirect_slashes = False
+    return served
 
-    return [
-        *_assets(LIST_ASSETS),
-        Route("/runs", lambda _: _json(runs.rows())),
-        Route("/overlay", overlay),
-        Mount("/run/{number:int}", routes=_routes_of_a_run(opened)),
-    ]
+
+def _whole(asked: QueryParams, name: str) -> int:
+    value = asked.get(name) or "-1"
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {value[:40]!r}") from None
 
 
-def _assets(names: Sequence[str]) -> list[Route]:
+def _state(run: LiveRun, asked: QueryParams) -> Json:
+    step = _whole(asked, "step")
+    return run.state(_whole(asked, "since"), None if step < 0 else step)
+
+
+#: What the page of a run asks.
+QUESTIONS: dict[str, Question] = {
+    "state": _state,
+    "head": lambda run, asked: run.head(_whole(asked, "layer"), _whole(asked, "head")),
+    "curves": lambda run, asked: run.curves(asked.get("indicator", "")),
+}
+
+
+def _assets(names: Sequence[str]) -> list[BaseRoute]:
     """The files of a page; the first stands for the page itself."""
 
     def route(name: str) -> Route:
@@ -416,22 +430,10 @@ def _assets(names: Sequence[str]) -> list[Route]:
     return [route(name) for name in names]
 
 
-def _json(content: dict[str, Any]) -> Response:
+def _json(content: Json) -> Response:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Response(text, media_type="application/json")
 
 
-def _not_found(request: Request, error: Exception) -> Response:
-    return Response(_REFUSAL, status_code=404, media_type="text/plain")
-
-
-def _refused(status: int) -> Callable[[Request, Exception], Response]:
-    return lambda request, error: Response(str(error), status_code=status, media_type="text/plain")
-
-
-def _whole(request: Request, name: str) -> int:
-    value = request.query_params.get(name) or "-1"
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name} must be a whole number, got {value[:40]!r}") from None
+def _refused(status: int, why: str = "") -> Callable[[Request, Exception], Response]:
+    return lambda request, error: Response(why or str(error), status, media_type="text/plain")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from guardbit.dashboards import marks, ranking
 from guardbit.dashboards.palette import OUTCOME_COLOURS
+from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import Ended, Judgement
 from guardbit.records import nearest
 from guardbit.store import files, reading
@@ -105,13 +105,17 @@ class LoadedRun:
     @property
     def alarms(self) -> pd.DataFrame:
         """Its alarms: step, site, heads, rule, and why."""
-        alarms = [event for event in marks.events_of(self.events) if event.kind == "alarm"]
-        return pd.DataFrame(alarms, columns=["step", "site", "heads", "rule", "why"])
+        return pd.DataFrame(self.recorded.alarms, columns=["step", "site", "heads", "rule", "why"])
 
     @cached_property
+    def recorded(self) -> Recorded:
+        """What figures and reports are made from."""
+        return Recorded(self.samples, self.events, self.metadata, self.ended)
+
+    @property
     def judgement(self) -> Judgement:
         """What became of the run, what moved its heads, and what to do."""
-        return marks.judgement_of(self.samples, self.events, self.metadata, self.ended)
+        return self.recorded.judgement
 
     @property
     def resumed(self) -> str:
@@ -121,7 +125,7 @@ class LoadedRun:
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""
-        return ranking.heads_to_watch(self.samples, self.events, count)
+        return self.recorded.heads_to_watch(count)
 
     def __repr__(self) -> str:
         return "\n".join([f"{self.name}: {self.judgement.headline}", *self._cause_and_advice])
@@ -152,13 +156,13 @@ class Plots:
     def __init__(self, run: LoadedRun) -> None:
         from guardbit.dashboards import figures  # here, as it loads matplotlib
 
-        self._run, self._figures = run, figures
+        self._run, self._figures = run.recorded, figures
 
     def __getattr__(self, name: str) -> Callable[..., Figure | None]:
         known = [] if name.startswith("_") else dir(self)
         if name not in known:
             raise AttributeError(f"there is no figure {name!r}{nearest(name, known)}")
-        return partial(getattr(self._figures, name), self._run.samples, self._run.events)
+        return partial(getattr(self._figures, name), self._run)
 
     def __dir__(self) -> list[str]:
         others = (name for name in self._figures.__all__ if name not in _NO_FIGURES)
@@ -166,11 +170,10 @@ class Plots:
 
     def heads(self) -> Figure | None:
         """Loss, and below it norm and logits of the worst heads; None without norms and logits."""
-        return self._figures.story(self._run.samples, self._run.events, self._run.judgement)
+        return self._figures.story(self._run)
 
     def map(self, step: int | None = None) -> Figure | None:
         """The model map after a step; by default after the first alarm, or at the run's end."""
-        run = self._run
         if step is None:
-            step = marks.first_step(run.samples, run.events, "alarm")
-        return self._figures.model_map(run.samples, run.events, step)
+            step = self._run.first_step("alarm")
+        return self._figures.model_map(self._run, step=step)

@@ -1,4 +1,4 @@
-"""The events of a run: what figures mark, and the heads that an event concerns.
+"""The events of a run, and what figures and pages mark of them.
 
 Events have the columns step, kind, site, heads and why and, where they apply, rule, stabilizer,
 verdict and judges. They are accepted as a CSV reader leaves them (NaN for what is empty), empty, or
@@ -12,9 +12,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from guardbit.dashboards import tables
-from guardbit.dashboards.tables import Head
-from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
+from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.records import Event
 from guardbit.store.files import EVENT_COLUMNS, check_columns
 from guardbit.store.reading import samples_of
@@ -49,24 +47,16 @@ def judgement_of(
 ) -> Judgement:
     """Judges a run by its tables."""
     evidence = Evidence()
-    evidence.add(samples_of(tables.check_samples(frame)))
+    if not frame.empty:
+        evidence.add(samples_of(frame))
     return judge(evidence, events_of(events), metadata, ended)
-
-
-def departed_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
-    """The step at which the loss diverged, as `judgement_of` has it."""
-    evidence, samples = Evidence(), tables.check_samples(frame)
-    evidence.add(samples_of(tables.rows_of(samples, samples["indicator"] == "loss")))
-    return departed(events_of(events), evidence)
 
 
 def mark_of(event: Event) -> Mark | None:
     """What a figure marks the event as; None for refusals, verdicts and errors."""
-    if event.kind == "alarm":
-        return "alarm"
     if event.kind == "switch":
         return "undo" if event.stabilizer == "none" else "switch"
-    return None
+    return "alarm" if event.kind == "alarm" else None
 
 
 def marked(events: Iterable[Event]) -> Iterator[tuple[Event, Mark]]:
@@ -79,42 +69,3 @@ def marked(events: Iterable[Event]) -> Iterator[tuple[Event, Mark]]:
             yield event, mark
         if mark == "alarm":
             seen |= alarmed
-
-
-def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
-    """The steps at which a mark is drawn, ascending, each once."""
-    return sorted({event.step for event, found in marked(events_of(events)) if found == mark})
-
-
-def heads_of_events(
-    frame: pd.DataFrame, events: pd.DataFrame | None
-) -> Iterator[tuple[Event, list[Head]]]:
-    """Each event with the heads it concerns, ordered by step."""
-    layers, recorded = tables.layer_of_site(frame), tables.heads_of_layer(frame)
-    for event in events_of(events):
-        layer = layers.get(event.site)
-        yield event, [] if layer is None else [(layer, h) for h in event.heads or recorded[layer]]
-
-
-def first_events(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> dict[Head, Event]:
-    """Every head that events with this mark concern -> the first of them, earliest first."""
-    first: dict[Head, Event] = {}
-    for event, heads in heads_of_events(frame, events):
-        if mark_of(event) == mark:
-            first.update({head: event for head in heads if head not in first})
-    return first
-
-
-def first_step(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> int | None:
-    """The step of the first mark on any head, None if there is none."""
-    return min((event.step for event in first_events(frame, events, mark).values()), default=None)
-
-
-def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dict[Head, str]:
-    """Head -> the stabilizer of its last switch; heads that were never switched are absent."""
-    return {
-        head: event.stabilizer
-        for event, heads in heads_of_events(frame, events)
-        if event.kind == "switch"
-        for head in heads
-    }

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
-from guardbit.dashboards.excess import EXCESS_INDICATORS, lower_quantile
-from guardbit.dashboards.history import History
+from guardbit.dashboards.history import (
+    EXCESS_INDICATORS,
+    Floats,
+    History,
+    Integers,
+    farthest,
+    lower_quantile,
+)
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.tables import Head
-from guardbit.judgement import Ended, Evidence, judge
+from guardbit.dashboards.tables import Head, RunSoFar
 from guardbit.records import Event
-from guardbit.store.reading import samples_of
 
-Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
 
-#: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
-#: to damp one sample's noise.
-SAMPLES_AVERAGED = 5
 #: Heads named in the list of the worst, and drawn in a curve.
 _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
@@ -62,56 +60,32 @@ def asset(name: str) -> str:
 
 
 class RunPage:
-    """The samples and events of a run, and what its page asks about them."""
+    """What the page of a run asks about it."""
 
-    def __init__(self, title: str, buckets: int) -> None:
-        self.events: list[Event] = []
-        self.metadata: Mapping[str, Any] = {}
-        self.ended: Ended | None = None
+    def __init__(self, title: str, run: RunSoFar) -> None:
+        self.run = run
         self.version = 0  # each state has its own
-        self._title, self._buckets = title, buckets
-        self._state: Json = {}
-        self.forget_samples()
-
-    def forget_samples(self) -> None:
-        """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
-        self._history, self._evidence = History(self._buckets), Evidence()
-        self._losses: deque[float] = deque(maxlen=SAMPLES_AVERAGED)
-
-    @property
-    def has_samples(self) -> bool:
-        return self._evidence.steps is not None
-
-    def take(self, rows: pd.DataFrame) -> None:
-        """Adds samples, with the columns of `guardbit.read_run`."""
-        self._evidence.add(samples_of(rows))
-        self._losses.extend(rows.loc[rows["indicator"] == "loss", "value"])
-        of_heads = (rows["site"] != "").to_numpy()
-        columns = [rows[name].to_numpy() for name in ("step", "layer", "head", "value")]
-        for name, chosen in rows.groupby("indicator", observed=True).indices.items():
-            chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
-            self._history.add(str(name), *(column[chosen] for column in columns))
+        self._title = title
+        self.update_state()
 
     def update_state(self) -> None:
         """Computes what the page shows first, so that an answer costs next to nothing."""
-        history = self._history
-        moves = (event for event in self.events if marks.mark_of(event) in ("alarm", "switch"))
-        moved = self._evidence.first(moves)
-        history.moved = {head: event.step for head, event in moved.items()}
+        run, history = self.run, self.run.history
+        found = run.judge()
+        waiting = "Waiting for the first sample" if run.evidence.steps is None else ""
         self.version += 1
-        outcome = self._outcome()
-        self._state = {
+        self._state: Json = {
             "version": self.version,
             "title": self._title,
             "layers": history.num_layers,
             "heads": history.num_heads,
-            "sites": {str(layer): site for site, layer in self._evidence.layers.items()},
+            "sites": {str(layer): site for site, layer in run.evidence.layers.items()},
             "steps": _steps(history),
             "last_step": history.last_step,
             **self._map(history.used - 1),
             "indicators": [name for name in HEAD_INDICATORS if name in history.high],
-            "events": [_event(event) for event in _shown(self.events)],
-            "num_events": len(self.events),
+            "events": [_event(event) for event in _shown(run.events)],
+            "num_events": len(run.events),
             "run": {
                 name: _span(*(of[name][history.known, 0] for of in (history.low, history.high)))
                 for name in RUN_INDICATORS
@@ -119,24 +93,29 @@ class RunPage:
             },
             "catalog": CATALOG_OF_PAGES,
             "palette": {"heat": HEAT_STOPS, "heat_dark": HEAT_STOPS_DARK, "most": MOST_EXCESS},
-            **outcome,
-            "marks": _marks(self.events, outcome["departed"]),
+            "outcome": "waiting" if waiting else found.state,
+            "headline": waiting or found.headline,
+            "headline_running": waiting or found.headline_running,
+            "departed": found.departed,
+            "loss": last_loss(run.last_losses),
+            "advice": "" if waiting else found.verdict_and_advice,
+            "marks": _marks(run.events, found.departed),
         }
 
     def state(self, step: int | None = None) -> Json:
         """Returns the latest state, with map and worst heads at a step; None for the newest."""
-        at_step = {} if step is None else self._map(self._history.bucket_of(step))
+        at_step = {} if step is None else self._map(self.run.history.bucket_of(step))
         return {**self._state, **at_step}
 
     def head(self, layer: int, head: int) -> Json:
         """Returns every indicator of one head."""
-        history = self._history
+        run, history = self.run, self.run.history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
-        events = [e for e in self.events if (layer, head) in self._evidence.heads_of(e)]
-        sites = self._evidence.layers.items()
+        events = [e for e in run.events if (layer, head) in run.evidence.heads_of(e)]
+        sites = run.evidence.layers.items()
         indicators: Json = {}
-        for name in [name for name in HEAD_INDICATORS if name in history.high]:
+        for name in self._state["indicators"]:
             low, high = history.of_head(name, layer, head)
             if not np.isnan(high).all():
                 typical = plain_numbers(self._typical(name, (0.5,))[0])
@@ -149,14 +128,14 @@ class RunPage:
             "indicators": indicators,
             "events": [_event(event) for event in _shown(events)],
             "marks": _marks(
-                [*events, *(event for event in self.events if not event.site)],
+                [*events, *(event for event in run.events if not event.site)],
                 self._state["departed"],
             ),
         }
 
     def curves(self, indicator: str) -> Json:
         """Returns one indicator: the heads that matter most, and the range of all."""
-        history = self._history
+        history = self.run.history
         if indicator not in history.high or indicator not in HEAD_INDICATORS:
             raise LookupError(f"the indicator {indicator} was not recorded")
         low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
@@ -174,7 +153,7 @@ class RunPage:
 
     def largest(self) -> Json:
         """Returns the loss, the largest sizes over all heads, and the first mark of each kind."""
-        history = self._history
+        history = self.run.history
         lines: Json = {}
         if "loss" in history.high:
             known = history.known
@@ -191,45 +170,44 @@ class RunPage:
         """Returns everything that the page can ask for, for a page without a server."""
         state = self.state()
         maps = self._maps()
-        alarm = self._first_step("alarm")
+        first = min((event.step for event in self.run.first("alarm").values()), default=math.inf)
         known = [one["map"]["step"] for one in maps]
-        at = len(maps) if alarm is None else int(np.searchsorted(known, alarm))
         return {
             "state": {**state, "events": self._timeline(), "version": 0},
             "maps": maps,
-            "start": min(at, len(maps) - 1),
+            "start": min(int(np.searchsorted(known, first)), len(maps) - 1),
             "curves": {name: self.curves(name) for name in state["indicators"]},
             "heads": self._histories(),
         }
 
     def _timeline(self) -> list[Json]:
         """The events in their order, later alarms left out; an alarm before what answers it."""
-        alarms = [event for event in self.events if event.kind == "alarm"][:MOST_ALARMS]
-        others = [event for event in self.events if event.kind != "alarm"]
+        alarms = self.run.alarms[:MOST_ALARMS]
+        others = [event for event in self.run.events if event.kind != "alarm"]
         return [_event(one) for one in sorted([*alarms, *others], key=lambda event: event.step)]
 
     def _maps(self) -> list[Json]:
         steps = self._state["steps"]
         if not steps:
             return []
-        size = len(json.dumps(self._map(self._history.used - 1)))
+        size = len(json.dumps(self._map(self.run.history.used - 1)))
         count = int(np.clip(MOST_OF_MAPS // size, 2, MAPS))
         chosen = {steps[round(at)] for at in np.linspace(0, len(steps) - 1, count)}
-        for first in (self._first_step("alarm"), self._first_step("switch")):
-            if first is not None:
+        for mark in ("alarm", "switch"):
+            for event in [*self.run.first(mark).values()][:1]:
                 # The map of the whole bucket that holds the step, so that it shows what happened.
-                chosen.add(steps[min(int(np.searchsorted(steps, first)), len(steps) - 1)])
-        maps = [self._map(self._history.bucket_of(step)) for step in sorted(chosen)]
+                chosen.add(steps[min(int(np.searchsorted(steps, event.step)), len(steps) - 1)])
+        maps = [self._map(self.run.history.bucket_of(step)) for step in sorted(chosen)]
         return [one for one in maps if one["map"]["step"] >= 0]
 
     def _histories(self) -> Json:
         """The histories of the alarmed heads, then of those farthest above their baseline."""
-        excess, _, _ = self._history.excess()
+        excess, _, _ = self.run.excess()
         heads: Json = {}
         room = MOST_OF_HEADS
-        for layer, head in dict.fromkeys([*self._alarmed(), *_farthest(excess)]):
+        for layer, head in dict.fromkeys([*self.run.first("alarm"), *farthest(excess)]):
             # Where layers differ in their number of heads, some cells of the map are no head.
-            if self._history.column_of(layer, head) < 0:
+            if self.run.history.column_of(layer, head) < 0:
                 continue
             history = self.head(layer, head)
             history["events"] = history["events"][:5]
@@ -239,62 +217,31 @@ class RunPage:
             heads[f"{layer},{head}"] = history
         return heads
 
-    def _alarmed(self, until: float = math.inf) -> list[Head]:
-        """The heads that alarmed up to a step, in the order of their first alarms."""
-        return list(
-            self._evidence.first(e for e in self.events if e.kind == "alarm" and e.step <= until)
-        )
-
-    def _first_step(self, mark: marks.Mark) -> int | None:
-        """The step of the first mark on a head."""
-        marked = self._evidence.first(e for e in self.events if marks.mark_of(e) == mark)
-        return next((event.step for event in marked.values()), None)
-
-    def _outcome(self) -> Json:
-        """The judgement of the run, so far or at its end."""
-        found = judge(self._evidence, self.events, self.metadata, self.ended)
-        waiting = "" if self.has_samples else "Waiting for the first sample"
-        return {
-            "outcome": "waiting" if waiting else found.state,
-            "headline": waiting or found.headline,
-            "headline_running": waiting or found.headline_running,
-            "departed": found.departed,
-            "loss": last_loss(self._losses),
-            "advice": "" if waiting else found.verdict_and_advice,
-        }
-
     def _map(self, bucket: int) -> Json:
         """The model map at a bucket, with the marks of what had happened by then; worst heads."""
-        history = self._history
+        history = self.run.history
         step = int(history.steps[bucket]) if bucket >= 0 else -1
-        excess, which, names = history.excess(bucket)
-        stabilizers = {
-            head: event.stabilizer
-            for event in self.events
-            if event.kind == "switch" and event.step <= step
-            for head in self._evidence.heads_of(event)
-        }
+        excess, which, names = self.run.excess(bucket)
+        stabilizers = self.run.stabilizers(step).items()
         return {
             "map": {
                 "step": step,
                 "excess": plain_numbers(excess.ravel()),
                 "which": which.ravel().tolist(),
                 "names": list(names),
-                "alarmed": sorted(self._alarmed(step)),
-                "stabilized": sorted(
-                    [*head, name] for head, name in stabilizers.items() if name != "none"
-                ),
+                "alarmed": sorted(self.run.first("alarm", until=step)),
+                "stabilized": sorted([*head, name] for head, name in stabilizers if name != "none"),
             },
             "worst": self._worst(bucket, excess, which, names),
         }
 
     def _worst(
-        self, bucket: int, excess: Floats, which: npt.NDArray[np.integer], names: Sequence[str]
+        self, bucket: int, excess: Floats, which: Integers, names: Sequence[str]
     ) -> list[Json]:
         """The heads that are farthest above their baseline at a bucket, worst first."""
-        history = self._history
+        history = self.run.history
         worst: list[Json] = []
-        for layer, head in _farthest(excess)[:_WORST]:
+        for layer, head in farthest(excess)[:_WORST]:
             if np.isnan(excess[layer, head]):
                 continue
             name = names[int(which[layer, head])]
@@ -313,11 +260,11 @@ class RunPage:
     def _notable(self) -> list[Head]:
         """The alarmed heads, then those that are farthest above their baseline."""
         worst = [(head["layer"], head["head"]) for head in self._state["worst"]]
-        return list(dict.fromkeys([*self._alarmed(), *worst]))[:_DRAWN]
+        return list(dict.fromkeys([*self.run.first("alarm"), *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         """Quantiles over heads by bucket."""
-        history = self._history
+        history = self.run.history
         middle = history.high[indicator][history.known]
         if indicator not in EXCESS_INDICATORS:
             # Signed sums, and the entropy, whose small values matter.
@@ -347,13 +294,6 @@ def last_loss(losses: Sequence[float]) -> float | str | None:
         return None
     median = float(np.median(losses))
     return median if np.isfinite([median, losses[-1]]).all() else "not finite"
-
-
-def _farthest(excess: Floats) -> list[Head]:
-    """All heads, worst first; those that were not measured count as 0."""
-    order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")
-    layers, heads = np.unravel_index(order, excess.shape)
-    return list(zip(layers.tolist(), heads.tolist(), strict=True))
 
 
 def _steps(history: History) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.dashboards import document, ranking, tables
+from guardbit.dashboards import document
 from guardbit.dashboards.document import Document, Table, Tile
 from guardbit.dashboards.figures import CHARTS, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_runs_or_worst_heads
@@ -27,12 +28,12 @@ from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import (
     CATALOG_OF_PAGES,
-    SAMPLES_AVERAGED,
     asset,
     last_loss,
     plain_numbers,
     thinned,
 )
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, rows_of
 from guardbit.judgement import Judgement
 
 Format = Literal["html", "png"]
@@ -135,7 +136,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
-    fork = fork_of({run.name: tables.of_run(run.samples, "loss") for run in runs})
+    fork = fork_of({run.name: run.recorded.of_run("loss") for run in runs})
     samples = {run.name: _from(fork, run) for run in runs}
     outcomes = {run.name: run.judgement for run in runs}
     losses = of_runs_or_worst_heads(samples, "loss")
@@ -193,18 +194,16 @@ def _facts(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
 
 
 def _worst_head(run: LoadedRun) -> str:
-    excess = ranking.excess(run.samples, run.events).dropna()
-    if excess.empty:
-        return "–"
-    layer, head = excess.index.to_list()[excess.argmax()]
-    label = tables.head_label(layer, head, len(tables.heads_of_layer(run.samples)[layer]))
-    return f"{label}, {document.times(excess.max())}"
+    for head, excess in run.recorded.worst.items():
+        if not math.isnan(excess):
+            return f"{run.recorded.label(head)}, {document.times(excess)}"
+    return "–"
 
 
 def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
     """The samples from the fork on."""
-    frame = tables.check_samples(run.samples)
-    return frame if fork is None else tables.rows_of(frame, frame["step"] >= fork)
+    frame = run.recorded.samples
+    return frame if fork is None else rows_of(frame, frame["step"] >= fork)
 
 
 def _answers(

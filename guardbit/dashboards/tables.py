@@ -1,37 +1,207 @@
-"""The samples of a run as tables: by head, and of the whole run.
+"""A run as far as it was read: what its page, report and figures are made from.
 
 Samples have one value a row: step, site, layer, head, indicator, value. They are accepted as a CSV
 reader leaves them (NaN for an empty site), empty, or without any column.
-
-A head is named by the pair (layer, head), both counted from 0.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
 from guardbit.catalog import HEAD_INDICATORS
+from guardbit.dashboards.history import Floats, History, Integers, farthest
+from guardbit.dashboards.marks import Mark, events_of, mark_of
+from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
+from guardbit.judgement.evidence import Head as Head
+from guardbit.records import Event
 from guardbit.store.files import COLUMNS, check_columns
+from guardbit.store.reading import samples_of
 
-Head = tuple[int, int]
+#: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
+#: to damp one sample's noise.
+SAMPLES_AVERAGED = 5
+#: An excess below this is nothing to watch, as in the pages.
+NOTABLE = 1.5
+#: Steps that reports and figures resolve where they compare heads with their baselines, even.
+BUCKETS = 300
 
-_CHECKED = "guardbit.checked"
+
+class RunSoFar:
+    """The events of a run, and its samples in memory that does not grow with its length."""
+
+    def __init__(self, buckets: int) -> None:
+        self.events: list[Event] = []
+        self.metadata: Mapping[str, Any] = {}
+        self.ended: Ended | None = None
+        self._buckets = buckets
+        self.forget_samples()
+
+    def forget_samples(self) -> None:
+        """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
+        self.history, self.evidence = History(self._buckets), Evidence()
+
+    def take(self, rows: pd.DataFrame) -> None:
+        """Adds samples, with the columns of `guardbit.read_run`."""
+        self.evidence.add(samples_of(rows))
+        of_heads = (rows["site"] != "").to_numpy()
+        columns = [rows[name].to_numpy() for name in ("step", "layer", "head", "value")]
+        for name, chosen in rows.groupby("indicator", observed=True).indices.items():
+            chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
+            self.history.add(str(name), *(column[chosen] for column in columns))
+
+    def judge(self) -> Judgement:
+        """Judges the run so far, or at its end."""
+        return judge(self.evidence, self.events, self.metadata, self.ended)
+
+    @property
+    def departed(self) -> int | None:
+        """The step at which the loss diverged, as the judgement has it."""
+        return departed(self.events, self.evidence)
+
+    @property
+    def last_losses(self) -> list[float]:
+        return list(self.evidence.loss.latest)[-SAMPLES_AVERAGED:]
+
+    @property
+    def alarms(self) -> list[Event]:
+        return [event for event in self.events if event.kind == "alarm"]
+
+    def first(self, *of: Mark, until: float = math.inf) -> dict[Head, Event]:
+        """Every head that events with such marks concern -> the first of them, earliest first."""
+        return self.evidence.first(
+            event for event in self.events if mark_of(event) in of and event.step <= until
+        )
+
+    def last_switches(self, until: float = math.inf) -> dict[Head, Event]:
+        """Every head that was switched -> the last of its switches."""
+        return {
+            head: event
+            for event in self.events
+            if event.kind == "switch" and event.step <= until
+            for head in self.evidence.heads_of(event)
+        }
+
+    def stabilizers(self, until: float = math.inf) -> dict[Head, str]:
+        """Every head that was switched -> the stabilizer that it has."""
+        return {head: event.stabilizer for head, event in self.last_switches(until).items()}
+
+    def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
+        """`History.excess`, with what has happened to the heads."""
+        moved = self.first("alarm", "switch")
+        self.history.moved = {head: event.step for head, event in moved.items()}
+        return self.history.excess(bucket)
+
+
+class Recorded(RunSoFar):
+    """A run that was read, with every sample."""
+
+    def __init__(
+        self,
+        samples: pd.DataFrame,
+        events: pd.DataFrame | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ended: Ended | None = None,
+    ) -> None:
+        super().__init__(BUCKETS)
+        self.samples = check_samples(samples)
+        self.events, self.metadata, self.ended = events_of(events), metadata or {}, ended
+        self.take(self.samples)
+        self._rows = self.samples.groupby("indicator", observed=True).indices
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last recorded step."""
+        return self.evidence.steps or (0, 0)
+
+    @cached_property
+    def judgement(self) -> Judgement:
+        return self.judge()
+
+    @cached_property
+    def sites(self) -> dict[int, str]:
+        """Layer -> the name of its attention module, for every layer with a sample."""
+        layers = of_heads(self.samples).drop_duplicates(["layer"])
+        return dict(zip(map(int, layers["layer"]), layers["site"], strict=True))
+
+    def by_head(self, indicator: str) -> pd.DataFrame:
+        """One indicator with a row a step and a column a head; NaN where none was measured."""
+        return by_head(self._rows_of(indicator), indicator)
+
+    def of_run(self, indicator: str) -> pd.Series:
+        """An indicator of the whole run (`loss`, `grad_norm`) by step."""
+        return of_run(self._rows_of(indicator), indicator)
+
+    def _rows_of(self, indicator: str) -> pd.DataFrame:
+        return self.samples.iloc[self._rows.get(indicator, [])]
+
+    def label(self, head: Head) -> str:
+        """The name of a head in figures and tables."""
+        layer, number = head
+        return f"layer {layer}" + f", head {number}" * (self.heads_of_layer[layer] > 1)
+
+    @cached_property
+    def heads_of_layer(self) -> Counter[int]:
+        """Layer -> number of heads that have a sample."""
+        return Counter(layer for layer, _ in self.history.heads)
+
+    def first_step(self, mark: Mark) -> int | None:
+        """The step of the first mark on any head, None if there is none."""
+        return next((event.step for event in self.first(mark).values()), None)
+
+    @cached_property
+    def worst(self) -> dict[Head, float]:
+        """Every head -> how far it is above its baseline, worst first; NaN is unknown, and last."""
+        excess, _, _ = self.excess()
+        known = set(self.history.heads)
+        return {head: float(excess[head]) for head in farthest(excess) if head in known}
+
+    @cached_property
+    def story(self) -> list[Head]:
+        """The heads that all figures of a run are about, each in one colour."""
+        above = [head for head, excess in self.worst.items() if excess >= NOTABLE]
+        return list(dict.fromkeys([*self.first("alarm"), *above]))[:3]
+
+    def notable(self, table: pd.DataFrame, *, smallest: bool = False) -> list[Head]:
+        """The heads that a figure names: those of the story, then the extreme of its table."""
+        later = table.iloc[len(table) // 2 :].abs().replace(np.inf, np.nan)
+        extremes = later.min() if smallest else later.max()
+        extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")
+        extreme = [(int(layer), int(head)) for layer, head in extremes.head(1).index]
+        story = [head for head in self.story if head in table.columns]
+        return list(dict.fromkeys([*story, *extreme]))
+
+    def heads_to_watch(self, count: int = 10) -> pd.DataFrame:
+        """The heads a person should look at, worst first, with their latest values."""
+        latest = latest_values(self.samples)
+        alarms, stabilizers = self.first("alarm"), self.stabilizers()
+        heads = latest.index.to_frame()
+        heads["site"] = [self.sites[layer] for layer, _ in latest.index]
+        heads["alarm_step"] = [alarms[h].step if h in alarms else np.nan for h in latest.index]
+        heads["rule"] = [alarms[h].rule if h in alarms else "" for h in latest.index]
+        heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
+        if heads.empty:
+            return heads
+        heads["excess"] = [self.worst.get(head, np.nan) for head in latest.index]
+        heads["largest"] = latest.iloc[:, 0].abs()
+        order = ["alarm_step", "excess", "largest"]
+        heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
+        return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the samples with "" for a missing site, as a shallow copy."""
+    """Returns the samples with "" for a missing site."""
     if frame.empty:
         return pd.DataFrame(columns=COLUMNS)
-    if frame.attrs.get(_CHECKED):
-        return frame
     check_columns(frame.columns, COLUMNS, "the table of samples")
     if np.asarray(frame["site"].isna()).any():
-        frame = frame.assign(site=frame["site"].astype(object).fillna(""))
-    frame = frame.copy(deep=False)
-    frame.attrs[_CHECKED] = True
+        return frame.assign(site=frame["site"].astype(object).fillna(""))
     return frame
 
 
@@ -40,14 +210,13 @@ def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
     return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
 
 
-def _of_heads(frame: pd.DataFrame) -> pd.DataFrame:
-    samples = check_samples(frame)
-    return rows_of(samples, samples["site"] != "")
+def of_heads(frame: pd.DataFrame) -> pd.DataFrame:
+    return rows_of(frame, frame["site"] != "")
 
 
 def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
     """One indicator with a row a step and a column a head; NaN where a head was not measured."""
-    samples = _of_heads(frame)
+    samples = of_heads(frame)
     samples = rows_of(samples, samples["indicator"] == indicator)
     samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
     table = samples.pivot(index="step", columns=["layer", "head"], values="value")
@@ -56,47 +225,14 @@ def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
 
 def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
     """An indicator of the whole run (`loss`, `grad_norm`) by step, float64; non-finite is kept."""
-    samples = check_samples(frame)
-    samples = rows_of(samples, (samples["indicator"] == indicator) & (samples["site"] == ""))
+    samples = rows_of(frame, (frame["indicator"] == indicator) & (frame["site"] == ""))
     samples = samples.drop_duplicates(["step"], keep="last").set_index("step")
     return cast(pd.Series, samples["value"]).astype(float).sort_index()
 
 
-def steps(frame: pd.DataFrame) -> tuple[int, int]:
-    """The first and the last recorded step of a run that has samples."""
-    recorded = check_samples(frame)["step"].to_numpy()
-    return int(recorded.min()), int(recorded.max())
-
-
-def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
-    """Name of an attention module -> its layer, for every module with a sample."""
-    sites = _of_heads(frame).drop_duplicates(["site"])
-    return dict(zip(sites["site"], map(int, sites["layer"]), strict=True))
-
-
-def site_of_layer(frame: pd.DataFrame) -> dict[int, str]:
-    """Layer -> the name of its attention module, for every layer with a sample."""
-    layers = _of_heads(frame).drop_duplicates(["layer"])
-    return dict(zip(map(int, layers["layer"]), layers["site"], strict=True))
-
-
-def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
-    """Layer -> the heads that have at least one sample, both ascending."""
-    pairs = _of_heads(frame).drop_duplicates(["layer", "head"])
-    heads: dict[int, list[int]] = {}
-    for layer, head in sorted(zip(pairs["layer"], pairs["head"], strict=True)):
-        heads.setdefault(int(layer), []).append(int(head))
-    return heads
-
-
-def head_label(layer: int, head: int, heads_in_layer: int) -> str:
-    """The name of a head in figures and tables."""
-    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer}, head {head}"
-
-
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
     """The last recorded value of every head."""
-    samples = _of_heads(frame)
+    samples = of_heads(frame)
     samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
     samples = samples.sort_values(["step"], kind="stable")
     samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")

@@ -99,6 +99,7 @@ class Judgement:
     # yet. "saved": half of the switched heads or more fell by a tenth in logits or W_Q, no logits
     # grow, and the loss is sound. "lost": the loss diverged, or is not finite.
     state: State
+    said: str  # what that rests on, a clause
     cause: Cause  # what moves the alarmed heads
     risk: Risk  # whether the model is of a kind at risk
     # "critical" for logits above 10,000, a loss that is lost, or one that rises with an alarmed
@@ -158,7 +159,10 @@ class Judgement:
     @property
     def sentence(self) -> str:
         """The headline without what limits it."""
-        return f"{_TITLES[self.state]}: {_SENTENCES[self.state](self)}"
+        title = (
+            "Learning rate too high" if self.state == "learning-rate" else self.state.capitalize()
+        )
+        return f"{title}: {self.said}"
 
     @property
     def headline_running(self) -> str:
@@ -252,6 +256,7 @@ class Judgement:
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
         fields = asdict(self)
+        del fields["said"]
         fields["cause"], fields["risk"] = self.cause._asdict(), self.risk._asdict()
         if not math.isfinite(self.largest_logit or 0.0):
             fields["largest_logit"] = None  # JSON has no infinity
@@ -288,6 +293,7 @@ def judge(
     first_alarm = min((event.step for event in alarms), default=None)
     judgement = Judgement(
         state="healthy",
+        said="",
         cause=cause_of(evidence, alarms, metadata),
         risk=risk_of(evidence, metadata),
         severity="none",
@@ -327,8 +333,10 @@ def judge(
     fallen = sum(bool(found) and min(found.values()) <= FALLEN for found in growths.values())
     rises = any(found.get("max_logit", 0.0) > STILL_GROWING for found in growths.values())
     has_effect = 2 * fallen >= len(growths) > 0 and not rises and not _logits_rise(evidence)
-    state = _state(judgement, alarms, switched, has_effect, is_judged(metadata, evidence))
-    return replace(judgement, state=state, severity=_severity(judgement, state))
+    state, said = _outcome(
+        judgement, _leaves_at_once(alarms), has_effect, is_judged(metadata, evidence)
+    )
+    return replace(judgement, state=state, said=said, severity=_severity(judgement, state))
 
 
 def _lead(alarmed: Mapping[Head, Event], left: int | None) -> int | None:
@@ -344,40 +352,6 @@ def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
     if _leaves_at_once(alarms):
         return "learning-rate", f"all layers diverged together, at step {first.step:,}"
     return _VERDICTS[cause.what], cause.sentence
-
-
-def _state(
-    found: Judgement,
-    alarms: Sequence[Event],
-    switched: Mapping[Head, Event],
-    has_effect: bool,
-    is_judged: bool,
-) -> State:
-    """The first state whose condition holds."""
-    is_switched = bool(found.alarmed) and switched.keys() >= set(found.alarmed)
-    goes_on = (
-        found.still_growing
-        or found.alarming_again
-        or found.unknown_before
-        or found.cause.what == "not rounding"
-        or _rises_alarmed(found)
-    )
-    is_seen = has_effect and not found.not_measured_since and not found.missing_loss
-    conditions: list[tuple[State, object]] = [
-        ("learning-rate", _leaves_at_once(alarms) and found.loss_is_finite),
-        ("lost", found.departed is not None),
-        ("unclear", not found.num_heads),
-        ("alarmed", alarms and (not is_switched or goes_on)),
-        ("switched", alarms and not is_seen),
-        ("saved", alarms),
-        ("unclear", not is_judged),
-        ("warning", found.rising),
-        ("unclear", found.head_samples < FEWEST_SAMPLES),
-    ]
-    for state, holds in conditions:
-        if holds:
-            return state
-    return "healthy"
 
 
 def _severity(found: Judgement, state: State) -> Severity:
@@ -606,9 +580,6 @@ def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int |
 
 # --- sentences -----------------------------------------------------------------------------------
 
-_TITLES = {state: state.capitalize() for state in STATES}
-_TITLES["learning-rate"] = "Learning rate too high"
-
 _ENDS: dict[Ended | None, str] = {
     "crashed": "the run crashed",
     "interrupted": "the run was interrupted",
@@ -633,100 +604,79 @@ _ADVICE: dict[State, str] = {
 }
 
 
-def _healthy(of: Judgement) -> str:
-    assert of.last_step is not None and of.last_head_step is not None
-    # The next sample is due a cadence after the last one.
-    if of.last_step - of.last_head_step <= (of.head_samples_every or 0):
-        return f"no alarm up to step {of.last_head_step:,}"
-    return (
-        f"no alarm in {of.head_samples:,} samples of the heads, the last at step"
-        f" {of.last_head_step:,} of {of.last_step:,}"
-    )
-
-
-def _unclear(of: Judgement) -> str:
-    if not of.num_heads:
-        return "no head was watched"
-    if of.head_samples < FEWEST_SAMPLES:
-        plural = "s" * (of.head_samples > 1)
-        return f"too short to judge: {of.head_samples} sample{plural}, {FEWEST_SAMPLES} needed"
-    return "no rule could judge the heads"
-
-
-def _warning(of: Judgement) -> str:
-    return f"no alarm, but {of.rising}"
-
-
-def _alarmed(of: Judgement) -> str:
-    if not of.alarmed:
-        return f"an alarm at step {of.first_alarm:,} names no measured head"
-    since = f"{_counted(of)} since step {of.first_alarm:,}"
-    if of.still_growing:
-        return f"{since}; {of.still_growing} still growing after the switch"
-    if of.alarming_again:
-        return f"{since}; {of.alarming_again} still alarming after the switch"
-    if of.cause.what == "not rounding":
-        return f"{since}; rounding is not the cause"
-    if of.unknown_before:
-        return f"{since}; {of.unknown_before} not measured before the alarm"
-    done = f"{of.alarmed_and_switched or 'none'} switched"
-    return f"{since}, {done}; {of.rising or of.missing_loss or 'no alarm on the loss'}"
-
-
-def _switched(of: Judgement) -> str:
-    if of.not_measured_since:
-        seen = f"{of.not_measured_since} not measured since the switch"
-    else:
-        seen = of.missing_loss or "logits and W_Q have not fallen yet"
-    return f"{_counted(of)} alarmed{_when(of)}, all of them switched; {seen}"
-
-
-def _saved(of: Judgement) -> str:
-    return f"{_counted(of)} alarmed{_when(of)}, corrected, loss unharmed"
-
-
-def _lost(of: Judgement) -> str:
-    assert of.departed is not None
-    what = "the loss diverged" if of.loss_is_finite else "the loss is not finite (NaN or infinity)"
-    at = f"{what} {'at' if of.loss_is_finite else 'from'} step {of.departed:,}"
-    if of.lead is not None and of.lead > 0:
-        at = f"{at}, {of.lead:,} steps after the first alarm"
-        is_earlier = of.first_switch is not None and of.first_switch < of.departed
-        at += ", in spite of the switch" if is_earlier else ""
-    elif of.lead == 0:
-        at += ", with the first alarm"
-    else:
-        at += ", before any head alarmed" if of.num_heads else ", and no head was watched"
-    if of.loss_is_finite or of.nonfinite is None:
-        return at
-    step, site, tensor, heads = of.nonfinite
-    named = f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads[:3]))}"
-    return f"{at}; it was first seen in {tensor} of {site}, {named}, at step {step:,}"
-
-
-def _learning_rate(of: Judgement) -> str:
-    lost = f"; the loss diverged at step {of.departed:,}" if of.departed is not None else ""
-    return f"all layers diverged together, at step {of.first_alarm:,}{lost}"
-
-
-_SENTENCES = {
-    "healthy": _healthy,
-    "unclear": _unclear,
-    "warning": _warning,
-    "alarmed": _alarmed,
-    "switched": _switched,
-    "saved": _saved,
-    "lost": _lost,
-    "learning-rate": _learning_rate,
-}
-
-
-def _when(of: Judgement) -> str:
-    of_several = ", the first" if len(of.alarmed) > 1 else ""
-    return f"{of_several} at step {of.first_alarm:,}"
-
-
-def _counted(of: Judgement) -> str:
+def _outcome(
+    of: Judgement, is_at_once: bool, has_effect: bool, is_judged: bool
+) -> tuple[State, str]:
+    """The first state whose condition holds, and what is said of a run in it."""
     by_head = of.num_heads > of.num_layers
     total, noun = (of.num_heads, "head") if by_head else (of.num_layers, "layer")
-    return f"{len(of.alarmed):,} of {total:,} {noun}{'s' * (total != 1)}"
+    counted = f"{len(of.alarmed):,} of {total:,} {noun}{'s' * (total != 1)}"
+    since = f"{counted} since step {of.first_alarm or 0:,}"
+    when = f"{', the first' * (len(of.alarmed) > 1)} at step {of.first_alarm or 0:,}"
+    if is_at_once and of.loss_is_finite:
+        lost = f"; the loss diverged at step {of.departed:,}" if of.departed is not None else ""
+        return "learning-rate", f"all layers diverged together, at step {of.first_alarm:,}{lost}"
+    if of.departed is not None:
+        return "lost", _how_it_was_lost(of, of.departed)
+    if not of.num_heads:
+        return "unclear", "no head was watched"
+    if not of.num_alarms:
+        return _without_alarm(of, is_judged)
+    if not of.alarmed:
+        return "alarmed", f"an alarm at step {of.first_alarm:,} names no measured head"
+    goes_on = [
+        (of.still_growing, f"{of.still_growing} still growing after the switch"),
+        (of.alarming_again, f"{of.alarming_again} still alarming after the switch"),
+        (of.cause.what == "not rounding", "rounding is not the cause"),
+        (of.unknown_before, f"{of.unknown_before} not measured before the alarm"),
+    ]
+    for holds, said in goes_on:
+        if holds:
+            return "alarmed", f"{since}; {said}"
+    if of.alarmed_and_switched < len(of.alarmed) or _rises_alarmed(of):
+        done = f"{of.alarmed_and_switched or 'none'} switched"
+        loss = of.rising or of.missing_loss or "no alarm on the loss"
+        return "alarmed", f"{since}, {done}; {loss}"
+    if of.not_measured_since:
+        seen = f"{of.not_measured_since} not measured since the switch"
+    elif of.missing_loss or not has_effect:
+        seen = of.missing_loss or "logits and W_Q have not fallen yet"
+    else:
+        return "saved", f"{counted} alarmed{when}, corrected, loss unharmed"
+    return "switched", f"{counted} alarmed{when}, all of them switched; {seen}"
+
+
+def _without_alarm(of: Judgement, is_judged: bool) -> tuple[State, str]:
+    last, last_of_heads = of.last_step or 0, of.last_head_step or 0
+    is_short = of.head_samples < FEWEST_SAMPLES
+    if not is_judged and not is_short:
+        return "unclear", "no rule could judge the heads"
+    if is_judged and of.rising:
+        return "warning", f"no alarm, but {of.rising}"
+    if is_short:
+        samples = f"{of.head_samples} sample{'s' * (of.head_samples > 1)}"
+        return "unclear", f"too short to judge: {samples}, {FEWEST_SAMPLES} needed"
+    # The next sample is due a cadence after the last one.
+    if last - last_of_heads <= (of.head_samples_every or 0):
+        return "healthy", f"no alarm up to step {last_of_heads:,}"
+    samples = f"no alarm in {of.head_samples:,} samples of the heads"
+    return "healthy", f"{samples}, the last at step {last_of_heads:,} of {last:,}"
+
+
+def _how_it_was_lost(of: Judgement, departed: int) -> str:
+    said = f"the loss is not finite (NaN or infinity) from step {departed:,}"
+    if of.loss_is_finite:
+        said = f"the loss diverged at step {departed:,}"
+    if of.lead is None:
+        said += ", before any head alarmed" if of.num_heads else ", and no head was watched"
+    elif of.lead == 0:
+        said += ", with the first alarm"
+    else:
+        said += f", {of.lead:,} steps after the first alarm"
+        is_earlier = of.first_switch is not None and of.first_switch < departed
+        said += ", in spite of the switch" if is_earlier else ""
+    if of.loss_is_finite or of.nonfinite is None:
+        return said
+    step, site, tensor, heads = of.nonfinite
+    named = f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads[:3]))}"
+    return f"{said}; it was first seen in {tensor} of {site}, {named}, at step {step:,}"

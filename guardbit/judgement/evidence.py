@@ -51,30 +51,24 @@ class _Kept:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, array[float]]] = []
-        self.latest: tuple[int, array[float]] = 0, array("f")
         self._count, self._stride = 0, 1
 
-    @property
-    def all(self) -> list[tuple[int, array[float]]]:
-        """The rows that are kept, and the latest."""
-        return self.rows if self.rows[-1] is self.latest else [*self.rows, self.latest]
-
     def add(self, step: int, values: Sequence[float]) -> None:
-        if step == self.latest[0] and self._count:
+        if self.rows and step == self.rows[-1][0]:
             # The rest of a sample that came in parts.
-            row = self.latest[1]
+            row = self.rows[-1][1]
             row.extend([math.nan] * (len(values) - len(row)))
             for head, value in enumerate(values):
                 if not math.isnan(value):
                     row[head] = value
             return
-        self.latest = step, array("f", values)
-        if self._count % self._stride == 0:
-            self.rows.append(self.latest)
-            if len(self.rows) > _KEPT:
-                del self.rows[1::2]
-                self._stride *= 2
+        if self.rows and (self._count - 1) % self._stride:
+            self.rows.pop()  # it was there as the latest only
+        self.rows.append((step, array("f", values)))
         self._count += 1
+        if len(self.rows) > _KEPT:
+            self.rows = [*self.rows[:-1:2], self.rows[-1]]
+            self._stride *= 2
 
 
 class Losses:
@@ -88,7 +82,7 @@ class Losses:
         self.rise = 0.0  # of the last losses above the best ones, 0 where within their scatter
         # Where it changes: (step, whether the loss is unsound from there on).
         self.critical: list[tuple[int, bool]] = []
-        self._few: deque[float] = deque(maxlen=LOSS_SAMPLES)
+        self.latest: deque[float] = deque(maxlen=LOSS_SAMPLES)
         self._many: deque[float] = deque(maxlen=RISING_SAMPLES)
         self._least_of_few, self._least_of_many = math.inf, math.inf
         self._count = 0
@@ -100,10 +94,10 @@ class Losses:
             self.lost = None
         elif self.lost is None:
             self.lost = step
-        self._few.append(value)
+        self.latest.append(value)
         self._many.append(value)
         self._count += 1
-        few = _median(self._few)
+        few = _median(self.latest)
         self._least_of_few = min(self._least_of_few, few)
         self.is_back = few <= self._least_of_few + COME_BACK
         if self._count >= RISING_SAMPLES:
@@ -226,7 +220,7 @@ class Evidence:
         found: dict[str, float] = {}
         for name in GROWING:
             kept = self._values.get((head[0], name))
-            rows = [] if kept is None else kept.all
+            rows = [] if kept is None else kept.rows
             values = [(step, row[head[1]]) for step, row in rows if head[1] < len(row)]
             values = [(step, value) for step, value in values if not math.isnan(value)]
             at = bisect_right([step for step, _ in values], since)

@@ -1,4 +1,4 @@
-import gzip
+import math
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guardbit.dashboards import ranking
-from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
+from guardbit.dashboards.history import EXCESS_INDICATORS, times_baseline
+from guardbit.dashboards.tables import Recorded
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 
@@ -91,32 +91,36 @@ def test_units_do_not_matter(seed, unit):
     np.testing.assert_allclose(times_baseline(unit * values), times_baseline(values), rtol=1e-9)
 
 
-def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
-    def excess(name, step=None):
-        with gzip.open(RUNS / f"{name}.csv.gz") as stream:
-            return ranking.excess(pd.read_csv(stream), None, step)
+def excess_of(frame, step=math.inf):
+    """Each head's excess at a step."""
+    run = Recorded(frame)
+    excess, _, _ = run.excess(run.history.bucket_of(step))
+    return excess
 
+
+def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
     for name in (
         "bf16out-lr1.0e-3",
         "bf16out-lr1.5e-3",
         "fa2numerics-lr1.5e-3",
         "fp32out-lr1.5e-3",
     ):
-        assert excess(f"stable-{name}").max() < 13
+        assert excess_of(pd.read_csv(RUNS / f"stable-{name}.csv.gz")).max() < 13
     # Layer 2 leaves its trend at about step 6,700, long before the loss does at 9,000.
-    before = excess("fails-sdpa-lr1.5e-3", 8000)
-    assert before.idxmax() == (2, 0) and before.max() > 100
-    assert before.drop((2, 0)).max() < 13
+    before = excess_of(pd.read_csv(RUNS / "fails-sdpa-lr1.5e-3.csv.gz"), 8000)
+    assert before.argmax() == 2 and before.max() > 100
+    assert np.delete(before, 2).max() < 13
 
 
 def test_a_head_is_as_far_above_its_baseline_as_its_worst_indicator(run):
-    excess = ranking.excess(run.frame)
-    assert excess.index.to_list() == [(layer, head) for layer in range(12) for head in range(12)]
+    excess = excess_of(run.frame)
+    assert excess.shape == (12, 12)
     # The logit of the sick head has grown by e^(3 * 2.45) in the end, its noise is 10 %.
     assert excess[2, 7] == pytest.approx(np.exp(3 * 2.45), rel=0.5)
-    assert excess.drop([(2, 7), (2, 3)]).max() < 1.5
+    excess[2, [3, 7]] = 0
+    assert excess.max() < 1.5
     # Up to a step nothing of what came later counts.
-    assert ranking.excess(run.frame, None, 2400).max() < 1.5
+    assert excess_of(run.frame, 2400).max() < 1.5
 
 
 def test_a_switch_of_half_of_the_heads_leaves_the_others_at_their_baseline():

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards.excess import times_baseline
-from guardbit.dashboards.history import History
+from guardbit.dashboards.history import History, times_baseline
 
 
 def fill(history, values, steps, indicator="max_logit"):

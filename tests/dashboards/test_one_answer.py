@@ -16,6 +16,7 @@ from guardbit.cli import app
 from guardbit.dashboards.document import document_of
 from guardbit.dashboards.marks import events_of, judgement_of
 from guardbit.dashboards.page import RunPage
+from guardbit.dashboards.tables import RunSoFar
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
 from tests.dashboards.made import SAMPLES
@@ -35,8 +36,8 @@ def shown(page, frame, events, pieces):
     steps = sorted(frame["step"].unique())
     bounds = [steps[len(steps) * at // pieces] for at in range(pieces)]
     for first, after in zip(bounds, [*bounds[1:], math.inf], strict=True):
-        page.take(frame[frame["step"].between(first, after, inclusive="left")])
-    page.events = events
+        page.run.take(frame[frame["step"].between(first, after, inclusive="left")])
+    page.run.events = events
     page.update_state()
     return page.state()
 
@@ -46,8 +47,8 @@ def test_of_a_recorded_run(run):
     loaded = guardbit.load(ROOT / run)
     judgement = loaded.judgement
     for pieces in (1, 7):
-        page = RunPage(loaded.name, 400)
-        page.metadata, page.ended = loaded.metadata, loaded.ended
+        page = RunPage(loaded.name, RunSoFar(400))
+        page.run.metadata, page.run.ended = loaded.metadata, loaded.ended
         picture = shown(page, loaded.samples, events_of(loaded.events), pieces)
         assert picture["headline"] == judgement.headline
         assert (picture["outcome"], picture["departed"]) == (judgement.state, judgement.departed)
@@ -103,8 +104,8 @@ def test_of_a_made_up_run(steps, events, ended):
     frame = pd.DataFrame([row for one in samples for row in one.rows()], columns=SAMPLES)
     table = pd.DataFrame([asdict(event) for event in told])
     assert judgement_of(frame, table, None, ended) == judgement
-    page = RunPage("made up", 400)
-    page.ended = ended
+    page = RunPage("made up", RunSoFar(400))
+    page.run.ended = ended
     assert (
         shown(page, frame, events_of(table), min(3, len(steps)))["headline"] == judgement.headline
     )

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import marks, ranking, tables
+from guardbit.dashboards import marks, tables
 from guardbit.dashboards.document import effect_of_switch
 from guardbit.dashboards.page import RunPage
+from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import EVENTS, journal, samples
 
 cells = st.dictionaries(
@@ -58,26 +59,25 @@ def test_a_resumed_run_keeps_the_later_value():
 
 def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
     loss = run.frame[run.frame["indicator"] == "loss"]
-    series = tables.of_run(loss.assign(site=np.nan), "loss")
+    read = Recorded(loss.assign(site=np.nan))
+    series = read.of_run("loss")
     np.testing.assert_array_equal(series.index, run.loss_steps)
     np.testing.assert_array_equal(series, run.loss)
-    assert tables.by_head(loss.assign(site=np.nan), "loss").empty
+    assert read.by_head("loss").empty
 
 
 @pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
 def test_empty_tables_give_empty_answers(empty):
-    assert tables.by_head(empty, "max_logit").empty
-    assert tables.of_run(empty, "loss").empty
-    assert ranking.notable_heads(tables.by_head(empty, "max_logit"), []) == []
-    assert marks.current_stabilizers(empty, empty) == {}
-    assert ranking.heads_to_watch(empty, None).empty
-    assert effect_of_switch(empty, empty).empty
-    assert marks.events_of(None) == []
+    run = Recorded(empty, empty)
+    assert run.by_head("max_logit").empty and run.of_run("loss").empty
+    assert run.notable(run.by_head("max_logit")) == run.story == run.events == []
+    assert run.stabilizers() == {} and effect_of_switch(run) == []
+    assert run.heads_to_watch().empty
 
 
 def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match="samples lacks the columns indicator, value"):
-        tables.by_head(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}), "x")
+        Recorded(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}))
     with pytest.raises(ValueError, match="events lacks the columns why"):
         marks.events_of(pd.DataFrame({"step": [1], "kind": ["alarm"], "site": [""], "heads": [()]}))
 
@@ -97,45 +97,43 @@ def test_the_journal_is_by_step_and_takes_any_list_of_heads():
 
 def test_a_switch_to_none_is_an_undo_and_one_that_was_not_made_is_none(run):
     refusal = event(4600, "refusal", "h.1.attn", (1, 2))
-    events = pd.concat([run.events, pd.DataFrame([refusal])])
-    assert marks.marked_steps(events, "alarm") == [2950, 3100]
-    assert marks.marked_steps(events, "switch") == [3100]
-    assert marks.marked_steps(events, "undo") == [4500]
-    assert list(marks.first_events(run.frame, events, "switch")) == [(2, 3), (2, 7)]
-    stabilizers = {(2, 3): "none", (2, 7): "compensated"}
-    assert marks.current_stabilizers(run.frame, events) == stabilizers
+    recorded = Recorded(run.frame, pd.concat([run.events, pd.DataFrame([refusal])]))
+    marked = [(event.step, mark) for event, mark in marks.marked(recorded.events)]
+    assert marked == [(2950, "alarm"), (3100, "alarm"), (3100, "switch"), (4500, "undo")]
+    assert list(recorded.first("switch")) == [(2, 3), (2, 7)]
+    assert recorded.stabilizers() == {(2, 3): "none", (2, 7): "compensated"}
 
 
 def test_an_event_without_heads_concerns_its_whole_site_and_none_elsewhere(run):
     table = pd.DataFrame(
         [event(1, "alarm", "h.5.attn"), event(2, "alarm", ""), event(3, "alarm", "unknown", (1,))]
     )
-    assert list(marks.first_events(run.frame, table, "alarm")) == [(5, h) for h in range(12)]
+    assert list(Recorded(run.frame, table).first("alarm")) == [(5, h) for h in range(12)]
 
 
 def test_highlights_keep_a_place_for_the_largest_value(run):
-    many = pd.DataFrame([event(1, "alarm", "h.9.attn", (0, 1, 2, 3))])
+    many = Recorded(run.frame, pd.DataFrame([event(1, "alarm", "h.9.attn", (0, 1, 2, 3))]))
     story = [(9, 0), (9, 1), (9, 2)]
-    assert ranking.heads_of_story(run.frame, many) == story
-    logits = tables.by_head(run.frame, "max_logit")
-    assert ranking.notable_heads(logits, story) == [*story, (2, 7)]
+    assert many.story == story
+    logits = many.by_head("max_logit")
+    assert many.notable(logits) == [*story, (2, 7)]
     # Without alarms: the two heads that went wrong, by construction, the worse one first.
-    assert ranking.heads_of_story(run.frame, None)[:2] == [(2, 7), (2, 3)]
+    assert Recorded(run.frame).story[:2] == [(2, 7), (2, 3)]
     # In another layer its own peak besides, from the middle of the run on.
     peaks = run.values["max_logit"][5, :, 50:].max(axis=1)
     of_layer = logits.loc[:, logits.columns.get_level_values("layer") == 5]
-    assert ranking.notable_heads(of_layer, story) == [(5, int(peaks.argmax()))]
+    assert many.notable(of_layer) == [(5, int(peaks.argmax()))]
     # A value that is not finite is no extreme.
-    assert ranking.notable_heads(logits.mask(logits < 90, np.inf), []) == [(2, 7)]
+    assert many.notable(logits.mask(logits < 90, np.inf)) == [*story, (2, 7)]
 
 
 def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
-    watched = ranking.heads_to_watch(run.frame, run.events, count=5)
+    recorded = Recorded(run.frame, run.events)
+    watched = recorded.heads_to_watch(count=5)
     pairs = list(zip(watched["layer"], watched["head"], strict=True))
     assert pairs[:2] == [(2, 7), (2, 3)]
     # The others have noise only; whichever comes first is the farthest from its baseline.
-    others = ranking.excess(run.frame, run.events).drop([(2, 7), (2, 3)]).nlargest(3)
-    assert watched["excess"].tolist()[2:] == others.tolist()
+    assert watched["excess"].tolist() == list(recorded.worst.values())[:5]
     assert watched["excess"][2] < 1.5 < 100 < watched["excess"][0]
     assert watched["alarm_step"].tolist()[:2] == [2950, 3100]
     assert watched["alarm_step"].isna().tolist() == [False, False, True, True, True]
@@ -146,34 +144,33 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
 
 def test_figures_are_about_the_heads_that_lead_the_table(run):
     # At the alarm of the first no other head stood out yet.
-    events = journal((1000, "alarm", "h.5.attn", (4,), "", "norm_growth"))
+    recorded = Recorded(run.frame, journal((1000, "alarm", "h.5.attn", (4,), "", "norm_growth")))
     heads = [(5, 4), (2, 7), (2, 3)]
-    watched = ranking.heads_to_watch(run.frame, events, 3)
-    assert list(zip(watched["layer"], watched["head"], strict=True)) == heads
-    assert ranking.heads_of_story(run.frame, events) == heads
-    page = RunPage("run", 400)
-    page.events = marks.events_of(events)
-    page.take(run.frame)
-    page.update_state()
-    drawn = page.curves("max_logit")["heads"]
+    watched = recorded.heads_to_watch(3)
+    assert list(zip(watched["layer"], watched["head"], strict=True)) == recorded.story == heads
+    drawn = RunPage("run", recorded).curves("max_logit")["heads"]
     assert [(head["layer"], head["head"]) for head in drawn] == heads
 
 
+def effects(run, events):
+    """Indicator -> head, value before the switch, value after it."""
+    found = effect_of_switch(Recorded(run.frame, events))
+    return {indicator: (head, before, after) for indicator, head, before, after in found}
+
+
 def test_before_and_after_are_of_the_alarmed_head(run):
-    table = effect_of_switch(run.frame, run.events).set_index("indicator")
+    found = effects(run, run.events)
     at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
     end = {3: undone, 7: -1}
-    assert "delta_bias_cumulative" not in table.index, "a sum hardly moves, whatever the switch did"
+    assert "delta_bias_cumulative" not in found, "a sum hardly moves, whatever the switch did"
     for name, array in run.values.items():
         if name == "delta_bias_cumulative":
             continue
         head = max((3, 7), key=lambda head: abs(array[2, head, at]))
-        row = table.loc[name]
-        assert (row["layer"], row["head"]) == (2, head)
-        assert (row["before"], row["after"]) == (array[2, head, at], array[2, head, end[head]])
+        assert found[name] == ((2, head), array[2, head, at], array[2, head, end[head]])
     before = np.median(run.loss[run.loss_steps <= 3100][-5:])
-    assert table.loc["loss", "before"] == pytest.approx(before, rel=1e-12)
-    assert table.loc["grad_norm", "after"] == pytest.approx(np.median(run.grad_norm[-5:]))
+    assert found["loss"][1] == pytest.approx(before, rel=1e-12)
+    assert found["grad_norm"][2] == pytest.approx(np.median(run.grad_norm[-5:]))
 
 
 def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
@@ -188,35 +185,42 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
     frame = samples(rows)
     switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
     alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
-    (row,) = effect_of_switch(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
-    assert tuple(row) == ("max_logit", 0, 1, 1000.0, 100.0)
+    found = effect_of_switch(Recorded(frame, pd.DataFrame([alarm, *switches])))
+    assert found == [("max_logit", (0, 1), 1000.0, 100.0)]
     # Without an alarm all count; the one that was largest is compared with itself.
-    (row,) = effect_of_switch(frame, pd.DataFrame(switches)).itertuples(False)
-    assert tuple(row) == ("max_logit", 1, 0, 2000.0, 3000.0)
+    found = effect_of_switch(Recorded(frame, pd.DataFrame(switches)))
+    assert found == [("max_logit", (1, 0), 2000.0, 3000.0)]
 
 
-def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(run):
-    events = pd.concat([switch((3100, 7)), switch((3600, 7), stabilizer="none")])
-    table = effect_of_switch(run.frame, events).set_index("indicator")
-    upto = np.median(run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:])
-    assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
-    # Switched once more it counts to the end.
-    events = pd.concat([events, switch((4000, 7), stabilizer="row_max")])
-    table = effect_of_switch(run.frame, events).set_index("indicator")
-    assert table.loc["loss", "after"] == pytest.approx(np.median(run.loss[-5:]))
+@pytest.mark.parametrize(
+    ("events", "first", "last"),
+    [
+        # After a run whose heads were all switched back comes what was before that.
+        ([switch((3100, 7)), switch((3600, 7), stabilizer="none")], 3100, 3600),
+        # Switched once more it counts to the end.
+        (
+            [
+                switch((3100, 7)),
+                switch((3600, 7), stabilizer="none"),
+                switch((4000, 7), stabilizer="row_max"),
+            ],
+            3100,
+            4980,
+        ),
+        # Of several switches the earliest counts.
+        ([switch((3600, 3), (3100, 7))], 3100, 4980),
+        # A switch at the last sample has no after.
+        ([switch((4980, 7))], 4980, 4980),
+    ],
+)
+def test_the_loss_before_and_after_is_of_the_steps_around_all_switches(run, events, first, last):
+    def median(is_within):
+        return np.median(run.loss[is_within][-5:]) if is_within.any() else np.nan
 
-
-def test_of_several_switches_the_earliest_counts_for_the_run(run):
-    events = switch((3600, 3), (3100, 7))
-    table = effect_of_switch(run.frame, events).set_index("indicator")
-    upto = np.median(run.loss[run.loss_steps <= 3100][-5:])
-    assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
-
-
-def test_a_switch_at_the_last_sample_has_no_after(run):
-    table = effect_of_switch(run.frame, switch((4980, 7)))
-    assert table["before"].notna().all()
-    assert table["after"].isna().all()
+    _, before, after = effects(run, pd.concat(events))["loss"]
+    steps = run.loss_steps
+    expected = [median(steps <= first), median((steps > first) & (steps <= last))]
+    assert [before, after] == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
 def test_checked_samples_leave_the_callers_table_alone(run):
@@ -232,5 +236,5 @@ def test_a_name_that_several_layers_share_tells_none_of_them_apart():
         (step, "attn", layer, 0, "max_logit", 10.0 * layer) for step in (0, 1) for layer in (0, 1)
     )
     assert tables.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
-    watched = ranking.heads_to_watch(frame, None)
+    watched = Recorded(frame).heads_to_watch()
     assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]

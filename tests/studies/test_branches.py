@@ -97,29 +97,6 @@ def test_where_the_matched_run_ends_first_logits_are_told_to_the_end(runs):
     assert late["above_after"] == pytest.approx(0.25)
 
 
-def test_the_figure_has_a_row_a_family_and_a_line_a_run(runs):
-    figure = draw(runs)
-    left, right = figure.axes
-    assert len(right.lines) == 3
-    assert [text.get_text() for text in right.get_legend().get_texts()] == [
-        "as it was", "exact_delta, from 1,000", "logits clipped at 100, from 1,000"
-    ]  # fmt: skip
-    assert left.get_title() == "seed 5"
-
-
-def test_copies_that_are_compared_over_seeds_are_left_to_their_own_figure(runs):
-    other = run_of("late-seed5-from6400", "late", "exact_delta", "/x/stock-seed5/step=6400.ckpt",
-                   runs[1].frame)  # fmt: skip
-    assert len(draw([*runs, other]).axes[1].lines) == 3
-
-
-@pytest.mark.parametrize(("step", "lines"), [(400, 3), (600, 4)])
-def test_copies_from_before_an_alarm_are_left_to_their_own_figure(runs, step, lines):
-    other = run_of(f"late-seed5-from{step}", "late", "exact_delta",
-                   f"/x/stock-seed5/step={step}.ckpt", runs[1].frame)  # fmt: skip
-    assert len(draw([*runs, other]).axes[1].lines) == lines
-
-
 def test_a_seed_without_a_matched_run_is_left_out(runs):
     origin, copy = (run._replace(facts={**run.facts, "seed": 6}) for run in runs[1:3])
     others = [
@@ -128,3 +105,16 @@ def test_a_seed_without_a_matched_run_is_left_out(runs):
                       facts={**copy.facts, "branched_from": "/x/stock-seed6/step=1000.ckpt"}),
     ]  # fmt: skip
     assert table([*runs, *others]).equals(table(runs))
+
+
+@pytest.mark.parametrize(("step", "lines"), [(None, 3), (6400, 3), (400, 3), (600, 4)])
+def test_the_figure_has_a_line_a_run_but_those_that_have_their_own_figure(runs, step, lines):
+    # Copies from 6,400 are compared over seeds; those from before the alarm at 500 are others.
+    if step is not None:
+        origin = f"/x/stock-seed5/step={step}.ckpt"
+        name = f"late-seed5-from{step}"
+        runs.append(run_of(name, "late", "exact_delta", origin, runs[1].frame))
+    left, right = draw(runs).axes
+    assert left.get_title() == "seed 5" and len(right.lines) == lines
+    said = [text.get_text() for text in right.get_legend().get_texts()]
+    assert said[:2] == ["as it was", f"exact_delta, from {600 if lines == 4 else 1000:,}"]

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from studies.rescue.copies import (
-    draw,
     fallen,
     newly_alarmed,
     over_seeds,
@@ -67,11 +66,6 @@ def test_copies_are_compared_at_the_last_step_that_all_of_a_seed_have(copies):
     assert found["exact_delta"].to_dict() == pytest.approx({5: -2, 7: -1, 11: -3})
     alarmed = found["exact_delta, alarmed heads"].to_dict()
     assert alarmed == pytest.approx({5: -1, 7: 2, 11: 3})
-
-
-def test_copies_from_elsewhere_are_not_among_them(copies):
-    others = [run._replace(name=run.name.replace("6400", "6000")) for run in copies]
-    assert ratios(others).empty
 
 
 def test_copies_without_a_step_that_all_have_are_left_out(copies):
@@ -142,16 +136,3 @@ def test_heads_alarmed_since_are_counted_up_to_the_last_step_that_all_have():
     assert found.loc["the original"].tolist() == [2, 2, 1, 1, 1]
     assert found.loc["exact_delta"].tolist() == [2, 0, 0, 0, 1]
     assert newly_alarmed([*family(3), *family(4)]).equals(2 * found), "seeds add up"
-
-
-def test_the_figure_has_a_column_a_way_and_a_mark_a_seed(copies):
-    (axis,) = draw(ratios(copies)).axes
-    ways = [tick.get_text() for tick in axis.get_xticklabels()]
-    assert ways == ["exact_delta", "exact_delta,\nalarmed heads"]
-    shown = {line.get_label(): line.get_ydata() for line in axis.lines}
-    assert list(shown) == ["the original", *(f"seed {n}, at step 7,000" for n in (5, 7, 11))]
-    np.testing.assert_allclose(list(shown.values()), [[0, 0], [-2, -1], [-1, 2], [-3, 3]])
-    (means,) = axis.collections
-    np.testing.assert_allclose(
-        [line[:, 1] for line in means.get_segments()], [[-2] * 2, [4 / 3] * 2]
-    )

@@ -7,7 +7,6 @@ import pytest
 from studies.rescue.counterfactual import (
     alarms,
     compared,
-    draw,
     families,
     growth,
     table,
@@ -84,11 +83,6 @@ def test_other_copies_are_left_out(runs):
     assert len(family.copies) == 4 and family.last == 2000
 
 
-def test_the_original_may_be_the_shortest(runs):
-    short = run_of(ORIGIN, (0, 0, 1e-3), 1600, [(1500, 2, (0,))])
-    assert families([short, *runs[1:]])[0].last == 1600
-
-
 def test_runs_that_keep_other_steps_are_compared_at_those_they_share(runs):
     coarse = run_of("late-c-seed7-from1000", (0, 0, 0), 2400, (), "late", "exact_delta", 1200, 600)
     (family,) = families([*runs, coarse])
@@ -146,13 +140,3 @@ def test_what_was_to_be_compared_is_said_with_its_chance(runs):
 )
 def test_how_copies_lie_to_one_another(corrected, unchanged, said):
     assert compared(pd.Series(corrected), pd.Series(unchanged)) == said
-
-
-def test_the_figure_has_a_panel_a_head_and_one_of_logits(runs):
-    figure = draw(families(runs))
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles == ["seed 7, head 2.0", "seed 7, head 1.1", "seed 7, all heads"]
-    corrected = [line for line in figure.axes[0].lines if line.get_color() == "C0"]
-    # Each begins at the checkpoint, where it is as the original was.
-    assert [line.get_xdata()[0] for line in corrected] == [1000, 1000]
-    assert [line.get_ydata()[0] for line in corrected] == pytest.approx([1, 1])

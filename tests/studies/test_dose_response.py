@@ -152,13 +152,3 @@ def test_the_test_is_told_with_its_order(runs):
     assert f"{1 / 3150:.2g} of all ways" in text
     assert "no test" not in text
     assert "head 2.0" in text
-
-
-def test_the_figure_has_a_line_a_copy_and_a_point_in_its_column(runs):
-    figure = draw(families(runs))
-    left, middle, right = figure.axes
-    assert len(left.lines) == len(middle.lines) == 12
-    places = [points.get_offsets()[0, 0] for points in right.collections]
-    assert places == [place for place in range(6) for _ in range(2)]
-    assert all(len(points.get_facecolor()) for points in right.collections)
-    assert len(left.get_legend().get_texts()) == 6

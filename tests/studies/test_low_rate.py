@@ -9,10 +9,8 @@ import pytest
 from studies.rescue import low_rate
 from studies.rescue.low_rate import (
     compared,
-    draw,
     excess,
     first_said,
-    main,
     other_of,
     runs_at,
     table,
@@ -152,36 +150,3 @@ def test_long_starts_are_compared_by_the_logits_they_have_come_to(long_starts):
     only = compared(long_starts[:3])
     assert only["step"].unique() == [low_rate.COMPARED]
     assert compared(long_starts[:2]).empty
-
-
-def test_the_figure_has_the_long_starts_of_the_seed_that_was_corrected(long_starts):
-    with pytest.raises(SystemExit, match="no seed has a corrected start and an alarmed one"):
-        draw(long_starts[:2])
-    with pytest.raises(SystemExit, match="no seed has a corrected start and an alarmed one"):
-        draw(long_starts[1:4])
-    left, middle, right = draw(long_starts).axes
-    # Two heads of the alarmed start and of each corrected one; the advisory and the alarm.
-    assert len(left.lines) == 2 * 3 + 2
-    labels = [line.get_label() for line in middle.lines[:4]]
-    assert labels == ["again1, no switch", "again2, no switch", "again3, exact_delta",
-                      "again4, exact_delta"]  # fmt: skip
-    assert [line.get_color() for line in middle.lines[:4]] == ["C3", "C1", "C0", "C0"]
-    assert [line.get_linestyle() for line in middle.lines[:4]] == ["-", "-", "-", "--"]
-    # All but one corrected start, which they are held against: the line at 0.
-    assert len(right.lines) == 4 + 2
-    assert [line.get_xdata()[0] for line in right.lines[:3]] == [80] * 3  # the first of five losses
-    marks = [line.get_xdata()[0] for line in right.lines[-2:]]
-    assert np.allclose(marks, [8000, 10000])
-
-
-def test_the_command(runs, long_starts, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(low_rate, "load", lambda folder: long_starts)
-    main([str(tmp_path), "--figure", str(tmp_path / "low.png")])
-    assert (tmp_path / "low.png").exists()
-    runs_told, compared_told = capsys.readouterr().out.split("The largest logits that long starts")
-    assert "run2" in runs_told and "10,000" in runs_told
-    assert "run-again4" in compared_told and "run2" not in compared_told
-    monkeypatch.setattr(low_rate, "load", lambda folder: runs[1:3])
-    main([str(tmp_path)])
-    told = capsys.readouterr().out
-    assert "bad" in told and "largest logits that long starts" not in told

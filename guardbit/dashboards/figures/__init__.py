@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.dashboards.figures.heads import (
@@ -21,8 +20,9 @@ from guardbit.dashboards.figures.heads import (
 )
 from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps, story
+from guardbit.dashboards.figures.style import of_tables
 from guardbit.dashboards.figures.switch import before_and_after
-from guardbit.dashboards.marks import first_step
+from guardbit.dashboards.tables import Recorded
 
 __all__ = [
     "CHARTS",
@@ -41,12 +41,13 @@ __all__ = [
 ]
 
 
-def _map_that_tells(frame: pd.DataFrame, events: pd.DataFrame | None) -> Figure | None:
-    return model_map(frame, events, first_step(frame, events, "alarm"))
+@of_tables
+def _map_that_tells(run: Recorded) -> Figure | None:
+    return model_map(run, step=run.first_step("alarm"))
 
 
 #: Stem of a figure's PNG -> the function that draws it.
-CHARTS: dict[str, Callable[[pd.DataFrame, pd.DataFrame | None], Figure | None]] = {
+CHARTS: dict[str, Callable[..., Figure | None]] = {
     "story": story,
     "model_map": _map_that_tells,
     "loss": loss_and_gradient,

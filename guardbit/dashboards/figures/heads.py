@@ -11,18 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK
+from guardbit.dashboards.tables import Recorded
 
 #: Half width of the band in standard deviations: 95 % of a normal distribution.
 BAND = 1.96
 
 
-@style.styled
 def _draw(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None,
+    run: Recorded,
     table: pd.DataFrame,
     title: str,
     label: str,
@@ -36,9 +34,8 @@ def _draw(
     if not style.has_finite(table):
         return None
     figure, (axes,) = style.canvas(title, below=below)
-    story = ranking.heads_of_story(frame, events)
-    notable = ranking.notable_heads(table, story, smallest=smallest)
-    named = style.draw_heads(axes, table, style.styles_of(story, notable))
+    notable = run.notable(table, smallest=smallest)
+    named = style.draw_heads(axes, run, table, style.styles_of(run.story, notable))
     if is_log:
         label += style.scale(axes, table.to_numpy())
     else:
@@ -46,56 +43,56 @@ def _draw(
         if not (table < 0).to_numpy().any():
             axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
-    style.end_at_departure(axes, table, frame, events)
+    style.end_at_departure(axes, table, run.departed)
     if draw_more is not None:
         draw_more(axes, named)
-    style.finish([axes], frame, events)
+    style.finish([axes], run)
     if not figure.legends:
         style.label_ends(axes)
     return figure
 
 
-def spectral_norm_of_heads(
-    frame: pd.DataFrame, events: pd.DataFrame | None = None, layer: int | None = None
-) -> Figure | None:
+@style.of_tables
+def spectral_norm_of_heads(run: Recorded, layer: int | None = None) -> Figure | None:
     """W_Q spectral norm of all heads of one layer over steps; the paper's figure 3."""
-    table = tables.by_head(frame, "w_q_spectral_norm")
+    table = run.by_head("w_q_spectral_norm")
     if layer is None:
-        largest = ranking.notable_heads(table, [])
-        layer = next((at for at, _ in [*ranking.heads_of_story(frame, events), *largest]), -1)
+        layer = next((at for at, _ in [*run.story, *run.notable(table)]), -1)
     table = table.loc[:, table.columns.get_level_values("layer") == layer]
     title = f"W_Q spectral norm of layer {layer}" + ", every head" * (len(table.columns) > 1)
-    return _draw(frame, events, table, title, "largest singular value")
+    return _draw(run, table, title, "largest singular value")
 
 
-def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+@style.of_tables
+def max_logit(run: Recorded) -> Figure | None:
     """Largest attention score of every head over steps, after scaling, on a log axis."""
-    table = tables.by_head(frame, "max_logit")
+    table = run.by_head("max_logit")
     table = table.mask(table <= 0, np.inf)
-    return _draw(frame, events, table, "Max logit of every head", "largest logit", is_log=True)
+    return _draw(run, table, "Max logit of every head", "largest logit", is_log=True)
 
 
-def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+@style.of_tables
+def attention_entropy(run: Recorded) -> Figure | None:
     """Mean entropy of the attention rows of every head over steps, in nats."""
-    table = tables.by_head(frame, "attention_entropy")
+    table = run.by_head("attention_entropy")
     title, label = "Attention entropy of every head", "mean entropy of a row (nats)"
-    return _draw(frame, events, table, title, label, smallest=True)
+    return _draw(run, table, title, label, smallest=True)
 
 
-def multiple_maxima(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+@style.of_tables
+def multiple_maxima(run: Recorded) -> Figure | None:
     """Share of rows with several FP32 maxima over the loss; the paper's figure 13."""
-    return _maxima_over_loss(frame, events, "multiple_maxima", "FP32 scores")
+    return _maxima_over_loss(run, "multiple_maxima", "FP32 scores")
 
 
-def multiple_maxima_bf16(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+@style.of_tables
+def multiple_maxima_bf16(run: Recorded) -> Figure | None:
     """The same as `multiple_maxima` with the scores rounded to BF16, as in the paper's code."""
-    return _maxima_over_loss(frame, events, "multiple_maxima_bf16", "BF16-rounded scores")
+    return _maxima_over_loss(run, "multiple_maxima_bf16", "BF16-rounded scores")
 
 
-def _maxima_over_loss(
-    frame: pd.DataFrame, events: pd.DataFrame | None, indicator: str, scores: str
-) -> Figure | None:
-    loss = style.finite(tables.of_run(frame, "loss"))
+def _maxima_over_loss(run: Recorded, indicator: str, scores: str) -> Figure | None:
+    loss = style.finite(run.of_run("loss"))
 
     def draw_loss(axes: Axes, named: Sequence[Line2D]) -> None:
         handles = list(named)
@@ -113,18 +110,19 @@ def _maxima_over_loss(
             handlelength=2.6,
         )
 
-    table = 100 * tables.by_head(frame, indicator)
+    table = 100 * run.by_head(indicator)
     title = f"Multiple maxima ({scores}) over the loss"
     label = "rows with more than one\nmaximum (% of rows)"
-    return _draw(frame, events, table, title, label, below=style.LEGEND, draw_more=draw_loss)
+    return _draw(run, table, title, label, below=style.LEGEND, draw_more=draw_loss)
 
 
-def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+@style.of_tables
+def delta_bias(run: Recorded) -> Figure | None:
     """Cumulative delta bias of every head over steps, with its sign; the paper's figure 5(a)."""
-    table = tables.by_head(frame, "delta_bias_cumulative")
+    table = run.by_head("delta_bias_cumulative")
     title = "Cumulative delta bias of every head"
     label = "sum of δ_lp − δ_hp\nover the sampled steps"
-    return _draw(frame, events, table, title, label, draw_more=_draw_band)
+    return _draw(run, table, title, label, draw_more=_draw_band)
 
 
 def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:

@@ -15,10 +15,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
-from guardbit.dashboards.tables import Head
+from guardbit.dashboards.tables import Head, Recorded, of_heads
 
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.
@@ -41,12 +40,10 @@ DOT: dict[str, Any] = {
 }
 
 
-@style.styled
-def spectral_norm_by_layer(
-    frame: pd.DataFrame, events: pd.DataFrame | None = None
-) -> Figure | None:
+@style.of_tables
+def spectral_norm_by_layer(run: Recorded) -> Figure | None:
     """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
-    norms = tables.by_head(frame, "w_q_spectral_norm")
+    norms = run.by_head("w_q_spectral_norm")
     largest = style.finite(cast(pd.DataFrame, norms.T.groupby(level="layer").max()).T)
     table = style.finite(largest.div(style.finite(norms).median(axis=1), axis=0))
     if not style.has_finite(table):
@@ -65,35 +62,25 @@ def spectral_norm_by_layer(
     axes.set_ylabel("layer")
     axes.grid(False)
     _colour_bar(figure, axes, mesh, "times the median head's norm", (1, 3, 10, MOST_TYPICAL))
-    style.finish([axes], frame, events)
+    style.finish([axes], run)
     return figure
 
 
-@style.styled
-def model_map(
-    frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
-) -> Figure | None:
+@style.of_tables
+def model_map(run: Recorded, step: int | None = None) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
 
     A step before the first sample, as of an alarm that a resumed run brought along, is drawn at it.
     """
-    if step is None:
-        step = tables.steps(frame)[1] if len(frame) else 0
-    samples = tables.check_samples(frame)
-    of_heads = tables.rows_of(samples, samples["site"] != "")
-    if len(of_heads):
-        step = max(step, tables.steps(of_heads)[0])
-    excess = ranking.excess(frame, events, step)
-    layer, head = (np.asarray(excess.index.get_level_values(level), dtype=int) for level in (0, 1))
-    cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)
-    cells[layer, head] = excess
+    step = run.steps[1] if step is None else step
+    if run.history.heads:
+        step = max(step, int(of_heads(run.samples)["step"].to_numpy().min()))
+    cells, _, _ = run.excess(run.history.bucket_of(step))
     if not np.isfinite(cells).any():
         return None
-    known = None if events is None else events.loc[events["step"] <= step]
-    current = marks.current_stabilizers(frame, known)
+    current = run.stabilizers(step)
     stabilized = [head for head, stabilizer in current.items() if stabilizer != "none"]
-    alarmed = list(marks.first_events(frame, known, "alarm"))
-    return draw_model_map(cells, step, alarmed, stabilized)
+    return draw_model_map(cells, step, list(run.first("alarm", until=step)), stabilized)
 
 
 @style.styled

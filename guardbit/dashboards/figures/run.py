@@ -10,10 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
-from guardbit.judgement import Judgement
+from guardbit.dashboards.tables import Recorded, by_head, check_samples, of_run
 
 #: What is shown of the heads below the loss, with the labels of the axes.
 STORY_PANELS = (("w_q_spectral_norm", "W_Q spectral norm"), ("max_logit", "max logit"))
@@ -23,38 +22,34 @@ LOW_PANEL = 1.9
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 
-@style.styled
-def story(
-    frame: pd.DataFrame, events: pd.DataFrame | None = None, judgement: Judgement | None = None
-) -> Figure | None:
+@style.of_tables
+def story(run: Recorded) -> Figure | None:
     """Loss, and below it norm and logits of the worst heads; its title is the judgement."""
-    loss = style.finite(tables.of_run(frame, "loss"))
+    loss = style.finite(run.of_run("loss"))
     shown = {
         name: style.finite(table)
         for name, _ in STORY_PANELS
-        if style.has_finite(table := tables.by_head(frame, name).mask(lambda values: values <= 0))
+        if style.has_finite(table := run.by_head(name).mask(lambda values: values <= 0))
     }
     has_loss = style.has_finite(loss)
     if not shown:
         return None
-    judgement = judgement or marks.judgement_of(frame, events)
     panels = has_loss + len(shown)
-    figure, all_axes = style.canvas(judgement.sentence, panels, panel_height=LOW_PANEL)
+    figure, all_axes = style.canvas(run.judgement.sentence, panels, panel_height=LOW_PANEL)
     if has_loss:
         _draw_loss(all_axes[0], loss)
-    heads = ranking.heads_of_story(frame, events)
-    notable = style.styles_of(heads, heads)
+    notable = style.styles_of(run.story, run.story)
     for axes, (name, table) in zip(all_axes[has_loss:], shown.items(), strict=True):
-        style.draw_heads(axes, table, notable)
+        style.draw_heads(axes, run, table, notable)
         scale = style.scale(axes, table.to_numpy()).removesuffix(" scale")
         axes.set_ylabel(dict(STORY_PANELS)[name] + scale)
-        style.end_at_departure(axes, table, frame, events)
-    style.finish(all_axes, frame, events)
+        style.end_at_departure(axes, table, run.departed)
+    style.finish(all_axes, run)
     # Beside the key, in the line below the title.
     all_axes[0].text(
         1,
         style.above(all_axes[0], style.KEY_HEIGHT),
-        "; ".join(judgement.limits),
+        "; ".join(run.judgement.limits),
         ha="right",
         transform=all_axes[0].transAxes,
     )
@@ -73,13 +68,13 @@ def _draw_loss(axes: Axes, loss: pd.Series) -> None:
         style.fit(axes, later)
 
 
-@style.styled
-def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+@style.of_tables
+def loss_and_gradient(run: Recorded) -> Figure | None:
     """Training loss and gradient norm over steps, each with its running median."""
     panels = {
         label: series
         for label, name in (("training loss", "loss"), ("gradient norm", "grad_norm"))
-        if style.has_finite(series := style.finite(tables.of_run(frame, name)))
+        if style.has_finite(series := style.finite(run.of_run(name)))
     }
     if not panels:
         return None
@@ -88,7 +83,7 @@ def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
         axes.plot(series, color=CONTEXT, alpha=0.45, linewidth=0.8, rasterized=True)
         axes.plot(style.smooth(series), color=HIGHLIGHTS[1][0], label=label)
         axes.set_ylabel(label + style.scale(axes, series.to_numpy()))
-    style.finish(all_axes, frame, events)
+    style.finish(all_axes, run)
     return figure
 
 
@@ -105,6 +100,7 @@ def runs_over_steps(
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
+    runs = {name: check_samples(frame) for name, frame in runs.items()}
     drawn = of_runs_or_worst_heads(runs, indicator).items()
     series = {name: style.finite(values) for name, values in drawn}
     series = {name: values for name, values in series.items() if style.has_finite(values)}
@@ -116,8 +112,8 @@ def runs_over_steps(
         colour, line_style = colours[name]
         axes.plot(values, color=colour, linestyle=line_style, label=name, gid=style.NAMED)
     axes.set_ylabel(label + style.scale(axes, pd.concat(list(series.values())).to_numpy()))
-    ranges = [tables.steps(frame) for frame in runs.values()]
-    style.set_steps(axes, min(first for first, _ in ranges), max(last for _, last in ranges))
+    steps = np.concatenate([frame["step"].to_numpy() for frame in runs.values()])
+    style.set_steps(axes, int(steps.min()), int(steps.max()))
     rows = [(name, steps) for name, steps in (marked or {}).items() if steps]
     for row, (name, steps) in enumerate(reversed(rows)):
         _mark_run(axes, steps, colours[name][0], style.above(axes, 0.06 + 0.17 * row))
@@ -152,11 +148,11 @@ def of_runs_or_worst_heads(
     runs: Mapping[str, pd.DataFrame], indicator: str
 ) -> dict[str, pd.Series]:
     """An indicator of each run as its running median, of heads the largest magnitude, by step."""
-    series = {name: style.finite(tables.of_run(frame, indicator)) for name, frame in runs.items()}
+    series = {name: style.finite(of_run(frame, indicator)) for name, frame in runs.items()}
     longest = max(map(len, series.values()), default=0)
     return {
         name: style.smooth(series[name], longest)
         if len(series[name])
-        else tables.by_head(frame, indicator).abs().max(axis=1)
+        else by_head(frame, indicator).abs().max(axis=1)
         for name, frame in runs.items()
     }

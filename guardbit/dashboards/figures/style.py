@@ -6,8 +6,7 @@ No pyplot, hence no global state: the figures show in a notebook and nowhere els
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import matplotlib
@@ -21,8 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from guardbit.dashboards import marks, tables
-from guardbit.dashboards.marks import MARKS
+from guardbit.dashboards.marks import marked
 from guardbit.dashboards.palette import (
     CONTEXT,
     HEAT_STOPS,
@@ -31,21 +29,20 @@ from guardbit.dashboards.palette import (
     OUTCOME_COLOURS,
     PAPER,
 )
-from guardbit.dashboards.tables import Head
+from guardbit.dashboards.tables import Head, Recorded
 
 HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
 
 #: The mark of the step at which the loss diverged, as the key calls it.
 DIVERGED = "loss diverged"
-#: Marker, line style and colour of each mark, which are never taken for data.
-MARK_STYLES: dict[str, tuple[str, str, str]] = {
-    "alarm": ("v", "--", INK),
-    "switch": ("D", "-", INK),
-    "undo": ("D", ":", INK),
-    DIVERGED: ("X", "-", OUTCOME_COLOURS["lost"]),
+#: Marker, line style and colour of each mark, which are never taken for data, and its height in
+#: inches above the panel: an alarm and the switch it causes share a step.
+MARK_STYLES: dict[str, tuple[str, str, str, float]] = {
+    "alarm": ("v", "--", INK, 0.06),
+    "switch": ("D", "-", INK, 0.185),
+    "undo": ("D", ":", INK, 0.185),
+    DIVERGED: ("X", "-", OUTCOME_COLOURS["lost"], 0.185),
 }
-#: Inches above the panel: an alarm and the switch it causes share a step.
-MARK_HEIGHTS = {"alarm": 0.06, "switch": 0.185, "undo": 0.185, DIVERGED: 0.185}
 KEY_HEIGHT = 0.3
 #: Beyond this many, vertical lines would hide the data: only the first keeps its line.
 MOST_LINES = 6
@@ -100,6 +97,23 @@ STYLE: Any = {
 styled = matplotlib.rc_context(STYLE)
 
 
+def of_tables(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
+    """Decorates a figure of a `Recorded` run, so that it is called with the tables of one."""
+
+    def drawn(
+        frame: pd.DataFrame | Recorded,
+        events: pd.DataFrame | None = None,
+        *settings: Any,
+        **named: Any,
+    ) -> Figure | None:
+        run = frame if isinstance(frame, Recorded) else Recorded(frame, events)
+        with matplotlib.rc_context(STYLE):
+            return draw(run, *settings, **named)
+
+    drawn.__name__, drawn.__doc__ = draw.__name__, draw.__doc__
+    return drawn
+
+
 class ShownFigure(Figure):
     """A figure that a notebook shows, with `%matplotlib inline` or without."""
 
@@ -132,23 +146,19 @@ def canvas(
     return figure, list(grid[:, 0])
 
 
-def finish(
-    all_axes: Sequence[Axes],
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None,
-    steps: tuple[int, int] | None = None,
-) -> None:
+def finish(all_axes: Sequence[Axes], run: Recorded, steps: tuple[int, int] | None = None) -> None:
     """Sets the range of steps, by default the run's, and marks its events."""
-    first, last = tables.steps(frame) if steps is None else steps
+    first, last = steps or run.steps
     set_steps(all_axes[-1], first, last)
-    departed = marks.departed_of(frame, events)
-    found: dict[str, list[int]] = {mark: marks.marked_steps(events, mark) for mark in MARKS}
-    found[DIVERGED] = [] if departed is None else [departed]
-    marked = {
-        mark: [step for step in steps if first <= step <= last] for mark, steps in found.items()
+    found: list[tuple[int, str]] = [(event.step, mark) for event, mark in marked(run.events)]
+    if run.departed is not None:
+        found.append((run.departed, DIVERGED))
+    shown = {
+        mark: sorted({at for at, of in found if of == mark and first <= at <= last})
+        for mark in MARK_STYLES
     }
     gap = max(last - first, 1) / MOST_MARKERS
-    keys = [_mark_events(axes, marked, gap) for axes in all_axes]
+    keys = [_mark_events(axes, shown, gap) for axes in all_axes]
     if keys[0]:
         place_key(all_axes[0], keys[0])
 
@@ -184,14 +194,14 @@ def above(axes: Axes, inches: float) -> float:
     return 1 + inches / panel_inches(axes)
 
 
-def _mark_events(axes: Axes, marked: Mapping[str, Sequence[int]], gap: float) -> list[Line2D]:
+def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]], gap: float) -> list[Line2D]:
     """Draws a line at each step and a marker above it; returns the markers, one line a kind."""
     # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
     over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
     halo = [withStroke(linewidth=3, foreground=PAPER, alpha=0.8)] if over_map else []
     markers: list[Line2D] = []
-    for mark, steps in marked.items():
-        marker, line_style, colour = MARK_STYLES[mark]
+    for mark, steps in shown.items():
+        marker, line_style, colour, height = MARK_STYLES[mark]
         for step in steps if len(steps) <= MOST_LINES else steps[:1]:
             axes.axvline(
                 step,
@@ -206,7 +216,7 @@ def _mark_events(axes: Axes, marked: Mapping[str, Sequence[int]], gap: float) ->
         if drawn:
             markers += axes.plot(
                 drawn,
-                [above(axes, MARK_HEIGHTS[mark])] * len(drawn),
+                [above(axes, height)] * len(drawn),
                 transform=axes.get_xaxis_transform(),
                 linestyle="none",
                 marker=marker,
@@ -274,12 +284,9 @@ def scale(axes: Axes, values: np.ndarray) -> str:
     return ", log scale"
 
 
-def end_at_departure(
-    axes: Axes, table: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
-) -> None:
+def end_at_departure(axes: Axes, table: pd.DataFrame, departed: int | None) -> None:
     """Limits an axis to the values before the loss diverged; later ones leave the panel."""
-    departed = marks.departed_of(frame, events)
-    until = table.loc[: departed if departed is not None else None].to_numpy(dtype=float)
+    until = table.loc[:departed].to_numpy(dtype=float)
     until = until[np.isfinite(until)]
     if departed is None or not until.size:
         return
@@ -337,44 +344,24 @@ def styles_of(story: Sequence[Head], notable: Sequence[Head]) -> dict[Head, tupl
 
 
 def draw_heads(
-    axes: Axes,
-    table: pd.DataFrame,
-    notable: Mapping[Head, tuple[str, str]],
-    *,
-    context: bool = True,
+    axes: Axes, run: Recorded, table: pd.DataFrame, notable: Mapping[Head, tuple[str, str]]
 ) -> list[Line2D]:
     """A grey line for every head, and one on top that stands out for the notable ones."""
-    in_layer = Counter(layer for layer, _ in table.columns)
-    drawable = [head for head in table.columns if has_finite(cast(pd.Series, table[head]))]
-    others = [head for head in drawable if head not in notable] if context else []
+    # A head's line spans the steps at which only other heads were measured.
+    lines = {head: finite(cast(pd.Series, table[head]).dropna()) for head in table.columns}
+    lines = {head: line for head, line in lines.items() if has_finite(line)}
+    others = [head for head in lines if head not in notable]
     # Hundreds of lines are a texture, in which a single one must still be seen.
     alpha = float(np.clip(12 / max(len(others), 1), 0.08, 0.4))
     # An underscore keeps a line out of legends; rasterized, hundreds of lines stay a small file.
-    for layer, head in others:
-        axes.plot(
-            points(table, (layer, head)),
-            color=CONTEXT,
-            alpha=alpha,
-            linewidth=0.9,
-            rasterized=True,
-            label="_" + tables.head_label(layer, head, in_layer[layer]),
-        )
+    grey: Any = {"color": CONTEXT, "alpha": alpha, "linewidth": 0.9, "rasterized": True}
+    for head in others:
+        axes.plot(lines[head], **grey, label=f"_{run.label(head)}")
     return [
-        axes.plot(
-            points(table, (layer, head)),
-            color=colour,
-            linestyle=line_style,
-            gid=NAMED,
-            label=tables.head_label(layer, head, in_layer[layer]),
-        )[0]
-        for (layer, head), (colour, line_style) in notable.items()
-        if (layer, head) in drawable
+        axes.plot(lines[at], color=colour, linestyle=dashes, gid=NAMED, label=run.label(at))[0]
+        for at, (colour, dashes) in notable.items()
+        if at in lines
     ]
-
-
-def points(table: pd.DataFrame, head: Head) -> pd.Series:
-    """A head's points; its line spans the steps at which only other heads were measured."""
-    return finite(cast(pd.Series, table[head]).dropna())
 
 
 def label_ends(axes: Axes) -> None:

@@ -14,9 +14,9 @@ from matplotlib.colors import LogNorm, to_hex, to_rgb
 from matplotlib.text import Annotation
 
 from guardbit.dashboards import figures, palette
-from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import NAMED, apart
+from guardbit.dashboards.history import EXCESS_INDICATORS
 from guardbit.dashboards.marks import MARKS
 from tests.dashboards.made import EVENTS, SAMPLES, journal, of_heads, samples
 
@@ -138,20 +138,6 @@ def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
     assert bar.get_ylabel() == "times the median head's norm"
 
 
-def test_the_heat_map_names_sparse_and_many_layers():
-    table = pd.concat(
-        [
-            one_head([1.0, 2.0], "w_q_spectral_norm").assign(layer=layer, site=f"h.{layer}")
-            for layer in range(3, 80, 2)
-        ]
-    )
-    axes = figures.spectral_norm_by_layer(table).axes[0]
-    names = [int(text.get_text()) for text in axes.get_yticklabels()]
-    assert len(names) <= 16
-    # The name at row r is that of the r-th recorded layer.
-    assert names == [3 + 2 * row for row in axes.get_yticks()]
-
-
 def test_the_heat_map_leaves_infinite_cells_blank():
     mesh = (
         figures.spectral_norm_by_layer(one_head([1.0, np.inf, 3.0], "w_q_spectral_norm"))
@@ -183,20 +169,16 @@ def test_the_layer_is_the_alarmed_one_else_the_worst_or_the_callers(run):
 
 
 def test_max_logit_leaves_out_what_a_log_axis_cannot_show():
-    (axes,) = figures.max_logit(one_head([-5.0, 0.0, 1.0, np.inf, 100.0])).axes
+    values = one_head([-5.0, 0.0, 1.0, np.inf, 100.0])
+    # A head's line spans the steps at which only other heads were measured, and only these.
+    (axes,) = figures.max_logit(pd.concat([values, one_head([2.0] * 6).assign(head=1)])).axes
     assert axes.get_yscale() == "log"
-    (line,) = lines_of_heads(axes).values()
+    lines = lines_of_heads(axes)
+    line, other = lines["layer 0, head 0"], lines["layer 0, head 1"]
     # Gaps, not bridges.
     np.testing.assert_array_equal(line.get_ydata(), [np.nan, np.nan, 1, np.nan, 100])
+    assert line.get_xdata().tolist() == [0, 1, 2, 3, 4] and len(other.get_xdata()) == 6
     assert figures.max_logit(one_head([-5.0, 0.0])) is None
-
-
-def test_a_line_spans_the_steps_at_which_only_other_heads_were_measured():
-    other = one_head([1.0, 2.0, 3.0]).assign(head=1)
-    table = pd.concat([one_head([5.0, 6.0, 70.0]).drop(index=1), other])
-    lines = lines_of_heads(figures.max_logit(table).axes[0])
-    assert lines["layer 0, head 0"].get_xdata().tolist() == [0, 2]
-    assert lines["layer 0, head 1"].get_xdata().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -228,10 +210,8 @@ def test_a_head_without_a_finite_value_does_not_hide_the_others(run, value):
     frame = run.frame
     alarmed = (frame["layer"] == 2) & (frame["head"] == 7)
     frame = frame.assign(value=frame["value"].where(~alarmed, value))
-    for draw in (figures.max_logit, figures.delta_bias, figures.multiple_maxima):
-        lines = lines_of_heads(draw(frame, run.events).axes[0])
-        assert len(lines) == 143
-        assert "layer 2, head 7" not in lines
+    lines = lines_of_heads(figures.delta_bias(frame, run.events).axes[0])
+    assert len(lines) == 143 and "layer 2, head 7" not in lines
 
 
 def test_loss_and_gradient_norm_with_their_running_medians(run, drawn):
@@ -242,19 +222,15 @@ def test_loss_and_gradient_norm_with_their_running_medians(run, drawn):
         np.testing.assert_array_equal(median.get_xdata(), run.loss_steps)
 
 
-def test_a_loss_that_is_not_finite_leaves_a_gap():
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_short_one_is_not_smoothed():
     values = np.ones(120)
     values[60:70] = np.nan
     values[80] = np.inf
     (axes,) = figures.loss_and_gradient(one_run(values)).axes
     for line in axes.get_lines()[:2]:
         assert np.flatnonzero(np.isnan(line.get_ydata())).tolist() == [*range(60, 70), 80]
-
-
-def test_a_short_loss_is_not_smoothed():
-    values = [3.0, 1.0, 2.0]
-    (axes,) = figures.loss_and_gradient(one_run(values)).axes
-    assert axes.get_lines()[1].get_ydata().tolist() == values
+    (axes,) = figures.loss_and_gradient(one_run([3.0, 1.0, 2.0])).axes
+    assert axes.get_lines()[1].get_ydata().tolist() == [3.0, 1.0, 2.0]
     assert axes.get_title(loc="left") == "Training loss"
 
 
@@ -286,47 +262,37 @@ def test_events_are_marked_the_same_way_everywhere(drawn, name):
     assert key == ["alarm, first at step 2,950", "switch, step 3,100", "undo, step 4,500"]
 
 
-def test_many_alarms_keep_their_markers_but_one_line(run):
+@pytest.mark.parametrize("every", [100, 10])
+def test_many_alarms_keep_their_markers_but_one_line(run, every):
     # Each head's first alarm; the later ones say nothing new.
-    steps = list(range(1000, 3000, 100))
+    steps = list(range(1000, 3000, every))
     many = [
         (step, "alarm", f"h.{head}.attn", (7,))
         for head, first in enumerate(steps)
-        for step in range(first, 5000, 10)
+        for step in (first, first + 2000)
     ]
     axes = figures.max_logit(run.frame, journal(*many)).axes[0]
     lines = [line for line in axes.get_lines() if line.get_gid() == "alarm"]
-    markers = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
-    assert [line.get_xdata()[0] for line in lines] == [1000]
-    assert list(markers[0].get_xdata()) == steps
-
-
-def test_the_markers_of_a_run_that_fails_everywhere_do_not_touch(run):
-    alarms = [(10 * n, "alarm", f"h.{n}.attn", (0,)) for n in range(400)]
-    axes = figures.max_logit(run.frame, journal(*alarms)).axes[0]
     (markers,) = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
-    steps = np.asarray(markers.get_xdata())
-    places = axes.transData.transform(np.column_stack([steps, np.ones(len(steps))]))[:, 0]
+    assert [line.get_xdata()[0] for line in lines] == [1000]
+    drawn = np.asarray(markers.get_xdata())
+    assert len(drawn) == len(steps) if every == 100 else 20 < len(drawn) < len(steps)
+    # They do not touch.
+    places = axes.transData.transform(np.column_stack([drawn, np.ones(len(drawn))]))[:, 0]
     size = markers.get_markersize() / 72 * axes.figure.dpi
-    assert steps[0] == 0 and len(steps) > 40
     assert (np.diff(places) > size).all()
 
 
-@over_steps
-def test_every_figure_shows_the_same_range_of_steps(run, drawn, name):
-    if name == "switch_before_and_after":
-        pytest.skip("has a test of its own")
-    # The loss was last recorded at 4,980, the heads at 4,950.
-    assert drawn[name].axes[0].get_xlim() == (0, 4980)
-    assert drawn[name].get_size_inches()[0] * 100 == 1000
-
-
 @charts
-def test_axes_carry_their_units(drawn, name):
-    axes = [axes for axes in drawn[name].axes if axes.get_ylabel()]
-    assert len(axes) == len(drawn[name].axes)
+def test_every_figure_shows_the_same_range_of_steps_and_its_units(run, drawn, name):
+    all_axes = drawn[name].axes
+    assert drawn[name].get_size_inches()[0] * 100 == 1000
+    assert all(axes.get_ylabel() for axes in all_axes)
     across = "head" if name == "model_map" else "optimizer step"
-    assert across in {axes.get_xlabel() for axes in axes}
+    assert across in {axes.get_xlabel() for axes in all_axes}
+    if name not in ("model_map", "switch_before_and_after"):
+        # The loss was last recorded at 4,980, the heads at 4,950.
+        assert all_axes[0].get_xlim() == (0, 4980)
 
 
 @charts

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import LogNorm, to_rgb
 
-from guardbit.dashboards import ranking
 from guardbit.dashboards.figures import CHARTS, model_map
 from guardbit.dashboards.palette import HEAT_STOPS, INK
+from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import samples
 
 
@@ -17,7 +17,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     axes, bar = figure.axes
     cells = cells_of(figure)
     assert cells.shape == (12, 12)
-    excess = ranking.excess(run.frame, run.events).to_numpy().reshape(12, 12)
+    excess, _, _ = Recorded(run.frame, run.events).excess()
     np.testing.assert_allclose(cells, np.clip(excess, 1, 100))
     assert np.unravel_index(cells.argmax(), cells.shape) == (2, 7)
     # Layer l lies at height l, head h at place h.
@@ -53,10 +53,6 @@ def test_frames_and_dots_are_those_of_the_step(run, step, alarmed, stabilized):
     words = [text.get_text() for text in key.get_texts()] if key else []
     assert len(words) == bool(alarmed) + bool(stabilized)
     assert f"step {step:,}" in axes.get_title(loc="left")
-
-
-def test_an_earlier_step_knows_nothing_of_later_ones(run):
-    assert cells_of(model_map(run.frame, run.events, 2400)).max() < 1.5
 
 
 def test_an_alarm_before_the_first_sample_is_shown_at_that_sample(run):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from guardbit.dashboards.figures import before_and_after
-from guardbit.dashboards.figures.style import MARK_HEIGHTS, NAMED
+from guardbit.dashboards.figures.style import MARK_STYLES, NAMED
 from guardbit.dashboards.palette import HIGHLIGHTS
 from tests.dashboards.made import journal
 
@@ -53,25 +53,21 @@ def test_the_numbers_are_the_last_sample_before_and_the_same_heads_last(run):
     assert not box.overlaps(key)
     inches = (box.y0 - axes.get_window_extent().y1) / axes.figure.dpi
     # Half a marker of 5.5 points is what stands above a mark's height.
-    assert inches > max(MARK_HEIGHTS.values()) + 5.5 / 2 / 72
+    assert inches > max(height for *_, height in MARK_STYLES.values()) + 5.5 / 2 / 72
 
 
 def test_without_a_switch_there_is_nothing_to_draw(run):
     assert before_and_after(run.frame, run.events[run.events["kind"] == "alarm"]) is None
 
 
-def test_a_switch_at_the_last_sample_has_no_after(run):
-    switch = (4950, "switch", "h.2.attn", (7,), "", "", "compensated")
-    figure = before_and_after(run.frame, journal(switch))
-    sides = {line.get_gid() for line in figure.axes[0].collections}
-    assert sides == {"before"}
-
-
-def test_only_the_heads_of_the_first_switch_are_drawn(run):
+def test_only_the_heads_of_the_first_switch_are_drawn_and_the_last_sample_has_no_after(run):
     later = (4000, "switch", "h.2.attn", (7,), "", "", "compensated")
     first = (3100, "switch", "h.2.attn", (3,), "", "", "compensated")
     (axes, *_) = before_and_after(run.frame, journal(first, later)).axes
     assert list(lines_of_heads(axes)) == ["layer 2, head 3"]
+    switch = (4950, "switch", "h.2.attn", (7,), "", "", "compensated")
+    (axes, *_) = before_and_after(run.frame, journal(switch)).axes
+    assert {line.get_gid() for line in axes.collections} == {"before"}
 
 
 def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):

@@ -5,8 +5,15 @@ import os
 import numpy as np
 import pytest
 
+from guardbit.dashboards import live
 from guardbit.dashboards.live import LiveRuns
 from guardbit.records import Event
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch):
+    """One look reads all runs, however slow the machine is."""
+    monkeypatch.setattr(live, "LOOK_EVERY", 60.0)
 
 
 @pytest.fixture
@@ -127,3 +134,17 @@ def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
         new.event(Event(40, "alarm", "", (), "the loss diverged", rule="loss_departure"))
         runs.look()
     assert told == [("new", [10]), ("new", [40])]
+
+
+def test_what_no_time_was_left_for_is_read_at_the_next_look(folder, monkeypatch):
+    monkeypatch.setattr(live, "LOOK_EVERY", -1.0)
+    runs = LiveRuns(folder)
+    runs.look()
+    assert len(runs.rows()["runs"]) == 4
+    assert not any("headline" in row for row in runs.rows()["runs"])
+    runs.opened(2)
+    runs.look()
+    assert ["headline" in row for row in runs.rows()["runs"]] == [False, False, True, False]
+    monkeypatch.setattr(live, "LOOK_EVERY", 60.0)
+    runs.look()
+    assert all("headline" in row for row in runs.rows()["runs"])

@@ -3,6 +3,7 @@
 import pytest
 
 from guardbit.dashboards import document
+from guardbit.dashboards.figures import story
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import write_reports
 from tests.dashboards.made import colour, journal, wait, write_report
@@ -28,7 +29,7 @@ def visit(new_page):
 def without_figures():
     """The pictures beside the page take most of the time, and other tests look at them."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(document, "CHARTS", {"story": document.story})
+    patch.setattr(document, "CHARTS", {"story": story})
     yield
     patch.undo()
 
