@@ -25,8 +25,7 @@ of hidden steps stay on disk.
 """
 
 from guardbit.store.files import RUN_FOLDER, folder_of_run, is_run, runs_below
-from guardbit.store.following import RunFollower
-from guardbit.store.reading import read_end, read_events, read_metadata, read_run
+from guardbit.store.reading import RunFollower, read_end, read_events, read_metadata, read_run
 from guardbit.store.writing import RunWriter
 
 __all__ = [

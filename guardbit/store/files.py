@@ -1,8 +1,7 @@
 """The files of a run's folder: their names and columns, how they are found, written and checked.
 
 The files may be broken, or somebody else's, so a reader leaves out what exceeds bounds, and says
-so. Without them, one flipped bit in the number of a head would ask for gigabytes, and a reader
-would wait for ever for a pipe in place of a file.
+so. Without them, one flipped bit in the number of a head would ask for gigabytes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import stat
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -49,10 +47,8 @@ MAX_STEP = 2**53
 #: Most layers of a model and heads of a layer, eight times those of the largest models published
 #: (126 layers of 128 heads). Layers and heads count from 0.
 MAX_LAYERS = MAX_HEADS = 1024
-#: Most bytes of a file of JSON, of one event in it, and of an unpacked CSV.
-MAX_JSON, MAX_EVENT, MAX_CSV = 256 << 20, 1 << 20, 8 << 30
-#: Most levels of a run's metadata; GuardBit's own has four.
-MAX_DEPTH = 32
+#: Most bytes of an event, and of an unpacked CSV.
+MAX_EVENT, MAX_CSV = 1 << 20, 8 << 30
 
 #: Why rows are left out.
 OUT_OF_BOUNDS = (
@@ -90,43 +86,43 @@ class Segment(NamedTuple):
     """A file with what the flushes `first` to `last` of one session wrote."""
 
     path: Path
+    kind: str  # samples or events
+    session: SessionKey
     first: int
     last: int
 
     @property
     def width(self) -> int:
-        """Number of flushes it covers."""
         return self.last - self.first + 1
 
 
-class Listing:
+class Listing(NamedTuple):
     """What a folder holds of a run at one moment."""
 
-    def __init__(self) -> None:
-        self.sessions: dict[SessionKey, Path] = {}
-        self.segments: dict[str, dict[SessionKey, list[Segment]]] = {"samples": {}, "events": {}}
+    sessions: dict[SessionKey, Path]
+    segments: list[Segment]
 
 
 def list_folder(folder: Path) -> Listing:
-    """Lists the files of a run in a folder; skips others."""
-    listing = Listing()
-    for name in sorted(os.listdir(folder)):
-        if match := _SEGMENT_NAME.fullmatch(name):
-            key = SessionKey(int(match["number"]), match["token"])
-            segment = Segment(folder / name, int(match["first"]), int(match["last"]))
-            listing.segments[match["kind"]].setdefault(key, []).append(segment)
-        elif match := _SESSION_NAME.fullmatch(name):
-            listing.sessions[SessionKey(int(match["number"]), match["token"])] = folder / name
+    """Lists the files of a run in a folder, if there is one; skips others, such as pipes."""
+    listing = Listing({}, [])
+    entries = os.scandir(folder) if folder.is_dir() else ()
+    for name in sorted(entry.name for entry in entries if entry.is_file()):
+        match = _SEGMENT_NAME.fullmatch(name) or _SESSION_NAME.fullmatch(name)
+        if match is None:
+            continue
+        path, session = folder / name, SessionKey(int(match["number"]), match["token"])
+        if match.re is _SESSION_NAME:
+            listing.sessions[session] = path
+        else:
+            flushes = int(match["first"]), int(match["last"])
+            listing.segments.append(Segment(path, match["kind"], session, *flushes))
     return listing
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the folder of a run."""
-    path = Path(path)
-    if not path.is_dir():
-        return False
-    listing = list_folder(path)
-    return bool(listing.sessions) or any(listing.segments.values())
+    return any(list_folder(Path(path)))
 
 
 def folder_of_run(path: str | os.PathLike[str]) -> Path:
@@ -143,7 +139,6 @@ def place_of_run(path: Path) -> Path:
 
 
 def stem_of_run(path: Path) -> str:
-    """The name of a run's folder or CSV."""
     return path.name.removesuffix(".gz").removesuffix(".csv")
 
 
@@ -238,15 +233,6 @@ def check_columns(names: Iterable[str], required: Sequence[str], what: object) -
         )
 
 
-def check_file(path: Path, most: int | None = None) -> None:
-    """Raises if a file cannot be read to its end."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
-    if most is not None and status.st_size > most:
-        raise ValueError(f"it is larger than {most >> 20} MiB")
-
-
 def good_rows(rows: Rows) -> Rows:
     """The rows of samples that are within the bounds; those of the whole run have no head."""
     rows.validate(full=True)
@@ -262,7 +248,6 @@ def good_rows(rows: Rows) -> Rows:
 
 
 def warn_of_rows(left_out: int, rows: int, path: Path) -> None:
-    """Warns that rows are left out, if any are."""
     if left_out:
         warnings.warn(
             f"left out {left_out:,} of {rows:,} rows of {path}: {OUT_OF_BOUNDS}", stacklevel=3
@@ -300,19 +285,10 @@ class Session(NamedTuple):
 
 
 def checked_session(session: Any) -> Session:
-    """Returns the content of a session's file, checked."""
     if not isinstance(session, dict) or not isinstance(session.get("metadata"), dict):
         raise ValueError("a session must have metadata")
     start = session.get("start_step")
     if not isinstance(start, int) or not -1 <= start <= MAX_STEP:
         raise ValueError(f"a session's start_step must be a whole number from -1, got {start!r}")
-    if _depth(session["metadata"]) > MAX_DEPTH:
-        raise ValueError(f"a session's metadata has more than {MAX_DEPTH} levels")
     end = session.get("end")
     return Session(start, session["metadata"], end if end in RUN_ENDS else None)
-
-
-def _depth(value: Any) -> int:
-    """Levels of what JSON holds; a plain value has none."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, parts)) if parts else 0

@@ -1,40 +1,211 @@
-"""Reads a run's telemetry, as tables and as samples."""
+"""Reads a run's telemetry: as it grows, as tables, and as samples."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import json
 import math
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd, Sample
-from guardbit.store.files import (
-    COLUMNS,
-    EVENT_COLUMNS,
-    KEY,
-    MAX_CSV,
-    SCHEMA,
-    SessionKey,
-    check_columns,
-    existing,
-    good_rows,
-    warn_of_rows,
-)
-from guardbit.store.following import BATCHES, Part, RunFollower, load_events, sample_batches
+from guardbit.store import files
+from guardbit.store.files import COLUMNS, EVENT_COLUMNS, KEY, SCHEMA, Segment, Session, SessionKey
 
+#: Columns of batches: names are dictionary-encoded, so that a batch holds each of them once.
+BATCHES = pa.schema(
+    (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
+)
+#: Rows read at a time.
+_BATCH = 1 << 16
+#: Stands for a session's file that is broken or missing: it hides no steps.
+_UNKNOWN = Session(None, {}, None)
 #: How often a reader tries when the merge of a live writer removes a file.
 _READ_ATTEMPTS = 10
 #: More heads than any attention has; a larger number is a mistake.
 _MOST_HEADS = 65_536
+#: What rows of one sample have in common.
+_OF_SAMPLE = ["step", "site", "layer", "indicator"]
+
+
+class RunFollower:
+    """Reads a run's folder as it grows; what was merged from read and new segments comes whole."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        #: Time of the newest file of the run, in seconds since 1970; None while there is none.
+        self.last_written: float | None = None
+        #: The metadata of all sessions; where two give the same key, the later one's.
+        self.metadata: dict[str, Any] = {}
+        #: How the run ended, as `guardbit.store.read_end` returns it.
+        self.end: RunEnd | None = None
+        #: Bytes of the segments of samples that were new, and how many of these are read.
+        self.bytes_found, self.bytes_read = 0, 0
+        self.broken: set[Path] = set()
+        self._listing = files.Listing({}, [])
+        self._last_steps: list[tuple[SessionKey, float]] = []
+        #: The first flush of a kind that was not read yet, of each session.
+        self._next_flush: dict[tuple[str, SessionKey], int] = {}
+
+    def look(self) -> bool:
+        """Lists what the folder holds now; returns whether all samples must be read again."""
+        self.folder = files.folder_of_run(self.folder)
+        listing = self._listing = files.list_folder(self.folder)
+        paths = [*(segment.path for segment in listing.segments), *listing.sessions.values()]
+        self.last_written = max((_stat(path)[1] for path in paths), default=None)
+        sessions = {key: _load_session(path) for key, path in sorted(listing.sessions.items())}
+        self.metadata, self.end = {}, None
+        for session in sessions.values():
+            self.metadata |= session.metadata
+            self.end = session.end
+        # The sessions that recorded something, oldest first, each with its last valid step.
+        before, self._last_steps, last_step = self._last_steps, [], math.inf
+        for key in sorted({segment.session for segment in listing.segments}, reverse=True):
+            self._last_steps.insert(0, (key, last_step))
+            start_step = sessions.get(key, _UNKNOWN).start_step
+            last_step = last_step if start_step is None else min(last_step, start_step)
+        # A new session hides nothing if the earlier ones still count up to the same steps.
+        starts_over = bool(before) and self._last_steps[: len(before)] != before
+        if starts_over:
+            self._next_flush.clear()
+        return starts_over
+
+    def last_step(self) -> int:
+        """The last step of the newest segment of samples, -1 where it is unknown."""
+        segments = self._of("samples")
+        newest = max(segments, key=lambda one: (one.session.number, one.last), default=None)
+        if newest is None:
+            return -1
+        try:
+            found = pq.read_metadata(newest.path)
+            place = found.schema.names.index("step")
+            groups = range(found.num_row_groups)
+            known = (found.row_group(number).column(place).statistics for number in groups)
+            return max((int(one.max) for one in known if one and one.has_min_max), default=-1)
+        except files.UNREADABLE:
+            return -1
+
+    def event_files(self) -> tuple[str, ...]:
+        return tuple(segment.path.name for segment in self._of("events"))
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yields the new samples in the order they were written, columns as in the store."""
+        new = [
+            one for one in self._of("samples") if one.last >= self._flush("samples", one.session)
+        ]
+        self.bytes_found, self.bytes_read = sum(_stat(segment.path)[0] for segment in new), 0
+        # The next look finds what a live writer has merged meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            yield from self.read("samples")
+
+    def read(self, kind: str) -> Iterator[Any]:
+        """Yields what is new of a kind, of each session up to the last step that counts."""
+        load = _LOADERS[kind]
+        for key, last_step in self._last_steps:
+            while segment := self._next(kind, key):
+                try:
+                    yield from load(segment.path, last_step)
+                    self.bytes_read += _stat(segment.path)[0]
+                    self._next_flush[kind, key] = segment.last + 1
+                except FileNotFoundError:
+                    raise
+                except files.UNREADABLE as error:
+                    # The segments that it covers may still be there.
+                    self.broken.add(segment.path)
+                    warnings.warn(
+                        f"left out the segment {segment.path}, which cannot be read: {error}",
+                        stacklevel=4,
+                    )
+
+    def has_read_nothing(self) -> bool:
+        """Whether segments were tried, and none could be read."""
+        return bool(self.broken) and not self._next_flush
+
+    def _of(self, kind: str) -> list[Segment]:
+        """The readable segments of a kind."""
+        segments = self._listing.segments
+        return [one for one in segments if one.kind == kind and one.path not in self.broken]
+
+    def _flush(self, kind: str, key: SessionKey) -> int:
+        return self._next_flush.get((kind, key), 0)
+
+    def _next(self, kind: str, key: SessionKey) -> Segment | None:
+        """The widest readable segment that holds what is to be read next of a session."""
+        flush = self._flush(kind, key)
+        ahead = [one for one in self._of(kind) if one.session == key and one.last >= flush]
+        first = max(min((segment.first for segment in ahead), default=0), flush)
+        bringing = [segment for segment in ahead if segment.first <= first]
+        return max(bringing, key=lambda segment: segment.last, default=None)
+
+
+def _load_samples(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
+    """Yields the samples of a segment that are within the bounds, up to a step."""
+    read, left_out = 0, 0
+    with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
+        files.check_columns(file.schema_arrow.names, COLUMNS, path)
+        for batch in file.iter_batches(_BATCH, columns=COLUMNS):
+            good = files.good_rows(batch.select(COLUMNS).cast(BATCHES))
+            read, left_out = read + len(batch), left_out + len(batch) - len(good)
+            yield good.filter(files.compute.less_equal(good["step"], last_step))
+    files.warn_of_rows(left_out, read, path)
+
+
+def _load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
+    """Reads the events of a segment that are sound, up to a step."""
+    # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
+    # does not escape in a string, such as U+0085.
+    with open(path, "rb") as file:
+        lines = file.readlines()
+    events: list[dict[str, Any]] = []
+    first: Exception | None = None
+    for line in lines:
+        try:
+            if len(line) > files.MAX_EVENT:
+                raise ValueError(f"an event is larger than {files.MAX_EVENT >> 20} MiB")
+            events.append(files.checked_event(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            first = first or error
+    if first is not None and not events:
+        raise ValueError(str(first)) from first
+    if first is not None:
+        warnings.warn(
+            f"left out {len(lines) - len(events):,} of {len(lines):,} events of {path}: {first}",
+            stacklevel=2,
+        )
+    return [event for event in events if event["step"] <= last_step]
+
+
+_LOADERS = {"samples": _load_samples, "events": _load_events}
+
+
+def _load_session(path: Path) -> Session:
+    try:
+        return files.checked_session(json.loads(path.read_bytes()))
+    except files.UNREADABLE as error:
+        warnings.warn(
+            f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=4
+        )
+        return _UNKNOWN
+
+
+def _stat(path: Path) -> tuple[int, float]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0.0
+    return status.st_size, status.st_mtime
 
 
 def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -72,14 +243,13 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
         UserWarning: A segment cannot be read (cut short, say), rows are beyond the bounds of
             `guardbit.store.files`, or the last line of a CSV is cut short; they are left out.
     """
-    path = existing(path)
+    path = files.existing(path)
     if path.is_file():
         table = pa.Table.from_pandas(_read_csv(path), SCHEMA, preserve_index=False)
-        good = good_rows(table)
-        warn_of_rows(len(table) - len(good), len(table), path)
+        good = files.good_rows(table)
+        files.warn_of_rows(len(table) - len(good), len(table), path)
         return _tidy(good)
-    batches = _read_all(path, "samples", sample_batches)
-    return _tidy(pa.Table.from_batches(batches, BATCHES).cast(SCHEMA))
+    return _tidy(pa.Table.from_batches(_read_all(path, "samples"), BATCHES).cast(SCHEMA))
 
 
 def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -101,10 +271,8 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
         UserWarning: A segment cannot be read (cut short, say), or some of its events, and they
             are left out. Kinds of events this version does not know are kept.
     """
-    path = existing(path)
-    rows: list[dict[str, Any]] = []
-    if path.is_dir():
-        rows = _read_all(path, "events", load_events)
+    path = files.existing(path)
+    rows = _read_all(path, "events") if path.is_dir() else []
     frame = pd.DataFrame(rows, columns=EVENT_COLUMNS).astype(
         {name: "object" if name == "heads" else "str" for name in EVENT_COLUMNS} | {"step": "int64"}
     )
@@ -142,24 +310,23 @@ def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
 
 
 def _looked_at(path: str | os.PathLike[str]) -> RunFollower:
-    follower = RunFollower(existing(path))
+    follower = RunFollower(files.existing(path))
     follower.look()
     return follower
 
 
-def _read_all(folder: Path, kind: str, load: Callable[[Path, float], Iterable[Part]]) -> list[Part]:
+def _read_all(folder: Path, kind: str) -> list[Any]:
     """Reads all segments of a kind; tries again if a live writer merged some meanwhile."""
-    follower = RunFollower(folder)
     for attempts_left in reversed(range(_READ_ATTEMPTS)):
+        follower = RunFollower(folder)
         follower.look()
-        next_flush: dict[SessionKey, int] = {}
         try:
-            parts = list(follower.read(kind, load, next_flush))
+            parts = list(follower.read(kind))
         except FileNotFoundError:
             if not attempts_left:
                 raise
             continue
-        if follower.broken and not next_flush:
+        if follower.has_read_nothing():
             named = f"the {len(follower.broken)} segments of {kind} in {folder}"
             raise ValueError(f"none of {named} can be read")
         return parts
@@ -182,29 +349,16 @@ def _read_csv(path: Path) -> pd.DataFrame:
         )
     try:
         with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
-            text = file.read(MAX_CSV + 1)
-        if len(text) > MAX_CSV:
-            raise ValueError(f"it is larger than {MAX_CSV >> 30} GiB")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"cannot read a run from {path}: {error}") from error
-    whole, newline, last = text.rpartition(b"\n")
-    if newline and last:
-        # The last line has no end: its writer was killed, or is still writing it.
-        try:
-            if last.count(b",") >= text.partition(b"\n")[0].count(b","):
-                return _parse_csv(text, path)
-        except ValueError:
-            pass
-        text = whole + newline
-        warnings.warn(
-            f"left out line {text.count(newline) + 1} of {path}, the last one, which is cut short",
-            stacklevel=3,
-        )
-    return _parse_csv(text, path)
-
-
-def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
-    try:
+            text = file.read(files.MAX_CSV + 1)
+        if len(text) > files.MAX_CSV:
+            raise ValueError(f"it is larger than {files.MAX_CSV >> 30} GiB")
+        whole, newline, last = text.rpartition(b"\n")
+        if newline and last and last.count(b",") < text.partition(b"\n")[0].count(b","):
+            # Its writer was killed, or is still writing it.
+            text, line = whole + newline, whole.count(newline) + 2
+            warnings.warn(
+                f"left out line {line} of {path}, the last one, which is cut short", stacklevel=3
+            )
         # A site may be called "NA" or "null", so only values can be missing.
         table = pd.read_csv(
             io.BytesIO(text),
@@ -212,9 +366,9 @@ def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
             na_values={"value": ["", "nan", "NaN"]},
             dtype={"site": "str", "indicator": "str", "value": "float64"},
         )
-    except ValueError as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"cannot read a run from {path}: {str(error).strip()}") from error
-    check_columns(table.columns, COLUMNS, path)
+    files.check_columns(table.columns, COLUMNS, path)
     table = table.loc[:, COLUMNS]
     for name in ("step", "layer", "head"):
         numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
@@ -230,43 +384,30 @@ def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
 
 def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
     """Yields the rows of a tidy frame as samples, one for each step, site and indicator."""
-    check_columns(frame.columns, COLUMNS, "the telemetry")
+    files.check_columns(frame.columns, COLUMNS, "the telemetry")
     if frame.empty:
         return
     for name in ("step", "layer"):
         if pd.isna(frame[name].to_numpy()).any():
             raise ValueError(f"the telemetry has rows without a {name}")
-    of = frame["site"]
-    if not isinstance(of.dtype, pd.StringDtype):  # empty columns are read as numbers
-        of = of.astype(object)
-    frame = frame.assign(site=of.where(of.notna(), ""))
-    site, sites = pd.factorize(frame["site"], sort=True)
-    # A row without an indicator belongs to none; by default pandas numbers it -1, the last one.
-    indicator, indicators = pd.factorize(frame["indicator"], sort=True, use_na_sentinel=False)
-    columns = [frame[name].to_numpy() for name in ("step", "layer", "head", "value")]
-    order = np.lexsort((indicator, columns[1], site, columns[0]))
-    site, indicator = site[order], indicator[order]
-    step, layer, head, value = (column[order] for column in columns)
-    is_module = np.array([name != "" for name in sites])[site]
-    wrong = np.flatnonzero(is_module & ~((head >= 0) & (head < _MOST_HEADS)))
+    named = {name: frame[name].astype(object).fillna("") for name in ("site", "indicator")}
+    frame = frame.assign(**named)
+    is_module = frame["site"] != ""
+    wrong = frame[is_module & ~frame["head"].between(0, _MOST_HEADS - 1)]
     if len(wrong):
-        first = wrong[0]
+        first = wrong.iloc[0]
         raise ValueError(
-            f"head {head[first]} of site {sites[site[first]]!r} at step {step[first]} in the "
+            f"head {first['head']} of site {first['site']!r} at step {first['step']} in the "
             f"telemetry; the heads of a site count from 0 to {_MOST_HEADS - 1} at most"
         )
-    keys = np.stack([step, layer, site, indicator]).astype(np.int64)
-    starts = np.flatnonzero(np.diff(keys, axis=1, prepend=keys[:, :1] - 1).any(0))
-    places = zip(*keys[:, starts].tolist(), strict=True)
-    ends = [*starts[1:].tolist(), len(value)]
-    sites, indicators = list(sites), list(indicators)
-    heads = np.where(is_module, head, 0).astype(np.int64).tolist()
-    values = value.astype(float).tolist()
-    for (at, its_layer, its_site, what), start, end in zip(
-        places, starts.tolist(), ends, strict=True
-    ):
-        known = values[start:end]
-        if heads[start:end] != list(range(end - start)):
-            by_head = dict(zip(heads[start:end], known, strict=True))
-            known = [by_head.get(one, math.nan) for one in range(max(by_head) + 1)]
-        yield Sample(at, sites[its_site], its_layer, indicators[what], tuple(known))
+    group = frame.groupby(_OF_SAMPLE).ngroup().to_numpy()
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1)).tolist()
+    keys = frame[_OF_SAMPLE].iloc[order[starts]].itertuples(index=False, name=None)
+    heads = frame["head"].where(is_module, 0).to_numpy(np.int64)[order].tolist()
+    values = frame["value"].to_numpy(float)[order].tolist()
+    for key, start, end in zip(keys, starts, [*starts[1:], len(order)], strict=True):
+        step, site, layer, indicator = key
+        of_heads = dict(zip(heads[start:end], values[start:end], strict=True))
+        known = tuple(of_heads.get(head, math.nan) for head in range(max(of_heads) + 1))
+        yield Sample(step, site, layer, indicator, known)

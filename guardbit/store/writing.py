@@ -57,14 +57,14 @@ class _SegmentSeries:
     """The segments of one kind that one session writes, oldest first."""
 
     def __init__(self, folder: Path, kind: str, session: SessionKey) -> None:
-        self._stem = folder / f"{kind}-{session}"
+        self._folder, self._kind, self._session = folder, kind, session
         self._suffix, self._merge = _KINDS[kind]
         self._segments: list[Segment] = []
         self._flushes = 0
 
     def _segment(self, first: int, last: int) -> Segment:
-        name = f"{self._stem.name}-{first:08d}-{last:08d}{self._suffix}"
-        return Segment(self._stem.with_name(name), first, last)
+        name = f"{self._kind}-{self._session}-{first:08d}-{last:08d}{self._suffix}"
+        return Segment(self._folder / name, self._kind, self._session, first, last)
 
     def append(self, content: files.Content) -> None:
         segment = self._segment(self._flushes, self._flushes)

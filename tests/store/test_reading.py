@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import re
 import warnings
 from pathlib import Path
@@ -258,7 +259,8 @@ def test_strays_are_passed_over(tmp_path):
     name = segment(tmp_path).name
     for stray in (f".{name}.partial", f"{name}~", "samples-x.parquet", "notes.txt", ".nfs0001"):
         (tmp_path / stray).write_bytes(b"PAR1")
-    (tmp_path / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / name.replace("-0001-", "-0002-"))  # a reader would wait for ever
+    (tmp_path / name.replace("-0001-", "-0003-")).mkdir()
     assert read_run(tmp_path)["step"].tolist() == [1]
 
 

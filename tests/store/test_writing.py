@@ -188,7 +188,7 @@ def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path):
 
 def test_two_writers_that_open_a_folder_at_once_get_different_names(tmp_path, monkeypatch):
     # Each sees the folder as it was before the other's session file appeared.
-    monkeypatch.setattr(files, "list_folder", lambda _: files.Listing())
+    monkeypatch.setattr(files, "list_folder", lambda _: files.Listing({}, []))
     for step in (1, 2):
         put(RunWriter(tmp_path, start_step=step), loss(step))
     assert [name[8:12] for name in file_names(tmp_path, "session")] == ["0001", "0001"]
