@@ -42,7 +42,7 @@ def test_the_saved_run_is_a_copy_that_was_switched_and_alarms_are_those_of_today
     apart = (losses[0] - losses[1]).dropna().abs()
     assert apart.loc[:4000].max() == 0 < apart.loc[4000:6750].max() < 0.05 < apart.loc[6750:].max()
     # It has its test.
-    monkeypatch.setattr(sys.modules["guardbit.cli.demo"], "_show_recorded", lambda folder: None)
+    monkeypatch.setattr(sys.modules["guardbit.cli"], "_show_recorded", lambda folder: None)
     said = " ".join(CliRunner().invoke(app, ["demo", "--recorded"]).stdout.split())
     assert (
         "a copy of lost from step 4,000 on" in said

@@ -1,0 +1,555 @@
+"""The command line: `guardbit demo | doctor | diagnose | report | live | replay`.
+
+A command imports inside its function, so that help is quick and only commands that compute import
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import math
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from guardbit.records import event_of, printable
+
+if TYPE_CHECKING:
+    from guardbit.dashboards.loading import LoadedRun
+    from guardbit.judgement import Judgement
+    from guardbit.monitor.detectors import Rule
+    from guardbit.monitor.replay import Replay
+    from guardbit.records import Alarm
+
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run, or a CSV of its samples.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+#: What a report's metadata says about events that were not recorded.
+REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
+#: The two recorded runs of the package, and what they are.
+RUNS = {
+    "lost": "GPT-2 small, left alone",
+    "saved": "a copy from step 4,000 on, its heads switched at step 6,750",
+}
+#: How the two are related.
+WHICH_IS_WHICH = (
+    "saved is a copy of lost from step 4,000 on, with the same losses up to there. All its heads"
+    " were switched at step 6,750, when the rules of that time first alarmed. The alarms shown are"
+    " those of today's rules, which come earlier."
+)
+
+app = typer.Typer(
+    name="guardbit",
+    help="Watches attention heads of low-precision training runs.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"guardbit {version('guardbit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def user_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Prints the user's errors as a sentence, with exit code 2, and warnings as sentences."""
+    said: set[str] = set()
+
+    def say_once(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            typer.echo(f"guardbit: {printable(str(message))}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = say_once
+        try:
+            yield
+        except errors as error:
+            typer.echo(f"guardbit: {printable(str(error))}", err=True)
+            raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Turns an error of writing into a sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written to {place} ({error.strerror or error}): give another folder"
+            " by --output, or use --json, which writes nothing"
+        ) from error
+
+
+def json_of(judgement: Judgement, run: LoadedRun) -> dict[str, Any]:
+    """What `--json` prints of a run: its judgement, and where it was resumed if it was."""
+    from guardbit.store.reading import resumptions
+
+    resumed = resumptions(run.metadata)
+    return {**judgement.as_json(), **({"resumed": resumed} if resumed else {})}
+
+
+def load_with_events(path: Path) -> LoadedRun:
+    """Reads a run; if it recorded no events, as a CSV, the detectors find those it would have."""
+    from guardbit.dashboards.loading import load
+    from guardbit.store import folder_of_run, is_run
+
+    run = load(path)
+    if is_run(folder_of_run(path)):
+        return run
+    import pandas as pd
+
+    from guardbit.monitor.replay import replay as replay_frame
+    from guardbit.store.files import EVENT_COLUMNS
+
+    alarms = replay_frame(run.samples).alarms
+    events = pd.DataFrame([event_of(alarm) for alarm in alarms], columns=EVENT_COLUMNS)
+    return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})
+
+
+class ReportFormat(enum.StrEnum):
+    """The formats of `guardbit.dashboards.report`, which is imported when a report is written."""
+
+    html = "html"
+    png = "png"
+
+
+@app.command()
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run, or a CSV of its samples; two to four stand side by side.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file, or its folder; by default in the run's folder or beside the CSV."
+        ),
+    ] = None,
+    format: Annotated[
+        ReportFormat,
+        typer.Option(
+            help="One page that opens offline, with its figures beside it; or a folder of the "
+            "figures alone."
+        ),
+    ] = ReportFormat.html,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the report in the browser.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write no report: print the judgement as one JSON object, of several runs as "
+            'one with "runs".',
+        ),
+    ] = False,
+) -> None:
+    """Write the report of a run, or of several side by side."""
+    if as_json:
+        with user_errors(OSError, ValueError):
+            if output is not None or format is not ReportFormat.html:
+                raise ValueError("--json writes no report: leave --output and --format out")
+            runs = [load_with_events(path) for path in paths]
+            outcomes = [
+                {"run": str(path), **json_of(run.judgement, run)}
+                for path, run in zip(paths, runs, strict=True)
+            ]
+        typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
+        return
+    from guardbit.dashboards.report import write_reports
+    from guardbit.store.files import names_of_runs
+
+    with user_errors(OSError, ValueError):
+        place = _report_path(paths, output, format)
+        named = zip(names_of_runs(paths), paths, strict=True)
+        runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
+        with writing_to(place):
+            written = write_reports(runs, place, format=format.value)
+    for run in runs:  # not to stdout, which has the place alone
+        resumed = f" The run was {run.resumed}." if run.resumed else ""
+        said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
+        typer.echo(printable(said), err=True)
+    typer.echo(printable(str(written)))
+    if open_it:
+        typer.launch(written.resolve().as_uri())
+
+
+def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
+    """Where a report goes: a file, or the folder of the PNGs."""
+    name = "report" if len(paths) == 1 else "comparison"
+    name += "_pictures" if format is ReportFormat.png else ".html"
+    if output is not None:
+        # A name without a suffix is a folder's, whether it exists already or not.
+        is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)
+        return output / name if is_folder else output
+    if len(paths) > 1:
+        if Path(name).exists():
+            raise ValueError(f"{name} is there already: --output {name} overwrites it")
+        return Path(name)
+    from guardbit.store.files import stem_of_run
+
+    path = paths[0]
+    return path / name if path.is_dir() else path.with_name(f"{stem_of_run(path)}-{name}")
+
+
+@app.command()
+def replay(
+    path: RunPath,
+    as_json: AsJson = False,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE.NAME=NUMBER",
+            help="A rule's threshold, such as head_growth.norm=0.5; may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Run the detectors over recorded telemetry again, with the same or other thresholds."""
+    from guardbit.dashboards.loading import load
+    from guardbit.dashboards.marks import events_of
+    from guardbit.monitor.replay import normalised_sites
+    from guardbit.monitor.replay import replay as replay_frame
+
+    with user_errors(OSError, ValueError):
+        rules = _with_thresholds(threshold or ())
+        run = load(path)
+        result = replay_frame(run.samples, rules, normalised_sites(run.metadata))
+        # By the alarms of the replay, and by what the run recorded of switches, and before them.
+        first, _ = result.evidence.steps or (0, 0)
+        kept = [
+            event
+            for event in events_of(run.events)
+            if event.kind == "switch" or (event.kind == "alarm" and event.step < first)
+        ]
+        judgement = result.judgement(kept, run.metadata, run.ended)
+    if as_json:
+        names = ("step", "site", "heads", "rule", "severity")
+        alarms = [{name: getattr(alarm, name) for name in names} for alarm in result.alarms]
+        typer.echo(json.dumps({"alarms": alarms, **json_of(judgement, run)}))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if result.alarms:
+        table = Table("first step", "module", "heads", "rule", "alarms", box=None, pad_edge=False)
+        by_rule: dict[tuple[str, str], list[Alarm]] = {}
+        for alarm in result.alarms:
+            by_rule.setdefault((alarm.site, alarm.rule), []).append(alarm)
+        for (site, rule), alarms in by_rule.items():
+            heads = sorted({head for alarm in alarms for head in alarm.heads})
+            table.add_row(
+                f"{alarms[0].step:,}",
+                Text(printable(site) or "whole run"),
+                ", ".join(map(str, heads)),
+                rule,
+                str(len(alarms)),
+            )
+        console.print(table)
+    for line in _lines(judgement, result):
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
+    """The headline, the verdict on alarms, what to do, and which rules could not judge."""
+    yield judgement.headline
+    if judgement.num_alarms:  # else the headline says what is to be said: it may be a warning
+        yield f"Verdict by today's rules: {judgement.verdict}: {judgement.why}"
+    yield judgement.advice
+    yield judgement.risk.sentence
+    for rule, names in result.unjudged.items():
+        yield f"Not judged by {rule}: the telemetry lacks {', '.join(names)}"
+    begins, first_alarm = judgement.first_step, judgement.first_alarm
+    if begins is not None and first_alarm is not None and first_alarm < begins:
+        yield (
+            f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
+            " could not be replayed."
+        )
+
+
+def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
+    """Returns the rules with thresholds replaced, each given as "rule.name=number"."""
+    from guardbit.monitor.detectors import DEFAULT_RULES
+
+    by_name: dict[str, Any] = {rule.name: rule for rule in DEFAULT_RULES}
+    allowed = {
+        f"{name}.{field.name}": type(getattr(rule, field.name))
+        for name, rule in by_name.items()
+        for field in dataclasses.fields(rule)
+        if isinstance(getattr(rule, field.name), int | float)
+    }
+    for threshold in thresholds:
+        key, _, number = threshold.partition("=")
+        if key not in allowed:
+            raise ValueError(
+                f"--threshold must be RULE.NAME=NUMBER, got {threshold!r}; there are "
+                f"{', '.join(allowed)}"
+            )
+        rule, _, field = key.partition(".")
+        try:
+            value = allowed[key](number)
+            if math.isnan(value):
+                raise ValueError
+        except ValueError:
+            kind = "a whole number" if allowed[key] is int else "a number"
+            raise ValueError(f"--threshold {key} must be {kind}, got {number!r}") from None
+        by_name[rule] = dataclasses.replace(by_name[rule], **{field: value})
+    return tuple(by_name.values())
+
+
+@app.command()
+def live(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of a run, which need not exist yet, or one with runs below it.",
+        ),
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on this machine; 0 for any free one.")
+    ] = 0,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A webhook that gets a line for new alarms, as Slack or Discord takes it.",
+        ),
+    ] = None,
+) -> None:
+    """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
+    from guardbit.alerts import Webhook
+    from guardbit.store import read_metadata
+
+    with user_errors(OSError, ValueError):
+        if path.is_file():
+            raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
+        try:
+            from guardbit.dashboards.live import LiveRuns, LiveServer
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"live needs the package {error.name}: pip install starlette uvicorn"
+            ) from None
+        runs = LiveRuns(path, None if notify is None else Webhook(notify).tell)
+        server = LiveServer(runs, port=port)
+        if not runs.is_list:
+            try:
+                read_metadata(path)
+            except (OSError, ValueError) as error:
+                typer.echo(f"guardbit: {printable(str(error))}; the page waits for one", err=True)
+        typer.echo(
+            f"Live page of {printable(str(path))}: {server.address}\n"
+            f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "
+            "then the same address there.\nCtrl-C ends the page; the run goes on."
+        )
+        server.run()
+
+
+@app.command()
+def demo(
+    healthy: Annotated[
+        bool, typer.Option("--healthy", help="Leave the model alone; no alarm should come.")
+    ] = False,
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded",
+            help="Train nothing: show a real failure of GPT-2 small and its rescued copy.",
+        ),
+    ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder the run and its report are written to; runs/demo by default, "
+            "runs/recorded with --recorded."
+        ),
+    ] = None,
+) -> None:
+    """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
+    if recorded:
+        with user_errors(OSError, ValueError):
+            if healthy:
+                raise ValueError("--recorded shows runs that were made: leave --healthy out")
+            _show_recorded(run_dir or Path("runs/recorded"))
+        typer.echo(f"\n{WHICH_IS_WHICH}")
+        return
+    from guardbit.demo import run_demo
+
+    run_demo(healthy=healthy, run_dir=run_dir or Path("runs/demo"))
+
+
+def _show_recorded(run_dir: Path) -> None:
+    from guardbit.dashboards.loading import load
+    from guardbit.dashboards.report import write_reports
+
+    recorded = resources.files("guardbit") / "recorded"
+    with resources.as_file(recorded) as folder:
+        runs = [load(folder / name) for name in RUNS]
+    for run in runs:
+        headline = typer.style(run.judgement.headline, bold=True)
+        typer.echo(f"\n{headline}  ({RUNS[run.name]})\n{' · '.join(run.judgement.facts)}")
+    typer.echo("\nWriting the reports ...")
+    comparison = write_reports(runs, run_dir / "comparison.html")
+    for run in runs:
+        write_reports([run], run_dir / f"{run.name}.html")
+    typer.echo(f"\nSide by side: {typer.style(comparison, bold=True)}")
+    typer.echo(f"Each by itself: {', '.join(f'{name}.html' for name in RUNS)} beside it")
+    if sys.stdout.isatty():
+        typer.launch(comparison.resolve().as_uri())
+
+
+@app.command()
+def doctor(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="B,H,H_kv,N,D",
+            help="Sequences, query heads, key heads, tokens and head size; may be repeated. By "
+            "default common ones.",
+        ),
+    ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MASK",
+            help="full, causal, documents, window:N, padding or additive; may be repeated. By "
+            "default all but the first.",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    seconds: Annotated[
+        float, typer.Option(min=1, help="After how long nothing more is begun.")
+    ] = 60,
+    as_json: AsJson = False,
+) -> None:
+    """Examine whether attention is sound on this machine; exit code 1 if something is broken."""
+    from guardbit.doctor import text
+    from guardbit.doctor.inputs import parse_shape, parse_window
+    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, this_machine
+
+    machine = this_machine()
+    with user_errors(ValueError):
+        shapes = [parse_shape(part) for part in shape or COMMON[machine.device]]
+        for name in mask or ():
+            parse_window(name)
+        examiner = Examiner(machine.device, seconds, all_units=shape is not None)
+        result = examiner.shapes(shapes, mask or COMMON_MASKS, dtype)
+    if as_json:
+        typer.echo(json.dumps({"machine": dataclasses.asdict(machine), **result.as_json()}))
+    else:
+        for lines in (text.describe_machine(machine), text.table(result), text.explain(result)):
+            for line in lines:
+                typer.echo(printable(line))
+    if result.is_broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diagnose(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE:NUMBER",
+            help="A head, such as net.h.3.attn:7; may be repeated. By default all that were kept.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the figures, by default `diagnosis` in the run's folder."),
+    ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="Print what each rounding and each stabilizer leaves of the error."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")
+    ] = False,
+) -> None:
+    """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
+    from guardbit.dashboards.figures.diagnosis import head_diagnosis
+    from guardbit.dashboards.loading import DIAGNOSIS, read_diagnosed
+    from guardbit.dashboards.marks import judgement_of
+    from guardbit.doctor import text
+    from guardbit.doctor.diagnose import diagnose as diagnose_head
+    from guardbit.doctor.snapshots import heads_of_run
+    from guardbit.store import folder_of_run, read_events, read_metadata, read_run
+    from guardbit.store.files import publish
+
+    with user_errors(OSError, ValueError):
+        folder = folder_of_run(path)
+        heads = heads_of_run(folder, head or ())
+        run = judgement_of(read_run(folder), read_events(folder), read_metadata(folder))
+        verdict = f"{run.verdict}: {run.why}" if run.num_alarms else run.verdict
+        figures = output or folder / "diagnosis"
+        if not as_json:
+            with writing_to(figures):  # before a minute's work is wasted
+                figures.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=figures).close()
+        told = []
+        for kept in heads:
+            found = diagnose_head([one.inputs for one in kept])
+            told.append(text.as_json(kept, found))
+            if as_json:
+                continue
+            for line in text.page(kept, found, verbose=verbose):
+                typer.echo(printable(line))
+            place = figures / text.file_name(kept[-1])
+            head_diagnosis(
+                printable(text.heading(kept, found)),
+                text.parts_left(found),
+                found.roots.row_push.flatten().tolist(),
+                found.roots.key_push.sum(0).tolist(),
+                found.roots.column_push.tolist(),
+                found.row,
+            ).savefig(place)
+            typer.echo(f"Figure: {printable(str(place))}\n")
+        if output is None and not as_json:
+            # Beside the figures, for the report; other heads' answers stay.
+            new = {(one["site"], one["head"]) for one in told}
+            known = read_diagnosed(folder).heads
+            told += [one for one in known if (one["site"], one["head"]) not in new]
+            publish(folder / DIAGNOSIS, json.dumps({"heads": told}).encode())
+    if as_json:
+        typer.echo(json.dumps({"heads": told, "verdict": verdict, "risk": run.risk._asdict()}))
+        return
+    if run.num_alarms:
+        typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+    typer.echo(run.risk.sentence)
