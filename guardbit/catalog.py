@@ -172,21 +172,16 @@ CATALOG: tuple[Indicator, ...] = (
         is_signed=True,
         is_occasional=True,
     ),
-    Indicator(
-        name="rounding_share_low",
-        probe="burst",
-        label="rounding's share, lower end",
-        meaning="the lower end of its 95 % interval",
-        is_signed=True,
-        is_occasional=True,
-    ),
-    Indicator(
-        name="rounding_share_high",
-        probe="burst",
-        label="rounding's share, upper end",
-        meaning="the upper end of its 95 % interval",
-        is_signed=True,
-        is_occasional=True,
+    *(
+        Indicator(
+            name=f"rounding_share_{name}",
+            probe="burst",
+            label=f"rounding's share, {end} end",
+            meaning=f"the {end} end of its 95 % interval",
+            is_signed=True,
+            is_occasional=True,
+        )
+        for name, end in (("low", "lower"), ("high", "upper"))
     ),
     Indicator(
         name="repeat_difference",
