@@ -129,10 +129,6 @@ class RunFollower:
                         stacklevel=4,
                     )
 
-    def has_read_nothing(self) -> bool:
-        """Whether segments were tried, and none could be read."""
-        return bool(self.broken) and not self._next_flush
-
     def _of(self, kind: str) -> list[Segment]:
         """The readable segments of a kind."""
         segments = self._listing.segments
@@ -326,7 +322,7 @@ def _read_all(folder: Path, kind: str) -> list[Any]:
             if not attempts_left:
                 raise
             continue
-        if follower.has_read_nothing():
+        if follower.broken and not follower._next_flush:
             named = f"the {len(follower.broken)} segments of {kind} in {folder}"
             raise ValueError(f"none of {named} can be read")
         return parts
