@@ -125,7 +125,7 @@ def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, 
     assert why.startswith("no watched module called attention in this sampled step")
     assert "(1) another model object trains now" in why
     found = outcome(tmp_path)
-    assert found.headline == f"Healthy: no alarm up to step 8; {said}"
+    assert found.headline == f"Unclear: too short to judge: 5 samples, 8 needed; {said}"
     assert found.as_json()["without_attention"][1] == first
 
 
