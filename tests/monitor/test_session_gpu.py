@@ -113,5 +113,7 @@ def test_a_switch_reaches_the_gpu_at_the_next_step(stabilizer, compiled):
     assert launches.get(("forward", stabilizer), 0) == (4 if stabilizer == "compensated" else 0)
     assert ("backward", stabilizer) not in facts["launches"]["h.0"]
     if compiled:
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # with the op, and without
+        assert (
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        )  # with the op, and without
         assert not torch._dynamo.utils.counters["graph_break"]
