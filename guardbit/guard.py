@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -294,6 +294,12 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
 def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
     """Calls a function, then another with its result; only the latter is tried twice."""
     return _tried((contain, _raise), _nothing, finish, (function(),), {})
+
+
+def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
+    """Calls a function inside a context manager."""
+    with context:
+        return function()
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from guardbit.guard import within
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import (
     HeadRows,
@@ -298,7 +299,6 @@ class _WithoutExchange(TorchDispatchMode):
 
 def _by_itself(function: Callable[..., T]) -> Callable[..., T]:
     def alone(*args: Any) -> T:
-        with _WithoutExchange():
-            return function(*args)
+        return within(_WithoutExchange(), lambda: function(*args))
 
     return alone

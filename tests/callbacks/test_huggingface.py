@@ -173,7 +173,7 @@ def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, mo
     train(tmp_path, HuggingFaceMonitor(4), save_strategy="no", report_to="tensorboard")
     assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}
     assert caplog.text.count("the stage 'logging' failed and is off") == 1
-    said = "no alarm up to step 8 (off after an error: logging); the report"
+    said = "3 samples, 8 needed (off after an error: logging); the report"
     assert said in capsys.readouterr().err
 
 

@@ -46,7 +46,7 @@ FOUND = (
     Place("plain loop", OSError, "monitor/interception/installation.py", "needed_by.discard(", 0),
     Place("plain loop", MemoryError, "monitor/session.py", "partial(undo_all", 0),
     Place("plain loop", MemoryError, "monitor/session.py", "return guard.bracket(", 3),
-    Place("plain loop", KeyboardInterrupt, "callbacks/loggers.py", 'live = f"the live page', 0),
+    Place("plain loop", KeyboardInterrupt, "callbacks/loggers.py", 'where = f"the live page', 0),
     Place("hugging face", MemoryError, "callbacks/plain_loop.py", "super()._tell_end()", 0),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),

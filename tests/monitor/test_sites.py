@@ -56,7 +56,7 @@ def test_chosen_sites_only(model, tiny, tokens):
 
 
 def test_what_cannot_be_instrumented(model, inst):
-    with pytest.raises(ValueError, match=r"instrumented already \(module ''\)"):
+    with pytest.raises(ValueError, match=r"instrumented already \(module 'GPT'\)"):
         guardbit.instrument(model)
     with pytest.raises(ValueError, match=r"instrumented already \(module '0'\)"):
         guardbit.instrument(nn.Sequential(model.h[0]), sites=["0.attn"])
