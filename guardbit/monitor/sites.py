@@ -249,7 +249,7 @@ class Site:
             self._layout, self._settled_for = self._find_layout(), parameters
             self._unread.clear()
         if isinstance(self._layout, LayoutUnavailable):
-            raise self._layout
+            raise self._layout.with_traceback(None)  # else it would keep the frames of each raise
         return self._layout
 
     def _parameters(self) -> Sequence[tuple[object, ...]]:

@@ -1,5 +1,8 @@
 """Projections of several parameters: the matrix they make, or a refusal, through `instrument`."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,3 +248,23 @@ def test_a_latent_of_as_many_features_as_a_head_is_no_w_q(site_of):
     attention.down, attention.q_proj = nn.Linear(64, 16), nn.Linear(16, 64)
     site = site_of(attention)
     assert torch.equal(site.query_weights(), attention.q_proj.weight.view(4, 16, 16))
+
+
+def test_a_copy_that_fails_after_its_call_keeps_no_memory(site_of):
+    outputs = []
+
+    class Failing(Attention):
+        def forward(self, x):
+            outputs.append(weakref.ref(out := super().forward(x)))
+            if len(outputs) > 1:
+                raise RuntimeError("made-up inputs")
+            return out
+
+    site = site_of(Failing(nn.Linear(64, 64)))
+    gc.disable()
+    try:
+        assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 64))
+        assert len(outputs) > 1
+        assert all(output() is None for output in outputs[1:])
+    finally:
+        gc.enable()

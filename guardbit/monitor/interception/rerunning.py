@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -179,10 +180,20 @@ def rerun(
             try:
                 _run_probed(number, module, partial(stand_in.forward, *args, **kwargs))
             except Exception as error:
+                _release_frames(error)
                 failure = failure or error
         if probe.calls:
-            return list(probe.calls)
+            calls, probe.calls = probe.calls, []
+            return calls
     raise failure or RuntimeError("the module did not call attention when it was run again")
+
+
+def _release_frames(error: BaseException) -> None:
+    """Lets go of the tensors in an error's frames, which would wait for the garbage collector."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
 
 
 def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> None:

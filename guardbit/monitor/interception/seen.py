@@ -116,6 +116,7 @@ class _Known:
     refusal: _TracedRefusal | None = None
     entry: str = ""
     share: tuple[Share | str, int] | None = None
+    inherited: tuple[Share | str, int] | None = None  # the share of another of its type
     parts: int = 0  # over how many ranks its weights are spread
     at_rest: Spread = frozenset()  # how its weights were spread before it ran
 
@@ -209,13 +210,14 @@ def note_spread(number: int) -> None:
 
 def know_traced_share(number: int) -> None:
     """Shows the op which heads of a site are here, if a compiler traced it or one of its type."""
-    found = _known.get(number, _NOTHING).share
-    kind = type(site_modules[number])
-    spread, whole = (_known.get((kind, is_it), _NOTHING).share for is_it in (True, False))
-    if found is None and (spread or whole):
-        now = spread_of(weighted_module(number))
-        found = _known.get((kind, now), _NOTHING).share or (spread if now else None) or whole
-    if found is not None:
+    own, kind = _of(number), type(site_modules[number])
+    if own.share is None and own.inherited is None:  # asked for often, and slow to find
+        spread, whole = (_known.get((kind, is_it), _NOTHING).share for is_it in (True, False))
+        if spread or whole:
+            now = spread_of(weighted_module(number))
+            of_alike = _known.get((kind, now), _NOTHING).share
+            own.inherited = of_alike or (spread if now else None) or whole
+    if (found := own.share or own.inherited) is not None:
         _keep_share(number, *found)
 
 
@@ -366,6 +368,7 @@ def _keep_traced_share(number: int, heads: Heads) -> str | None:
     if known.at_rest:
         _of((type(module), known.at_rest)).share = known.share
     for other in site_modules:
+        _of(other).inherited = None
         know_traced_share(other)
     return found if isinstance(found, str) else None
 
