@@ -74,4 +74,4 @@ def test_a_run_is_the_same_under_any_default_dtype(dtype, stabilizer, default_dt
     pd.testing.assert_frame_equal(*tables, check_exact=True)
     assert switches(tmp_path / "other") == switches(tmp_path / "plain") != []
     (said,) = read_metadata(tmp_path / "other")["preflight"]
-    assert said.startswith("preflight at the model's own shapes and masks: No fault:")
+    assert said.startswith("preflight at the model's own shapes and masks: Sound:")

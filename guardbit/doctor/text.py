@@ -105,7 +105,7 @@ def conclusion(preflight: Preflight) -> str:
             " far; the rest needs more time or memory (* is PyTorch's choice)."
         )
     return (
-        f"No fault: all of the {preflight.examined} examined are within the bounds of their"
+        f"Sound: all of the {preflight.examined} examined are within the bounds of their"
         " arithmetic (* is PyTorch's choice)."
     )
 

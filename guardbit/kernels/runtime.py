@@ -407,13 +407,14 @@ class Runtime:
     def rest(self, asker: Hashable, at_rest: bool | None) -> None:
         """Says for `asker` whether no compiled call need run the op; None retracts.
 
-        A compiler guards on `is_at_rest`: it makes one graph with the op, and one without.
+        A compiler guards on `is_at_rest`: it makes one graph with the op, and one without. Of two
+        models none rests: a step of one may begin between the other's forward and backward.
         """
         if at_rest is None:
             self._resting.pop(asker, None)
         else:
             self._resting[asker] = at_rest
-        wanted = bool(self._resting) and all(self._resting.values())
+        wanted = len(self._resting) == 1 and all(self._resting.values())
         if wanted == self.is_at_rest or at_rest is None or may_recompile():
             self.is_at_rest = wanted
         elif not wanted and not self._told_frozen:

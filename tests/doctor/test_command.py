@@ -48,7 +48,7 @@ def test_the_table_ends_with_a_conclusion():
     assert "MATH" in result.stdout and "varlen_attn does not serve calls" in result.stdout
     # Our own kernels are not broken at head sizes that they do not have.
     assert "guardbit does not serve calls: its head sizes are 16 to 256" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("No fault: all of the 2 examined")
+    assert result.stdout.splitlines()[-1].startswith("Sound: all of the 2 examined")
 
 
 def test_something_broken_is_exit_code_1_and_a_sentence_with_what_to_do(monkeypatch):
@@ -92,7 +92,7 @@ def test_what_was_examined_in_part_is_not_called_sound(clock):
     ]
     assert len(rows) == 3 and all(row.endswith("  no fault so far") for row in rows)
     assert result.stdout.splitlines()[-1].startswith("Incomplete: 3 examined")
-    assert "No fault:" not in result.stdout
+    assert "Sound:" not in result.stdout
 
     clock.now = 0.0
     told = json.loads(invoke(*SMALL, "--seconds", "39", "--json").stdout)

@@ -58,7 +58,7 @@ def test_training_keeps_its_bits_and_what_was_found_is_in_the_store(tmp_path, mo
     assert all(map(torch.equal, plain.buffers(), examined.buffers()))
     assert drawn == drawn_too
     (said,) = read_metadata(tmp_path)["preflight"]
-    assert said.startswith("preflight at the model's own shapes and masks: No fault: all of the 2")
+    assert said.startswith("preflight at the model's own shapes and masks: Sound: all of the 2")
     assert set(read_events(tmp_path)["kind"]) <= {"verdict"}
 
 

@@ -302,3 +302,23 @@ def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
     assert op_runs(site) == 2
     assert caplog.text.count("neither sampled nor switched") == 1
     session.close()
+
+
+def test_of_two_watched_models_none_rests(tiny, tokens):
+    models = [tiny.GPT(layers=1) for _ in range(2)]
+    sessions = [MonitorSession(model, every_n_train_steps=3) for model in models]
+
+    def rests_after(sessions):
+        for session, model in zip(sessions, models, strict=False):
+            for step in range(3):
+                session.begin_batch(step)
+                tiny.step(model, tokens)
+                session.end_step()
+            session.begin_batch(step)
+        return runtime.is_at_rest
+
+    assert not rests_after(sessions)
+    sessions.pop().close()
+    runtime.rest(sessions[0].instrumentation._user, True)
+    assert runtime.is_at_rest
+    sessions.pop().close()
