@@ -322,3 +322,16 @@ def test_of_two_watched_models_none_rests(tiny, tokens):
     runtime.rest(sessions[0].instrumentation._user, True)
     assert runtime.is_at_rest
     sessions.pop().close()
+
+
+def test_a_network_that_trains_in_no_sampled_step_is_named(tiny, tokens, caplog):
+    turns = nn.ModuleList(tiny.GPT(layers=1) for _ in range(2))
+    for model in turns:
+        model.compile(backend="aot_eager")
+    session = MonitorSession(turns, every_n_train_steps=4)
+    for step in range(33):
+        session.begin_batch(step)
+        tiny.step(turns[step % 2], tokens)
+        session.end_step()
+    assert "1.h.0.attn: 3 sampled steps have passed it by" in caplog.text
+    session.close()
