@@ -312,7 +312,8 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     """Stabilizes attention after an alarm, in the middle of a run.
 
     It needs an `AttentionMonitor` among the callbacks of the same Trainer, which keeps its state in
-    the checkpoint. A switch takes effect at the next step and compiles nothing.
+    the checkpoint. A switch takes effect at the next step; shapes that were sampled are not
+    compiled again.
 
     >>> from guardbit import AttentionMonitor, AutoStabilizer
     >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]

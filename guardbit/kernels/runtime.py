@@ -420,8 +420,8 @@ class Runtime:
         elif not wanted and not self._told_frozen:
             self._told_frozen = True
             log.warning(
-                "compiled attention is neither sampled nor switched: PyTorch's compiler is told"
-                " to fail where it would compile anew"
+                "compiled attention is neither sampled nor switched while PyTorch's compiler must"
+                " not recompile: lift fail_on_recompile or error_on_recompile"
             )
 
     def tell_fault(self, error: Exception) -> None:

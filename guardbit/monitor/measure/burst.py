@@ -99,6 +99,8 @@ class Burst:
     def _forget(self) -> None:
         self._told: set[tuple[str, int]] = set()  # of these the last columns had shares
         self._products: dict[str, _Product] = {}
+        # Module -> heads and version of W_Q, and what `_largest` found after the step that made it.
+        self._after: dict[str, tuple[tuple[list[int], int], tuple[Tensor, Tensor, Tensor]]] = {}
         # Module and number of tokens -> how positions turn its queries and keys.
         self._turns: dict[tuple[str, int], tuple[Turn | None, Tensor]] = {}
         # Module and head -> what each step gave: r, c, and the proof.
@@ -189,7 +191,10 @@ class Burst:
         before = self._products.get(site.name)
         if before is not None and before.heads == heads:  # of an earlier micro-batch
             gradients, errors = gradients + before.gradients, errors + before.errors
-        sigmas, lefts, rights = _largest(products[0].index_select(0, index))
+        known, largest = self._after.pop(site.name, (None, None))
+        if largest is None or known != (heads, weights[0]._version):
+            largest = _largest(products[0].index_select(0, index))
+        sigmas, lefts, rights = largest
         along = torch.einsum("hd,hc->hdc", lefts, rights) / sigmas[:, None, None]
         self._products[site.name] = _Product(
             query, weights[0], list(heads), index, sigmas, along, gradients, errors,
@@ -253,7 +258,9 @@ class Burst:
             scale = taken.square().sum((1, 2)) / common
             proof = (1 - product.unexplained).expand_as(scale)
         added = (product.along * product.errors / roots).sum((1, 2)) * -group["lr"] * scale
-        changes = (_largest(product.rows_of(product.weight))[0] / product.sigmas).log()
+        largest = _largest(product.rows_of(product.weight))
+        self._after[name] = (product.heads, product.weight._version), largest
+        changes = (largest[0] / product.sigmas).log()
         changes = changes + torch.where(product.is_corrected, added, 0.0)
         for place, head in enumerate(product.heads):
             of_head = torch.stack([added[place], changes[place], proof[place]])
