@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.common import machine, timed, write
 from guardbit import MonitorSession
 
-EVERY, BLOCK, WARM_UP, SAMPLES, AFTER = 50, 20, 4, 4, 2
+EVERY, BLOCK, WARM_UP, SAMPLES, AFTER = 50, 40, 4, 4, 2
 VOCABULARY = 32_000
 
 

@@ -279,8 +279,11 @@ def undo_all(to_undo: list[Callable[[], Any]]) -> None:
                 if undo is not None:
                     failed.append(undo)
         to_undo.extend(reversed(failed))
-    if first is not None:
-        raise first
+    try:
+        if first is not None:
+            raise first
+    finally:
+        del first  # it and this frame would keep each other
 
 
 def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:

@@ -140,7 +140,7 @@ class Layout:
     def key_rows(self) -> HeadRows:
         """The key heads' rows; raises `LayoutUnavailable` where they could not be settled."""
         if isinstance(self.key, LayoutUnavailable):
-            raise self.key
+            raise LayoutUnavailable(str(self.key))  # one that is kept would keep its frames
         return self.key
 
 
@@ -221,7 +221,7 @@ class _Search:
         try:
             return self.rows("key")
         except LayoutUnavailable as unavailable:
-            return unavailable
+            return unavailable.with_traceback(None)
 
     def rows(self, side: Side, without: Iterable[str] = ()) -> HeadRows:
         """Finds the rows of one parameter, none of some, that make each head of q, or of k."""

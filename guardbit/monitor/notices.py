@@ -219,12 +219,12 @@ class Notices:
     def end_samples(self) -> bool:
         """Ends the run; returns whether a module was called and never met, in spite of samples."""
         self._is_over = self._sampled[-1] >= 0
-        unmet = self._instrumentation.sites.keys() - self._met
-        return any(map(self._why_passed_by, unmet))
+        called = self._instrumentation.sites.values()
+        return any(self._why_passed_by(site) for site in called if site.name not in self._met)
 
-    def _why_passed_by(self, name: str) -> str | None:
+    def _why_passed_by(self, site: Site) -> str | None:
         """Why nothing is measured in a module's calls, if sampled steps pass it by, or None."""
-        called = self._instrumentation.sites[name].trained_in
+        name, called = site.name, site.trained_in
         # Only steps around which it was called: a module that is done with misses nothing.
         if self._since.get(name, called) < self._sampled[0] < called:
             why = f"{PATIENCE} sampled steps have passed it by, while it was called between them"
@@ -353,11 +353,11 @@ def _innermost(sites: Sequence[Site]) -> list[Site]:
 def _table(
     called: Sequence[Site],
     unseen: Sequence[Site],
-    why_passed_by: Callable[[str], str | None] = lambda _: None,
+    why_passed_by: Callable[[Site], str | None] = lambda _: None,
 ) -> dict[str, dict[str, Any]]:
     """How much is watched of what calls each function, as the run's metadata holds it."""
     rows: dict[str, dict[str | None, list[str]]] = {}
-    whys = {s.name: s.unwatched or s.sharded or why_passed_by(s.name) for s in called}
+    whys = {s.name: s.unwatched or s.sharded or why_passed_by(s) for s in called}
     whys |= {site.name: "it was not seen to call attention" for site in unseen}
     entries = [(site.entry, site.name) for site in called]
     for entry, name in [*entries, *(("never seen", site.name) for site in unseen)]:

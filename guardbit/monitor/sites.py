@@ -48,7 +48,7 @@ class Site:
         self.number = number  # by which the kernels know it
         # Number and module of itself and of the instrumented modules around it, innermost first.
         self.enclosing = [(number, module), *((other.number, other.module) for other in enclosing)]
-        self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
+        self._layout: tuple[Layout, Weights] | str | None = None
         self._settled_for: Sequence[tuple[object, ...]] = ()
         self._unread: dict[Side, str] = {}
         self._are_heads_exchanged = False
@@ -248,8 +248,8 @@ class Site:
                 )
             self._layout, self._settled_for = self._find_layout(), parameters
             self._unread.clear()
-        if isinstance(self._layout, LayoutUnavailable):
-            raise self._layout.with_traceback(None)  # else it would keep the frames of each raise
+        if isinstance(self._layout, str):
+            raise self._unavailable(self._layout)
         return self._layout
 
     def _parameters(self) -> Sequence[tuple[object, ...]]:
@@ -264,11 +264,11 @@ class Site:
         return []
 
     @torch.inference_mode(False)  # inference mode would leave no autograd history
-    def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
-        """Tries the innermost module with weight matrices, then those around it."""
+    def _find_layout(self) -> tuple[Layout, Weights] | str:
+        """Tries the innermost module with weight matrices, then those around it, or says why."""
         reason = why_sharded([module for _, module in self.enclosing])
         if reason is not None:
-            return self._unavailable(reason)
+            return reason
         for module, inputs in self.record.modules:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
@@ -283,7 +283,7 @@ class Site:
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
         reason = why_quantised(self.module) or reason
-        return self._unavailable(reason or "the inputs of its module could not be recorded")
+        return reason or "the inputs of its module could not be recorded"
 
     def _unavailable(self, reason: str) -> LayoutUnavailable:
         return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
@@ -382,7 +382,7 @@ def kernel_of(site: Site | None) -> str:
 
 
 def metadata_of(
-    sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None]
+    sites: Mapping[str, Site], why_passed_by: Callable[[Site], str | None]
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
@@ -392,7 +392,7 @@ def metadata_of(
             "kernels": sorted({kernel for _, kernel in site.launches}),
             "entry": site.entry,
             "not_switchable": site.lasting_refusal,
-            "unwatched": site.unwatched or why_passed_by(name),
+            "unwatched": site.unwatched or why_passed_by(site),
             "unstabilizable": site.unstabilizable,
             "weights_unavailable": without_query,
             # That of W_K alone.

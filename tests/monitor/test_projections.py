@@ -250,21 +250,29 @@ def test_a_latent_of_as_many_features_as_a_head_is_no_w_q(site_of):
     assert torch.equal(site.query_weights(), attention.q_proj.weight.view(4, 16, 16))
 
 
-def test_a_copy_that_fails_after_its_call_keeps_no_memory(site_of):
-    outputs = []
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_copy_that_fails_keeps_no_memory(is_before, site_of):
+    made = []
 
     class Failing(Attention):
         def forward(self, x):
-            outputs.append(weakref.ref(out := super().forward(x)))
-            if len(outputs) > 1:
+            inner = x + 1
+            out = super().forward(x) if len(made) == 0 or not is_before else None
+            made.extend(weakref.ref(each) for each in (inner, out) if each is not None)
+            if len(made) > 2:
                 raise RuntimeError("made-up inputs")
             return out
 
     site = site_of(Failing(nn.Linear(64, 64)))
     gc.disable()
     try:
-        assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 64))
-        assert len(outputs) > 1
-        assert all(output() is None for output in outputs[1:])
+        for _ in range(2):  # what is known is raised again
+            if is_before:
+                with pytest.raises(LookupError, match="made-up inputs"):
+                    site.query_weights()
+            else:
+                assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 64))
+        assert len(made) > 2
+        assert all(tensor() is None for tensor in made[2:])
     finally:
         gc.enable()

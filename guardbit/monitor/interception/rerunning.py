@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import enum
 import sys
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -170,30 +169,24 @@ def rerun(
     """Runs a copy of a module on made-up inputs to see its attention calls."""
     device = next(module.parameters()).device
     failure: Exception | None = None
-    for with_objects, cut in product((False, True), (True, False)):
-        generator = torch.Generator(device).manual_seed(0)
-        args, kwargs = make_up(inputs, generator, cut, with_objects)
-        # A failure after the attention call does not matter: later code may not bear made-up
-        # inputs.
-        with runnable_copy(module, parameters, torch.float32) as stand_in:
-            prepare(stand_in)
-            try:
-                _run_probed(number, module, partial(stand_in.forward, *args, **kwargs))
-            except Exception as error:
-                _release_frames(error)
-                failure = failure or error
-        if probe.calls:
-            calls, probe.calls = probe.calls, []
-            return calls
-    raise failure or RuntimeError("the module did not call attention when it was run again")
-
-
-def _release_frames(error: BaseException) -> None:
-    """Lets go of the tensors in an error's frames, which would wait for the garbage collector."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__context__
+    try:
+        for with_objects, cut in product((False, True), (True, False)):
+            generator = torch.Generator(device).manual_seed(0)
+            args, kwargs = make_up(inputs, generator, cut, with_objects)
+            # A failure after the attention call does not matter: later code may not bear made-up
+            # inputs.
+            with runnable_copy(module, parameters, torch.float32) as stand_in:
+                prepare(stand_in)
+                try:
+                    _run_probed(number, module, partial(stand_in.forward, *args, **kwargs))
+                except Exception as error:
+                    failure = failure or error
+            if probe.calls:
+                calls, probe.calls = probe.calls, []
+                return calls
+        raise failure or RuntimeError("the module did not call attention when it was run again")
+    finally:
+        del failure  # it and this frame would keep each other, and the tensors of all its frames
 
 
 def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> None:
