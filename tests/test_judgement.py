@@ -289,16 +289,20 @@ def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
     assert found == {since - 100: "warning", since: "critical", since + 50: "critical"}
 
 
-def test_the_first_tensor_that_was_not_finite_is_named():
+@pytest.mark.parametrize(
+    ("flags", "heads"),
+    [((np.nan, 16.0 + 32.0, np.nan, np.nan), "head 1"), ((48.0,) * 5, "heads 0 to 4")],
+)
+def test_the_first_tensor_that_was_not_finite_is_named(flags, heads):
     made = [
         *samples(loss=lambda step: 3.0 if step < 8000 else np.nan),
-        Sample(8000, "h.2.attn", 2, "nonfinite", (np.nan, 16.0 + 32.0, np.nan, np.nan)),
+        Sample(8000, "h.2.attn", 2, "nonfinite", flags),
         Sample(8000, SITE, 1, "nonfinite", (np.nan, np.nan, 32.0, np.nan)),
     ]
     found = judged(of=made)
     assert (found.state, found.verdict) == ("lost", "unclear")
     # Backward, the last layer comes first; dO (16) comes before dQ (32).
-    assert found.headline.endswith("it was first seen in dO of h.2.attn, head 1, at step 8,000")
+    assert found.headline.endswith(f"it was first seen in dO of h.2.attn, {heads}, at step 8,000")
 
 
 def test_a_model_that_leaves_at_once_has_too_high_a_learning_rate():

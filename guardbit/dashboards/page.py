@@ -83,7 +83,9 @@ class RunPage:
             "steps": _steps(history),
             "last_step": history.last_step,
             **self._map(history.used - 1),
-            "indicators": [name for name in HEAD_INDICATORS if name in history.high],
+            "indicators": [  # the sum of flags that says which tensors have a NaN is no curve
+                name for name in HEAD_INDICATORS if name in history.high and name != "nonfinite"
+            ],
             "events": [_event(event) for event in _shown(run.events)],
             "num_events": len(run.events),
             "run": {

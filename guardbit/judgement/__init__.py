@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from guardbit.judgement.evidence import LOSS_SAMPLES, RISK_STEP, SHARES, Evidence, Head, Nonfinite
-from guardbit.records import Event, Verdict
+from guardbit.records import Event, Verdict, named
 
 State = Literal[
     "healthy", "unclear", "warning", "alarmed", "switched", "saved", "lost", "learning-rate"
@@ -678,5 +678,4 @@ def _how_it_was_lost(of: Judgement, departed: int) -> str:
     if of.loss_is_finite or of.nonfinite is None:
         return said
     step, site, tensor, heads = of.nonfinite
-    named = f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads[:3]))}"
-    return f"{said}; it was first seen in {tensor} of {site}, {named}, at step {step:,}"
+    return f"{said}; it was first seen in {tensor} of {site}, {named(heads)}, at step {step:,}"
