@@ -298,7 +298,9 @@ def test_the_first_tensor_that_was_not_finite_is_named():
     found = judged(of=made)
     assert (found.state, found.verdict) == ("lost", "unclear")
     # Backward, the last layer comes first; dO (16) comes before dQ (32).
-    assert found.headline.endswith("it was first seen in dO of h.2.attn, head 1, at step 8,000")
+    assert found.headline.endswith("such value was seen in dO of h.2.attn, head 1, at step 8,000")
+    made[-2] = Sample(8000, "h.2.attn", 2, "nonfinite", (16.0,) * 4)
+    assert ", heads 0 to 3, at step" in judged(of=made).headline
 
 
 def test_a_model_that_leaves_at_once_has_too_high_a_learning_rate():

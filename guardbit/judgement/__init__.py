@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from guardbit.judgement.evidence import LOSS_SAMPLES, RISK_STEP, SHARES, Evidence, Head, Nonfinite
-from guardbit.records import Event, Verdict
+from guardbit.records import Event, Verdict, named
 
 State = Literal[
     "healthy", "unclear", "warning", "alarmed", "switched", "saved", "lost", "learning-rate"
@@ -586,7 +586,7 @@ _ENDS: dict[Ended | None, str] = {
     "not closed": "the run was not closed: it was killed, or it still runs",
 }
 
-_RESUME = "resume from the last checkpoint with this folder as dirpath"
+_RESUME = "resume from the last checkpoint, with the folder that holds the samples as dirpath"
 _GOING_ON: dict[Ended | None, str] = {
     **dict.fromkeys(("crashed", "interrupted"), f"To go on, {_RESUME}."),
     "not closed": f"If it was killed, {_RESUME}: nothing after step {{:,}} was recorded.",
@@ -678,5 +678,5 @@ def _how_it_was_lost(of: Judgement, departed: int) -> str:
     if of.loss_is_finite or of.nonfinite is None:
         return said
     step, site, tensor, heads = of.nonfinite
-    named = f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads[:3]))}"
-    return f"{said}; it was first seen in {tensor} of {site}, {named}, at step {step:,}"
+    where = f"{tensor} of {site}, {named(heads)}, at step {step:,}"
+    return f"{said}; the first such value was seen in {where}"
