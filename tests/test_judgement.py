@@ -474,6 +474,9 @@ def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what,
     found = judged(alarm(6750), switch(6750), of=made)
     assert (found.cause.what, found.verdict) == (what, verdict)
     assert found.cause.interval == (measured and (measured[0], measured[2]))
+    if measured:
+        said = "rounding's share of W_Q's changes is {1:.2f} ({0:.2f} to {2:.2f})".format(*measured)
+        assert found.cause.sentence == said
     # What rounding did not do, a correction did not mend.
     assert found.state == ("alarmed" if what == "not rounding" else "saved")
     told = found.as_json()

@@ -63,7 +63,7 @@ class Cause(NamedTuple):
         if self.share is None or self.interval is None:
             return self.why
         low, high = self.interval
-        return f"its share of what W_Q's norm does is {self.share:.2f} ({low:.2f} to {high:.2f})"
+        return f"rounding's share of W_Q's changes is {self.share:.2f} ({low:.2f} to {high:.2f})"
 
 
 class Risk(NamedTuple):
