@@ -114,8 +114,7 @@ class Webhook:
         # Discord refuses the name that urllib gives itself.
         headers = {"Content-Type": "application/json", "User-Agent": "GuardBit"}
         content = None if text is None else json.dumps({self._field: text}).encode()
-        method = "HEAD" if text is None else "POST"
-        request = urllib.request.Request(self._url, content, headers, method=method)
+        request = urllib.request.Request(self._url, content, headers)  # with content it is a POST
         try:
             urllib.request.urlopen(request, timeout=PATIENCE).close()
             self._is_failing = False
