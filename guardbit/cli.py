@@ -99,14 +99,14 @@ def user_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing_to(place: Path) -> Iterator[None]:
+def writing_to(place: Path, option: str = "--output") -> Iterator[None]:
     """Turns an error of writing into a sentence that says what to do."""
     try:
         yield
     except OSError as error:
         raise ValueError(
             f"nothing can be written to {place} ({error.strerror or error}): give another folder"
-            " by --output, or use --json, which writes nothing"
+            f" by {option}{', or use --json, which writes nothing' * (option == '--output')}"
         ) from error
 
 
@@ -155,7 +155,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The file, or its folder; by default in the run's folder or beside the CSV."
+            help="File or folder; by default in the run's folder, beside a CSV; for several, here."
         ),
     ] = None,
     format: Annotated[
@@ -401,16 +401,20 @@ def demo(
     ] = None,
 ) -> None:
     """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
-    if recorded:
-        with user_errors(OSError, ValueError):
-            if healthy:
-                raise ValueError("--recorded shows runs that were made: leave --healthy out")
-            _show_recorded(run_dir or Path("runs/recorded"))
-        typer.echo(f"\n{WHICH_IS_WHICH}")
-        return
+    place = run_dir or Path("runs/recorded" if recorded else "runs/demo")
+    with user_errors(OSError, ValueError):
+        if recorded and healthy:
+            raise ValueError("--recorded shows runs that were made: leave --healthy out")
+        with writing_to(place, "--run-dir"):  # before minutes of training are wasted
+            place.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place).close()
+        if recorded:
+            _show_recorded(place)
+            typer.echo(f"\n{WHICH_IS_WHICH}")
+            return
     from guardbit.demo import run_demo
 
-    run_demo(healthy=healthy, run_dir=run_dir or Path("runs/demo"))
+    run_demo(healthy=healthy, run_dir=place)
 
 
 def _show_recorded(run_dir: Path) -> None:

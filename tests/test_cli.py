@@ -455,7 +455,15 @@ def test_report_and_replay_import_no_torch_and_help_imports_nothing_heavy(small_
     assert imported_by("replay", small_run) == {"pandas", "pyarrow", "numpy"}
 
 
+@pytest.mark.parametrize("options", [(), ("--recorded",)])
+def test_a_demo_that_cannot_write_says_so_before_it_trains(tmp_path, options):
+    tmp_path.joinpath("file").write_text("")
+    result = invoke("demo", *options, "--run-dir", tmp_path / "file" / "run")
+    check_refused(result, f"to {tmp_path}/file/run (Not a directory): give another folder by --run")
+
+
 def test_demo_hands_its_options_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     calls: list[dict] = []
     stand_in = types.ModuleType("guardbit.demo")
     monkeypatch.setattr(

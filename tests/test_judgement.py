@@ -302,7 +302,7 @@ def test_the_first_tensor_that_was_not_finite_is_named(flags, heads):
     found = judged(of=made)
     assert (found.state, found.verdict) == ("lost", "unclear")
     # Backward, the last layer comes first; dO (16) comes before dQ (32).
-    assert found.headline.endswith(f"it was first seen in dO of h.2.attn, {heads}, at step 8,000")
+    assert found.headline.endswith(f"such value was seen in dO of h.2.attn, {heads}, at step 8,000")
 
 
 def test_a_model_that_leaves_at_once_has_too_high_a_learning_rate():
@@ -476,6 +476,9 @@ def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what,
     found = judged(alarm(6750), switch(6750), of=made)
     assert (found.cause.what, found.verdict) == (what, verdict)
     assert found.cause.interval == (measured and (measured[0], measured[2]))
+    if measured:
+        said = "rounding's share of W_Q's changes is {1:.2f} ({0:.2f} to {2:.2f})".format(*measured)
+        assert found.cause.sentence == said
     # What rounding did not do, a correction did not mend.
     assert found.state == ("alarmed" if what == "not rounding" else "saved")
     told = found.as_json()

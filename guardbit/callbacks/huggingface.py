@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,9 +51,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
 
     Loss and gradient norm are those the Trainer logs, at its own `logging_steps`. The scalars that
-    `AttentionMonitor` documents go to the Trainer's reporters (`report_to`) at every sampled step;
-    most reporters put ``train/`` before the key. The state goes into each checkpoint's folder and
-    is loaded from there when the run is resumed.
+    `AttentionMonitor` documents go to `state.log_history` and the Trainer's reporters (`report_to`)
+    at every sampled step; most reporters put ``train/`` before the key, and other callbacks'
+    `on_log` gets none. The state goes into each checkpoint's folder and is loaded from there when
+    the run is resumed.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -103,6 +105,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         def report(metrics: dict[str, float], step: int) -> None:
             then = copy.copy(state)
             then.global_step = step
+            # Checkpoints hold it as JSON. By step: the training's summary stays the last entry.
+            entry = {key: float(value) for key, value in metrics.items()} | {"step": step}
+            insort(state.log_history, entry, key=lambda each: each.get("step", step))
             lines = [line_of(alarm) for alarm in session.news] if session else []
             text = {"guardbit/alarms": "\n\n".join(lines)} if lines else {}
             for reporter in reporters:

@@ -35,7 +35,8 @@ def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str
         where = "without dirpath nothing is kept"
     elif why := _why_unwritable(Path(dirpath).absolute()):
         where = f"nothing can be written to {dirpath} now ({why}): set another dirpath"
-    return f"GuardBit samples attention every {every_n_train_steps} steps; {where}"
+    often = f"every {every_n_train_steps} steps" if every_n_train_steps > 1 else "at every step"
+    return f"GuardBit samples attention {often}; {where}"
 
 
 def _why_unwritable(folder: Path) -> str:
@@ -54,7 +55,7 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
     judgement = session.judgement
     # Of a resumed run the folder may hold samples although this process has taken none.
     if judgement is None or (session.sampled_step is None and not judgement.head_samples):
-        found = "no step was sampled"
+        found = "No step was sampled"
     else:
         so_far = replace(judgement, ended=None)
         found = so_far.headline

@@ -22,7 +22,7 @@ from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
-from guardbit.monitor.policy import Policy
+from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.records import RunEnd, line_of
@@ -34,6 +34,13 @@ T = TypeVar("T")
 
 #: Under these keys texts and pictures go to the loggers that take them.
 ALARMS_KEY, MAP_KEY = "guardbit/alarms", "guardbit/model_map"
+
+_MUST_BE = {
+    "image_every_n_samples": (
+        lambda n: n is None or is_whole(n, 1), "a whole number, at least 1, or None"
+    ),
+    "log_layers": (lambda flag: isinstance(flag, bool), "True or False"),
+}  # fmt: skip
 
 
 class AttentionMonitor(GuardedCallback, pl.Callback):
@@ -98,13 +105,9 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ) -> None:
         with refusing():
             self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
-            if image_every_n_samples is not None and image_every_n_samples < 1:
-                raise ValueError(
-                    f"image_every_n_samples must be 1 or more, or None, got {image_every_n_samples}"
-                )
+            self.image_every_n_samples, self.log_layers = image_every_n_samples, log_layers
+            check_settings(self, _MUST_BE)
         self.strict = self.settings.strict
-        self.image_every_n_samples = image_every_n_samples
-        self.log_layers = log_layers
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False

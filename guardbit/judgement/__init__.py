@@ -63,7 +63,7 @@ class Cause(NamedTuple):
         if self.share is None or self.interval is None:
             return self.why
         low, high = self.interval
-        return f"its share of what W_Q's norm does is {self.share:.2f} ({low:.2f} to {high:.2f})"
+        return f"rounding's share of W_Q's changes is {self.share:.2f} ({low:.2f} to {high:.2f})"
 
 
 class Risk(NamedTuple):
@@ -586,7 +586,7 @@ _ENDS: dict[Ended | None, str] = {
     "not closed": "the run was not closed: it was killed, or it still runs",
 }
 
-_RESUME = "resume from the last checkpoint with this folder as dirpath"
+_RESUME = "resume from the last checkpoint, with the folder that holds the samples as dirpath"
 _GOING_ON: dict[Ended | None, str] = {
     **dict.fromkeys(("crashed", "interrupted"), f"To go on, {_RESUME}."),
     "not closed": f"If it was killed, {_RESUME}: nothing after step {{:,}} was recorded.",
@@ -678,4 +678,5 @@ def _how_it_was_lost(of: Judgement, departed: int) -> str:
     if of.loss_is_finite or of.nonfinite is None:
         return said
     step, site, tensor, heads = of.nonfinite
-    return f"{said}; it was first seen in {tensor} of {site}, {named(heads)}, at step {step:,}"
+    where = f"{tensor} of {site}, {named(heads)}, at step {step:,}"
+    return f"{said}; the first such value was seen in {where}"

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import json
 import sys
 
 import pandas as pd
@@ -120,6 +121,38 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
         "GuardBit: run finished. Unclear: too short to judge: 3 samples, 8 needed; the report: "
         f"guardbit report {place}",
     ]
+
+
+class Keeps(TrainerCallback):
+    """The history of a training, when it has ended."""
+
+    history = ()
+
+    def on_train_end(self, args, state, control, **_):
+        self.history = state.log_history
+
+
+def test_scalars_are_in_the_log_history_and_a_checkpoint_keeps_them(tmp_path):
+    keeps = Keeps()
+    train(tmp_path, HuggingFaceMonitor(4, strict=True), steps=6)
+    (saved,) = tmp_path.rglob("trainer_state.json")
+    kept = [entry["step"] for entry in json.loads(saved.read_text())["log_history"]]
+    assert kept == [0, 1, 2, 3, 4, 4, 5, 6]
+    train(tmp_path, HuggingFaceMonitor(4, strict=True), keeps, resume=str(saved.parent))
+    frame = read_run(tmp_path / "guardbit")
+    measured = frame[frame["indicator"] == "max_logit"].groupby("step")["value"].max()
+    ours = [entry for entry in keeps.history if "guardbit/max_logit" in entry]
+    assert [entry["step"] for entry in ours] == [0, 4, 8], "each once, though resumed"
+    assert [entry["guardbit/max_logit"] for entry in ours] == pytest.approx(list(measured))
+    assert set(COUNTED_KEYS) < set(ours[0])
+
+
+def test_a_sample_that_comes_late_leaves_the_summary_last(tmp_path, monkeypatch):
+    keeps = Keeps()
+    monkeypatch.setattr(huggingface.MonitorSession, "_may_wait", lambda _: True)  # as on a GPU
+    train(tmp_path, HuggingFaceMonitor(4), keeps, steps=5, save_strategy="no")
+    assert [e["step"] for e in keeps.history if "guardbit/max_logit" in e] == [0, 4]
+    assert "train_runtime" in keeps.history[-1]
 
 
 @pytest.mark.parametrize(

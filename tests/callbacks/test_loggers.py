@@ -98,6 +98,14 @@ def test_tensorboard_gets_pictures_texts_and_scalars(trains, tmp_path):
     assert set(LOGGED_KEYS) < set(log.Tags()["scalars"])
 
 
-def test_pictures_are_asked_for_in_whole_numbers():
-    with pytest.raises(ValueError, match="image_every_n_samples must be 1 or more"):
-        AttentionMonitor(image_every_n_samples=0)
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        ("image_every_n_samples", 0, "a whole number, at least 1, or None"),
+        ("image_every_n_samples", "2", "a whole number, at least 1, or None"),
+        ("log_layers", "yes", "True or False"),
+    ],
+)
+def test_what_loggers_cannot_get_is_refused(setting, value, allowed):
+    with pytest.raises(ValueError, match=f"{setting} is {value!r}; it must be {allowed}"):
+        AttentionMonitor(**{setting: value})

@@ -26,10 +26,10 @@ from tests.toys import Attention, Fires, Model, train
 KEYS = {*LOGGED_KEYS, *COUNTED_KEYS} - {"guardbit/loss", "guardbit/grad_norm"}
 
 
-def watched(steps=5, dtype=torch.bfloat16, **settings):
+def watched(steps=5, dtype=torch.bfloat16, every=2, **settings):
     torch.manual_seed(0)
     model = Model(Attention(is_fused=False), Attention(is_fused=False)).to(dtype)
-    session = MonitorSession(model, every_n_train_steps=2, **settings)
+    session = MonitorSession(model, every_n_train_steps=every, **settings)
 
     def batch(step):
         draw = torch.Generator().manual_seed(step)
@@ -50,6 +50,11 @@ def test_a_loop_has_a_first_and_a_last_line(tmp_path, capsys, is_kept):
     assert first == f"GuardBit samples attention every 2 steps; {live}"
     found = "Unclear: too short to judge: 3 samples, 8 needed"
     assert last == f"GuardBit: run finished. {found}{report}"
+
+
+def test_a_session_that_samples_each_step_says_so(capsys):
+    watched(every=1)
+    assert capsys.readouterr().err.startswith("GuardBit samples attention at every step; ")
 
 
 def test_a_folder_that_cannot_be_written_is_told_of_at_once(tmp_path, capsys):

@@ -29,8 +29,8 @@ def test_a_run_says_what_became_of_it(run):
     )
     why = "Cause: unclear: what rounding adds to W_Q was not measured"
     to_do = (
-        "If it was killed, resume from the last checkpoint with this folder as dirpath: nothing"
-        " after step 14,780 was recorded."
+        "If it was killed, resume from the last checkpoint, with the folder that holds the samples"
+        " as dirpath: nothing after step 14,780 was recorded."
     )
     assert repr(run).splitlines() == [f"{run.name}: {said}", why, to_do]
     html = run._repr_html_()

@@ -321,7 +321,8 @@ def test_thresholds_that_make_no_sense_are_named(rule):
 def test_what_is_no_rule_is_refused():
     for rules, message in (
         (HeadGrowth(), "it must be a tuple of rules"),
-        (("head_growth",), "'head_growth' is no rule"),
+        (("head_growth",), "rules holds 'head_growth'; each must be a rule, such as"),
+        ((HeadGrowth,), r"HeadGrowth'>; each must be a rule, such as HeadGrowth\(\)"),
     ):
         with pytest.raises(ValueError, match=message):
             Detectors(rules)

@@ -81,7 +81,7 @@ class Detectors:
             raise ValueError(f"rules is {rules!r}; it must be a tuple of rules")
         for rule in rules:
             if not isinstance(getattr(rule, "name", None), str) or not hasattr(rule, "examine"):
-                raise ValueError(f"{rule!r} is no rule: it needs a name and a method examine")
+                raise ValueError(f"rules holds {rule!r}; each must be a rule, such as HeadGrowth()")
         self.roles: Mapping[str, Role] = {rule.name: role_of(rule) for rule in rules}
         for name, role in self.roles.items():
             if not isinstance(role, Role) or role.judges not in SUBJECTS:

@@ -99,9 +99,9 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
     ("given", "found"),
     [
         ({}, "Healthy: no alarm up to step 4"),
-        ({"sampled_step": None, "sampled": ()}, "no step was sampled"),
+        ({"sampled_step": None, "sampled": ()}, "No step was sampled"),
         ({"sampled_step": None}, "Healthy: no alarm up to step 4"),  # by the folder it goes on in
-        ({"judgement": None}, "no step was sampled"),
+        ({"judgement": None}, "No step was sampled"),
         (
             {"unseen": ["h.1", "h.2"]},
             "Healthy: no alarm up to step 4; only 1 of 3 attention modules was watched",

@@ -203,7 +203,7 @@ def test_a_run_whose_state_cannot_be_taken_says_how_it_ended(trains, tmp_path, m
         ({"sites": [None]}, r"sites is \[None\]; it must be a list of names, at least one, or"),
         ({"indicators": 3}, "indicators is 3; it must be a list of names, at least one, or"),
         ({"rules": None}, "rules is None; it must be a tuple of rules"),
-        ({"rules": (3,)}, "3 is no rule: it needs a name and a method examine"),
+        ({"rules": (3,)}, "rules holds 3; each must be a rule, such as"),
         ({"indicators": "loss"}, "indicators is 'loss'; it must be a list"),
         ({"sites": "*.attn"}, r"sites is '\*.attn'; it must be a list"),
         ({"num_rows": 0}, "num_rows is 0; it must be a whole number, at least 1, or None"),
