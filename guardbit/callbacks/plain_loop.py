@@ -75,13 +75,13 @@ class MonitorSession(Session):
         self._write = writer if add is None else partial(_add_each, add)
         self._logged = LoggedRun(settings.get("dirpath") or "")
         super().__init__(model, **settings)
-        if not self._is_void:
+        try:
             every = settings.get("every_n_train_steps", Settings.every_n_train_steps)
-            try:
+            if not self._is_void:
                 self._say(lambda: first_line(every, self._logged.place))
-            except BaseException:  # Ctrl-C: nobody will have the session, to close it
-                self.close("interrupted")
-                raise
+        except BaseException:  # as Ctrl-C: nobody will have the session, to close it
+            self.close("interrupted")
+            raise
 
     def _tell_end(self) -> None:
         super()._tell_end()
