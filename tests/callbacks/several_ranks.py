@@ -109,7 +109,6 @@ def exit_codes(processes, seconds):
 
 
 def run(command, environment, log):
-    """What one rank does."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -32,8 +32,6 @@ ROUNDED = ("local", "one_key", "gathered")
 
 
 class Core(nn.Module):
-    """Attention without weights of its own."""
-
     def forward(self, q, k, v):
         if not isinstance(q, DTensor):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -23,7 +23,6 @@ def accelerator(request):
 
 @pytest.fixture(scope="module", params=("ddp", "fsdp2"))
 def run(request, accelerator, tmp_path_factory):
-    """The strategy, its folder, and what both ranks saw."""
     strategy = request.param
     folder = tmp_path_factory.mktemp(strategy)
     script = Path(__file__).with_name("distributed_run.py")

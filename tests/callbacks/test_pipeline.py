@@ -14,7 +14,6 @@ from tests.toys import recorded
 
 @pytest.fixture(scope="module", params=ACCELERATORS)
 def run(request, tmp_path_factory):
-    """The folder, and what the ranks saw."""
     folder = tmp_path_factory.mktemp("run")
     launch(script.__file__, 3, folder, request.param)
     return folder, seen(folder)

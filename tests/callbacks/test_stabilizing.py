@@ -155,9 +155,6 @@ def test_settings_are_refused_when_it_is_made(settings):
         AutoStabilizer(**settings)
 
 
-# --- resuming ------------------------------------------------------------------------------------
-
-
 def resumable(trains):
     """Data and dropout depend on the step only: Lightning itself does not restore them."""
 

@@ -118,9 +118,6 @@ def test_loss_departure_spares_noisy_losses():
     assert loss_alarms(3.0 + 0.8 * np.random.default_rng(9).normal(size=2000)) == []
 
 
-# The machinery
-
-
 def mixed_run(seed=0):
     """A run in which every rule fires once at least, with gaps; a list of samples a step.
 
@@ -301,9 +298,6 @@ def test_the_docs_say_when_each_rule_fires():
     rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
     rules = [rule.name for rule in DEFAULT_RULES]
     assert rows == rules, f"the table of rules in docs/rules.md has rows for {rules}"
-
-
-# What makes no rule.
 
 
 @pytest.mark.parametrize("rule", DEFAULT_RULES, ids=lambda rule: rule.name)

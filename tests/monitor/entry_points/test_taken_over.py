@@ -30,16 +30,12 @@ class Attention(nn.Module):
 
 
 class Halved(TorchFunctionMode):
-    """Halves what attention returns."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out * 0.5 if func is F.scaled_dot_product_attention else out
 
 
 class Loud(torch.Tensor):
-    """Doubles what attention returns."""
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         out = super().__torch_function__(func, types, args, kwargs)

@@ -52,7 +52,6 @@ def call_of(q, k, v, d_out, stabilizers=None, is_causal=True, dropout_p=0.0):
 
 
 def exact_attention(call, kept=None):
-    """All of a call in FP64."""
     spec = AttentionSpec(call.spec.scale, call.spec.causal)
     return dense(call.d_out, call.q, call.k, call.v, spec, kept)
 

@@ -298,7 +298,6 @@ class Run:
 
     @property
     def stabilizers(self) -> list[str]:
-        """What its heads run."""
         (names,) = self.session.instrumentation.stabilizers().values()
         return names
 
