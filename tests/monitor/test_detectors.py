@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,11 +150,7 @@ def mixed_run(seed=0):
 @pytest.mark.parametrize("start", [-500, 1, 5000, 10**6])
 def test_the_number_of_the_step_does_not_matter(start):
     def alarms(start):
-        moved = (
-            dataclasses.replace(one, step=one.step + start)
-            for samples in mixed_run()
-            for one in samples
-        )
+        moved = (replace(one, step=one.step + start) for samples in mixed_run() for one in samples)
         found = Detectors().update(moved)
         return [(alarm.step - start, alarm.site, alarm.heads, alarm.rule) for alarm in found]
 
@@ -306,8 +303,8 @@ def test_thresholds_that_make_no_sense_are_named(rule):
     for name in fields:
         for value in (-1, -1e-9, NAN, "1", None, True):
             with pytest.raises(ValueError, match=rf"{rule.name}\.{name} is {value!s}|'{value}'"):
-                dataclasses.replace(rule, **{name: value})
-        assert getattr(dataclasses.replace(rule, **{name: 7}), name) == 7
+                replace(rule, **{name: value})
+        assert getattr(replace(rule, **{name: 7}), name) == 7
     with pytest.raises(ValueError, match="is 0; it must be >= 1"):
         LossDeparture(samples=0)
 
