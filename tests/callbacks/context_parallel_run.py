@@ -1,6 +1,5 @@
 """One of two ranks that share the tokens of a batch; started by `test_context_parallel`."""
 
-import sys
 from contextlib import ExitStack
 
 import torch
@@ -150,7 +149,3 @@ def main(folder, accelerator):
         let_the_ring_run_on_cpus()
     mesh = init_device_mesh(accelerator, (2,))
     keep(folder, WAYS, lambda _, way: train(way, mesh))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

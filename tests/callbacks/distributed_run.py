@@ -3,9 +3,7 @@
 Algorithms are deterministic: on GPUs a run twice would not end with the same bits otherwise.
 """
 
-import sys
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -77,7 +75,6 @@ def train(strategy, accelerator, folder, monitor=None, stabilizer=None):
 def main(strategy, accelerator, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    folder = Path(folder)
     plain, _ = train(strategy, accelerator, folder)
     watching = AttentionMonitor(3, dirpath=folder / f"{strategy}-watched", strict=True)
     watched, watcher = train(strategy, accelerator, folder, watching)
@@ -98,7 +95,3 @@ def main(strategy, accelerator, folder):
     }
     torch.save(found, folder / f"{strategy}-{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

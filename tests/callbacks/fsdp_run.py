@@ -3,8 +3,6 @@
 Of four ranks two share the heads, and two the weights of these.
 """
 
-import sys
-
 import torch
 import torch.distributed
 from torch import nn
@@ -107,7 +105,3 @@ def main(folder, accelerator):
     shape, names = ((2, 2), ("data", "heads")) if is_shared else ((2,), ("data",))
     mesh = init_device_mesh(accelerator, shape, mesh_dim_names=names)
     keep(folder, ["whole"] if is_shared else MODELS, lambda _, name: train(name, mesh))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

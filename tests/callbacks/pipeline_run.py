@@ -5,8 +5,6 @@ next, which GuardBit does not see anyway.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -85,7 +83,7 @@ def watch_same_names(folder, rank, device, seed):
 
 def main(folder, device):
     begin(device)
-    rank, folder = torch.distributed.get_rank(), Path(folder)
+    rank = torch.distributed.get_rank()
     with logged() as lines:
         ran, state = watch(folder / "run", rank, device, range(STEPS))
     box = [state]
@@ -96,7 +94,3 @@ def main(folder, device):
     found = {"ran": ran, "again": again, "lines": [text for _, text in lines]}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

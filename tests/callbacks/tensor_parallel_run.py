@@ -1,7 +1,5 @@
 """One of two ranks that share the heads of a model; started by `test_tensor_parallel`."""
 
-import sys
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -219,7 +217,3 @@ def main(folder, accelerator):
         return {**found, "lines": lines, "rounding": rounding(way, mesh) if way in ROUNDED else {}}
 
     keep(folder, WAYS, seen)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

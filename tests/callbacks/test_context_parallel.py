@@ -20,7 +20,7 @@ NORMS = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
 @pytest.fixture(scope="module", params=ACCELERATORS)
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    launch(script.__file__, 2, folder, request.param)
+    launch(script.main, 2, folder, request.param)
     return folder
 
 

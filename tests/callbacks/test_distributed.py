@@ -3,13 +3,12 @@
 On the CPU with gloo, and on two GPUs with NCCL.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from guardbit import read_run
+from tests.callbacks import distributed_run as script
 from tests.callbacks.several_ranks import ACCELERATORS, launch
 from tests.toys import recorded
 
@@ -25,8 +24,7 @@ def accelerator(request):
 def run(request, accelerator, tmp_path_factory):
     strategy = request.param
     folder = tmp_path_factory.mktemp(strategy)
-    script = Path(__file__).with_name("distributed_run.py")
-    launch(script, 2, strategy, accelerator, folder)
+    launch(script.main, 2, strategy, accelerator, folder)
     ranks = [torch.load(folder / f"{strategy}-{rank}.pt") for rank in range(2)]
     assert [rank["backend"] for rank in ranks] == ["nccl" if accelerator == "cuda" else "gloo"] * 2
     return strategy, folder, ranks

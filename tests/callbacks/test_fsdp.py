@@ -10,7 +10,7 @@ from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
 @pytest.fixture(scope="module", params=ACCELERATORS)
 def two(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    launch(script.__file__, 2, folder, request.param)
+    launch(script.main, 2, folder, request.param)
     return folder
 
 
@@ -18,7 +18,7 @@ def two(request, tmp_path_factory):
 def four(request, tmp_path_factory):
     """Two ranks share the heads, and two the weights of these."""
     folder = tmp_path_factory.mktemp("four")
-    launch(script.__file__, 4, folder, request.param)
+    launch(script.main, 4, folder, request.param)
     return folder
 
 

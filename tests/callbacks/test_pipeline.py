@@ -15,7 +15,7 @@ from tests.toys import recorded
 @pytest.fixture(scope="module", params=ACCELERATORS)
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    launch(script.__file__, 3, folder, request.param)
+    launch(script.main, 3, folder, request.param)
     return folder, seen(folder)
 
 

@@ -19,7 +19,7 @@ OWN = [[0, 1], [2, 3]]
 @pytest.fixture(scope="module", params=ACCELERATORS)
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    launch(script.__file__, 2, folder, request.param)
+    launch(script.main, 2, folder, request.param)
     return folder
 
 

@@ -1,6 +1,5 @@
 """The metrics against whole FP64 attention matrices, from calls made through the real op."""
 
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
 from guardbit.numerics import decode_residual
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import begin, launch
 from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
 
@@ -263,27 +262,14 @@ def test_zero_gradient_gives_no_audit(size):
     assert got["delta_bias"][0].abs().max() <= 1e3 * size
 
 
-WORKER = textwrap.dedent(
-    """
-    import os, sys
-    import torch
-    from guardbit.catalog import HEAD_INDICATORS, of_probe
-    from guardbit.monitor.measure.measurement import AttentionMetric
-    from guardbit.monitor.measure.probes import CallView, plan_for
-
-    torch.set_num_threads(1)
-    rank, folder = int(os.environ["RANK"]), sys.argv[1]
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
-    calls = torch.load(f"{folder}/calls{rank}.pt", weights_only=False)
-    metric = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, 4)
-    for call in calls:
+def measure_on_rank(folder):
+    begin("cpu")
+    rank = torch.distributed.get_rank()
+    metric = AttentionMetric(PROBES, 1, 4)
+    for call in torch.load(folder / f"calls{rank}.pt", weights_only=False):
         metric.update(0, CallView(call, None, [2], torch.ones(4, 16)))
-    torch.save(torch.stack(list(metric.measured().values())), f"{folder}/values{rank}.pt")
+    torch.save(stacked(metric), folder / f"values{rank}.pt")
     torch.distributed.destroy_process_group()
-    """
-)
 
 
 def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
@@ -292,8 +278,7 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     calls = [replace(call, again=None, uncorrected=None) for call in calls]
     for rank, share in enumerate([calls[:1], calls[1:]]):
         torch.save(share, tmp_path / f"calls{rank}.pt")
-    (tmp_path / "worker.py").write_text(WORKER)
-    launch(tmp_path / "worker.py", 2, tmp_path)
+    launch(measure_on_rank, 2, tmp_path)
     alone = AttentionMetric(PROBES, 1, 4)
     for call in calls:
         alone.update(0, CallView(call, None, [2], torch.ones(4, 16)))
