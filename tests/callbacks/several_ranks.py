@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed
 
+from guardbit import LayoutUnavailable
+
 #: Of the ranks: gloo on the CPU, and NCCL on a GPU for each.
 ACCELERATORS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
@@ -74,6 +76,14 @@ def keep(folder, ways, train):
 def seen(folder):
     """What each rank has returned."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def refusal(function, *arguments, **named):
+    """Why a call is refused, or None."""
+    try:
+        function(*arguments, **named)
+    except (ValueError, LayoutUnavailable) as error:
+        return str(error)
 
 
 @contextmanager
