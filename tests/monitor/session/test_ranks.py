@@ -6,14 +6,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
-from tests.callbacks.several_ranks import begin, keep, launch, logged, seen
+from tests.callbacks.several_ranks import begin, keep, launch, logged, refusal, seen
 from tests.monitor.session.plain_loop import (
     LOUD,
     SITES,
@@ -25,6 +24,7 @@ from tests.monitor.session.plain_loop import (
     sampled,
     values,
 )
+from tests.toys import Attention
 
 
 def two_ranks(folder, module, function):
@@ -76,10 +76,8 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
         x = 0.1 + 0.01 * torch.arange(12)[:, None].expand(1, 12, 32)
         torch.manual_seed(0)
         layer = model_of().bfloat16().layers[0]
-        q, k = (
-            p(x.bfloat16()).float().unflatten(-1, (2, 16)) for p in (layer.q_proj, layer.k_proj)
-        )
-        largest = (torch.einsum("bnhd,bmhd->bhnm", q, k) / 4).max().item()
+        q, k, _ = (y.float() for y in layer.project(x.bfloat16()))
+        largest = (q @ k.mT / 4).max().item()
     assert largest < LOUD / 10
     assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
 
@@ -109,28 +107,27 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(gradient, join, cut), None, None
 
 
-class Attention(nn.Module):
+class Exchanging(Attention):
     """As of Ulysses: ranks exchange tokens for heads, which do not map to rows of W_Q."""
 
     def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        super().__init__(4, width=64, is_fused=False, bias=False, has_out=False)
 
-    def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (4, 16)) for f in (self.q, self.k, self.v))
-        q, k, v = (Exchange.apply(y, 2, 1).transpose(1, 2) for y in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + Exchange.apply(y.transpose(1, 2), 1, 2).flatten(2)
+    def project(self, x):
+        return [Exchange.apply(y, 1, 2) for y in super().project(x)]
+
+    def attend(self, q, k, v):
+        return Exchange.apply(super().attend(q, k, v), 2, 1)
 
 
 def train(folder, rank, is_watched):
     """The gradients of the first step; of a watched model also what was refused and asked."""
     torch.manual_seed(0)
-    layers = nn.Sequential(Attention(), Attention()).bfloat16()
+    layers = nn.Sequential(Exchanging(), Exchanging()).bfloat16()
     model = nn.ModuleDict({"layers": layers})
     with torch.no_grad():
-        layers[0].q.weight[32:48] *= 100  # rank 1's first head
-    session, refused = None, None
+        layers[0].q_proj.weight[32:48] *= 100  # rank 1's first head
+    session = None
     if is_watched:
         session = MonitorSession(
             model, every_n_train_steps=1, rules=(LoudRow(),),
@@ -144,10 +141,7 @@ def train(folder, rank, is_watched):
                 first = [p.grad.clone() for p in layers.parameters()]
     if session is None:
         return first
-    try:
-        session.switch(SITES[0], "exact_delta", heads=[0])
-    except ValueError as error:
-        refused = str(error)
+    refused = refusal(session.switch, SITES[0], "exact_delta", heads=[0])
     asked = session.instrumentation.asked()
     session.close()
     return first, refused, asked
