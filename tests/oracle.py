@@ -49,7 +49,6 @@ class Dense(NamedTuple):
 
 
 def packed(query_lengths, key_lengths, device=DEVICE):
-    """Documents of these lengths."""
     starts = []
     for lengths in (query_lengths, key_lengths):
         sums = [sum(lengths[:n]) for n in range(len(lengths) + 1)]

@@ -34,9 +34,7 @@ def key_rows():
         yield f"| `{key}` | {BY_NAME[name].label} |"
 
 
-@pytest.mark.parametrize(
-    ("page", "rows"), [("rules.md", indicator_rows), ("dashboards.md", key_rows)]
-)
+@pytest.mark.parametrize("page, rows", [("rules.md", indicator_rows), ("dashboards.md", key_rows)])
 def test_the_tables_of_the_docs_are_those_of_the_catalogue(page, rows):
     expected = "\n".join(rows())
     assert expected in (DOCS / page).read_text(encoding="utf-8"), f"the table is:\n{expected}"

@@ -96,9 +96,6 @@ def test_every_backward_is_guarded():
     assert unguarded(kind.backward for name, kind in ours.items() if name not in NO_DOORS) == []
 
 
-# --- what a guard does ---------------------------------------------------------------------------
-
-
 class Entered(Guarded):
     def __init__(self, strict=False):
         self.told, self.strict = [], strict

@@ -453,9 +453,6 @@ def test_one_value_a_layer_counts_layers():
     )
 
 
-# --- the cause -----------------------------------------------------------------------------------
-
-
 def shares(low, share, high):
     names = ("rounding_share_low", "rounding_share", "rounding_share_high")
     pairs = zip(names, (low, share, high), strict=True)
@@ -508,9 +505,6 @@ def test_attention_in_fp32_is_moved_by_no_rounding():
     assert found.headline.endswith("rounding is not the cause")
     mixed = {"precision": ["bfloat16", "float32"]}
     assert judged(alarm(6750), metadata=mixed).verdict == "unclear"
-
-
-# --- one answer ----------------------------------------------------------------------------------
 
 
 def test_a_table_is_judged_as_its_samples_are():

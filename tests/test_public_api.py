@@ -86,14 +86,7 @@ MEMBERS = {
         "switch",
         "validation_loss",
     ],
-    "Policy": [
-        "decide",
-        "is_due",
-        "load_state_dict",
-        "remedy",
-        "state_dict",
-        "was_refused",
-    ],
+    "Policy": ["decide", "is_due", "load_state_dict", "remedy", "state_dict", "was_refused"],
 }
 
 #: What GuardBit's own callbacks call besides.

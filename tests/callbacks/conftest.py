@@ -93,8 +93,6 @@ class Tokens(Dataset):
 
 
 class Trains:
-    """Makes models, data and Trainers."""
-
     Net, TinyGPT = Net, TinyGPT
 
     def __init__(self, folder):
@@ -118,7 +116,6 @@ class Trains:
         return pl.Trainer(**{**defaults, **settings})
 
     def fit(self, *callbacks, model=None, batches=64, validation=False, ckpt_path=None, **settings):
-        """Trains and returns model and Trainer."""
         model = TinyGPT() if model is None else model
         trainer = self.trainer(*callbacks, **settings)
         torch.manual_seed(1)  # of dropout

@@ -1,22 +1,21 @@
-"""Runs a script on several processes, and takes what each rank saw from one to the tests."""
+"""Calls a function on several processes, and takes what each rank saw from it to the tests."""
 
 import gc
 import json
 import logging
 import multiprocessing
 import os
-import runpy
 import socket
-import sys
 import tempfile
 import time
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
+
+from guardbit import LayoutUnavailable
 
 #: Of the ranks: gloo on the CPU, and NCCL on a GPU for each.
 ACCELERATORS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -25,8 +24,8 @@ ACCELERATORS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 IMPORTED = ["lightning.pytorch", "guardbit.callbacks.monitoring"]
 
 
-def launch(script, ranks, *arguments, **environment):
-    """Runs a script once a rank, with arguments; fails with what it printed if it fails.
+def launch(function, ranks, *arguments, **environment):
+    """Calls a function of a module once a rank; fails with what it printed if it fails.
 
     With "cuda" among the arguments each rank needs a GPU, without which the test is skipped.
     The environment is that of `torch.distributed.run`, whose own process would import it all again.
@@ -42,14 +41,14 @@ def launch(script, ranks, *arguments, **environment):
         "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS need not repeat itself
     }  # fmt: skip
-    command = [str(x) for x in (script, *arguments)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with tempfile.NamedTemporaryFile("w+") as log:
         processes = []
         for rank in range(ranks):
             of_one = {**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(context.Process(target=run, args=(command, of_one, log.name)))
+            given = (function, arguments, of_one, log.name)
+            processes.append(context.Process(target=run, args=given))
         codes = exit_codes(processes, seconds=240)
         assert codes == [0] * ranks, (codes, log.read()[-6000:])
 
@@ -67,7 +66,7 @@ def begin(accelerator):
 def keep(folder, ways, train):
     """Calls `train(path, way)` for each way, on a rank of a group, and keeps what it returns."""
     for way in ways:
-        path = Path(folder) / way
+        path = folder / way
         path.mkdir(exist_ok=True)
         found = train(path, way)
         (path / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
@@ -77,6 +76,14 @@ def keep(folder, ways, train):
 def seen(folder):
     """What each rank has returned."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def refusal(function, *arguments, **named):
+    """Why a call is refused, or None."""
+    try:
+        function(*arguments, **named)
+    except (ValueError, LayoutUnavailable) as error:
+        return str(error)
 
 
 @contextmanager
@@ -108,13 +115,11 @@ def exit_codes(processes, seconds):
             process.close()
 
 
-def run(command, environment, log):
-    """What one rank does."""
+def run(function, arguments, environment, log):
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = command
     gc.freeze()  # else each collection would visit, and so copy, all that comes from the fork
-    runpy.run_path(command[0], run_name="__main__")
+    function(*arguments)

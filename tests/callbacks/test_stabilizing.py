@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from pandas.testing import assert_frame_equal
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
 from guardbit.catalog import LOGGED_KEYS
@@ -155,9 +155,6 @@ def test_settings_are_refused_when_it_is_made(settings):
         AutoStabilizer(**settings)
 
 
-# --- resuming ------------------------------------------------------------------------------------
-
-
 def resumable(trains):
     """Data and dropout depend on the step only: Lightning itself does not restore them."""
 
@@ -209,10 +206,8 @@ def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(
         # A resumed run forgets the past that tells which head is the worst.
         one["logged"] = {key: one["logged"][key] for key in LOGGED_KEYS if key in one["logged"]}
     assert state == whole_state
-    pd.testing.assert_frame_equal(
-        read_run(tmp_path / "whole" / "run"), read_run(tmp_path / "parts" / "run")
-    )
-    pd.testing.assert_frame_equal(
+    assert_frame_equal(read_run(tmp_path / "whole" / "run"), read_run(tmp_path / "parts" / "run"))
+    assert_frame_equal(
         read_events(tmp_path / "whole" / "run"), read_events(tmp_path / "parts" / "run")
     )
     switches = events_of(tmp_path / "parts" / "run", "switch")

@@ -1,36 +1,232 @@
 """Two processes that share the heads of a layer: heads are numbered over both."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit import read_run
+from guardbit import MonitorSession, Policy, read_run
 from guardbit.kernels.spec import AttentionSpec
-from tests.callbacks import tensor_parallel_run as script
-from tests.callbacks.several_ranks import ACCELERATORS, launch, seen
+from guardbit.monitor.detectors import DEFAULT_RULES
+from tests import toys
+from tests.callbacks.several_ranks import ACCELERATORS, begin, keep, launch, logged, refusal, seen
 from tests.oracle import attend
-from tests.toys import recorded
+from tests.toys import Fires, recorded
+
+SITE = "shared.core"
+HEADS, SIZE, WIDTH, STEPS = 4, 16, 32, 4
+
+# PyTorch 2.11's math kernel flattens batch and heads, which DTensors allow for one sequence only.
+SEQUENCES = 1 if torch.__version__ < "2.12" else 2
+
+#: local: plain tensors with this rank's heads reach attention. dtensor: DTensors do. one_key: every
+#: rank has the one key head. gathered: all heads are put together before attention. one_rank: the
+#: mesh has one rank, beside another mesh of one.
+WAYS = ("local", "compiled", "dtensor", "one_key", "gathered", "one_rank")
+
+#: Those of which the rounding errors of BF16 are measured.
+ROUNDED = ("local", "one_key", "gathered")
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        if not isinstance(q, DTensor):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with sdpa_kernel(SDPBackend.MATH):  # on the CPU no other takes DTensors, nor this a mask
+            return F.scaled_dot_product_attention(q, k, v)
+
+
+class Attention(toys.Attention):
+    def __init__(self, key_heads=HEADS):
+        sizes = {"head_dim": SIZE, "width": WIDTH, "is_fused": False, "bias": False}
+        super().__init__(HEADS, key_heads, **sizes)
+        self.core = Core()
+
+    def attend(self, q, k, v):
+        return self.core(q, k, v)
+
+
+class Model(nn.Module):
+    """A layer whose heads are shared between the ranks, and one that each has whole."""
+
+    def __init__(self, way="whole", mesh=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = Attention(1 if way == "one_key" else HEADS)
+        self.whole = Attention()
+        if mesh is not None:
+            self.to(mesh.device_type)
+            column = {
+                "dtensor": {"use_local_output": False},
+                "gathered": {"output_layouts": Replicate()},
+            }.get(way, {})
+            names = "q" if way == "one_key" else "qkv"
+            plan = {f"{name}_proj": ColwiseParallel(**column) for name in names}
+            row = {"input_layouts": Replicate()} if way == "gathered" else {}
+            parallelize_module(self.shared, mesh, {**plan, "out": RowwiseParallel(**row)})
+
+    def forward(self, x):
+        return self.whole(self.shared(x))
+
+
+#: Head 3 is on the second rank.
+RULES = (Fires(SITE, (3,), sample=2), *DEFAULT_RULES)
+
+
+def batch(step):
+    return torch.randn(SEQUENCES, 12, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, step):
+    return model(batch(step).to(next(model.parameters()).device)).float().square().mean()
+
+
+def steps(model, after=lambda step: None, session=None):
+    """Loss of each step, and the sum of the gradients of all steps."""
+    losses = []
+    for step in range(STEPS):
+        with session.step(step) if session else nullcontext():
+            loss = loss_of(model, step)
+            loss.backward()
+        losses.append(loss.item())
+        after(step)
+    grads = (p.grad for p in model.parameters())
+    return losses, [
+        (g.to_local() if isinstance(g, DTensor) else g).double().sum().item() for g in grads
+    ]
+
+
+def train(folder, way, mesh):
+    rank = torch.distributed.get_rank()
+
+    def compiled(model):
+        return torch.compile(model, backend="aot_eager") if way == "compiled" else model
+
+    def watch(name, **settings):
+        model = Model(way, mesh)
+        path = folder / name if rank == 0 else None
+        return model, MonitorSession(
+            model, every_n_train_steps=1, strict=True, dirpath=path, **settings
+        )
+
+    plain = steps(compiled(Model(way, mesh)))
+    model, session = watch("watched")
+    samples = []
+    watched = steps(compiled(model), lambda step: samples.extend(session.samples), session)
+    norms, query_weight = [], session.instrumentation.sites[SITE].query_weight
+    for head in range(HEADS):
+        why = refusal(query_weight, head)
+        norms.append(why or torch.linalg.matrix_norm(query_weight(head), 2).item())
+    check_switch = session.instrumentation.check_switch
+    refused = refusal(check_switch, SITE, "compensated", heads=[3])
+    session.close()
+
+    model, session = watch("acted", rules=RULES, policy=Policy("compensated", scope="head"))
+    sites, seen = session.instrumentation, []
+
+    def look(step):
+        site = sites.sites[SITE]
+        ours = site.launches.get(("forward", "compensated"), 0)
+        seen.append((site.num_heads, list(site.own_heads), site.stabilizers, ours))
+
+    acted = steps(compiled(model), look, session)
+    kept = session.state_dict()
+    session.close()
+
+    model, session = watch("resumed", rules=RULES, policy=Policy("compensated"))
+    session.load_state_dict(kept)
+    with session.step(STEPS):
+        loss_of(compiled(model), STEPS).backward()
+    site = session.instrumentation.sites[SITE]
+    resumed = site.launches.get(("forward", "compensated"), 0), site.stabilizers
+    session.close()
+    return {
+        "plain": plain,
+        "watched": watched,
+        "acted": acted,
+        "norms": norms,
+        "refusal": refused,
+        "samples": [(s.step, s.site, s.layer, s.indicator, s.values) for s in samples],
+        "seen": seen,
+        "resumed": resumed,
+    }
+
+
+def rounding(way, mesh):
+    """The delta bias of a step in BF16, as GuardBit measures it and by what the calls have shown.
+
+    Of each site of this rank: measured and exact, the sums over rows of dO (O - exact O) and of
+    their sizes, of the heads that are here.
+    """
+    model, seen = Model(way, mesh), {}
+
+    def show(site):
+        def hook(core, inputs, out):
+            seen[site] = [*(x.detach().double() for x in inputs), out.detach().double()]
+            out.register_hook(lambda d_out: seen[site].append(d_out.double()))
+
+        return hook
+
+    for site in (SITE, "whole.core"):
+        model.get_submodule(site).register_forward_hook(show(site))
+    session = MonitorSession(model, every_n_train_steps=1, strict=True)
+    with session.step(0):
+        with torch.autocast(mesh.device_type, torch.bfloat16):
+            loss = loss_of(model, 0)
+        loss.backward()
+    found = {}
+    for site, (q, k, v, out, d_out) in seen.items():
+        exact = attend(q, k, v, AttentionSpec(SIZE**-0.5, "top-left")).out
+        errors = (d_out * (out - exact)).sum(-1)
+        measured = {s.indicator: s.values for s in session.samples if s.site == site}
+        found[site] = {
+            "own": list(session.instrumentation.candidates[site].own_heads),
+            "measured": [measured.get(name) for name in ("delta_bias", "delta_bias_abs")],
+            "exact": [x.sum((0, 2)).tolist() for x in (errors, errors.abs())],
+        }
+    session.close()
+    return found
+
+
+def on_rank(folder, accelerator):
+    begin(accelerator)
+    meshes = init_device_mesh(accelerator, (2, 1), mesh_dim_names=("heads", "one_rank"))
+
+    def watch(path, way):
+        mesh = meshes["one_rank" if way == "one_rank" else "heads"]
+        with logged() as lines:
+            found = train(path, way, mesh)
+        return {**found, "lines": lines, "rounding": rounding(way, mesh) if way in ROUNDED else {}}
+
+    keep(folder, WAYS, watch)
+
 
 REASON = "their shapes do not tell which of the heads are here"
-SITE = "shared.core"
 OWN = [[0, 1], [2, 3]]
 
 
 @pytest.fixture(scope="module", params=ACCELERATORS)
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    launch(script.__file__, 2, folder, request.param)
+    launch(on_rank, 2, folder, request.param)
     return folder
 
 
-@pytest.fixture(params=[way for way in script.WAYS if way not in ("gathered", "one_rank")])
+@pytest.fixture(params=[way for way in WAYS if way not in ("gathered", "one_rank")])
 def shared(request, runs):
     """A way in which each rank has two of the four heads."""
     folder = runs / request.param
     return request.param, folder, seen(folder)
 
 
-@pytest.mark.parametrize("way", script.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_watched_run_computes_the_bits_of_an_unwatched_one(runs, way):
     for rank in seen(runs / way):
         assert rank["watched"] == rank["plain"]
@@ -38,16 +234,12 @@ def test_a_watched_run_computes_the_bits_of_an_unwatched_one(runs, way):
 
 def expected(way):
     """W_Q's norms, and at each step the largest |score| and mean entropy, of the whole layer."""
-    layer = script.Model(way).shared.double()
-    norms = torch.linalg.matrix_norm(layer.q.weight.unflatten(0, (script.HEADS, -1)), 2)
+    layer = Model(way).shared.double()
+    norms = torch.linalg.matrix_norm(layer.q_proj.weight.unflatten(0, (HEADS, -1)), 2)
     logits, entropies = [], []
-    for step in range(script.STEPS):
-        x = script.batch(step).double()
-        q, k = (
-            project(x).unflatten(-1, (-1, script.SIZE)).transpose(1, 2)
-            for project in (layer.q, layer.k)
-        )
-        spec = AttentionSpec(script.SIZE**-0.5, "top-left" if way != "dtensor" else False)
+    for step in range(STEPS):
+        q, k, _ = layer.project(batch(step).double())
+        spec = AttentionSpec(SIZE**-0.5, "top-left" if way != "dtensor" else False)
         exact = attend(q, k, k, spec)
         logits.append(exact.scores.nan_to_num(neginf=0.0).abs().amax((0, 2, 3)).tolist())
         entropies.append(torch.special.entr(exact.weights).sum(-1).mean((0, 2)).detach())
@@ -65,10 +257,10 @@ def test_the_store_has_all_heads_by_their_numbers_over_both_ranks(shared):
 
     norms, logits, entropies = expected(way)
     # FP32 against FP64: sums of 32 products, and of 16 in the scores.
-    np.testing.assert_allclose(found("w_q_spectral_norm"), [norms] * script.STEPS, rtol=1e-5)
+    np.testing.assert_allclose(found("w_q_spectral_norm"), [norms] * STEPS, rtol=1e-5)
     np.testing.assert_allclose(found("max_logit"), logits, rtol=1e-5)
     np.testing.assert_allclose(found("attention_entropy"), entropies, rtol=1e-5)
-    assert found("delta_bias").shape == (script.STEPS, script.HEADS)
+    assert found("delta_bias").shape == (STEPS, HEADS)
     # Audited in turn, from the second step on, when directions are known.
     assert set(frame[frame.indicator == "dq_relative_error"]["head"]) == {1, 2, 3}
     assert ranks[0]["samples"] and str(ranks[0]["samples"]) == str(ranks[1]["samples"])
@@ -99,7 +291,7 @@ def test_a_switch_reaches_the_rank_that_has_the_head_at_the_next_step(shared):
         has_it = 3 in own
         launches = []
         for step, (num_heads, heads, stabilizers, count) in enumerate(rank["seen"]):
-            assert (num_heads, heads) == (script.HEADS, own)
+            assert (num_heads, heads) == (HEADS, own)
             assert stabilizers == (["none"] * 4 if step == 0 else switched)
             launches.append(count)
         # The alarm comes after step 1.
@@ -125,14 +317,14 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
     assert REASON in why
 
 
-@pytest.mark.parametrize("way", script.ROUNDED)
+@pytest.mark.parametrize("way", ROUNDED)
 def test_a_layer_that_every_rank_has_whole_is_counted_once(runs, way, request):
     for rank in seen(runs / way):
         for site, found in rank["rounding"].items():
             if way == "gathered" and site == SITE:
                 assert found["measured"] == [None, None]
                 continue
-            assert len(found["own"]) == (2 if site == SITE else script.HEADS)
+            assert len(found["own"]) == (2 if site == SITE else HEADS)
             measured = np.array(found["measured"])[:, found["own"]]
             bias, size = found["exact"]
             assert max(np.abs(bias)) > 0

@@ -78,7 +78,6 @@ def run():
 
 @pytest.fixture(scope="module")
 def browser():
-    """Debian's chromium, driven by Playwright."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium")
     if chromium is None:

@@ -92,7 +92,6 @@ def test_units_do_not_matter(seed, unit):
 
 
 def excess_of(frame, step=math.inf):
-    """Each head's excess at a step."""
     run = Recorded(frame)
     excess, _, _ = run.excess(run.history.bucket_of(step))
     return excess

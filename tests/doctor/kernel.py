@@ -69,7 +69,6 @@ def tiled(tensors: Tensors, error: float = 1e-4, tile: int = 48) -> tuple[Tensor
 
 
 def exact_gradient(tensors: Tensors) -> Tensor:
-    """dQ in FP64."""
     return dense(tensors.d_out, *tensors[:3], spec_of(tensors)).dq
 
 
@@ -82,7 +81,6 @@ def head_of(tensors: Tensors, out: Tensor | None, dq: Tensor | None, **known: Te
 
 
 def sound(seed: int = 0, rows: int = 128, width: int = 32) -> Tensors:
-    """Standard normal."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(2, 1, rows, width, generator=generator) for _ in range(4))
     return Tensors(*(x.bfloat16() for x in drawn))

@@ -19,13 +19,7 @@ from guardbit.kernels.engines import Engine
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import CallView, FiniteProbe, RepeatProbe
-from tests.doctor.faulty_engines import (
-    Racing,
-    Wrapped,
-    nan_in_head,
-    scaled,
-    unmasked,
-)
+from tests.doctor.faulty_engines import Racing, Wrapped, nan_in_head, scaled, unmasked
 from tests.doctor.faulty_engines import examine as examined_on
 
 pytestmark = pytest.mark.gpu

@@ -7,15 +7,7 @@ from argparse import Namespace
 from collections import Counter
 
 from tests.faults.rows import Job, collect
-from tests.faults.running import (
-    AGAIN,
-    BROKEN,
-    counts_of,
-    inject,
-    plan_of,
-    references_of,
-    warm_up,
-)
+from tests.faults.running import AGAIN, BROKEN, counts_of, inject, plan_of, references_of, warm_up
 from tests.faults.scenarios import SCENARIOS
 
 COLUMNS = ["seed", "scenario", "error", "point", "result", "detail"]

@@ -49,8 +49,6 @@ AGAIN = "at the second try: "
 
 
 class Plan(NamedTuple):
-    """What is injected, and where."""
-
     seed: int
     scenario: str
     error: type[BaseException]
@@ -86,8 +84,6 @@ class _Told(logging.Handler):
 
 
 class Outcome(NamedTuple):
-    """What a run left."""
-
     weights: list[Tensor]
     error: str
     kind: str

@@ -58,8 +58,6 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Run:
-    """A run: its settings, and what it leaves."""
-
     folder: Path  # where its telemetry goes
     is_watched: bool
     model: nn.Module | None = None

@@ -15,8 +15,6 @@ _INDICATORS, _SITES, _HEADS = 4, 2, 4
 
 
 class Soaked(NamedTuple):
-    """What a soak took."""
-
     files: int  # the most at any moment
     bytes_a_value: float  # on disk
     grown: int  # bytes by which the process grew after its first tenth

@@ -6,8 +6,6 @@ import torch
 
 
 class Asked(NamedTuple):
-    """What one call asks for."""
-
     scale: float
     causal: bool = False
     left: int = -1

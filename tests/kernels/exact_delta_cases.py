@@ -34,7 +34,6 @@ class Case(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the call asks for."""
         causal = "top-left" if self.is_causal else False
         return AttentionSpec(self.q.size(3) ** -0.5, causal, self.mask)
 
@@ -68,7 +67,6 @@ class Case(NamedTuple):
         return out.detach(), *torch.autograd.grad(out, leaves, self.d_out)
 
     def native(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What PyTorch's function gives."""
         grouped = self.q.size(1) != self.k.size(1)
         return self.run(
             lambda *x, **options: F.scaled_dot_product_attention(*x, enable_gqa=grouped, **options)

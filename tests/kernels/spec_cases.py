@@ -78,9 +78,7 @@ CASES = {
     "boolean, documents": (
         (1, 2, 2, 90, 90, 16, 16),
         AttentionSpec(
-            0.25,
-            mask=torch.arange(90, device=DEVICE) % 3 > 0,
-            documents=packed([89, 1], [70, 20]),
+            0.25, mask=torch.arange(90, device=DEVICE) % 3 > 0, documents=packed([89, 1], [70, 20])
         ),
     ),
 }

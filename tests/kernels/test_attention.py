@@ -131,9 +131,6 @@ def test_vmap_computes_what_a_loop_computes():
         torch.testing.assert_close(mine, truth, **FP32_CLOSE)
 
 
-# ---- switching ----
-
-
 def switch(site, names):
     runtime.site(int(site)).stabilizers = tuple(names)
 
@@ -234,8 +231,6 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     assert all(torch.equal(a, b) for a, b in zip(found, native, strict=True))
     assert in_force(runtime.site(int(site))) == ("none",) * 4
 
-
-# ---- dispatch ----
 
 # -inf - -inf in rows that see no key, whose NaN is then not taken.
 interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -375,9 +370,6 @@ def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
     )
 
 
-# ---- the op and the compiler ----
-
-
 # PyTorch 2.15 warns of what its own check does.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
@@ -444,8 +436,6 @@ def test_neither_a_switch_nor_a_length_is_compiled_anew(dropout_p, site):
     assert counter.frame_count == 2
     torch._dynamo.reset()
 
-
-# ---- messages ----
 
 Q = torch.zeros(2, 4, 5, 16)
 K = torch.zeros(2, 2, 7, 16)

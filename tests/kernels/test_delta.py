@@ -148,9 +148,6 @@ def test_memory_of_fp64_inputs_is_fp64():
     torch.testing.assert_close(computed, truth, rtol=0, atol=1e-13)
 
 
-# --- the carrier ------------------------------------------------------------------------------
-
-
 def carried(out_prime, d_out):
     """rowsum(dO * O') in FP64."""
     return (d_out.double() * out_prime.double()).sum(-1)
@@ -279,9 +276,6 @@ def test_other_heads_are_not_touched():
 def test_gradient_of_l_makes_up_for_a_wrong_delta():
     used, wanted = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, math.nan, math.inf, 4.0])
     assert plain.lse_gradient(used, wanted).tolist() == [0.5, 0.0, 0.0, 0.0]
-
-
-# --- Triton's own -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

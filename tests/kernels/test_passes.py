@@ -145,9 +145,6 @@ def test_refusals():
         forward.forward(q, k, v, causal="bottom", scale=1.0, stabilizers=["none"] * 2)
 
 
-# --- backward ---
-
-
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]

@@ -71,9 +71,6 @@ def test_what_serves_no_new_field_refuses_it(field):
         engines.choose(call.q, call.k, call.v, call.spec, True)
 
 
-# --- a new kind of delta --------------------------------------------------------------------------
-
-
 SHAPE = 2, 4, 4, 64, 32
 
 

@@ -137,9 +137,6 @@ def test_heads_mix_bit_for_bit():
             assert alone.residual is None
 
 
-# ---- compensated ----
-
-
 @pytest.mark.parametrize("key_tile", [8, 128])
 def test_compensation_makes_delta_exact_on_random_scores(key_tile):
     # Values of one sign, so that P-bar's mismatch with l has the sign it likes in all features.
@@ -155,9 +152,6 @@ def test_compensation_makes_delta_exact_on_random_scores(key_tile):
     plain = error(result.out.double())
     # Dividing by the l of unrounded P-bar would leave two thirds of the error.
     assert error(result.out.double() + decode_residual(result.out, result.residual)) < 0.05 * plain
-
-
-# ---- row_max ----
 
 
 def level_inputs(level, dtype=torch.bfloat16):
@@ -285,9 +279,6 @@ def test_row_max_in_fp16_keeps_small_probabilities():
         assert (out.double() - exact).abs().max() <= bar, stabilizer
 
 
-# ---- odd values ----
-
-
 @pytest.mark.parametrize("causal", [False, "top-left"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
@@ -319,9 +310,6 @@ def test_scores_of_a_hundred_thousand(causal):
     expected = wide.gather(2, top.indices[..., :1].expand(-1, -1, -1, 16))
     assert clear.float().mean() > 0.9
     assert torch.equal(result.out[clear], expected[clear])
-
-
-# ---- products and messages ----
 
 
 @pytest.mark.parametrize("precision", ["medium", "high", "highest"])

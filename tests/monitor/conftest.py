@@ -69,7 +69,6 @@ def equal(first, second):
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The models and helpers above."""
     return SimpleNamespace(
         Attention=Attention, Block=Block, GPT=GPT, step=step, equal=equal,
         WIDTH=WIDTH, HEADS=HEADS, HEAD=HEAD, VOCABULARY=VOCABULARY,
@@ -83,7 +82,6 @@ def tokens():
 
 @pytest.fixture
 def instrument():
-    """`guardbit.instrument`, whose models are given back after the test."""
     made = []
 
     def instrument(model, **options):

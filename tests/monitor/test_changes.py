@@ -55,9 +55,6 @@ class Separate(toys.Attention):
         self.q_proj = linear(64, 64)
 
 
-# --- parameters that change ----------------------------------------------------------------------
-
-
 class LowRank(nn.Module):
     def __init__(self, base):
         super().__init__()
@@ -110,9 +107,6 @@ def test_a_projection_that_is_no_matrix_any_more_costs_its_own_norms_only(
     assert list(run.step(3, tokens)) == ["h.0.attn", "h.1.attn"]
     assert set(read_run(tmp_path).query("indicator == 'max_logit'").step) == {0, 1, 2, 3}
     assert not len(read_events(tmp_path))
-
-
-# --- wrapped, sharded, quantised -----------------------------------------------------------------
 
 
 def test_what_fabric_sets_up_is_watched_and_given_back(tiny, tokens, loop):
@@ -189,9 +183,6 @@ def test_flattened_parameters_are_told(tiny, tokens, loop, caplog):
         assert any("sharded by FSDP1" in line for line in caplog.messages)
     finally:
         dist.destroy_process_group()
-
-
-# --- layers --------------------------------------------------------------------------------------
 
 
 class LayerDrop(nn.Module):

@@ -49,8 +49,6 @@ class AttentionScale(nn.Module):
 
 
 class Never(nn.Module):
-    """Holds attention that never runs."""
-
     def __init__(self):
         super().__init__()
         self.attention = WrittenOutAttention()
@@ -103,8 +101,6 @@ class Block(nn.Module):
 
 
 class Bare(nn.Module):
-    """Attention without weights of its own."""
-
     def forward(self, x):
         return x + (x @ x.mT).softmax(-1) @ x
 

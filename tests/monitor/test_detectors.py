@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,9 +119,6 @@ def test_loss_departure_spares_noisy_losses():
     assert loss_alarms(3.0 + 0.8 * np.random.default_rng(9).normal(size=2000)) == []
 
 
-# The machinery
-
-
 def mixed_run(seed=0):
     """A run in which every rule fires once at least, with gaps; a list of samples a step.
 
@@ -152,11 +150,7 @@ def mixed_run(seed=0):
 @pytest.mark.parametrize("start", [-500, 1, 5000, 10**6])
 def test_the_number_of_the_step_does_not_matter(start):
     def alarms(start):
-        moved = (
-            dataclasses.replace(one, step=one.step + start)
-            for samples in mixed_run()
-            for one in samples
-        )
+        moved = (replace(one, step=one.step + start) for samples in mixed_run() for one in samples)
         found = Detectors().update(moved)
         return [(alarm.step - start, alarm.site, alarm.heads, alarm.rule) for alarm in found]
 
@@ -303,17 +297,14 @@ def test_the_docs_say_when_each_rule_fires():
     assert rows == rules, f"the table of rules in docs/rules.md has rows for {rules}"
 
 
-# What makes no rule.
-
-
 @pytest.mark.parametrize("rule", DEFAULT_RULES, ids=lambda rule: rule.name)
 def test_thresholds_that_make_no_sense_are_named(rule):
     fields = [f.name for f in dataclasses.fields(rule) if f.name not in ("name", "stakes")]
     for name in fields:
         for value in (-1, -1e-9, NAN, "1", None, True):
             with pytest.raises(ValueError, match=rf"{rule.name}\.{name} is {value!s}|'{value}'"):
-                dataclasses.replace(rule, **{name: value})
-        assert getattr(dataclasses.replace(rule, **{name: 7}), name) == 7
+                replace(rule, **{name: value})
+        assert getattr(replace(rule, **{name: 7}), name) == 7
     with pytest.raises(ValueError, match="is 0; it must be >= 1"):
         LossDeparture(samples=0)
 

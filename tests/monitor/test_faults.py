@@ -47,7 +47,6 @@ class Attention(toys.Attention):
 
 
 def train(session_of=None, steps=2):
-    """Trains one layer for some steps in a plain loop; returns the model."""
     torch.manual_seed(0)
     model = nn.Sequential(Attention())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,9 +251,6 @@ def test_a_strict_session_raises(entry, monkeypatch):
     monkeypatch.undo()
     made[0].abandon_step()
     made[0].close()
-
-
-# --- Ctrl-C --------------------------------------------------------------------------------------
 
 
 class Interrupted(toys.Attention):

@@ -17,7 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, find_layout
 
-HEADS, GROUPS, D_HEAD, D_MODEL, TOKENS = 4, 2, 6, 24, 5
+HEADS, D_HEAD, D_MODEL, TOKENS = 4, 6, 24, 5
 
 
 # -- the harness: an attention module's run, stopped where it calls attention ----------------------

@@ -336,9 +336,6 @@ def test_bad_arguments_are_refused(arguments, message):
         Policy(**arguments)
 
 
-# Widening, where a switch does not help.
-
-
 def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_the_model():
     policy = Policy("compensated", scope="head")
     assert at(policy, 100, alarm()) == [("h.2", (3,), "compensated")]

@@ -53,9 +53,6 @@ def test_a_step_that_is_abandoned_never_was_and_may_begin_again():
     assert not schedule.is_within_step and schedule.last_ended == 4
 
 
-# --- one warning for a loop that is wrong, none for one that is right ----------------------------
-
-
 @pytest.fixture
 def said():
     return []

@@ -24,9 +24,6 @@ def inst(model, tiny, tokens):
     instrumentation.remove()
 
 
-# ---- which modules are sites ----
-
-
 def test_sites_are_named_after_their_modules(model, inst):
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
     site = inst.sites["h.1.attn"]
@@ -164,9 +161,6 @@ def test_calls_of_our_own_function_are_sites(tiny):
     assert not runtime.running
 
 
-# ---- weights ----
-
-
 @pytest.mark.parametrize("how", ["plain", "frozen", "autocast", "half"])
 def test_rows_after_one_step(how, model, tiny, tokens, instrument):
     if how == "half":
@@ -301,9 +295,6 @@ def test_calls_of_different_shapes_are_refused_and_say_so(tiny, instrument):
     with pytest.raises(guardbit.LayoutUnavailable, match="2 times in one forward, with queries of"):
         inst.sites["0"].query_weight(0)
     assert inst.sites["0"].launches == launches, "probing is no call of the model"
-
-
-# ---- the switch ----
 
 
 def test_switch_by_name_by_pattern_and_by_head(inst):

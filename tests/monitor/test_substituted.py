@@ -208,9 +208,6 @@ def test_kernels_that_fail_are_reported(run, monkeypatch, name, direction):
     assert [event[2] for event in run.events()] == [name, "none", name]
 
 
-# --- proofs --------------------------------------------------------------------------------------
-
-
 def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(proof, "_proofs", {})
     run = Run(tmp_path).one()
@@ -240,9 +237,6 @@ def test_a_later_run_of_the_process_tells_what_it_relies_on(tmp_path, monkeypatc
         assert len(read_metadata(tmp_path / name)["proofs"]) == 1
         warned = [text for text in caplog.messages if "cannot be given an exact delta" in text]
         assert len(warned) == (name == "first"), "found out once"
-
-
-# --- room in compiled graphs ---------------------------------------------------------------------
 
 
 def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():

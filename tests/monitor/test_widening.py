@@ -14,18 +14,15 @@ from guardbit.records import Role, Sample
 from tests.monitor.session.plain_loop import Loop
 from tests.toys import Attention, Fires, recorded
 
-
-def attention(heads=2):
-    return Attention(heads, width=16 * heads, has_out=False)
-
-
 Names = partial(Fires, "1", why="it always does", name="names")
 ADVISES = Fires("0", (0, 1, 2, 3), why="", name="advises", role=Role(is_advisory=True))
 
 
 def session_of(folder, state=None, heads=2, layers=2, **settings):
     loop = Loop(
-        lambda: nn.Sequential(*(attention(heads) for _ in range(layers))),
+        lambda: nn.Sequential(
+            *(Attention(heads, width=16 * heads, has_out=False) for _ in range(layers))
+        ),
         every_n_train_steps=500, dirpath=folder, strict=True,
         indicators=["max_logit", "dq_coherent_error"], **settings,
     )  # fmt: skip

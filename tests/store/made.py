@@ -19,6 +19,5 @@ def put(writer: RunWriter, *samples: Sample) -> None:
 
 
 def write(folder, *samples: Sample, **options) -> None:
-    """Writes one session of a run."""
     with RunWriter(folder, **options) as writer:
         writer.add(samples)

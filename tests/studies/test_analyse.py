@@ -174,9 +174,7 @@ def test_second_starts_and_copies_are_arms_of_their_own():
     assert list(lines.one_line_a_run(made)["arm"]) == ["stock", "restart", "again", "rescue"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "failed"), [(2.0, False), (2.09, False), (2.2, True), (9.0, True)]
-)
+@pytest.mark.parametrize("loss, failed", [(2.0, False), (2.09, False), (2.2, True), (9.0, True)])
 def test_a_run_fails_by_a_run_of_its_own_kind_of_model(loss, failed):
     def of_kind(name, level, **facts):
         frame = scalars(*range(0, 2001, 20))

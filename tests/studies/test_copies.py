@@ -4,14 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.copies import (
-    fallen,
-    newly_alarmed,
-    over_seeds,
-    ratios,
-    told,
-    without_each,
-)
+from studies.rescue.copies import fallen, newly_alarmed, over_seeds, ratios, told, without_each
 from studies.rescue.packed import Run
 
 EVENTS = ["step", "kind", "site", "heads", "rule"]

@@ -4,15 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.counterfactual import (
-    alarms,
-    compared,
-    families,
-    growth,
-    table,
-    told,
-    watched,
-)
+from studies.rescue.counterfactual import alarms, compared, families, growth, table, told, watched
 from studies.rescue.packed import Run
 
 HEADS = [(1, 0), (1, 1), (2, 0)]

@@ -7,14 +7,7 @@ import pandas as pd
 import pytest
 
 from studies.rescue import low_rate
-from studies.rescue.low_rate import (
-    compared,
-    excess,
-    first_said,
-    other_of,
-    runs_at,
-    table,
-)
+from studies.rescue.low_rate import compared, excess, first_said, other_of, runs_at, table
 from studies.rescue.packed import Run
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,9 +17,6 @@ from guardbit.records import Event
 from studies.rescue import analyse, train
 from studies.rescue.model import Encoder, LanguageModel, rotate
 from tests.studies.conftest import TINY
-
-RECORDED = Path(__file__).parents[1] / "data" / "runs"
-RESULTS = Path(analyse.__file__).with_name("results")
 
 # Users do not turn warnings into errors, and Lightning gives some.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,8 +11,6 @@ def values(frame, indicator):
 
 
 class Recorder(Logger):
-    """A logger that keeps every number, as TensorBoard's would."""
-
     def __init__(self):
         super().__init__()
         self.logged = []

@@ -76,9 +76,6 @@ def test_the_metadata_say_what_was_watched_and_how(trains, tmp_path):
     assert metadata["versions"]["torch"] == importlib.metadata.version("torch")
 
 
-# --- which state continues, and what the log says -------------------------------------------------
-
-
 class SwitchesAt(Callback):
     """Switches two heads by hand at a step, and notes what runs at the end of each fit."""
 

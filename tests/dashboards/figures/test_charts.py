@@ -31,7 +31,6 @@ over_steps = pytest.mark.parametrize("name", [name for name in CHARTS if name !=
 
 @pytest.fixture(scope="module")
 def drawn(run):
-    """Every chart of the made-up run, by name."""
     found = {name: draw(run.frame, run.events) for name, draw in CHARTS.items()}
     empty = [name for name in CHARTS if found[name] is None]
     assert not empty, f"tests/dashboards/conftest.py: the made-up run lacks what {empty} would draw"

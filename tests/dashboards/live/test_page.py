@@ -38,7 +38,6 @@ def page(open_page):
 
 
 def show(page, server):
-    """Opens the page of a run that has samples, and waits until it is drawn."""
     page.goto(server.address)
     page.wait_for_selector("#run-charts .uplot")
     wait_until_drawn(page)
@@ -308,9 +307,6 @@ def test_a_run_that_has_ended_says_how(page, serve, recorder, tmp_path, end):
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
         wait(page, "document.querySelector('#status').textContent.includes('10 min ago')")
         assert end in text(page, "#status") and "killed" not in text(page, "#status")
-
-
-# --- the list of runs ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark")])

@@ -11,7 +11,6 @@ from guardbit.store import RunFollower, RunWriter
 
 
 def state_of(watcher):
-    """The page's state after a look."""
     watcher.look()
     return watcher.state(-1, None)
 

@@ -48,9 +48,6 @@ def test_a_name_that_means_another_format_is_refused(tmp_path, format):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- several runs --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def comparison(run, tmp_path_factory):
     output = tmp_path_factory.mktemp("two") / "comparison.html"

@@ -123,7 +123,6 @@ def tensors(case, seed=0):
 
 
 def step(run, inputs):
-    """The output, and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     out = run(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, inputs[3])
@@ -143,7 +142,6 @@ def spec_of(case):
 
 
 def exact(case, inputs):
-    """All of a case in FP64."""
     q, k, v, d_out = inputs
     return dense(d_out, q, k, v, spec_of(case))
 

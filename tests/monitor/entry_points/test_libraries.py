@@ -47,11 +47,6 @@ def borrower(monkeypatch):
 FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
 
 
-def rows_of(gradient, heads):
-    """The rows of W_Q of some heads."""
-    return torch.cat([gradient[h * WIDTH : (h + 1) * WIDTH] for h in heads])
-
-
 def test_stand_ins_take_what_the_functions_take_and_give_them_back(borrower, tiny):
     def held():
         there = [vars(sys.modules[entry.home])[entry.attribute] for entry in LIBRARY]

@@ -36,10 +36,6 @@ class ReturnsWeights(nn.Module):
         return out + self.uses_weights * weights @ x if self.uses_weights else out
 
 
-def heads(x):
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-
 CAUSAL = torch.ones(9, 9, dtype=torch.bool).triu(1)  # True: may not see
 PADDING = torch.zeros(2, 9, dtype=torch.bool)
 PADDING[1, 6:] = True
@@ -78,7 +74,7 @@ def test_the_observer_hears_of_the_call_as_it_was(mask, padding, checkpointed, x
     # By hand, in FP64.
     weight = model.attention.in_proj_weight.detach().double().requires_grad_()
     projected = x.double() @ weight.T
-    q, k, v = (heads(y) for y in projected.chunk(3, -1))
+    q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in projected.chunk(3, -1))
     q = q / math.sqrt(WIDTH // HEADS)
     q.retain_grad()
     hidden = torch.zeros(2, 1, 9, 9, dtype=torch.bool)

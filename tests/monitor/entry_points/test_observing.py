@@ -12,6 +12,7 @@ import guardbit
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
+from tests import toys
 from tests.oracle import attend
 from tests.toys import instrumented
 
@@ -29,24 +30,21 @@ class Core(nn.Module):
         return einsum_attention(queries, keys, values), "more"
 
 
-class Attention(nn.Module):
+class Attention(toys.Attention):
     """`shows` is what is done with q, k and v before attention."""
 
     def __init__(self, shows=lambda q, k, v: (q, k, v), how=None):
-        super().__init__()
-        self.qkv, self.core = nn.Linear(32, 96), Core()
-        self.shows, self.how = shows, how
+        super().__init__(has_out=False)
+        self.core, self.shows, self.how = Core(), shows, how
 
-    def attend(self, x):
-        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+    def attend(self, q, k, v):
         q, k, v = self.shows(q, k, v)
-        out, _ = self.core(q, k, values=v)
-        return x + out.transpose(1, 2).flatten(2)
+        return self.core(q, k, values=v)[0]
 
     def forward(self, x):
         if self.how is None:
-            return self.attend(x)
-        return checkpoint(self.attend, x, use_reentrant=self.how == "reentrant")
+            return super().forward(x)
+        return checkpoint(super().forward, x, use_reentrant=self.how == "reentrant")
 
 
 def observes(q, k, v):
@@ -114,8 +112,7 @@ def test_the_switch_to_centered_keys(by, how, x, tiny):
         after = tiny.step(model, x)
         handle.remove()
         assert inst.stabilizers() == {name: ["none", "centered_keys"]}
-        given = model[1].qkv(model[0](x)).detach()[..., 32:64].unflatten(-1, (2, 16))
-        given = given.transpose(1, 2)
+        given = model[1].project(model[0](x))[1].detach()
         assert torch.equal(keys[0][:, 0], given[:, 0])
         # FP32: a few ulps of numbers of size 1.
         expected = given[:, 1] - given[:, 1].double().mean(1, keepdim=True)
@@ -145,9 +142,7 @@ def test_other_stabilizers_are_said_not_to_run(x, tmp_path):
 def by_hand(model, x):
     """Attention in FP64: q, k, v, their output and dQ for the loss of `tiny.step`."""
     x = model[0].double()(x.double())
-    q, k, v = (
-        y.unflatten(-1, (2, 16)).transpose(1, 2) for y in model[1].qkv.double()(x).chunk(3, -1)
-    )
+    q, k, v = model[1].double().project(x)
     q.retain_grad()
     out = attend(q, k, v, AttentionSpec(0.25, "top-left")).out
     out.retain_grad()
@@ -250,15 +245,14 @@ class Other(Attention):
         super().__init__()
         self.core = kind()
 
-    def attend(self, x):
-        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+    def attend(self, q, k, v):
         given = (q,) if isinstance(self.core, Half) else (q, k)
         out = self.core(*given, values=v)
         if isinstance(self.core, Named):
             out = out.out
         elif isinstance(out, tuple):
             out, _ = out
-        return x + (out if out.dim() == 3 else out.transpose(1, 2).flatten(2))
+        return out if out.dim() == 4 else out.unflatten(-1, (2, 16)).transpose(1, 2)
 
 
 MISTAKEN = {

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,12 @@ class Attention(nn.Module):
 
 
 class Halved(TorchFunctionMode):
-    """Halves what attention returns."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out * 0.5 if func is F.scaled_dot_product_attention else out
 
 
 class Loud(torch.Tensor):
-    """Doubles what attention returns."""
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         out = super().__torch_function__(func, types, args, kwargs)
@@ -57,24 +54,21 @@ def trained(mask, watch, backend=None, before=lambda x: x):
     losses = []
     for step in range(4):
         x = torch.randn(2, TOKENS, 64, generator=torch.Generator().manual_seed(step))
-        if session:
-            session.begin_batch(step)
-        # What a mask that is never filled would read.
-        torch.full((TOKENS, TOKENS), 7.0)
-        loss = (runs(before(x)) - x).as_subclass(torch.Tensor).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with session.step(step) if session else nullcontext():
+            # What a mask that is never filled would read.
+            torch.full((TOKENS, TOKENS), 7.0)
+            loss = (runs(before(x)) - x).as_subclass(torch.Tensor).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
-        if session:
-            session.end_step()
-    logits = [s for s in session.samples if s.indicator == "max_logit"] if session else []
-    norms = [s for s in session.samples if s.indicator == "w_q_spectral_norm"] if session else []
+    samples = session.samples if session else []
+    logits = [value for s in samples if s.indicator == "max_logit" for value in s.values]
+    num_norms = sum(s.indicator == "w_q_spectral_norm" for s in samples)
     if session:
         assert (session.coverage, session.stages_off) == ((2, 2), frozenset())
         session.close()
-    weights = [p.detach().clone() for p in model.parameters()]
-    return losses, weights, [value for sample in logits for value in sample.values], len(norms)
+    return losses, [p.detach().clone() for p in model.parameters()], logits, num_norms
 
 
 def same(one, other):

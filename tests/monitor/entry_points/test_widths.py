@@ -45,7 +45,6 @@ def tokens():
 
 
 def by_hand(call):
-    """All of a call in FP64."""
     return dense(call.d_out, call.q, call.k, call.v, AttentionSpec(0.5, "top-left"))
 
 

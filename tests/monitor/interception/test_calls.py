@@ -21,6 +21,11 @@ pytestmark = [
 ]
 
 
+class Caller(nn.Module):
+    def forward(self, *tensors, **options):
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+
 def odd_calls():
     def q(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -39,10 +44,6 @@ def odd_calls():
 
 @pytest.mark.parametrize("reason", odd_calls())
 def test_odd_calls_stay_with_pytorch(reason, instrument):
-    class Caller(nn.Module):
-        def forward(self, tensors, options):
-            return F.scaled_dot_product_attention(*tensors, **options)
-
     model = Caller()
     tensors, options = odd_calls()[reason]
     torch.manual_seed(3)
@@ -50,7 +51,7 @@ def test_odd_calls_stay_with_pytorch(reason, instrument):
     inst = instrument(model)
     for _ in range(2):
         torch.manual_seed(3)
-        assert torch.equal(model(tensors, options), expected)
+        assert torch.equal(model(*tensors, **options), expected)
     assert reason in inst.sites["Caller"].refusal
 
 
@@ -60,52 +61,39 @@ def test_odd_calls_stay_with_pytorch(reason, instrument):
 )
 def test_calls_without_anything_in_them(batch, heads, rows, keys, backend, instrument):
     """PyTorch serves them, whatever kernel is forced, before it chooses one."""
-    if (
-        torch.__version__ < "2.12"
-        and backend != "MATH"
-        and (batch, backend) != (0, "FLASH_ATTENTION")
-    ):
-        pytest.skip(
-            "PyTorch 2.11 has no kernel for these: it raises, or dies of a division by zero"
-        )
+    has_kernel = backend == "MATH" or (batch, backend) == (0, "FLASH_ATTENTION")
+    if torch.__version__ < "2.12" and not has_kernel:
+        pytest.skip("PyTorch 2.11 has no kernel for these: it raises, or divides by zero and dies")
 
-    class Bare(nn.Module):
-        def forward(self, q, k):
-            return F.scaled_dot_product_attention(q, k, k)
-
-    model = Bare()
+    model = Caller()
     q = torch.randn(batch, heads, rows, 16, requires_grad=True)
     k = torch.randn(batch, heads, keys, 16, requires_grad=True)
 
     def run():
         with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
-            out = model(q, k)
+            out = model(q, k, k)
         return out, *torch.autograd.grad(out.sum(), (q, k))
 
     expected = run()
     inst = instrument(model)
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
     full = torch.randn(2, 4, 8, 16)
-    model(full, full)
-    assert inst.sites["Bare"].refusal is None
+    model(full, full, full)
+    assert inst.sites["Caller"].refusal is None
     inst.switch("*", "compensated")
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
-    assert inst.sites["Bare"].refusal is None
-    assert inst.stabilizers() == {"Bare": ["compensated"] * 4}
+    assert inst.sites["Caller"].refusal is None
+    assert inst.stabilizers() == {"Caller": ["compensated"] * 4}
 
 
 def test_errors_of_pytorch_stay_its_own(instrument):
-    class Caller(nn.Module):
-        def forward(self, q, k):
-            return F.scaled_dot_product_attention(q, k, k)
-
     model = Caller()
     q, k = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 16, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError) as theirs:
-        model(q, k)
+        model(q, k, k)
     instrument(model)
     with pytest.raises(RuntimeError) as ours:
-        model(q, k)
+        model(q, k, k)
     assert str(ours.value) == str(theirs.value)
 
 

@@ -66,9 +66,6 @@ def test_garbage_that_imports_while_references_are_looked_for_does_no_harm(tiny,
     assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
 
 
-# --- what lies outside modules and their classes -------------------------------------------------
-
-
 class Holder(NamedTuple):
     """What holds the function; it is called through `call`, or as what is held."""
 
@@ -77,8 +74,6 @@ class Holder(NamedTuple):
 
 
 class ReadOnly:
-    """Refuses to be changed by any means."""
-
     __slots__ = ("_attend",)
 
     def __init__(self, attend):
@@ -244,9 +239,6 @@ def test_what_failed_and_is_remembered_multiplies_no_references(tiny, monkeypatc
         counts.append(sys.getrefcount(engines.scaled_dot_product_attention))
     more = [after - before for before, after in itertools.pairwise(counts)]
     assert 0 < more[-1] <= more[0] + 5
-
-
-# --- another function in the place of PyTorch's --------------------------------------------------
 
 
 def halved(original):

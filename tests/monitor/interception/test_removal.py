@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -174,19 +175,18 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     torch._dynamo.reset()
 
 
+def load_without_guardbit(path):
+    sys.modules["guardbit"] = None  # its import then fails
+    torch.set_num_threads(1)
+    model, x, expected = torch.load(path, weights_only=False)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+
+
 def test_a_saved_model_is_loaded_where_guardbit_is_missing(tmp_path, instrument):
     model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
     x = torch.randn(2, 5, 64)
     expected = model(x)
     instrument(model)
     torch.save((model, x, expected), tmp_path / "model.pt")
-    code = """
-import sys, torch
-sys.modules["guardbit"] = None  # its import then fails
-torch.set_num_threads(1)
-model, x, expected = torch.load(sys.argv[1], weights_only=False)
-assert torch.equal(model(x), expected)
-assert torch.equal(torch.compile(model, backend="eager")(x), expected)
-"""
-    (tmp_path / "other.py").write_text(code)
-    launch(tmp_path / "other.py", 1, tmp_path / "model.pt")
+    launch(load_without_guardbit, 1, tmp_path / "model.pt")

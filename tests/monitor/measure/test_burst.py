@@ -192,16 +192,14 @@ def run(model, steps, session=None, make=torch.optim.AdamW, forward=None, **opti
     options = options or {"lr": 1e-4, "betas": (0.0, 0.999), "weight_decay": 0.0}
     optimizer = make(model.parameters(), **options)
     for step in range(steps) if isinstance(steps, int) else steps:
-        if session is not None:
-            session.begin_batch(step)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = forward(batch(step)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if session is not None:
-            session.loss(loss.detach())
-            session.end_step()
+        with session.step(step) if session else contextlib.nullcontext() as record:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = forward(batch(step)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if record:
+                record.loss(loss.detach())
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

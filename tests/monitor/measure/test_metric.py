@@ -1,10 +1,10 @@
 """The metrics against whole FP64 attention matrices, from calls made through the real op."""
 
-import textwrap
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.runtime import runtime
@@ -12,7 +12,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
 from guardbit.numerics import decode_residual
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import begin, launch
 from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
 
@@ -52,7 +52,6 @@ def call_of(q, k, v, d_out, stabilizers=None, is_causal=True, dropout_p=0.0):
 
 
 def exact_attention(call, kept=None):
-    """All of a call in FP64."""
     spec = AttentionSpec(call.spec.scale, call.spec.causal)
     return dense(call.d_out, call.q, call.k, call.v, spec, kept)
 
@@ -106,20 +105,16 @@ def test_indicators_of_several_micro_batches_are_those_of_all_their_rows():
         entropy = entropy + torch.special.entr(probabilities).sum((0, 2, 3))
         rows += call.q.size(0) * call.q.size(2)
         largest.append(sizes(scores).amax((0, 2, 3)))
-    torch.testing.assert_close(got["multiple_maxima"][0], ties.double() / rows, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        got["multiple_maxima_bf16"][0], ties_bf16.double() / rows, rtol=1e-12, atol=0
-    )
+    assert_close(got["multiple_maxima"][0], ties.double() / rows, rtol=1e-12, atol=0)
+    assert_close(got["multiple_maxima_bf16"][0], ties_bf16.double() / rows, rtol=1e-12, atol=0)
     assert (ties > 0).all() and (ties < rows).all(), "there must be rows of both kinds"
-    torch.testing.assert_close(got["attention_entropy"][0], entropy / rows, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got["max_logit"][0], torch.stack(largest).amax(0), rtol=1e-6, atol=0)
+    assert_close(got["attention_entropy"][0], entropy / rows, rtol=1e-5, atol=1e-6)
+    assert_close(got["max_logit"][0], torch.stack(largest).amax(0), rtol=1e-6, atol=0)
     bias, bias_abs = exact_bias(calls)
     assert (bias.abs() > 0.1 * bias_abs).any(), "there must be a bias to measure"
     # The shadow's FP32 sums, relative to the absolute sum: 2^-24 times a few, against 2^-9.
-    torch.testing.assert_close(
-        got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
-    )
-    torch.testing.assert_close(got["delta_bias_abs"][0], bias_abs, rtol=1e-3, atol=0)
+    assert_close(got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item())
+    assert_close(got["delta_bias_abs"][0], bias_abs, rtol=1e-3, atol=0)
 
 
 def test_a_head_whose_scores_are_all_negative_does_not_hide():
@@ -132,11 +127,11 @@ def test_a_head_whose_scores_are_all_negative_does_not_hide():
     got = updated([call])
     expected = sizes(scores).amax((0, 2, 3))
     assert expected[1] > 1000
-    torch.testing.assert_close(got["max_logit"][0], expected, rtol=1e-6, atol=0)
+    assert_close(got["max_logit"][0], expected, rtol=1e-6, atol=0)
     # Ties are still those of the row's maximum, which softmax takes.
     top = scores.amax(-1, keepdim=True)
     ties = ((top - scores <= EPS).sum(-1) > 1).double().mean((0, 2))
-    torch.testing.assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
+    assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 48, 1000])
@@ -145,14 +140,12 @@ def test_a_subset_of_rows_is_measured_as_if_there_were_no_others(num_rows):
     got = updated([call], num_rows)
     rows = torch.linspace(0, 47, min(num_rows, 48)).round().long()
     bias, bias_abs = exact_bias([call], rows)
-    torch.testing.assert_close(
-        got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
-    )
+    assert_close(got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item())
     exact = exact_attention(call)
     entropy = torch.special.entr(exact.weights[:, :, rows]).sum(-1).mean((0, 2))
-    torch.testing.assert_close(got["attention_entropy"][0], entropy, rtol=1e-5, atol=1e-6)
+    assert_close(got["attention_entropy"][0], entropy, rtol=1e-5, atol=1e-6)
     largest = sizes(exact.scores)[:, :, rows].amax((0, 2, 3))
-    torch.testing.assert_close(got["max_logit"][0], largest, rtol=1e-6, atol=0)
+    assert_close(got["max_logit"][0], largest, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -162,9 +155,7 @@ def test_compensated_heads_keep_less_than_a_hundredth_of_the_bias(kv_heads):
     assert stock.stabilizers == ("none",) * 4 and stock.residual is None
     before, after = updated([stock]), updated([compensated])
     bias, bias_abs = exact_bias([stock])
-    torch.testing.assert_close(
-        before["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
-    )
+    assert_close(before["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item())
     assert (bias_abs > 0.01).all()
     assert (after["delta_bias"][0].abs() < 1e-2 * before["delta_bias_abs"][0]).all()
     assert (after["delta_bias_abs"][0] < 1e-2 * before["delta_bias_abs"][0]).all()
@@ -200,8 +191,8 @@ def test_audit_compares_dq_with_autograd_in_fp64():
     along = torch.einsum("bhnd,hd->h", error, u)
     scale = torch.einsum("bhnd,hd->bhn", exact, u).abs().sum((0, 2))
     # In a sink dQ nearly vanishes: BF16's error is larger than dQ, the FP32 reference's 1e-4 of it.
-    torch.testing.assert_close(got["dq_relative_error"][0, heads], relative, rtol=1e-3, atol=0)
-    torch.testing.assert_close(got["dq_coherent_error"][0, heads], along / scale, rtol=1e-3, atol=0)
+    assert_close(got["dq_relative_error"][0, heads], relative, rtol=1e-3, atol=0)
+    assert_close(got["dq_coherent_error"][0, heads], along / scale, rtol=1e-3, atol=0)
     assert (along / scale).abs().max() > 1e-3, "there must be a sign to get right"
     assert got["dq_relative_error"][0, [0, 2]].isnan().all()
     assert got["dq_coherent_error"][0, [0, 2]].isnan().all()
@@ -218,12 +209,8 @@ def test_sites_of_different_head_counts_do_not_mix():
     alone_wide, alone_narrow = AttentionMetric(PROBES, 1, 4), AttentionMetric(PROBES, 1, 2)
     alone_wide.update(0, CallView(wide))
     alone_narrow.update(0, CallView(narrow))
-    torch.testing.assert_close(
-        values[:, 0], stacked(alone_wide)[:, 0], rtol=0, atol=0, equal_nan=True
-    )
-    torch.testing.assert_close(
-        values[:, 2, :2], stacked(alone_narrow)[:, 0], rtol=0, atol=0, equal_nan=True
-    )
+    assert_close(values[:, 0], stacked(alone_wide)[:, 0], rtol=0, atol=0, equal_nan=True)
+    assert_close(values[:, 2, :2], stacked(alone_narrow)[:, 0], rtol=0, atol=0, equal_nan=True)
     assert values[:, 1].isnan().all() and values[:, 2, 2:].isnan().all()
 
 
@@ -247,10 +234,10 @@ def test_rows_without_an_allowed_key_do_not_count():
     got = updated([replace(call, spec=replace(call.spec, causal=True))])
     visible = exact_attention(call_of(q[:, :, 8:], k[:, :, :4], v[:, :, :4], d_out[:, :, 8:]))
     expected = torch.special.entr(visible.weights).sum(-1).mean((0, 2))
-    torch.testing.assert_close(got["attention_entropy"][0], expected, rtol=1e-5, atol=1e-6)
+    assert_close(got["attention_entropy"][0], expected, rtol=1e-5, atol=1e-6)
     top = visible.scores.amax(-1, keepdim=True)
     ties = ((top - visible.scores <= EPS).sum(-1) > 1).double().mean((0, 2))
-    torch.testing.assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
+    assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -275,27 +262,14 @@ def test_zero_gradient_gives_no_audit(size):
     assert got["delta_bias"][0].abs().max() <= 1e3 * size
 
 
-WORKER = textwrap.dedent(
-    """
-    import os, sys
-    import torch
-    from guardbit.catalog import HEAD_INDICATORS, of_probe
-    from guardbit.monitor.measure.measurement import AttentionMetric
-    from guardbit.monitor.measure.probes import CallView, plan_for
-
-    torch.set_num_threads(1)
-    rank, folder = int(os.environ["RANK"]), sys.argv[1]
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
-    calls = torch.load(f"{folder}/calls{rank}.pt", weights_only=False)
-    metric = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, 4)
-    for call in calls:
+def measure_on_rank(folder):
+    begin("cpu")
+    rank = torch.distributed.get_rank()
+    metric = AttentionMetric(PROBES, 1, 4)
+    for call in torch.load(folder / f"calls{rank}.pt", weights_only=False):
         metric.update(0, CallView(call, None, [2], torch.ones(4, 16)))
-    torch.save(torch.stack(list(metric.measured().values())), f"{folder}/values{rank}.pt")
+    torch.save(stacked(metric), folder / f"values{rank}.pt")
     torch.distributed.destroy_process_group()
-    """
-)
 
 
 def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
@@ -304,15 +278,14 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     calls = [replace(call, again=None, uncorrected=None) for call in calls]
     for rank, share in enumerate([calls[:1], calls[1:]]):
         torch.save(share, tmp_path / f"calls{rank}.pt")
-    (tmp_path / "worker.py").write_text(WORKER)
-    launch(tmp_path / "worker.py", 2, tmp_path)
+    launch(measure_on_rank, 2, tmp_path)
     alone = AttentionMetric(PROBES, 1, 4)
     for call in calls:
         alone.update(0, CallView(call, None, [2], torch.ones(4, 16)))
     values = [torch.load(tmp_path / f"values{rank}.pt") for rank in range(2)]
-    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
+    assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
     # FP64 sums in another order.
-    torch.testing.assert_close(values[0], stacked(alone), rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert_close(values[0], stacked(alone), rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def test_dropout_of_pytorchs_kernel_leaves_only_what_needs_no_mask():
@@ -350,6 +323,6 @@ def test_dropout_of_our_kernels_is_taken_back():
     dq = exact.dq
     error = (call.dq.double() - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
     relative = error / dq[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
-    torch.testing.assert_close(got["dq_relative_error"][0, 1:3], relative, rtol=1e-3, atol=0)
+    assert_close(got["dq_relative_error"][0, 1:3], relative, rtol=1e-3, atol=0)
     wrong = (exact_attention(call).dq - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
     assert (error < 0.3 * wrong).all(), "the mask must matter"

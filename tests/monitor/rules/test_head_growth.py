@@ -97,9 +97,6 @@ def test_one_head_of_few_or_many_is_found_but_for_one_without_peers(sites, heads
     assert found == [("h.0", (0,))] * (sites * heads > 1)
 
 
-# Logits, by themselves and with the norm.
-
-
 def logit_alarms(logits, peers=100.0):
     """Alarms of head 1 of layer a; a sample every 10 steps, so that drift counts for nothing."""
     flat = [(peers, peers)] * len(logits)

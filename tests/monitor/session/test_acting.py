@@ -212,15 +212,10 @@ def test_one_policy_serves_several_runs(tmp_path):
 
 def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": True}
-    dry = Loop(
-        dirpath=tmp_path, policy=Policy("compensated", scope="head"), dry_run=True, **settings
-    ).run([0, 1], close=False)
-    state = dry.session.state_dict()
-    dry.session.close()
-    serious = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
-    serious.session.load_state_dict(state)
+    settings |= {"dirpath": tmp_path, "policy": Policy("compensated", scope="head")}
+    state = Loop(dry_run=True, **settings).run([0, 1], close=False).leave()
     # Although a rule keeps silent about a head for 1,000 steps after it has fired.
-    serious.run([2, 998, 1000])
+    Loop(**settings).resume(state, [2, 998, 1000])
     refused, made = events_of(tmp_path, "refusal"), events_of(tmp_path, "switch")
     assert refused[["step", "stabilizer"]].to_numpy().tolist() == [[0, "compensated"]]
     assert made[["step", "stabilizer"]].to_numpy().tolist() == [[2, "compensated"]]

@@ -54,8 +54,7 @@ def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
     # A checkpoint of a run without it, resumed between two samples.
     plain = Loop(dirpath=tmp_path / "plain", **settings).run(range(5))
     later = Loop(dirpath=tmp_path / "later", policy=policy, **settings)
-    later.session.load_state_dict(plain.session.state_dict())
-    later.run([5, 6])
+    later.resume(plain.session.state_dict(), [5, 6])
     assert [event[:3] for event in switches(tmp_path / "later")] == [
         (5, *which) for which in ALL_HEADS
     ]

@@ -1,65 +1,66 @@
-"""Two ranks judge the same samples, and survive an error of one."""
+"""Sessions of two ranks: both judge the same samples, and heads that they exchange are told."""
 
-import json
-import textwrap
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.callbacks.several_ranks import launch
-from tests.monitor.session.plain_loop import LOUD, SITES, events_of, model_of, sampled, values
+from guardbit import MonitorSession
+from guardbit.kernels import dispatch
+from guardbit.monitor.measure import measurement, weights
+from guardbit.monitor.policy import Policy
+from tests.callbacks.several_ranks import begin, keep, launch, logged, refusal, seen
+from tests.monitor.session.plain_loop import (
+    LOUD,
+    SITES,
+    Loop,
+    LoudRow,
+    events_of,
+    fail,
+    model_of,
+    sampled,
+    values,
+)
+from tests.toys import Attention
 
-WORKER = textwrap.dedent(
-    """
-    import json, os, sys
-    import torch
 
-    from guardbit.kernels import dispatch
-    from guardbit.monitor.measure import measurement, weights
-    from guardbit.monitor.policy import Policy
-    from tests.monitor.session.plain_loop import Loop, LoudRow, fail
-
-    rank, (folder, module, function) = int(os.environ["RANK"]), sys.argv[1:]
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
+def two_ranks(folder, module, function):
+    begin("cpu")
+    rank = torch.distributed.get_rank()
     loop = Loop(
         rules=(LoudRow(),),
         policy=Policy("compensated", scope="head"),
-        dirpath=f"{folder}/run" if rank == 0 else None,
+        dirpath=None if rank else folder / "run",
     )
     for step in range(5):
         if rank == 1 and step == 2:
-            setattr({"dispatch": dispatch, "measurement": measurement}[module], function, fail)
+            setattr(sys.modules[module], function, fail)
         if rank == 1 and step == 3:
             weights.spectral_norms = fail
         with loop.session.step(step) as record:
             # Only rank 1 sees the loud rows.
             x = torch.full((1 + rank, 12, 32), 0.1) * (1 + 9 * rank)
             x = x + 0.01 * torch.arange(12)[:, None]
-            loss = loop.model(x.bfloat16()).float().square().mean()
-            loss.backward()
+            loop.model(x.bfloat16()).float().square().mean().backward()
             record.loss(float(rank))
     stabilizers = loop.session.instrumentation.stabilizers()
     detectors = loop.session.state_dict()["detectors"]
     loop.session.close()
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump([stabilizers, sorted(loop.session.stages_off), detectors], file)
-    torch.distributed.destroy_process_group()
-    """
-)
+    found = [stabilizers, sorted(loop.session.stages_off), detectors]
+    keep(folder, ["found"], lambda *_: found)
 
 
 @pytest.mark.parametrize(
     "broken",
-    [("dispatch", "delta_bias"), ("measurement", "_rows")],
+    [(dispatch.__name__, "delta_bias"), (measurement.__name__, "_rows")],
     ids=["in a call", "as it is added up"],
 )
 def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
-    (tmp_path / "worker.py").write_text(WORKER)
-    launch(tmp_path / "worker.py", 2, tmp_path, *broken)
-    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    launch(two_ranks, 2, tmp_path, *broken)
+    zero, one = seen(tmp_path / "found")
     assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
     assert zero[1] == one[1] == ["capture", "metrics"]
     errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
@@ -75,9 +76,100 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
         x = 0.1 + 0.01 * torch.arange(12)[:, None].expand(1, 12, 32)
         torch.manual_seed(0)
         layer = model_of().bfloat16().layers[0]
-        q, k = (
-            p(x.bfloat16()).float().unflatten(-1, (2, 16)) for p in (layer.q_proj, layer.k_proj)
-        )
-        largest = (torch.einsum("bnhd,bmhd->bhnm", q, k) / 4).max().item()
+        q, k, _ = (y.float() for y in layer.project(x.bfloat16()))
+        largest = (q @ k.mT / 4).max().item()
     assert largest < LOUD / 10
     assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
+
+
+class Exchange(torch.autograd.Function):
+    """Cuts one dimension and joins another, by `all_to_all` or by messages."""
+
+    way = "all_to_all"
+
+    @staticmethod
+    def forward(ctx, x, cut, join):
+        ctx.dims = cut, join
+        rank, parts = dist.get_rank(), torch.stack(x.chunk(2, cut))
+        got = torch.empty_like(parts)
+        if Exchange.way == "all_to_all":
+            dist.all_to_all_single(got, parts)
+        else:
+            got[rank] = parts[rank]
+            sent = dist.isend(parts[1 - rank].contiguous(), 1 - rank)
+            dist.irecv(got[1 - rank], 1 - rank).wait()
+            sent.wait()
+        return torch.cat(got.unbind(), join)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        cut, join = ctx.dims
+        return Exchange.apply(gradient, join, cut), None, None
+
+
+class Exchanging(Attention):
+    """As of Ulysses: ranks exchange tokens for heads, which do not map to rows of W_Q."""
+
+    def __init__(self):
+        super().__init__(4, width=64, is_fused=False, bias=False, has_out=False)
+
+    def project(self, x):
+        return [Exchange.apply(y, 1, 2) for y in super().project(x)]
+
+    def attend(self, q, k, v):
+        return Exchange.apply(super().attend(q, k, v), 2, 1)
+
+
+def train(folder, rank, is_watched):
+    """The gradients of the first step; of a watched model also what was refused and asked."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Exchanging(), Exchanging()).bfloat16()
+    model = nn.ModuleDict({"layers": layers})
+    with torch.no_grad():
+        layers[0].q_proj.weight[32:48] *= 100  # rank 1's first head
+    session = None
+    if is_watched:
+        session = MonitorSession(
+            model, every_n_train_steps=1, rules=(LoudRow(),),
+            policy=Policy("compensated", scope="head"), dirpath=folder / f"run{rank}",
+        )  # fmt: skip
+    for step in range(3):
+        x = torch.full((1, 12, 64), 0.1 * rank) + 0.01 * torch.arange(12)[:, None]
+        with session.step(step) if session else nullcontext():
+            layers(x.bfloat16()).float().square().mean().backward()
+            if step == 0:
+                first = [p.grad.clone() for p in layers.parameters()]
+    if session is None:
+        return first
+    refused = refusal(session.switch, SITES[0], "exact_delta", heads=[0])
+    asked = session.instrumentation.asked()
+    session.close()
+    return first, refused, asked
+
+
+def exchanging(folder, way):
+    begin("cpu")
+    Exchange.way, rank = way, dist.get_rank()
+    with logged() as lines:
+        plain = train(folder, rank, False)
+        first, refused, asked = train(folder, rank, True)
+    alike = list(map(torch.equal, plain, first))
+    keep(folder, ["found"], lambda *_: [refused, asked, alike, lines])
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "send"])
+def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_none(tmp_path, way):
+    launch(exchanging, 2, tmp_path, way)
+    for rank, (refused, asked, alike, lines) in enumerate(seen(tmp_path / "found")):
+        assert (
+            "cannot be switched one by one: ranks exchange tensors before it calls attention"
+            in refused
+        )
+        # The rule names one head.
+        assert asked == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] * 2}
+        assert all(alike), "before the switch"
+        told = [line for _, line in lines if line.startswith("heads cannot be told apart at")]
+        assert len(told) == (rank == 0)
+        assert all(
+            SITES[0] in line and "may each be another head on each rank" in line for line in told
+        )

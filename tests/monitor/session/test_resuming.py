@@ -138,15 +138,10 @@ def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
-    first = Loop(dirpath=tmp_path / "first" / "guardbit")
-    first.run([0, 1], close=False)
-    state = first.session.state_dict()
-    first.session.close()
+    state = Loop(dirpath=tmp_path / "first" / "guardbit").run([0, 1], close=False).leave()
     folder = tmp_path / ("first/guardbit" if same else "first")  # the log directory, not the run
-    second = Loop(dirpath=folder)
-    second.session.load_state_dict(state)
     with caplog.at_level(logging.INFO, "guardbit"):
-        second.run([2, 3])
+        Loop(dirpath=folder).resume(state, [2, 3])
     goes_on = f"GuardBit: the run in {folder} goes on from step 2"
     begins = (
         f"{folder} holds nothing of it: its telemetry begins at step 2; to go on in"

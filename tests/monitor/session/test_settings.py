@@ -44,10 +44,9 @@ def test_settings_that_leave_nothing_to_judge_or_undo_too_early_are_warned_of(
 @pytest.mark.parametrize("step", [1.5, "1", None, -1])
 def test_what_is_no_step_is_refused(step):
     loop = Loop()
-    with pytest.raises(ValueError, match=rf"step is {step!r}; it must be a whole number, 0 or"):
-        loop.session.begin_batch(step)
-    with pytest.raises(ValueError, match=rf"step is {step!r}; it must be a whole number, 0 or"):
-        loop.session.step(step)
+    for begin in (loop.session.begin_batch, loop.session.step):
+        with pytest.raises(ValueError, match=rf"step is {step!r}; it must be a whole number, 0 or"):
+            begin(step)
     loop.session.close()
 
 

@@ -1,15 +1,18 @@
-"""A stage that fails is turned off, and training goes on."""
+"""Stages that fail and disks that are full: training goes on."""
 
 import logging
+import weakref
 
 import pytest
 
-from guardbit import read_run
+from guardbit import MonitorSession, read_events, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.kernels import dispatch
+from guardbit.monitor import journal
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from guardbit.records import Event
+from guardbit.store import RunWriter, is_run, read_metadata
 from tests.monitor.session.plain_loop import (
     NORMS,
     SITES,
@@ -17,6 +20,7 @@ from tests.monitor.session.plain_loop import (
     Loop,
     events_of,
     fail,
+    full_disk,
     sampled,
     values,
 )
@@ -128,3 +132,129 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     alarm = "GuardBit: step 4: alarm layers.1 head 1: for a test; attach a policy to correct it"
     assert alarm in caplog.messages
     assert "GuardBit: step 3: switch layers.1 head 1 to row_max: for a test" in caplog.messages
+
+
+def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
+    loop = Loop(dirpath=tmp_path, rules=(Always(),))
+    loop.session.begin_batch(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.files.publish", full_disk)
+        loop.run([0], close=False)
+        for head in range(200):
+            # More than give up would take, of one step.
+            loop.session.record(Event(0, "alarm", SITES[0], (head,), "for a test"))
+    assert not is_run(tmp_path) or not list(tmp_path.glob("samples-*"))
+    loop.run([1], close=False)
+    assert list(read_metadata(tmp_path)["sites"]) == SITES
+    assert len(events_of(tmp_path, "alarm")) == 201
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.files.publish", full_disk)
+        loop.run([2], close=False)
+        loop.session.switch(SITES[0], "compensated", heads=[1])
+        loop.run([3], close=False)
+    loop.run([4])
+    frame = read_run(tmp_path)
+    counts = frame[frame["site"] != ""].groupby("step")["indicator"].nunique()
+    # Nothing is audited at the first step, as no site is known before it.
+    assert counts.index.tolist() == [0, 1, 2, 3, 4] and counts[1:].nunique() == 1
+    assert events_of(tmp_path, "switch")["step"].tolist() == [2]
+    lines = [line for line in caplog.messages if "pending for another try" in line]
+    assert len(lines) == 2 and all("No space left" in line for line in lines)
+    assert not any("is off" in line for line in caplog.messages)
+
+
+class Why(str):
+    """A sentence that shows whether somebody still has it."""
+
+
+def record_a_refusal(loop):
+    """Returns a weak reference to the event's sentence."""
+    why = Why("for a test")
+    loop.session.record(Event(5, "refusal", SITES[0], (0,), why))
+    return weakref.ref(why)
+
+
+def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(journal, "PATIENCE", 3)
+    loop = Loop(dirpath=tmp_path).run([0], close=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "flush", full_disk)
+        loop.run([1], close=False)
+        kept = [record_a_refusal(loop)]
+        loop.run(range(2, 6), close=False)
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
+    (line,) = [line for line in caplog.messages if "'store' failed and is off" in line]
+    assert "(telemetry is not kept from here on; alarms and switches go on): [Errno 28]" in line
+    assert loop.session.samples[0].step == 5, "the steps are watched all the same"
+    kept.append(record_a_refusal(loop))
+    caplog.clear()
+    assert [why() for why in kept] == [None, None], "nothing is kept any more"
+    loop.run([6])
+    assert sampled(tmp_path) == [0]
+
+
+def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monkeypatch):
+    loop = Loop(dirpath=tmp_path, strict=True).run([0], close=False)
+    monkeypatch.setattr(RunWriter, "flush", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        loop.session.close()
+    MonitorSession(loop.model).close()
+
+
+@pytest.mark.parametrize("error", [28, 24], ids=["disk full", "no file handles"])
+def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, caplog, error):
+    def refuse(*_):
+        raise OSError(error, "for now")
+
+    settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": False}
+    loop = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.files.publish", refuse)
+        if error == 24:
+            patch.setattr(journal, "is_run", refuse)
+        loop.run(range(4), close=False)
+    assert not is_run(tmp_path)
+    loop.run(range(4, 7))
+    assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
+    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
+    assert told == [[0, "alarm"], [0, "switch"], [2, "verdict"]]
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
+    assert not any("is off" in line for line in caplog.messages)
+
+
+def test_a_lone_surrogate_in_a_name_costs_nothing(tmp_path, caplog):
+    loop = Loop(dirpath=tmp_path)
+    loop.session.close()
+    loop.model.register_module("sur\udc80", loop.model.layers.pop(0))
+    loop.model.forward = lambda x: loop.model.layers[0](getattr(loop.model, "sur\udc80")(x))
+    loop.session = MonitorSession(loop.model, every_n_train_steps=1, dirpath=tmp_path)
+    loop.run([0], close=False)
+    loop.session.switch("sur\udc80", "compensated", why="said by \udcff")
+    loop.run([1])
+    frame, (event,) = read_run(tmp_path), events_of(tmp_path, "switch").itertuples()
+    assert sampled(tmp_path) == [0, 1]
+    assert set(frame["site"]) == {"", "layers.0", "sur\\udc80"}
+    assert (event.site, event.why) == ("sur\\udc80", "said by \\udcff")
+    assert set(read_metadata(tmp_path)["sites"]) == {"layers.0", "sur\\udc80"}
+    assert not any("is off" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("where", ["a file in the way", "disk full later"])
+def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where):
+    folder = tmp_path / "run"
+    if where == "a file in the way":
+        tmp_path.joinpath("run").write_text("")
+        folder = folder / "inside"
+    loop = Loop(
+        rules=(Always(since=4),), dirpath=folder, policy=Policy("compensated", scope="head")
+    )
+
+    if where == "disk full later":
+        loop.run([0], close=False)
+        monkeypatch.setattr("guardbit.store.files.publish", full_disk)
+    loop.run(range(1, 5), close=False)
+    assert "compensated" in loop.session.instrumentation.stabilizers()[SITES[1]], "it still acts"
+    loop.session.close()
+    assert sum("the stage 'store' failed" in message for message in caplog.messages) == 1
+    if where == "disk full later":
+        assert sampled(folder) == [0]

@@ -63,7 +63,6 @@ def line(cells):
 
 
 def shortened(cell):
-    """A cell with the short words of `REASONS`."""
     # Refusals of compiled calls end with what "compiled: no" says already.
     cell = cell.replace(f"{WRITTEN_OUT}; compiled it is not watched either", "*written out*")
     for short, sentence in REASONS.items():

@@ -65,10 +65,6 @@ def tokens() -> dict[str, Tensor]:
     return {"tokens": language()["input_ids"]}
 
 
-def uncached() -> dict[str, Any]:
-    return {**language(), "use_cache": False}
-
-
 def images() -> dict[str, Tensor]:
     """Two images of 4 by 8 and 8 by 8 patches, four of which make a token, each with text."""
     generator = torch.Generator().manual_seed(1)
@@ -87,10 +83,6 @@ def images() -> dict[str, Tensor]:
 
 def image() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
-
-
-def x_ids() -> dict[str, Tensor]:
-    return {"x": language()["input_ids"]}
 
 
 def vectors(name: str) -> dict[str, Tensor]:
@@ -336,7 +328,8 @@ def x_transformers(keys: tuple[int, ...], refusal: str | None = None, **options:
     # Between them are feed-forward layers.
     sites = ("attn_layers.layers.0.1.attend", "attn_layers.layers.2.1.attend")
     rows = projected("to_q", "to_k", keys)
-    return Architecture(build, sites, rows, x_ids, refusal, part=".attend")
+    ids = {"x": language()["input_ids"]}
+    return Architecture(build, sites, rows, lambda: ids, refusal, part=".attend")
 
 
 def unseen(name: str, **options: object):
@@ -459,7 +452,7 @@ ZOO: dict[str, Architecture] = {
         gemma_3n,
         tuple(f"model.layers.{layer}.self_attn" for layer in range(4)),
         projected("q_proj", "k_proj"),
-        uncached,
+        lambda: {**language(), "use_cache": False},
         keyless=(layers("model.layers.{}.self_attn", 2), "depends on no weight matrix"),
     ),
     "gpt-oss": eager(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -261,17 +262,15 @@ class Run:
 
     def train(self, steps: range) -> Run:
         for step in steps:
-            if self.session is not None:
-                self.session.begin_batch(step)
             x = self.x if self.case.name.startswith("transformers") else self.x * (1 + 0.1 * step)
-            loss = self.forward(x).float().square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            with self.session.step(step) if self.session else nullcontext() as record:
+                loss = self.forward(x).float().square().mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if record:
+                    record.loss(loss)
             self.losses.append(loss.detach())
-            if self.session is not None:
-                self.session.loss(loss)
-                self.session.end_step()
         return self
 
     def measured(self, indicator: str) -> list[float]:
@@ -298,17 +297,12 @@ class Run:
 
     @property
     def stabilizers(self) -> list[str]:
-        """What its heads run."""
         (names,) = self.session.instrumentation.stabilizers().values()
         return names
 
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
-
-
-def norms_by_hand(weights: Tensor) -> list[float]:
-    return torch.linalg.svdvals(weights.detach().double())[:, 0].tolist()
 
 
 TITLE = "Functions"
@@ -375,7 +369,7 @@ def cells(case, compiled):
 
 def assert_norms(case, run, heads):
     for name, weights in (("w_q", case.queries), ("w_k", case.keys)):
-        expected = norms_by_hand(weights(run.model))
+        expected = torch.linalg.svdvals(weights(run.model).detach().double())[:, 0].tolist()
         # Of grouped keys each query head is told those of its key head. Recorded in FP32.
         expected = [x for x in expected for _ in range(heads // len(expected))]
         assert run.measured(f"{name}_spectral_norm") == pytest.approx(expected, rel=1e-6)
