@@ -423,9 +423,8 @@ class Runtime:
                 "compiled attention is neither sampled nor switched while PyTorch's compiler must"
                 " not recompile: lift fail_on_recompile or error_on_recompile"
             )
-        if at_rest is None:
-            self._resting.pop(asker, None)
-        else:
+        self._resting.pop(asker, None)
+        if at_rest is not None:
             self._resting[asker] = at_rest
 
     def tell_fault(self, error: Exception) -> None:
@@ -435,9 +434,7 @@ class Runtime:
 
 def may_recompile(is_new: bool) -> bool:
     """Whether the compiler may need a graph; users make that an error, or eager where it is new."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return True
+    dynamo: Any = sys.modules["torch._dynamo"]  # of which the monitor has hold
     stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", "default")
     is_refused = stance == "fail_on_recompile" or (is_new and stance == "eager_on_recompile")
     return not (dynamo.config.error_on_recompile or is_refused)

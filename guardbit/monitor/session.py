@@ -24,7 +24,7 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import SHARES, Judgement, nothing_to_correct
-from guardbit.kernels.runtime import AttentionCall
+from guardbit.kernels.runtime import AttentionCall, may_recompile
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
@@ -661,7 +661,8 @@ class Session(Guarded):
 
     def _stand_back(self) -> None:
         """Leaves the model alone; until the session is closed, switched heads stay switched."""
-        if self.instrumentation.switched and not self._is_closed:
+        # Without its hooks a compiled model needs another graph.
+        if (self.instrumentation.switched or not may_recompile(True)) and not self._is_closed:
             _quietly(lambda: self.instrumentation.rest(True))
         else:
             self._let_go()

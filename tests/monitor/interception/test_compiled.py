@@ -424,13 +424,37 @@ def test_no_graph_is_made_where_the_call_would_run_eagerly(tiny, tokens):
     compiled = torch.compile(model, backend=counter)
     session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
-    for step in range(6):
-        session.begin_batch(step)
-        tiny.step(model, tokens, run=compiled)
-        session.end_step()
-        if step == 0:
-            torch.compiler.set_stance("eager_on_recompile")
-    torch.compiler.set_stance("default")
+
+    def train(steps):
+        for step in steps:
+            session.begin_batch(step)
+            tiny.step(model, tokens, run=compiled)
+            session.end_step()
+
+    train(range(1))
+    with torch.compiler.set_stance("eager_on_recompile"):
+        train(range(1, 6))
     assert counter.frame_count == 1
     assert op_runs(site) == 6
     session.close()
+
+
+def test_a_monitor_that_gives_up_needs_no_graph_where_that_is_an_error(tiny, tokens):
+    model = tiny.GPT(layers=1)
+    expected = tiny.step(model, tokens)
+    compiled = torch.compile(model, backend="aot_eager")
+    session = MonitorSession(model, every_n_train_steps=4)
+
+    def train(steps):
+        for step in steps:
+            session.begin_batch(step)
+            assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
+            session.end_step()
+
+    train(range(3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        session._contain(RuntimeError("a fault"), "end_step")
+        train(range(3, 6))
+    assert session.stages_off
+    session.close()
+    assert not session.instrumentation.is_installed
