@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._dynamo import convert_frame, eval_frame, trace_rules
+from torch._C._dynamo import eval_frame
+from torch._dynamo import convert_frame, trace_rules
 
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
@@ -91,8 +92,7 @@ def install(user: object) -> None:
     config = torch._dynamo.config
     _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     _restore.append(_drop_graphs)
-    # To each graph of an unwatched model come two, see `Runtime.rest`; and two if a checkpoint runs
-    # a compiled block again, with fewer modules running around it.
+    # To each graph come two, see `Runtime.rest`, or four where a checkpoint runs a block again.
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         _replace(config, name, _Limit(5 * getattr(config, name)))
     _restore.append(partial(runtime.unlisten, note_flash_call))
