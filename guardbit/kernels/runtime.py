@@ -408,14 +408,14 @@ class Runtime:
         """Says for `asker` whether no compiled call need run the op; None retracts.
 
         A compiler guards on `is_at_rest`: it makes one graph with the op, and one without. Of two
-        models none rests: a step of one may begin between the other's forward and backward.
+        models none rests: a step of one may begin between the other's forward and backward. One
+        may come or go there, too: then the other rests, or not, as before until its next step.
         """
-        if at_rest is None:
-            self._resting.pop(asker, None)
-        else:
-            self._resting[asker] = at_rest
-        wanted = len(self._resting) == 1 and all(self._resting.values())
-        if wanted == self.is_at_rest or at_rest is None or may_recompile():
+        others = [rests for one, rests in self._resting.items() if one is not asker]
+        wanted = at_rest is True and not others
+        if at_rest is None or asker not in self._resting:
+            self.is_at_rest = self.is_at_rest and others == [True]
+        elif wanted == self.is_at_rest or may_recompile(wanted):
             self.is_at_rest = wanted
         elif not wanted and not self._told_frozen:
             self._told_frozen = True
@@ -423,19 +423,21 @@ class Runtime:
                 "compiled attention is neither sampled nor switched while PyTorch's compiler must"
                 " not recompile: lift fail_on_recompile or error_on_recompile"
             )
+        self._resting.pop(asker, None)
+        if at_rest is not None:
+            self._resting[asker] = at_rest
 
     def tell_fault(self, error: Exception) -> None:
         """Reports that a part of GuardBit failed in a call."""
         self.on_fault(error)
 
 
-def may_recompile() -> bool:
-    """Whether PyTorch's compiler may make another graph; a user can make that an error."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return True
+def may_recompile(is_new: bool) -> bool:
+    """Whether the compiler may need a graph; users make that an error, or eager where it is new."""
+    dynamo: Any = sys.modules["torch._dynamo"]  # of which the monitor has hold
     stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", "default")
-    return not dynamo.config.error_on_recompile and stance != "fail_on_recompile"
+    is_refused = stance == "fail_on_recompile" or (is_new and stance == "eager_on_recompile")
+    return not (dynamo.config.error_on_recompile or is_refused)
 
 
 def _log_fault(error: Exception) -> None:

@@ -24,7 +24,7 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import SHARES, Judgement, nothing_to_correct
-from guardbit.kernels.runtime import AttentionCall
+from guardbit.kernels.runtime import AttentionCall, may_recompile
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
@@ -299,11 +299,6 @@ class Session(Guarded):
             self.attempt("burst", self._burst.forget_step)
             if not was_sampled:
                 self.attempt("burst", lambda: self.instrumentation.observe(None))
-        if not self._is_closed:
-            # Not only when the next step begins: some loops run its forward before they say so.
-            self._stages.always(
-                _WATCHING, lambda: self._rest_unless(self._schedule.is_due(step + 1), step + 1)
-            )
         alarms = self.catch_up()
         if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
@@ -329,9 +324,9 @@ class Session(Guarded):
             The alarms raised.
         """
         unjudged, self._unjudged = self._unjudged, None
-        if unjudged is None:
-            return []
-        return self.attempt(_WATCHING, lambda: self._take_samples(*unjudged)) or []
+        alarms = unjudged and self.attempt(_WATCHING, lambda: self._take_samples(*unjudged))
+        self._stages.always(_WATCHING, self._rest_between_steps)
+        return alarms or []
 
     def _may_wait(self) -> bool:
         """Whether the sampled step that has ended may be judged after the next one."""
@@ -558,6 +553,7 @@ class Session(Guarded):
         begun, ended = self._schedule.step, self._schedule.last_ended
         step = begun if begun is not None else ended or 0
         self._switching.switch(site, stabilizer, heads, why, step)
+        self._rest_between_steps()
 
     @guard.method()
     def record(self, event: Event) -> None:
@@ -665,7 +661,8 @@ class Session(Guarded):
 
     def _stand_back(self) -> None:
         """Leaves the model alone; until the session is closed, switched heads stay switched."""
-        if self.instrumentation.switched and not self._is_closed:
+        # Without its hooks a compiled model needs another graph.
+        if (self.instrumentation.switched or not may_recompile(True)) and not self._is_closed:
             _quietly(lambda: self.instrumentation.rest(True))
         else:
             self._let_go()
@@ -783,6 +780,12 @@ class Session(Guarded):
             not (is_sampled and wanted), bursts, are_counted=self._schedule.is_counted(step)
         )
         return is_sampled and wanted
+
+    def _rest_between_steps(self) -> None:
+        """Foresees the next step: some loops run its forward before they say that it begins."""
+        if self._schedule.last_ended is not None and not self._schedule.is_within_step:
+            step = self._schedule.last_ended + 1
+            self._rest_unless(self._schedule.is_due(step), step)
 
     # --- faults ----------------------------------------------------------------------------------
 

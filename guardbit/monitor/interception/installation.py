@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._dynamo import trace_rules
+from torch._C._dynamo import eval_frame
+from torch._dynamo import convert_frame, trace_rules
 
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
@@ -74,6 +75,10 @@ _installed: list[EntryPoint] = []
 _num_imported = 0
 
 
+class _Limit(int):
+    """A limit of ours, not to be taken for an equal one of the user's."""
+
+
 def install(user: object) -> None:
     """Replaces the attention functions of this process, once for any number of models."""
     global _num_imported
@@ -86,9 +91,10 @@ def install(user: object) -> None:
     _put_in_place(found, {original_checkpoint: checkpoint})
     config = torch._dynamo.config
     _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    # Each graph of a model's own comes in two, see `Runtime.rest`.
+    _restore.append(_drop_graphs)
+    # To each graph come two, see `Runtime.rest`, or four where a checkpoint runs a block again.
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        _replace(config, name, 2 * getattr(config, name))
+        _replace(config, name, _Limit(5 * getattr(config, name)))
     _restore.append(partial(runtime.unlisten, note_flash_call))
     runtime.listen(note_flash_call)
 
@@ -131,6 +137,15 @@ def _own_dicts() -> Iterator[dict[str, Any]]:
         yield vars(entry)
         yield vars(entry.stand_in)
     yield vars(checkpoint)
+
+
+def _drop_graphs() -> None:
+    """Drops the graphs of watched models where, at the user's limit, they could be in the way."""
+    for code in filter(None, [seen() for seen in convert_frame.input_codes.seen]):
+        graphs = eval_frame._debug_get_cache_entry_list(code)
+        own = [x for x in graphs if "__import_guardbit" in " ".join(x.code.co_names)]
+        if own and len(graphs) + len(own) > torch._dynamo.config.recompile_limit:
+            eval_frame.reset_code(code)
 
 
 def _keep_compiler_rules() -> None:

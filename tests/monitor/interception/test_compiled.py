@@ -10,12 +10,14 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
-from guardbit import MonitorSession
+import guardbit
+from guardbit import MonitorSession, Policy
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
-from tests.toys import instrumented
+from tests.toys import Fires, instrumented
 
 # PyTorch's own, while it compiles.
 pytestmark = [
@@ -335,3 +337,124 @@ def test_a_network_that_trains_in_no_sampled_step_is_named(tiny, tokens, caplog)
         session.end_step()
     assert "1.h.0.attn: 3 sampled steps have passed it by" in caplog.text
     session.close()
+
+
+def again(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def test_a_session_that_begins_or_ends_within_the_step_of_another(tiny, tokens):
+    model, other = (tiny.GPT(layers=1) for _ in range(2))
+    expected = tiny.step(model, tokens, wrap=again)
+    model.h[0].compile(backend="aot_eager")
+    session, second = MonitorSession(model, every_n_train_steps=4), None
+    for step in range(8):
+        session.begin_batch(step)
+        model.zero_grad()
+        loss = model(tokens, wrap=again)
+        if step == 2:  # at rest
+            assert runtime.is_at_rest
+            second = MonitorSession(other, every_n_train_steps=4)
+        elif step == 6:
+            second.close()
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        assert tiny.equal({"loss": loss.detach(), **found}, expected)
+        session.end_step()
+        assert runtime.is_at_rest == (step in (1, 6))
+    session.close()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_switch_reaches_a_forward_that_runs_before_its_step_begins(tiny, tokens, by_hand):
+    def train(model):
+        rules = [] if by_hand else [Fires("h.0.attn", sample=2)]
+        session = MonitorSession(model, every_n_train_steps=3, rules=rules, policy=Policy())
+        for step in range(5):
+            model.zero_grad()
+            loss = model(tokens, wrap=again)
+            session.begin_batch(step)
+            loss.backward()
+            session.end_step()
+            if by_hand and step == 3:
+                session.switch("h.0.attn", "exact_delta")
+        launches = session.instrumentation.candidates["h.0.attn"].launches
+        assert launches["backward", "exact_delta"] == 1
+        session.close()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    model = tiny.GPT(layers=1)
+    expected = train(model)
+    model.h[0].compile(backend="aot_eager")
+    assert tiny.equal(train(model), expected)
+
+
+@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+def test_graphs_stay_within_a_limit_that_leaves_room_for_the_models_own(tiny, tokens):
+    model = tiny.GPT(layers=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    model.h[0].compile(backend=counter)
+    expected = tiny.step(model, tokens, wrap=again)
+    session = MonitorSession(model, every_n_train_steps=4)
+    for step in range(5):
+        session.begin_batch(step)
+        assert tiny.equal(tiny.step(model, tokens, wrap=again), expected)
+        session.end_step()
+    session.close()
+    assert torch._dynamo.config.recompile_limit == 1
+    assert tiny.equal(tiny.step(model, tokens, wrap=again), expected)
+    # Its own, two for the forward and two for its recomputation, and its own once more.
+    assert counter.frame_count == 6
+
+
+def test_a_limit_that_the_user_sets_meanwhile_is_kept(tiny):
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=4):
+        inst = guardbit.instrument(tiny.GPT(layers=1))
+        raised = int(config.recompile_limit)
+        assert raised > 4
+    with config.patch(recompile_limit=raised):
+        inst.remove()
+        assert config.recompile_limit == raised
+
+
+def test_no_graph_is_made_where_the_call_would_run_eagerly(tiny, tokens):
+    model = tiny.GPT(layers=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    session = MonitorSession(model, every_n_train_steps=4)
+    site = session.instrumentation.candidates["h.0.attn"]
+
+    def train(steps):
+        for step in steps:
+            session.begin_batch(step)
+            tiny.step(model, tokens, run=compiled)
+            session.end_step()
+
+    train(range(1))
+    with torch.compiler.set_stance("eager_on_recompile"):
+        train(range(1, 6))
+    assert counter.frame_count == 1
+    assert op_runs(site) == 6
+    session.close()
+
+
+def test_a_monitor_that_gives_up_needs_no_graph_where_that_is_an_error(tiny, tokens):
+    model = tiny.GPT(layers=1)
+    expected = tiny.step(model, tokens)
+    compiled = torch.compile(model, backend="aot_eager")
+    session = MonitorSession(model, every_n_train_steps=4)
+
+    def train(steps):
+        for step in steps:
+            session.begin_batch(step)
+            assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
+            session.end_step()
+
+    train(range(3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        session._contain(RuntimeError("a fault"), "end_step")
+        train(range(3, 6))
+    assert session.stages_off
+    session.close()
+    assert not session.instrumentation.is_installed
