@@ -408,7 +408,10 @@ def test_attention_that_was_not_watched_is_said():
     assert part.as_json()["not_watched"] == (SITE, "refused", "eager")
     weights = {f"h.{layer}.attn": {"unwatched": "why"} for layer in range(3)}
     found = judged(metadata={"sites": weights, "unseen": ["eager"]})
-    assert found.limits == ["no call of attention was watched, only weights"]
+    said = "no call of attention was watched, only weights"
+    assert (found.state, found.verdict) == ("unclear", "unclear")
+    assert found.headline == f"Unclear: no alarm up to step 10,000; {said}"
+    assert "before attention is watched" in found.advice
 
 
 @pytest.mark.parametrize(

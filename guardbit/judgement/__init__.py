@@ -171,12 +171,16 @@ class Judgement:
         return f"Running, {so_far[0].lower()}{so_far[1:]}"
 
     @property
+    def num_watched(self) -> int:
+        """In how many attention modules calls were watched."""
+        return self.num_modules - len(self.not_watched)
+
+    @property
     def limits(self) -> list[str]:
         """What the sentence does not say: how the run broke off, and what was not watched."""
         found = [_ENDS[self.ended]] if self.ended in _ENDS else []
         if self.num_heads and self.not_watched:
-            watched = self.num_modules - len(self.not_watched)
-            were = "was" if watched == 1 else "were"
+            watched, were = self.num_watched, "was" if self.num_watched == 1 else "were"
             if watched:
                 of = f"of {self.num_modules:,} attention modules"
                 found.append(f"only {watched:,} {of} {were} watched")
@@ -202,7 +206,7 @@ class Judgement:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
         if self.state == "alarmed" and self.alarmed_and_switched == len(self.alarmed):
             return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
-        if self.state == "unclear" and not self.num_heads:
+        if self.state == "unclear" and not (self.num_heads and self.num_watched):
             return "Nothing is judged before attention is watched: the log says what is missing."
         if self.state == "lost" and (self.lead is None or self.cause.what == "not rounding"):
             return (
@@ -657,10 +661,11 @@ def _without_alarm(of: Judgement, is_judged: bool) -> tuple[State, str]:
         samples = f"{of.head_samples} sample{'s' * (of.head_samples > 1)}"
         return "unclear", f"too short to judge: {samples}, {FEWEST_SAMPLES} needed"
     # The next sample is due a cadence after the last one.
+    state = "healthy" if of.num_watched else "unclear"  # W_Q alone may be seen to grow, no more
     if last - last_of_heads <= (of.head_samples_every or 0):
-        return "healthy", f"no alarm up to step {last_of_heads:,}"
+        return state, f"no alarm up to step {last_of_heads:,}"
     samples = f"no alarm in {of.head_samples:,} samples of the heads"
-    return "healthy", f"{samples}, the last at step {last_of_heads:,} of {last:,}"
+    return state, f"{samples}, the last at step {last_of_heads:,} of {last:,}"
 
 
 def _how_it_was_lost(of: Judgement, departed: int) -> str:
