@@ -42,7 +42,7 @@ FOUND = (
     Place("hugging face", OSError, "callbacks/huggingface.py", 'end(self, "finished")', 0),
     Place("hugging face", OSError, "callbacks/base.py", "undo_all([", 0),
     Place("hugging face", MemoryError, "callbacks/base.py", "if session._is_void", 0),
-    Place("hugging face", SystemExit, "monitor/session.py", "not self._schedule.is_within", 0),
+    Place("hugging face", SystemExit, "monitor/session.py", "is None or not self._schedule", 0),
     Place("plain loop", OSError, "monitor/interception/installation.py", "needed_by.discard(", 0),
     Place("plain loop", MemoryError, "monitor/session.py", "partial(undo_all", 0),
     Place("plain loop", MemoryError, "monitor/session.py", "return guard.bracket(", 3),
