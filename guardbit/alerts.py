@@ -79,8 +79,8 @@ class Alerts:
 class Webhook:
     """Posts lines as Slack or Discord takes them, one JSON object each, from a thread of its own.
 
-    The first that fails is logged, and the next is tried all the same. So is an address where
-    nobody answers, at once: the first message may be the end of the run.
+    The first that fails is logged, and the next is tried all the same. A request without a message
+    tries the address at once, because the first message may be the end of the run.
     """
 
     def __init__(self, url: str) -> None:

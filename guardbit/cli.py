@@ -155,7 +155,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="File or folder; by default in the run's folder, beside a CSV; for several, here."
+            help="File or folder; by default the folder of the run or CSV; of several, this one."
         ),
     ] = None,
     format: Annotated[

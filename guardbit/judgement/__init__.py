@@ -207,7 +207,7 @@ class Judgement:
         if self.state == "alarmed" and self.alarmed_and_switched == len(self.alarmed):
             return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
         if self.state == "unclear" and not (self.num_heads and self.num_watched):
-            return "Nothing is judged before attention is watched: the log says what is missing."
+            return "Little is judged before attention is watched: the log says what is missing."
         if self.state == "lost" and (self.lead is None or self.cause.what == "not rounding"):
             return (
                 "Resume from a checkpoint before the loss diverged, with a lower rate; look at the"

@@ -408,8 +408,8 @@ class Runtime:
         """Says for `asker` whether no compiled call need run the op; None retracts.
 
         A compiler guards on `is_at_rest`: it makes one graph with the op, and one without. Of two
-        models none rests: a step of one may begin between the other's forward and backward. One
-        may come or go there, too: then the other rests, or not, as before until its next step.
+        models none rests: a step of one may begin between the other's forward and backward. If a
+        model comes or goes there, the other keeps its graph until its own next step.
         """
         others = [rests for one, rests in self._resting.items() if one is not asker]
         wanted = at_rest is True and not others
@@ -433,8 +433,8 @@ class Runtime:
 
 
 def may_recompile(is_new: bool) -> bool:
-    """Whether the compiler may need a graph; users make that an error, or eager where it is new."""
-    dynamo: Any = sys.modules["torch._dynamo"]  # of which the monitor has hold
+    """Whether a call may need another graph: users forbid that, or that one `is_new`."""
+    dynamo: Any = sys.modules["torch._dynamo"]  # the monitor imports it
     stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", "default")
     is_refused = stance == "fail_on_recompile" or (is_new and stance == "eager_on_recompile")
     return not (dynamo.config.error_on_recompile or is_refused)

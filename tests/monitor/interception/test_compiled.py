@@ -2,6 +2,8 @@
 
 import sys
 import types
+from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -286,21 +288,26 @@ def test_a_session_has_two_graphs_and_runs_the_op_in_sampled_steps_and_when_swit
     assert not runtime.is_at_rest
 
 
+def train(session, steps, step_of):
+    """Trains a model, and returns what each step gave."""
+    found = []
+    for step in steps:
+        session.begin_batch(step)
+        found.append(step_of())
+        session.end_step()
+    return found
+
+
 def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
     model = tiny.GPT(layers=1)
     compiled = torch.compile(model, backend="aot_eager")
     session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
 
-    def train(steps):
-        for step in steps:
-            session.begin_batch(step)
-            tiny.step(model, tokens, run=compiled)
-            session.end_step()
-
-    train(range(3))
+    step_of = partial(tiny.step, model, tokens, run=compiled)
+    train(session, range(3), step_of)
     with torch.compiler.set_stance("fail_on_recompile"):
-        train(range(3, 8))
+        train(session, range(3, 8), step_of)
     assert op_runs(site) == 2
     assert caplog.text.count("neither sampled nor switched") == 1
     session.close()
@@ -312,11 +319,8 @@ def test_of_two_watched_models_none_rests(tiny, tokens):
 
     def rests_after(sessions):
         for session, model in zip(sessions, models, strict=False):
-            for step in range(3):
-                session.begin_batch(step)
-                tiny.step(model, tokens)
-                session.end_step()
-            session.begin_batch(step)
+            train(session, range(3), partial(tiny.step, model, tokens))
+            session.begin_batch(2)
         return runtime.is_at_rest
 
     assert not rests_after(sessions)
@@ -331,10 +335,8 @@ def test_a_network_that_trains_in_no_sampled_step_is_named(tiny, tokens, caplog)
     for model in turns:
         model.compile(backend="aot_eager")
     session = MonitorSession(turns, every_n_train_steps=4)
-    for step in range(33):
-        session.begin_batch(step)
-        tiny.step(turns[step % 2], tokens)
-        session.end_step()
+    turn = cycle(turns)
+    train(session, range(33), lambda: tiny.step(next(turn), tokens))
     assert "1.h.0.attn: 3 sampled steps have passed it by" in caplog.text
     session.close()
 
@@ -396,10 +398,8 @@ def test_graphs_stay_within_a_limit_that_leaves_room_for_the_models_own(tiny, to
     model.h[0].compile(backend=counter)
     expected = tiny.step(model, tokens, wrap=again)
     session = MonitorSession(model, every_n_train_steps=4)
-    for step in range(5):
-        session.begin_batch(step)
-        assert tiny.equal(tiny.step(model, tokens, wrap=again), expected)
-        session.end_step()
+    found = train(session, range(5), partial(tiny.step, model, tokens, wrap=again))
+    assert len(found) == 5 and all(tiny.equal(each, expected) for each in found)
     session.close()
     assert torch._dynamo.config.recompile_limit == 1
     assert tiny.equal(tiny.step(model, tokens, wrap=again), expected)
@@ -425,15 +425,10 @@ def test_no_graph_is_made_where_the_call_would_run_eagerly(tiny, tokens):
     session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
 
-    def train(steps):
-        for step in steps:
-            session.begin_batch(step)
-            tiny.step(model, tokens, run=compiled)
-            session.end_step()
-
-    train(range(1))
+    step_of = partial(tiny.step, model, tokens, run=compiled)
+    train(session, range(1), step_of)
     with torch.compiler.set_stance("eager_on_recompile"):
-        train(range(1, 6))
+        train(session, range(1, 6), step_of)
     assert counter.frame_count == 1
     assert op_runs(site) == 6
     session.close()
@@ -445,16 +440,12 @@ def test_a_monitor_that_gives_up_needs_no_graph_where_that_is_an_error(tiny, tok
     compiled = torch.compile(model, backend="aot_eager")
     session = MonitorSession(model, every_n_train_steps=4)
 
-    def train(steps):
-        for step in steps:
-            session.begin_batch(step)
-            assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
-            session.end_step()
-
-    train(range(3))
+    step_of = partial(tiny.step, model, tokens, run=compiled)
+    found = train(session, range(3), step_of)
     with torch.compiler.set_stance("fail_on_recompile"):
         session._contain(RuntimeError("a fault"), "end_step")
-        train(range(3, 6))
+        found += train(session, range(3, 6), step_of)
+    assert len(found) == 6 and all(tiny.equal(each, expected) for each in found)
     assert session.stages_off
     session.close()
     assert not session.instrumentation.is_installed
