@@ -212,6 +212,20 @@ class ViT(Net):
         return self.loss(x, classes)
 
 
+class Together(torch.optim.Optimizer):
+    """Two optimizers as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
 class LanguageModel(L.LightningModule):
     """Draws its batches itself, from tokens on the device: step and seed decide, nothing else.
 
@@ -224,6 +238,7 @@ class LanguageModel(L.LightningModule):
         compiled: Whether to compile the model.
         net: Makes the network; None for GPT-2 with PyTorch's attention.
         rate_factor: Multiplies the rate, and may differ in a branch.
+        muon: Whether layers' matrices are trained by Muon, at AdamW's size of updates.
     """
 
     def __init__(
@@ -236,6 +251,7 @@ class LanguageModel(L.LightningModule):
         compiled: bool,
         net: Callable[[Size], nn.Module] | None = None,
         rate_factor: float = 1.0,
+        muon: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -243,7 +259,7 @@ class LanguageModel(L.LightningModule):
         if compiled:
             self.net.compile()
         self.size, self.learning_rate, self.warmup_steps = size, learning_rate, warmup_steps
-        self.seed, self.rate_factor = seed, rate_factor
+        self.seed, self.rate_factor, self.muon = seed, rate_factor, muon
         self.register_buffer("tokens", tokens, persistent=False)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -267,11 +283,19 @@ class LanguageModel(L.LightningModule):
             nn.utils.clip_grad_norm_(self.net.parameters(), gradient_clip_val)
 
     def configure_optimizers(self) -> dict:
-        """AdamW without weight decay, as in the study."""
-        optimizer = torch.optim.AdamW(
-            self.net.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0,
-            fused=True,
-        )  # fmt: skip
+        """AdamW without weight decay, as in the study, or Muon where it is asked for."""
+        matrices, rest = [], []
+        for name, parameter in self.net.named_parameters():
+            is_matrix = self.muon and parameter.dim() == 2 and not name.startswith(("wte", "wpe"))
+            (matrices if is_matrix else rest).append(parameter)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            rest, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, self.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+            )
+            optimizer = Together(optimizer, muon)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.rate_factor * min(1.0, (step + 1) / self.warmup_steps)
         )

@@ -33,7 +33,7 @@ STEP, REACHED, PREDICTED = 6000, 5000, 2000
 
 #: Kinds that were tried after the test was made: they are told, and no part of it. Of their runs
 #: only what `table` reads is kept.
-LATER = ("mla", "encoder", "vit")
+LATER = ("mla", "encoder", "vit", "gpt2_muon", "mla_muon")
 
 #: Kinds that the test needs, and seeds of each.
 KINDS, SEEDS = 7, 2

@@ -76,6 +76,8 @@ NETS = {
     "mla": partial(Llama, latent=True),
     "encoder": Encoder,
     "vit": ViT,
+    "gpt2_muon": Net,
+    "mla_muon": partial(Llama, latent=True),
 }
 
 
@@ -306,6 +308,7 @@ def main(arguments: list[str]) -> Path:
         if options.backend == "guardbit"
         else NETS[options.architecture],
         rate_factor=options.rate_factor,
+        muon=options.architecture.endswith("_muon"),
     )
     folder = options.folder / run_name(options, options.arm)
     checkpoint, earlier = None, {"commands": [], "branched_from": None}
