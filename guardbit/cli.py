@@ -450,7 +450,7 @@ def doctor(
     mask: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="MASK",
+            metavar="KIND",
             help="full, causal, documents, window:N, padding or additive; may be repeated. By "
             "default all but the first.",
         ),

@@ -75,13 +75,12 @@ class MonitorSession(Session):
         self._write = writer if add is None else partial(_add_each, add)
         self._logged = LoggedRun(settings.get("dirpath") or "")
         super().__init__(model, **settings)
-        try:
-            every = settings.get("every_n_train_steps", Settings.every_n_train_steps)
-            if not self._is_void:
-                self._say(lambda: first_line(every, self._logged.place))
-        except BaseException:  # as Ctrl-C: nobody will have the session, to close it
-            self.close("interrupted")
-            raise
+
+    def _set_up(self, model: nn.Module, settings: Settings) -> None:
+        super()._set_up(model, settings)
+        if not self._is_void:
+            every = settings.every_n_train_steps
+            self._say(lambda: first_line(every, self._logged.place))
 
     def _tell_end(self) -> None:
         super()._tell_end()

@@ -48,7 +48,7 @@ FOUND = (
     Place("plain loop", MemoryError, "monitor/session.py", "return guard.bracket(", 3),
     Place("plain loop", KeyboardInterrupt, "callbacks/loggers.py", 'where = f"the live page', 0),
     Place("hugging face", MemoryError, "callbacks/plain_loop.py", "super()._tell_end()", 0),
-    Place("dropout", OSError, "callbacks/plain_loop.py", "every = settings.get(", 0),
+    Place("dropout", OSError, "callbacks/plain_loop.py", "every = settings.every_n", 0),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = probe", 8),
