@@ -9,15 +9,13 @@ compiled, so that the two part; what the original's heads did is told beside it.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from scipy.stats import bootstrap, spearmanr
 
 from guardbit import read_run
+from studies.rescue.packed import options_of
 from studies.rescue.push import STEPS
 
 #: Column of the file -> what the engine is called.
@@ -205,12 +203,9 @@ def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--figure", type=Path, help="where to draw it")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw it", several=True)
     frames, originals = {}, {}
-    for path in options.files:
+    for path in options.results:
         name = path.name.removesuffix(".csv.gz").removeprefix("push-")
         if name.startswith("batch-"):
             print(noise(name, pd.read_csv(path)))

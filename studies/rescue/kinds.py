@@ -13,22 +13,9 @@ import argparse
 from pathlib import Path
 
 from studies.rescue.jobs import Command, Jobs, python
-from studies.rescue.train import NETS
 
 #: What is done to a run and to its twin, as arguments of `train.py`.
 WAYS = (("--arm", "stock"), ("--arm", "from_start", "--stabilizer", "exact_delta"))
-
-
-def pair(text: str) -> tuple[str, str, str]:
-    """Architecture, learning rate and seed of `architecture,rate,seed`.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is not of that form.
-    """
-    parts = text.split(",")
-    if len(parts) != 3 or parts[0] not in NETS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ARCHITECTURE,RATE,SEED; {list(NETS)}")
-    return parts[0], parts[1], parts[2]
 
 
 def kinds(options: argparse.Namespace, command: Command = python) -> None:
@@ -39,7 +26,7 @@ def kinds(options: argparse.Namespace, command: Command = python) -> None:
          "--backend", "cudnn", "--again", str(options.again), "--steps", str(options.steps),
          "--snapshot-megabytes", "0", "--folder", str(options.folder),
          "--corpus", str(options.corpus)]
-        for architecture, rate, seed in options.pairs
+        for architecture, rate, seed in (pair.split(",") for pair in options.pairs)
         for way in WAYS
     ]  # fmt: skip
     try:
@@ -50,7 +37,7 @@ def kinds(options: argparse.Namespace, command: Command = python) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pairs", type=pair, nargs="+", metavar="ARCHITECTURE,RATE,SEED")
+    parser.add_argument("pairs", nargs="+", metavar="ARCHITECTURE,RATE,SEED")
     parser.add_argument("--again", type=int, required=True, help="number in the runs' names")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--slots", type=int, default=3, help="runs side by side, 12 GB each")

@@ -166,10 +166,12 @@ def load(results: Path) -> list[Run]:
     ]
 
 
-def options_of(doc: str, arguments: list[str] | None, figure: str = "") -> argparse.Namespace:
-    """Reads the command line of a program over packed runs, which may draw a figure."""
+def options_of(
+    doc: str, arguments: list[str] | None, figure: str = "", several: bool = False
+) -> argparse.Namespace:
+    """Reads the command line of a program over results, which may draw a figure."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+" if several else None)
     if figure:
         parser.add_argument("--figure", type=Path, help=figure)
     return parser.parse_args(arguments)

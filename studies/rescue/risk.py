@@ -8,9 +8,6 @@ all heads have an exact delta from the second step on. `README.md`, "Who is at r
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -19,7 +16,7 @@ from scipy.stats import permutation_test
 from guardbit.judgement import AT_RISK, HARDLY_AT_RISK
 from studies.rescue.counterfactual import alarms
 from studies.rescue.measures import series
-from studies.rescue.packed import Run, again_of, kind_of, load
+from studies.rescue.packed import Run, again_of, kind_of, load, options_of
 
 #: The number of the first pairs that were made for this, and those of GPT-2 that were there before.
 FIRST = 30
@@ -125,10 +122,7 @@ def draw(found: pd.DataFrame) -> plt.Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--figure", type=Path, help="where to draw the pairs")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments, figure="where to draw the pairs", several=True)
     found = table([run for results in options.results for run in load(results)])
     if found.empty:
         raise SystemExit("no pair has come to the step that is compared")

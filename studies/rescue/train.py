@@ -170,7 +170,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--delta-error", choices=FACTORS, metavar="FACTOR",
         help=f"late arms: hand on the exact delta and so much of its error, {', '.join(FACTORS)}",
     )  # fmt: skip
-    parser.add_argument("--quiet-steps", type=int, help="after which a switch is undone")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--warmup-steps", type=int, default=1000)
     parser.add_argument("--architecture", choices=NETS, default="gpt2")
@@ -227,8 +226,6 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
         rate += f"x{options.rate_factor:g}"
     if options.branch_step is not None:
         again += f"-from{options.branch_step}"
-    if arm in SCOPES and options.quiet_steps is not None:
-        stabilizer += f"-quiet{options.quiet_steps}"
     architecture = "" if options.architecture == "gpt2" else f"{options.architecture}-"
     return f"{architecture}{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
@@ -335,8 +332,7 @@ def main(arguments: list[str]) -> Path:
     if options.updates_every is not None:
         callbacks.append(KeepUpdates(monitor, folder / FILE, options.updates_every))
     if options.arm in SCOPES:
-        scope, quiet_steps = SCOPES[options.arm], options.quiet_steps
-        callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, quiet_steps=quiet_steps))
+        callbacks.append(AutoStabilizer(options.stabilizer, scope=SCOPES[options.arm]))
     elif options.arm == "from_start":
         every = {"*": None}
         callbacks.append(SwitchOnce(monitor, options.stabilizer, 1, "from the start", every))

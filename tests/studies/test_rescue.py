@@ -24,10 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("arguments, name", [
     ("--arm=stock --backend=flash --seed=2", "stock-flash-lr1.5e-03-seed2"),
-    ("--arm=stock --quiet-steps=9", "stock-any-lr1.5e-03-seed0"),
-    ("--arm=from_start --quiet-steps=9", "from_start-compensated-any-lr1.5e-03-seed0"),
+    ("--arm=from_start", "from_start-compensated-any-lr1.5e-03-seed0"),
     ("--arm=rescue", "rescue-compensated-any-lr1.5e-03-seed0"),
-    ("--arm=rescue --quiet-steps=9", "rescue-compensated-quiet9-any-lr1.5e-03-seed0"),
     ("--arm=rescue --stabilizer=row_max --again=1", "rescue-row_max-any-lr1.5e-03-seed0-again1"),
     ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
     ("--arm=late --branch-step=40", "late-compensated-any-lr1.5e-03-seed0-from40"),
@@ -55,6 +53,31 @@ def test_batches_and_weights_depend_on_seed_and_step_alone(monkeypatch):
     assert not torch.equal(seen[0][0], seen[2][0])
     assert not torch.equal(seen[0][1], seen[2][1])
     assert seen[0][0].shape == (2, 17)
+
+
+def test_muon_turns_the_matrices_of_layers_and_adamw_the_rest():
+    tokens = torch.arange(999).remainder(300).short()
+    model = LanguageModel(TINY, tokens, 1e-3, 5, 0, compiled=False, muon=True)
+    before = {name: p.detach().clone() for name, p in model.net.named_parameters()}
+    made, rate = model.configure_optimizers(), 1e-3 / 5
+    made["optimizer"].step(lambda: model.net(model.batch(0)).backward())
+    for name, p in model.net.named_parameters():
+        change = before[name] - p.detach()
+        if name.startswith("h.") and p.dim() == 2:
+            # The first step has the gradient's singular vectors, and values that five iterations
+            # in BF16 bring between 0.7 and 1.2 of 0.2 sqrt(the longer side).
+            u, values, vh = torch.linalg.svd(p.grad.double(), full_matrices=False)
+            along = (u.T @ change.double() @ vh.T).diagonal()[values > 0.1 * values[0]]
+            size = rate * 0.2 * max(p.shape) ** 0.5
+            assert (0.6 * size < along).all() and (along < 1.3 * size).all()
+        else:
+            is_there = p.grad.abs() > 1e-6  # far above AdamW's eps, 1e-8
+            expected = torch.where(is_there, rate * p.grad.sign(), change)
+            torch.testing.assert_close(change, expected, rtol=0.02, atol=1e-7)
+            assert is_there.any()
+    made["lr_scheduler"]["scheduler"].step()
+    parts = made["optimizer"].parts
+    assert {group["lr"] for part in parts for group in part.param_groups} == {2 * rate}
 
 
 @pytest.mark.parametrize("arm, heads", [

@@ -98,7 +98,7 @@ def test_pairs_are_made_in_their_order_run_before_twin(monkeypatch, tmp_path):
 def test_committed_pairs_hold_what_the_table_says():
     found = risk.table(load(ROOT / "studies/rescue/other_models"))
     for row in found.to_dict("records"):
-        name = f"{row['kind']}-stock-cudnn-lr{row['rate']:.1e}-seed{row['seed']}-again[37][01]"
+        name = f"{row['kind']}-stock-cudnn-lr{row['rate']:.1e}-seed{row['seed']}-again[37][012]"
         (folder,) = (ROOT / "studies/rescue/other_models").glob(name)
         frame = read_run(folder)
         at = frame[(frame["step"] == row["step"]) & (frame["indicator"] == "max_logit")]
