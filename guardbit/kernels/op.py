@@ -255,7 +255,7 @@ def _encoded(ran: Ran) -> Tensor:
     how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
     facts = backend.value, ran.shares_backward, how
     codes = [STABILIZERS.index(name) for name in ran.names]
-    return torch.tensor([*map(int, facts), *codes], dtype=torch.int64)
+    return torch.tensor([*map(int, facts), *codes], dtype=torch.int64, device="cpu")
 
 
 @lru_cache

@@ -319,7 +319,7 @@ class Runtime:
             return self.current
         quiet = _QUIET - number
         self._sites[quiet] = replace(state, observer=None)
-        return torch.tensor(quiet, dtype=torch.int64)
+        return torch.tensor(quiet, dtype=torch.int64, device="cpu")
 
     # --- which of them are running ---------------------------------------------------------------
 

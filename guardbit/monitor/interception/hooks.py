@@ -44,7 +44,7 @@ from guardbit.monitor.interception.seen import note_traced_inputs
 _BEYOND_GUARD = 3
 
 # What a copy of a module has in place of the number of a site.
-_NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
+_NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")
 
 
 def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
