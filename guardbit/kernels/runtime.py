@@ -451,7 +451,7 @@ def number_of(site: Tensor) -> int:
 
 
 def is_traced() -> bool:
-    """Whether `torch.jit.trace` records, which must see the model alone, or tensors hold nothing."""
+    """Whether `torch.jit.trace` records, which is to see the model alone, or tensors are fake."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return is_fake or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 

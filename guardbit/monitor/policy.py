@@ -274,7 +274,7 @@ class Policy:
         for alarm in alarms:
             if alarm.role.judges != "head":
                 continue
-            known, since = self._alarmed[alarm.site], self._since.get(alarm.site, {})
+            known, since = (kept.get(alarm.site, {}) for kept in (self._alarmed, self._since))
             agreed = [head for head in alarm.heads if self._agreeing(known[str(head)], step)]
             lasting = {head: alarm.step - since.get(str(head), alarm.step) for head in agreed}
             if again := [head for head in agreed if lasting[head] >= SETTLING_STEPS]:
