@@ -184,7 +184,7 @@ class Notices:
     # Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
     # cadence is a step of G.
 
-    def end_sampled_step(self, step: int) -> None:
+    def end_sampled_step(self, step: int, are_heard: bool) -> None:
         """Takes a sampled step that has ended, and reports modules that were lost or not in it."""
         if self._instrumentation.lost() and self.first("lost"):
             self._tell(step, self.why_nothing)
@@ -200,6 +200,13 @@ class Notices:
         before, others = self._replaced, list(_replaced({}))
         if met or latest < 0:
             self._replaced = others
+            if met and not are_heard:
+                why = (
+                    "watched attention ran in this sampled step, and no backward of it before the"
+                    " step's end, so at most weights were measured: the backward belongs in the"
+                    " step"
+                )
+                self._none_called(step, why, "no backward")
             return
         if new := [sentence for sentence in others if sentence not in before]:
             why = f": {'; '.join(new)}"
