@@ -203,8 +203,8 @@ class Notices:
             if met and not are_heard:
                 why = (
                     "watched attention ran in this sampled step, and no backward of it before the"
-                    " step's end, so at most weights were measured: the backward belongs in the"
-                    " step"
+                    " step's end, so at most weights were measured: unless attention is frozen, the"
+                    " backward belongs in the step"
                 )
                 self._none_called(step, why, "no backward")
             return
