@@ -103,7 +103,7 @@ def windows(number: int, seed: int) -> list[Tensor]:
     text = b"".join(path.read_bytes() for path in paths)
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(tokens) - CONTEXT - 1, (number,), generator=generator)
+    starts = torch.randint(len(tokens) - CONTEXT - 1, (number,), generator=generator, device="cpu")
     return [tokens[start : start + CONTEXT + 1] for start in starts.tolist()]
 
 
@@ -116,7 +116,9 @@ def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
     rows = slice(BAD_HEAD * HEAD_DIM, (BAD_HEAD + 1) * HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        sink = F.normalize(torch.randn(WIDTH, generator=generator, dtype=torch.float32), dim=0)
+        sink = F.normalize(
+            torch.randn(WIDTH, generator=generator, dtype=torch.float32, device="cpu"), dim=0
+        )
         model.wpe.weight[:SINK_POSITIONS] = SINK_NORM * (sink - sink.mean())
         model(batch)
         handle.remove()
@@ -124,7 +126,7 @@ def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
         apart = inputs[0][:, :SINK_POSITIONS].mean((0, 1))
         apart = F.normalize(apart - (apart @ common) * common, dim=0)
         feature = F.normalize(
-            torch.randn(HEAD_DIM, generator=generator, dtype=torch.float32), dim=0
+            torch.randn(HEAD_DIM, generator=generator, dtype=torch.float32, device="cpu"), dim=0
         )
         query, key, _ = block.self_attn.in_proj_weight.split(WIDTH)
         query[rows] += BAD_NORM * torch.outer(feature, common)

@@ -194,7 +194,8 @@ def hook(
 
     def guarded(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            return traced(*args, **kwargs)
+            # An exported program must hold the model's operations alone.
+            return None if torch.compiler.is_exporting() else traced(*args, **kwargs)
         return _tried((contain, contain), _nothing, eager, args, kwargs)
 
     return _marked(guarded)
@@ -211,7 +212,8 @@ def stand_in(
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            function = place.original if traced is None else traced
+            is_left = traced is None or torch.compiler.is_exporting()
+            function = place.original if is_left else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         # The compiler runs the graph that it has traced, with tensors that hold nothing. PyTorch
         # then looks its own functions up by name and finds the stand-in.

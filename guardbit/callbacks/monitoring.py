@@ -305,7 +305,9 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                         send_picture(logger, MAP_KEY, picture, step)
             # The progress bar is gone once training has ended.
             if pl_module is not None and session.num_alarmed_heads:
-                alarmed = torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32)
+                alarmed = torch.tensor(
+                    float(session.num_alarmed_heads), dtype=torch.float32, device="cpu"
+                )
                 pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
 
         session.attempt("logging", log_step)
@@ -375,7 +377,10 @@ def _publish(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
     """Puts values where callbacks of Lightning's look for what they monitor."""
     # As `LearningRateMonitor` does: nothing goes to a device, another rank or, again, to a logger.
     trainer.callback_metrics.update(
-        {key: torch.tensor(value, dtype=torch.float32) for key, value in values.items()}
+        {
+            key: torch.tensor(value, dtype=torch.float32, device="cpu")
+            for key, value in values.items()
+        }
     )
 
 

@@ -470,7 +470,7 @@ def scale_used(call: ExaminedCall, exact: Exact, results: Results) -> float | No
 
     best, width = 0.0, 5.0  # of the factor's logarithm to base 2
     for _ in range(4):  # each time in steps of 1/40 of the last
-        grid = torch.linspace(best - width, best + width, 81, dtype=torch.float64)
+        grid = torch.linspace(best - width, best + width, 81, dtype=torch.float64, device="cpu")
         best = min(grid.tolist(), key=lambda power: distance(2**power))
         width /= 40
     explained = distance(2**best) < 0.1 * distance(1.0)

@@ -189,7 +189,7 @@ class Judgement:
         count, first = self.without_attention
         if first is not None and count:
             found.append(
-                f"no watched attention was called in {count:,} of the sampled steps"
+                f"no watched attention was measured in {count:,} of the sampled steps"
                 f"{', the first' if count > 1 else ','} at step {first:,}"
             )
         return found
@@ -575,7 +575,7 @@ def not_watched_of(
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
-    """In how many sampled steps no watched module called attention, and the first of them."""
+    """In how many sampled steps no call of watched modules was measured, and the first of them."""
     samples, first = (_at(metadata, "without_attention", name) for name in ("samples", "first"))
     if isinstance(samples, int) and isinstance(first, int):
         return samples, first

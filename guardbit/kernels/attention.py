@@ -27,7 +27,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_NO_SITE_TENSOR = torch.tensor(NO_SITE, dtype=torch.int64)
+_NO_SITE_TENSOR = torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")
 
 
 class _Options(TypedDict, total=False):

@@ -255,7 +255,7 @@ def _begin(
         state.ran_at = state.clock.now
         state.note(names, why or (obstacle and f"nothing is measured of its calls: {obstacle}"))
     return blocks.clone(), torch.tensor(
-        [STABILIZERS.index(name) for name in names], dtype=torch.int64
+        [STABILIZERS.index(name) for name in names], dtype=torch.int64, device="cpu"
     )
 
 

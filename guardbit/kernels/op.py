@@ -42,7 +42,7 @@ from guardbit.kernels.engines import (
 )
 from guardbit.kernels.engines.base import drawing_once, generator_of
 from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
-from guardbit.kernels.runtime import AttentionCall, is_jit_traced, runtime
+from guardbit.kernels.runtime import AttentionCall, is_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
 from guardbit.kernels.tensors import autocast_tensors, is_autocast
 from guardbit.records import STABILIZERS
@@ -151,7 +151,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Runs a call, through the op if a compiler, a mode or a subclass sees it; out and lse."""
-    if not call.traced and is_direct(call.q, call.k, call.v) and not is_jit_traced():
+    if not call.traced and is_direct(call.q, call.k, call.v) and not is_traced():
         out, lse, *_ = _differentiable(call)
     else:
         out, lse, *_ = _op_of(call)(*_flattened(call))
@@ -255,7 +255,7 @@ def _encoded(ran: Ran) -> Tensor:
     how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
     facts = backend.value, ran.shares_backward, how
     codes = [STABILIZERS.index(name) for name in ran.names]
-    return torch.tensor([*map(int, facts), *codes], dtype=torch.int64)
+    return torch.tensor([*map(int, facts), *codes], dtype=torch.int64, device="cpu")
 
 
 @lru_cache

@@ -319,7 +319,7 @@ class Runtime:
             return self.current
         quiet = _QUIET - number
         self._sites[quiet] = replace(state, observer=None)
-        return torch.tensor(quiet, dtype=torch.int64)
+        return torch.tensor(quiet, dtype=torch.int64, device="cpu")
 
     # --- which of them are running ---------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class Runtime:
         """Whether the caller runs inside an instrumented module."""
         return len(self.running) > 0 and (
             torch.compiler.is_compiling()
-            or (not self.is_other_thread() and not is_jit_traced() and self.is_owner_running())
+            or (not self.is_other_thread() and not is_traced() and self.is_owner_running())
         )
 
     def is_other_thread(self) -> bool:
@@ -450,9 +450,10 @@ def number_of(site: Tensor) -> int:
         return int(site)
 
 
-def is_jit_traced() -> bool:
-    """Whether `torch.jit.trace` is recording: the trace must hold the model's operations alone."""
-    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` records, which is to see the model alone, or tensors are fake."""
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return is_fake or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 #: The one of this process. Ops get numbers and tensors and no objects, so they find it here.

@@ -30,5 +30,5 @@ def autocast_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 def device_constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the values as a tensor `(len(values),)` on the device; the host does not wait."""
     # From pageable memory the copy would be synchronous.
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

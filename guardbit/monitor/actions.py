@@ -275,7 +275,7 @@ def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, flo
     scales = [bound / s if bound < s < float("inf") else 1.0 for s in max_logits]
     clipped = {head: scale for head, scale in enumerate(scales) if scale < 1}
     if clipped:
-        site.scale_logits(torch.tensor(scales, dtype=torch.float64))
+        site.scale_logits(torch.tensor(scales, dtype=torch.float64, device="cpu"))
     return clipped
 
 

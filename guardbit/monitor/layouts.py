@@ -215,7 +215,9 @@ class _Search:
             return [self._run("query", changed(factor)) for factor in factors]
 
     def _noise(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._generator, dtype=torch.float32).to(like)
+        return torch.randn(
+            like.shape, generator=self._generator, dtype=torch.float32, device="cpu"
+        ).to(like)
 
     def key_rows(self) -> HeadRows | LayoutUnavailable:
         try:

@@ -103,9 +103,9 @@ class Notices:
         if lost:
             named = _named([site.name for site in lost])
             return (
-                f"the modules that called attention are no longer in the model ({named}), and"
-                " nothing of what has replaced them is watched: give the model as it is now a"
-                " monitor of its own"
+                f"the modules that called attention are no longer in the model ({named}); of what"
+                " has replaced them nothing is watched, or only as a part of the module around it:"
+                " give the model as it is now a monitor of its own"
             )
         candidates = list(self._instrumentation.candidates.values())
         others = [*_replaced({}), *interception.left_alone()]
@@ -184,8 +184,10 @@ class Notices:
     # Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
     # cadence is a step of G.
 
-    def end_sampled_step(self, step: int) -> None:
-        """Takes a sampled step that has ended, and reports where no watched module was in it."""
+    def end_sampled_step(self, step: int, are_heard: bool) -> None:
+        """Takes a sampled step that has ended, and reports modules that were lost or not in it."""
+        if self._instrumentation.lost() and self.first("lost"):
+            self._tell(step, self.why_nothing)
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
@@ -198,6 +200,13 @@ class Notices:
         before, others = self._replaced, list(_replaced({}))
         if met or latest < 0:
             self._replaced = others
+            if met and not are_heard:
+                why = (
+                    "watched attention ran in this sampled step, and no backward of it before the"
+                    " step's end, so at most weights were measured: unless attention is frozen, the"
+                    " backward belongs in the step"
+                )
+                self._none_called(step, why, "no backward")
             return
         if new := [sentence for sentence in others if sentence not in before]:
             why = f": {'; '.join(new)}"

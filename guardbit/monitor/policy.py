@@ -274,7 +274,8 @@ class Policy:
         for alarm in alarms:
             if alarm.role.judges != "head":
                 continue
-            known, since = self._alarmed[alarm.site], self._since.get(alarm.site, {})
+            known = self._alarmed.get(alarm.site, {})  # none if the alarm names no head
+            since = self._since.get(alarm.site, {})
             agreed = [head for head in alarm.heads if self._agreeing(known[str(head)], step)]
             lasting = {head: alarm.step - since.get(str(head), alarm.step) for head in agreed}
             if again := [head for head in agreed if lasting[head] >= SETTLING_STEPS]:

@@ -62,7 +62,9 @@ def of_each_part(value: T, part: object) -> list[T]:
         # The first rank of each part speaks for it.
         for speaker in (parts.index(one) for one in dict.fromkeys(parts)):
             size = int(sizes[speaker])
-            said.append(mine if rank() == speaker else torch.empty(size, dtype=torch.uint8))
+            said.append(
+                mine if rank() == speaker else torch.empty(size, dtype=torch.uint8, device="cpu")
+            )
             own.broadcast(said[-1], speaker).wait()
     return [pickle.loads(one.numpy().tobytes()) for one in said]
 
@@ -87,7 +89,9 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 def gathered(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:
     """Returns two numbers of each rank, which must all take part in the same exchange."""
-    mine = torch.tensor([zlib.crc32(what.encode()), first, second], dtype=torch.float64)
+    mine = torch.tensor(
+        [zlib.crc32(what.encode()), first, second], dtype=torch.float64, device="cpu"
+    )
     found = [torch.empty_like(mine) for _ in range(world_size())]
     with _own_group() as own:
         own.allgather(found, mine).wait()

@@ -125,6 +125,7 @@ class Session(Guarded):
         self._notices = Notices(self.instrumentation, self._journal, settings)
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
+        self._are_heard = True  # whether any came in the latest one that calls are wanted of
         self._examinations = Examinations(
             model, self.instrumentation, self._journal, settings.preflight_seconds
         )
@@ -177,6 +178,7 @@ class Session(Guarded):
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
             self._measurement.begin()
+            self._are_heard = False
             self.instrumentation.observe(self._receive_call)
             self._notices.outside.start()
         elif is_new and self._burst.is_on:
@@ -354,7 +356,7 @@ class Session(Guarded):
                 raise NoAttentionSeenError(self._notices.why_nothing)
             self._notices.report_nothing(step)
             return {}
-        self._notices.end_sampled_step(step)
+        self._notices.end_sampled_step(step, self._are_heard or not usable)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
         self._exchange.metadata = self._notices.site_facts()
@@ -626,6 +628,7 @@ class Session(Guarded):
                     self.attempt("burst", lambda: self._burst.consume(call))
                 if not self._schedule.is_sampled:
                     return
+                self._are_heard = True
                 self._precisions.add(_precision_of(call.q))
                 self._measurement.consume(call)
                 self.attempt("snapshots", lambda: self._snapshots.consume(call))

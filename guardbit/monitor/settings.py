@@ -128,10 +128,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_settings(self, _MUST_BE)
-        if self.dirpath is not None and os.path.isfile(self.dirpath):
-            raise ValueError(
-                f"dirpath is {os.fspath(self.dirpath)!r}, a file; a run needs a folder"
-            )
+        if self.dirpath is not None:
+            if os.path.isfile(self.dirpath):
+                raise ValueError(
+                    f"dirpath is {os.fspath(self.dirpath)!r}, a file; a run needs a folder"
+                )
+            # The program may change its directory in mid-run.
+            object.__setattr__(self, "dirpath", os.path.abspath(self.dirpath))
         for name in self.indicators or ():
             if name not in INDICATORS:
                 raise ValueError(

@@ -96,6 +96,7 @@ def test_one_alarm_switches_its_heads_to_compensated_once():
     assert at(policy, 1100, alarm()) == []
     # A further head of the same site is switched without touching the others.
     assert at(policy, 1200, alarm(heads=(3, 4))) == [("h.2", (4,), "compensated")]
+    assert at(policy, 1300, alarm(site="h.3", heads=())) == []  # of a rule that names no head
 
 
 @pytest.mark.parametrize("gap, fires", [(500, True), (501, False)])

@@ -24,7 +24,8 @@ class Place:
     def __init__(self, number: int) -> None:
         # Saved for backward, where hooks may write it to disk: a plain tensor, which cannot see to
         # its copies itself.
-        self.site = torch.tensor(number, dtype=torch.int64)
+        with torch._C._DisableTorchDispatch():  # a copy made of fake tensors keeps a real number
+            self.site = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.has_run = False  # whether the module has run eagerly
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
@@ -32,7 +33,7 @@ class Place:
 
     def __reduce__(self) -> Any:
         # Nothing of GuardBit's: a saved model is loaded where GuardBit may be missing.
-        return SimpleNamespace, (), {"site": torch.tensor(NO_SITE, dtype=torch.int64)}
+        return SimpleNamespace, (), {"site": torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")}
 
 
 class Absent:

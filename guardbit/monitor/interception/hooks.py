@@ -15,8 +15,8 @@ from guardbit.kernels.runtime import (
     NO_SITE,
     Clock,
     Runtime,
-    is_jit_traced,
     is_recomputing,
+    is_traced,
     number_of,
     runtime,
 )
@@ -44,7 +44,7 @@ from guardbit.monitor.interception.seen import note_traced_inputs
 _BEYOND_GUARD = 3
 
 # What a copy of a module has in place of the number of a site.
-_NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
+_NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")
 
 
 def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -56,7 +56,7 @@ def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> N
 
 def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     caller = sys._getframe(_BEYOND_GUARD)
-    if is_jit_traced():
+    if is_traced():
         return
     if "_is_replica" in vars(module):
         return  # `nn.DataParallel` runs replicas in parallel threads; the stack serves one thread
@@ -114,7 +114,7 @@ _leave = MethodType(hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
 # they are inlined.
 for _function in (
     _enter_traced, _leave_traced, _begin_step, _end_step, push, pop, drop_stale, drop_all,
-    site_number, site_of, _site_of, number_of, is_recomputing, is_jit_traced, Runtime.enter,
+    site_number, site_of, _site_of, number_of, is_recomputing, is_traced, Runtime.enter,
     Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site,
     Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
 ):  # fmt: skip

@@ -18,7 +18,7 @@ from guardbit import guard
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines.libraries import Layout, as_given, heads_first
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
-from guardbit.kernels.runtime import is_jit_traced, is_recomputing, runtime
+from guardbit.kernels.runtime import is_recomputing, is_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
 from guardbit.monitor.interception.errors import report, reporting
@@ -276,7 +276,7 @@ class _Shown:
 
 def _number(module: nn.Module | None) -> int | None:
     """Returns the number of the site that a call belongs to, or None outside any site."""
-    if is_jit_traced():
+    if is_traced():
         return None
     if module is not None and probe.site is None:
         return site_number(module) if is_attached(module) else None

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from guardbit.guard import Args, Kwargs, then_undo
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception.frames import Frame, frame_stack
+from guardbit.monitor.interception.frames import Frame, Place, frame_stack
 from guardbit.monitor.module_copy import Copier, Copiers, runnable_copy
 
 #: Most elements of a tensor of whole numbers that is kept.
@@ -200,9 +200,7 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
         probe.calls.clear()
         probe.given = None
         frame_stack.append(Frame(module, (), {}))
-        runtime.apart(
-            torch.tensor(number, dtype=torch.int64), sys._getframe(), torch.enable_grad()(forward)
-        )
+        runtime.apart(Place(number).site, sys._getframe(), torch.enable_grad()(forward))
 
     def undo() -> None:
         probe.site = probe.given = None

@@ -22,7 +22,7 @@ from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, Tenso
 
 from guardbit import guard
 from guardbit.guard import Args, Kwargs
-from guardbit.kernels.runtime import Clock, is_jit_traced, is_recomputing, runtime
+from guardbit.kernels.runtime import Clock, is_recomputing, is_traced, runtime
 from guardbit.monitor.interception.errors import report
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
@@ -428,7 +428,7 @@ def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:
         return
     # While a module is running, only other threads call outside it. What is recomputed in a
     # backward was counted in the forward; what is traced is no call in training.
-    if runtime.running or is_recomputing() or is_jit_traced():
+    if runtime.running or is_recomputing() or is_traced():
         return
     if any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         for counting in list(_counting):

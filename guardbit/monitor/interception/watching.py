@@ -100,7 +100,9 @@ class Watch:
         heads, dropout_p = q.size(1), self._spec.dropout_p
         dropped = None
         if dropout_p > 0:  # PyTorch does not say which entries it dropped
-            dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
+            dropped = Dropout(
+                dropout_p, torch.zeros((), dtype=torch.int64, device="cpu"), (), heads
+            )
         hand_to_observer(
             self._number, q, k, v, self._spec, ("none",) * heads, dropout=dropped,
             out=out[0].detach() if out else None,

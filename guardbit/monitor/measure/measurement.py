@@ -208,7 +208,8 @@ class Measurement:
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
         self.directions = {
-            name: torch.tensor(v, dtype=torch.float32) for name, v in state["directions"].items()
+            name: torch.tensor(v, dtype=torch.float32, device="cpu")
+            for name, v in state["directions"].items()
         }
         self.run.load_state_dict(state)
 
@@ -353,7 +354,7 @@ class Transfer:
         self._order = sorted(range(len(tensors)), key=lambda place: str(tensors[place].dtype))
         sent = [tensors[place].to(tensors[0].device) for place in self._order]
         self._sizes = [tensor.numel() for tensor in sent]
-        self._host, self._event = torch.empty(0, dtype=torch.float32), None
+        self._host, self._event = torch.empty(0, dtype=torch.float32, device="cpu"), None
         if sent:
             alike = groupby(sent, attrgetter("dtype"))
             self._host, self._event = _send(torch.cat([torch.cat([*some]) for _, some in alike]))
@@ -376,7 +377,7 @@ def _send(joined: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     if not joined.is_cuda:
         return joined.cpu(), None
     # To pageable memory the copy would be synchronous.
-    host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+    host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
     host.copy_(joined, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(joined.device))

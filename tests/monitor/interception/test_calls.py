@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import guardbit
 from guardbit.kernels import engines
@@ -111,6 +112,21 @@ def test_meta_and_torch_func(tiny, tokens, instrument):
     assert "torch.func" in inst.sites["h.0.attn"].refusal
     on_meta = copy.deepcopy(model).to("meta")
     assert on_meta(tokens.to("meta")).device.type == "meta"
+
+
+def test_tensors_that_hold_nothing_are_no_call_of_the_model(tiny, tokens, instrument):
+    """PyTorch runs models on such to foresee shapes, memory or operations."""
+    model, errors = tiny.GPT(), []
+    inst = instrument(model)
+    inst.listen(errors.append)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        twin, empty = copy.deepcopy(model), fake.from_tensor(tokens)
+        model(empty)
+        assert not runtime.running
+    twin(empty)
+    assert errors == [] and not inst.sites
+    tiny.step(model, tokens)
+    assert errors == [] and list(inst.sites) == ["h.0.attn", "h.1.attn"]
 
 
 @pytest.mark.parametrize("by", ["torch.func", "dual tensors"])

@@ -47,7 +47,7 @@ class Loop:
 
     def backward(self, step, scale=1.0):
         draw = torch.Generator().manual_seed(step)
-        x = torch.randn(2, 12, 32, generator=draw, dtype=torch.float32).bfloat16()
+        x = torch.randn(2, 12, 32, generator=draw, dtype=torch.float32, device="cpu").bfloat16()
         loss = self.model(x).float().square().mean()
         (loss * scale).backward()
         self.losses[step] = loss.item()

@@ -201,6 +201,16 @@ def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monke
     MonitorSession(loop.model).close()
 
 
+def test_a_program_that_changes_its_directory_writes_where_it_was_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(dirpath="run")
+    tmp_path.joinpath("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    loop.run(range(3))
+    assert set(read_run(tmp_path / "run")["step"]) == {0, 1, 2}
+    assert not any(tmp_path.joinpath("elsewhere").iterdir())
+
+
 @pytest.mark.parametrize("error", [28, 24], ids=["disk full", "no file handles"])
 def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, caplog, error):
     def refuse(*_):

@@ -115,8 +115,8 @@ def errors(path):
 
 @pytest.mark.parametrize(
     ("at", "first", "said"),
-    [(3, 4, "no watched attention was called in 3 of the sampled steps, the first at step 4"),
-     (7, 8, "no watched attention was called in 1 of the sampled steps, at step 8")],
+    [(3, 4, "no watched attention was measured in 3 of the sampled steps, the first at step 4"),
+     (7, 8, "no watched attention was measured in 1 of the sampled steps, at step 8")],
 )  # fmt: skip
 def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, at, first, said):
     swapped(tmp_path, at)
@@ -127,6 +127,25 @@ def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, 
     found = outcome(tmp_path)
     assert found.headline == f"Unclear: too short to judge: 5 samples, 8 needed; {said}"
     assert found.as_json()["without_attention"][1] == first
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_backward_outside_of_the_steps_is_told_at_once(tmp_path, is_inside):
+    model = Model(Attention())
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
+    for step in range(20):
+        with session.step(step):
+            loss = model(torch.randn(2, 8, 32)).square().mean()
+            if is_inside:
+                loss.backward()
+        if not is_inside:
+            loss.backward()
+    session.close()
+    said = "; no watched attention was measured in 10 of the sampled steps, the first at step 0"
+    assert outcome(tmp_path).headline.endswith(said) != is_inside
+    assert [step for step, why in errors(tmp_path) if "no backward of it" in why] == [0] * (
+        not is_inside
+    )
 
 
 def test_where_attention_runs_in_other_steps_only_that_is_told_first(tmp_path, caplog):
@@ -153,20 +172,23 @@ def test_compiled_calls_are_met(tmp_path, caplog):
     assert outcome(tmp_path).not_watched == ()
 
 
-def test_modules_that_were_replaced_are_not_said_to_have_never_called_attention(tmp_path):
+@pytest.mark.parametrize("name", ["net", "net.layers.1"])
+def test_modules_that_were_replaced_are_named_and_not_said_to_have_never_called_attention(
+    name, tmp_path
+):
     torch.manual_seed(0)
     model = nn.ModuleDict({"net": Model(Attention(), Attention())})
     session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
     for step in range(8):
         if step == 3:
-            model["net"] = copy.deepcopy(model["net"])
+            model.set_submodule(name, copy.deepcopy(model.get_submodule(name)))
         with session.step(step):
             model["net"](torch.randn(2, 8, 32)).square().mean().backward()
     session.close()
     ((step, why),) = errors(tmp_path)
     assert step == 4
     assert "so far" not in why
-    assert (
-        "the modules that called attention are no longer in the model (net.layers.0, net.l" in why
-    )
-    assert "no watched attention was called in 2 of the sampled steps" in outcome(tmp_path).headline
+    lost = "net.layers.0, net.layers.1" if name == "net" else name
+    assert f"the modules that called attention are no longer in the model ({lost})" in why
+    none = "no watched attention was measured in 2 of the sampled steps"
+    assert (none in outcome(tmp_path).headline) == (name == "net")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
-from guardbit.kernels.runtime import is_jit_traced, runtime
+from guardbit.kernels.runtime import is_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points.base import (
     EntryPoint,
@@ -69,7 +69,7 @@ def bind(*args: Any, **kwargs: Any) -> Refusal:
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | None:
-    watched = None if is_jit_traced() else _watched(args, kwargs)
+    watched = None if is_traced() else _watched(args, kwargs)
     if watched is None:
         return None
     # PyTorch's function, with this in place of `torch`.
