@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 #: So many steps in a row are no accident: one may be left out after an error that the loop caught.
@@ -120,13 +119,3 @@ class Schedule:
         if what not in self._warned:
             self._warned.add(what)
             self._warn(line)
-
-
-def checked_step(step: int) -> int:
-    try:
-        checked = operator.index(step)
-    except TypeError:
-        checked = -1
-    if checked < 0:
-        raise ValueError(f"step is {step!r}; it must be a whole number, 0 or more")
-    return checked

@@ -106,6 +106,12 @@ def of_tables(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None
         *settings: Any,
         **named: Any,
     ) -> Figure | None:
+        for table in (frame, events):
+            if not isinstance(table, Recorded | pd.DataFrame | None):
+                raise ValueError(
+                    "a figure is drawn from the tables of guardbit.read_run and read_events, got"
+                    f" {table!r:.60}"
+                )
         run = frame if isinstance(frame, Recorded) else Recorded(frame, events)
         with matplotlib.rc_context(STYLE):
             return draw(run, *settings, **named)
