@@ -296,7 +296,11 @@ def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
 
 @pytest.mark.parametrize(
     ("flags", "heads"),
-    [((np.nan, 16.0 + 32.0, np.nan, np.nan), "head 1"), ((48.0,) * 5, "heads 0 to 4")],
+    [
+        ((np.nan, 16.0 + 32.0, np.nan, np.nan), "head 1"),
+        ((48.0,) * 5, "heads 0 to 4"),
+        ((np.inf, 48.0), "head 1"),  # an infinity is no flag
+    ],
 )
 def test_the_first_tensor_that_was_not_finite_is_named(flags, heads):
     made = [

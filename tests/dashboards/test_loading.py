@@ -87,7 +87,7 @@ def test_a_figure_takes_its_own_arguments_in_their_order_and_no_others(run):
     with pytest.raises(TypeError, match="max_logit"):
         run.plot.max_logit(5)
     for tables in ((run,), ("runs/mine",), (run.samples, 4000)):
-        with pytest.raises(ValueError, match=r"the tables of guardbit.read_run and read_events, got"):
+        with pytest.raises(ValueError, match="a figure is drawn from the tables"):
             figures.model_map(*tables)
 
 
