@@ -6,7 +6,7 @@ from guardbit.dashboards import document
 from guardbit.dashboards.figures import story
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import write_reports
-from tests.dashboards.made import colour, journal, wait, write_report
+from tests.dashboards.made import colour, journal, of_heads, wait, write_report
 
 
 @pytest.fixture
@@ -167,3 +167,13 @@ def test_a_comparison_without_marks_has_no_key_and_a_long_run_whole_numbers(
         }"""
     )
     assert room is not False and room >= width / 2
+
+
+def test_a_long_name_of_a_module_pushes_no_column_off_the_page(visit, without_figures, tmp_path):
+    frame = of_heads(*[[10.0] * 9] * 2).assign(site="_fsdp_wrapped_module." * 9 + "attn")
+    page = visit(write_reports([Run("deep", frame)], tmp_path / "deep.html"))
+    wait(page, "document.querySelectorAll('.scroll table').length > 0")
+    hidden = (
+        "[...document.querySelectorAll('.scroll')].filter((x) => x.scrollWidth > x.clientWidth)"
+    )
+    assert page.evaluate(f"{hidden}.length") == 0
