@@ -262,12 +262,14 @@ def replay(
         return
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console = Console()
     if result.alarms:
-        table = Table("first step", "module", "heads", "rule", "alarms", box=None, pad_edge=False)
+        names = ("first step", "module", "heads", "rule", "alarms")
+        columns = (Column(name, overflow="fold") for name in names)  # in full, however narrow
+        table = Table(*columns, box=None, pad_edge=False)
         by_rule: dict[tuple[str, str], list[Alarm]] = {}
         for alarm in result.alarms:
             by_rule.setdefault((alarm.site, alarm.rule), []).append(alarm)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 #: The ways to compute a head's attention. "none" leaves it as it is.
 STABILIZERS: tuple[str, ...] = (
@@ -52,6 +53,17 @@ def printable(text: str) -> str:
         else letter
         for letter in str(text)
     )
+
+
+def from_zero(number: Any, name: str) -> int:
+    """Returns a number that is whole, of whatever kind, and 0 or more; else raises ValueError."""
+    try:
+        checked = operator.index(number)
+    except TypeError:
+        checked = -1
+    if checked < 0:
+        raise ValueError(f"{name} is {number!r}; it must be a whole number, 0 or more")
+    return checked
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -202,6 +202,30 @@ def test_a_nan_loss_over_sound_heads_is_lost_to_report_and_replay(tmp_path):
     assert "from step 13, before any head alarmed" in replayed["headline"]
 
 
+def test_a_loss_that_is_never_a_number_was_judged_all_the_same(tmp_path):
+    with RunWriter(tmp_path / "run") as writer:
+        for step in range(20):
+            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+            writer.add([Sample(step, "", -1, "loss", (math.nan,))])
+    said = invoke("replay", tmp_path / "run").stdout
+    assert "whole run" in said and "Lost: the loss is not finite" in said
+    assert "Not judged by loss_departure" not in said
+
+
+def test_a_narrow_terminal_cuts_no_name_of_a_module(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    recorded = gzip.decompress((RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()).decode()
+    name = "model.decoder.layers.12.self_attention"
+    path = tmp_path / "run.csv"
+    path.write_text(recorded.replace("h.2.attn", name))
+    said = invoke("replay", path).stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said
+    table = said.partition("Alarmed")[0].splitlines()
+    begin = table[0].index("module")
+    end = table[0].index("heads")
+    assert name in "".join(line[begin:end].strip() for line in table)
+
+
 def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
     """A run that is resumed in a folder of its own begins it with what had happened before."""
 

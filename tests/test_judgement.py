@@ -166,6 +166,11 @@ def test_what_is_counted_of_a_run():
     assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
     found = judged(alarm(3000), loss_alarm(6910), loss=rising_from(6900))
     assert (found.departed, found.lead, found.first_alarm) == (6910, 3910, 3000)
+    # Of switches at two steps the facts name the first; of one that was undone, what is so now.
+    found = judged(alarm(3000), switch(3000, (2,)), switch(6000, (0, 1, 3)))
+    assert found.facts[-1] == "4 switched to exact_delta, the first at step 3,000"
+    found = judged(alarm(3000), switch(3000), switch(4000, stabilizer="none"))
+    assert found.facts[-1] == "nothing is switched"
     assert judged().verdict == "stable" and judged().num_alarms == 0
 
 
@@ -291,7 +296,11 @@ def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
 
 @pytest.mark.parametrize(
     ("flags", "heads"),
-    [((np.nan, 16.0 + 32.0, np.nan, np.nan), "head 1"), ((48.0,) * 5, "heads 0 to 4")],
+    [
+        ((np.nan, 16.0 + 32.0, np.nan, np.nan), "head 1"),
+        ((48.0,) * 5, "heads 0 to 4"),
+        ((np.inf, 48.0), "head 1"),  # an infinity is no flag
+    ],
 )
 def test_the_first_tensor_that_was_not_finite_is_named(flags, heads):
     made = [
@@ -322,6 +331,10 @@ def test_an_alarm_on_no_measured_head_is_never_healthy(site):
     found = judged(alarm(880, site=site, rule="a_rule"))
     assert found.headline == "Alarmed: an alarm at step 880 names no measured head"
     assert found.headline_running == "Running, alarmed: an alarm at step 880 names no measured head"
+    # No head is switched, or had been long before: the advice speaks of no switched head.
+    switches = [switch(0, site=f"h.{number}.attn") for number in range(3)]
+    for one in (found, judged(*switches, alarm(880, site=site))):
+        assert one.advice == judged(logit=lambda _: 5000.0).advice
 
 
 def test_a_run_in_which_no_head_was_measured_is_unclear():

@@ -130,7 +130,9 @@ def tiles(run: LoadedRun) -> list[Tile]:
     undone = current.count("none")
     switched = [
         ", ".join(sorted({*current} - {"none"})),
-        f"at step {outcome.first_switch:,}" if outcome.switched else "",
+        f"{'the first ' * (outcome.switched > 1)}at step {outcome.first_switch:,}"
+        if outcome.switched
+        else "",
         f"{undone} undone" if undone else "",
     ]
     first_alarm, said = "none", ""

@@ -16,7 +16,7 @@ import pandas as pd
 from guardbit.dashboards.palette import OUTCOME_COLOURS
 from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import Ended, Judgement
-from guardbit.records import nearest
+from guardbit.records import from_zero, nearest
 from guardbit.store import files, reading
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class LoadedRun:
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""
-        return self.recorded.heads_to_watch(count)
+        return self.recorded.heads_to_watch(from_zero(count, "count"))
 
     def __repr__(self) -> str:
         return "\n".join([f"{self.name}: {self.judgement.headline}", *self._cause_and_advice])
@@ -162,7 +162,7 @@ class Plots:
         known = [] if name.startswith("_") else dir(self)
         if name not in known:
             raise AttributeError(f"there is no figure {name!r}{nearest(name, known)}")
-        return partial(getattr(self._figures, name), self._run)
+        return partial(getattr(self._figures, name), self._run, None)
 
     def __dir__(self) -> list[str]:
         others = (name for name in self._figures.__all__ if name not in _NO_FIGURES)

@@ -270,7 +270,7 @@ class RunPage:
         middle = history.high[indicator][history.known]
         if indicator not in EXCESS_INDICATORS:
             # Signed sums, and the entropy, whose small values matter.
-            middle = (middle + history.low[indicator][history.known]) / 2
+            middle = middle / 2 + history.low[indicator][history.known] / 2
         middle = middle[:, :: -(-middle.shape[1] // _TYPICAL_HEADS)].T
         return [lower_quantile(middle, quantile)[0] for quantile in quantiles]
 

@@ -156,12 +156,12 @@ def library_candidates(call: ExaminedCall) -> Candidates:
 
 
 def why_not(name: str, call: ExaminedCall) -> str | None:
-    if not call.q.is_cuda:
-        return "it runs on GPUs only"
     module = LIBRARIES[name].home
     try:
         if find_spec(module.partition(".")[0]) is None:
             return "it is not installed"
+        if not call.q.is_cuda:
+            return "it runs on GPUs only"
         importlib.import_module(module)
     except Exception as error:  # broken installations raise anything
         return f"it cannot be imported: {error}"

@@ -202,6 +202,8 @@ class Judgement:
             return going_on
         if self.state == "alarmed" and self.cause.what == "not rounding":
             return "Look at the learning rate and the data: switching does not help."
+        if self.state == "alarmed" and not self.alarmed:  # as by a loss that has come back
+            return _ADVICE["warning"]
         if self.state == "alarmed" and self.switched >= self.num_heads:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
         if self.state == "alarmed" and self.alarmed_and_switched == len(self.alarmed):
@@ -245,9 +247,10 @@ class Judgement:
                 parts.append(f"lead {self.lead:,} steps")
         if self.first_switch is not None:
             to = " and ".join(self.stabilizers)
-            parts.append(f"{self.switched} switched to {to} at step {self.first_switch:,}")
+            when = f"{', the first' * (self.switched > 1)} at step {self.first_switch:,}"
+            parts.append(f"{self.switched} switched to {to}{when}")
         elif self.alarmed:
-            parts.append("nothing was switched")
+            parts.append("nothing is switched")
         return parts
 
     def name_of(self, head: Head) -> str:

@@ -280,4 +280,4 @@ def first_nonfinite(samples: Iterable[Sample]) -> Nonfinite | None:
 
 
 def _codes(sample: Sample) -> Iterator[int]:
-    return (int(value) if value == value else 0 for value in sample.values)
+    return (int(value) if math.isfinite(value) else 0 for value in sample.values)

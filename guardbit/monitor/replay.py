@@ -73,10 +73,12 @@ def replay(
     evidence = Evidence()
     evidence.add(samples)
     found = graded(detectors.update(samples), evidence)
+    # A loss that is not a number was recorded, as such.
+    measured = frame["value"].notna() | (frame["indicator"] == "loss")
     return Replay(
         [alarm for alarm in found if not alarm.role.is_advisory],
         [alarm for alarm in found if alarm.role.is_advisory],
-        detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"].unique())),
+        detectors.unjudged(set(frame.loc[measured, "indicator"].unique())),
         evidence,
         {rule.name: reads_of(rule) for rule in rules if judges_heads(rule)},
     )

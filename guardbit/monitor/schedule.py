@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 #: So many steps in a row are no accident: one may be left out after an error that the loop caught.
@@ -28,7 +27,9 @@ class Schedule:
         self.last_ended: int | None = None
         self.is_sampled = False  # whether the step that has begun is
         self._has_any_ended = False
-        # For the warnings: the step that began last, abandoned or not, and what became of it.
+        # For the warnings: the steps that began first and last, abandoned or not, and what became
+        # of the last.
+        self._first = -1
         self._last: int | None = None
         self._is_open = self._was_abandoned = False
         self._not_ended = self._repeated = 0
@@ -107,6 +108,15 @@ class Schedule:
                 f"step {step} has begun and ended {_IN_A_ROW - 1} times, and begins again: it is"
                 " measured once only; pass the number of the optimizer step, which grows",
             )
+        if self._last is None:
+            self._first = step
+        # Back to an older checkpoint is no mistake; back to the beginning it is one of the count.
+        elif step <= self._first and step < self._last:
+            self._once(
+                "anew",
+                f"step {step} begins again after step {self._last}: samples of one number replace"
+                " each other; pass the number of the optimizer step, which grows over all epochs",
+            )
         self._last, self._is_open, self._was_abandoned = step, True, False
 
     def _not_measured(self, what: str) -> None:
@@ -120,13 +130,3 @@ class Schedule:
         if what not in self._warned:
             self._warned.add(what)
             self._warn(line)
-
-
-def checked_step(step: int) -> int:
-    try:
-        checked = operator.index(step)
-    except TypeError:
-        checked = -1
-    if checked < 0:
-        raise ValueError(f"step is {step!r}; it must be a whole number, 0 or more")
-    return checked

@@ -34,12 +34,21 @@ from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, S
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.replay import graded, normalised_sites
-from guardbit.monitor.schedule import Schedule, checked_step
+from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
-from guardbit.records import Alarm, Event, RunEnd, Sample, event_of, place_of
+from guardbit.records import (
+    RUN_ENDS,
+    Alarm,
+    Event,
+    RunEnd,
+    Sample,
+    event_of,
+    from_zero,
+    place_of,
+)
 
 T = TypeVar("T")
 
@@ -148,7 +157,7 @@ class Session(Guarded):
             ValueError: If the step is no whole number from 0.
         """
         with refusing():
-            return self._bracket(partial(self.begin_batch, checked_step(step)))
+            return self._bracket(partial(self.begin_batch, from_zero(step, "step")))
 
     @guard.method()
     def begin_batch(self, step: int) -> None:
@@ -160,7 +169,7 @@ class Session(Guarded):
             ValueError: If the step is no whole number from 0.
         """
         with refusing():
-            step = checked_step(step)
+            step = from_zero(step, "step")
         is_new = step != self._schedule.step
         if is_new:
             self._step_ended()
@@ -237,7 +246,10 @@ class Session(Guarded):
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        self._take_of_step("loss", value, factor)
+        if isinstance(factor, Real) and 0 < factor < math.inf:
+            self._take_of_step("loss", value, float(factor))
+        elif self._notices.first("factor"):
+            _warn(f"factor is {factor!r}; it must be a number above 0: the loss is left out")
 
     @guard.method()
     def grad_norm(self, value: Tensor | float) -> None:
@@ -478,6 +490,10 @@ class Session(Guarded):
         Args:
             end: How the run ended, for the report and the live page.
         """
+        if end not in RUN_ENDS:  # which would be read as a run that was killed
+            allowed = f"{', '.join(RUN_ENDS[:-1])} or {RUN_ENDS[-1]}"
+            _warn(f"end is {end!r}; it must be {allowed}: finished is recorded")
+            end = "finished"
         self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
         last = (  # the last one first

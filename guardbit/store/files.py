@@ -165,7 +165,10 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
         inner.sort()
         path = Path(place)
         depth = len(path.relative_to(folder).parts)
-        if depth and is_run(folder_of_run(path)):
+        is_found = False
+        with contextlib.suppress(PermissionError):  # another person's
+            is_found = depth > 0 and is_run(folder_of_run(path))
+        if is_found:
             found.append(path)
             inner.clear()
         elif depth >= _DEEPEST_RUN or len(found) >= _MOST_RUNS:
@@ -180,6 +183,10 @@ def existing(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"there is no run at {path}: it is neither a file nor a folder")
+    if path.is_file() and not path.name.endswith((".csv", ".csv.gz")):
+        raise ValueError(
+            f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
+        )
     folder = folder_of_run(path)
     if path.is_dir() and not is_run(folder):
         state = "holds no GuardBit run" if any(path.iterdir()) else "is empty"

@@ -339,10 +339,6 @@ def _tidy(table: pa.Table) -> pd.DataFrame:
 
 def _read_csv(path: Path) -> pd.DataFrame:
     """Reads a CSV file of samples, also one that is being written."""
-    if not path.name.endswith((".csv", ".csv.gz")):
-        raise ValueError(
-            f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
-        )
     try:
         with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
             text = file.read(files.MAX_CSV + 1)

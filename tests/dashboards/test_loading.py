@@ -1,6 +1,7 @@
 """A run in a notebook."""
 
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,28 @@ def test_its_figures_show_by_themselves(run):
     with pytest.raises(AttributeError, match="no figure 'max_logits'; did you mean max_logit"):
         run.plot.max_logits  # noqa: B018
     assert titles == ["Model map at step 6,750", "Model map at step 4,000"]
+
+
+@pytest.mark.parametrize("wrong", ["last", -5, 2.5, [4000], math.nan])
+def test_what_is_no_step_layer_or_count_is_one_sentence(run, wrong):
+    for name, look in (
+        ("step", run.plot.map),
+        ("layer", run.plot.spectral_norm_of_heads),
+        ("count", run.summary),
+    ):
+        with pytest.raises(ValueError) as caught:
+            look(wrong)
+        assert str(caught.value) == f"{name} is {wrong!r}; it must be a whole number, 0 or more"
+
+
+def test_a_figure_takes_its_own_arguments_in_their_order_and_no_others(run):
+    figure = run.plot.spectral_norm_of_heads(5)
+    assert "layer 5" in figure.axes[0].get_title(loc="left")
+    with pytest.raises(TypeError, match="max_logit"):
+        run.plot.max_logit(5)
+    for tables in ((run,), ("runs/mine",), (run.samples, 4000)):
+        with pytest.raises(ValueError, match="a figure is drawn from the tables"):
+            figures.model_map(*tables)
 
 
 def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):

@@ -1,6 +1,7 @@
 """`guardbit doctor`: what it prints and refuses, and the table of known faults."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from guardbit.doctor.inputs import (
     parse_shape,
 )
 from guardbit.doctor.preflight import Examiner, is_within, known_faults
+from guardbit.kernels.engines import LIBRARIES
 from guardbit.kernels.engines.sdpa import CPUFlash
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -46,6 +48,12 @@ def test_the_table_ends_with_a_conclusion():
     result = invoke("--shape", "1,2,1,24,8", "--mask", "causal")
     assert result.exit_code == 0
     assert "MATH" in result.stdout and "varlen_attn does not serve calls" in result.stdout
+    # PyTorch's own is there; libraries may be, which GPUs alone can run.
+    assert "varlen_attn does not serve calls: it runs on GPUs only" in result.stdout
+    for name in ("flash_attn", "flash_attn_3"):
+        is_there = find_spec(LIBRARIES[name].home.partition(".")[0]) is not None
+        why = "it runs on GPUs only" if is_there else "it is not installed"
+        assert f"{name} does not serve calls: {why}" in result.stdout
     # Our own kernels are not broken at head sizes that they do not have.
     assert "guardbit does not serve calls: its head sizes are 16 to 256" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Sound: all of the 2 examined")

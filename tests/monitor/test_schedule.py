@@ -116,6 +116,15 @@ def test_a_number_that_does_not_move_is_told_once(schedule, said):
     assert line.startswith("step 7 has begun and ended 2 times, and begins again")
 
 
+def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said):
+    for _ in range(3):
+        for step in (5, 6, 7):
+            schedule.begin(step)
+            schedule.end()
+    (line,) = said
+    assert line.startswith("step 5 begins again after step 7: ")
+
+
 @pytest.mark.parametrize("what", ["loss", "end_step"])
 def test_what_comes_without_a_step_is_told_once(schedule, said, what):
     for _ in range(3):

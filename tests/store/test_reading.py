@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import math
 import os
@@ -254,6 +255,20 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path):
         read_run(tmp_path)
 
 
+def test_a_folder_that_may_not_be_read_hides_no_other_run(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        RunWriter(tmp_path / name / "guardbit").close()
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("a/guardbit"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert runs_below(tmp_path) == [tmp_path / "b"]
+
+
 def test_strays_are_passed_over(tmp_path):
     write(tmp_path, loss(1))
     name = segment(tmp_path).name
@@ -359,6 +374,10 @@ def test_what_is_no_run_is_one_clear_sentence(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_run(tmp_path / name)
     assert "\n" not in str(caught.value)
+    if name == "a.parquet":  # whatever is to be read of it
+        for read in (read_events, read_metadata, read_end):
+            with pytest.raises(ValueError, match=message):
+                read(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["run.csv", "run.csv.gz"])

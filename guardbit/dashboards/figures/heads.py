@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK
 from guardbit.dashboards.tables import Recorded
+from guardbit.records import from_zero
 
 #: Half width of the band in standard deviations: 95 % of a normal distribution.
 BAND = 1.96
@@ -57,7 +58,8 @@ def spectral_norm_of_heads(run: Recorded, layer: int | None = None) -> Figure | 
     """W_Q spectral norm of all heads of one layer over steps; the paper's figure 3."""
     table = run.by_head("w_q_spectral_norm")
     if layer is None:
-        layer = next((at for at, _ in [*run.story, *run.notable(table)]), -1)
+        layer = next((at for at, _ in [*run.story, *run.notable(table)]), 0)
+    layer = from_zero(layer, "layer")
     table = table.loc[:, table.columns.get_level_values("layer") == layer]
     title = f"W_Q spectral norm of layer {layer}" + ", every head" * (len(table.columns) > 1)
     return _draw(run, table, title, "largest singular value")

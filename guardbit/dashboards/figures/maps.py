@@ -18,6 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
 from guardbit.dashboards.tables import Head, Recorded, of_heads
+from guardbit.records import from_zero
 
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.
@@ -70,9 +71,11 @@ def spectral_norm_by_layer(run: Recorded) -> Figure | None:
 def model_map(run: Recorded, step: int | None = None) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
 
-    A step before the first sample, as of an alarm that a resumed run brought along, is drawn at it.
+    A step before the first sample, as of an alarm that a resumed run brought along, is drawn at it,
+    and one after the end at the end.
     """
-    step = run.steps[1] if step is None else step
+    last = max(run.steps[1], *(event.step for event in run.events), 0)
+    step = run.steps[1] if step is None else min(from_zero(step, "step"), last)
     if run.history.heads:
         step = max(step, int(of_heads(run.samples)["step"].to_numpy().min()))
     cells, _, _ = run.excess(run.history.bucket_of(step))

@@ -106,6 +106,12 @@ def of_tables(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None
         *settings: Any,
         **named: Any,
     ) -> Figure | None:
+        for table in (frame, events):
+            if not isinstance(table, Recorded | pd.DataFrame | None):
+                raise ValueError(
+                    "a figure is drawn from the tables of guardbit.read_run and read_events, got"
+                    f" {table!r:.60}"
+                )
         run = frame if isinstance(frame, Recorded) else Recorded(frame, events)
         with matplotlib.rc_context(STYLE):
             return draw(run, *settings, **named)
@@ -299,6 +305,8 @@ def end_at_departure(axes: Axes, table: pd.DataFrame, departed: int | None) -> N
 def fit(axes: Axes, values: np.ndarray) -> None:
     """Limits an axis to values, with a margin and ticks as its scale needs them."""
     low, high = float(values.min()), float(values.max())
+    if low == high:  # an axis needs a height
+        low, high = (low / 1.2, high * 1.2) if low > 0 else (low - 1, high + 1)
     if axes.get_yscale() == "log":
         log_ticks(axes.yaxis, high / low)
         margin = min((high / low) ** 0.06, 1.2)

@@ -281,7 +281,7 @@ function chart(place, { heading, up, isLoss, isOne, series, data, bands, log, ke
   box.append(element("h3", heading));
   place.append(box);
   const plot = new uPlot({
-    width: Math.max(box.clientWidth, 280), height, series, bands, padding: [24, 24, 0, 0],
+    width: Math.max(box.clientWidth, 280), height, series, bands, padding: [24, 32, 0, 0],
     legend: { markers: { dash: (plot, index) => plot.series[index].dash?.length ? "dashed" : "solid" } },
     cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log, isLoss) } },

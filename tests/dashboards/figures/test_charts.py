@@ -119,6 +119,15 @@ def test_what_comes_after_the_departure_sets_no_scale_and_names_stay_in_the_pane
         assert 0 <= text.xyann[1] <= 1
 
 
+@pytest.mark.parametrize("level", [0.0, 0.01, 1e-7])
+def test_an_indicator_that_is_level_up_to_the_departure_has_an_axis(level):
+    # pytest makes an error of matplotlib's warning of an axis without a height.
+    frame = of_heads(*[[level] * 9 + [0.5]] * 2, indicator="multiple_maxima")
+    left = journal((8, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
+    low, high = figures.multiple_maxima(frame, left).axes[0].get_ylim()
+    assert low <= 100 * level < high < 50
+
+
 def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
     axes, bar = drawn["w_q_spectral_norm_layers"].axes
     (mesh,) = axes.collections

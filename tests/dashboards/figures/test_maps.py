@@ -64,6 +64,15 @@ def test_an_alarm_before_the_first_sample_is_shown_at_that_sample(run):
         assert draw(later, run.events) is not None
 
 
+def test_a_step_after_the_end_is_shown_at_the_end(run):
+    axes = model_map(run.frame, run.events, 10**12).axes[0]
+    assert axes.get_title(loc="left") == "Model map at step 4,980"
+    # An alarm may be on disk before its sample.
+    axes = model_map(run.frame[run.frame["step"] < 2900], run.events, 3000).axes[0]
+    assert axes.get_title(loc="left") == "Model map at step 3,000"
+    assert [patch.get_gid() for patch in axes.patches] == ["alarm"]
+
+
 def test_unmeasured_heads_stay_blank(run):
     frame = run.frame[(run.frame["layer"] != 4) | (run.frame["head"] < 3)]
     blank = np.ma.getmaskarray(cells_of(model_map(frame)))

@@ -125,6 +125,7 @@ def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):
             for layer in range(2):
                 site = f"h.{layer}.attn"
                 writer.add([Sample(step, site, layer, "delta_bias_abs", sizes)])
+                writer.add([Sample(step, site, layer, "delta_bias", sizes)])
             writer.add([Sample(step, "", -1, "loss", (float("inf" if step > 15 else "2"),))])
     watcher = LiveRun(tmp_path)
     watcher.look()
@@ -133,6 +134,7 @@ def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):
         watcher.state(-1, 10**30),
         watcher.head(0, 2),
         watcher.curves("delta_bias_abs"),
+        watcher.curves("delta_bias"),
     ):
         json.dumps(answer, allow_nan=False)
     assert watcher.state(-1, None)["worst"][0]["excess"] > 1e20

@@ -6,7 +6,7 @@ from guardbit.dashboards import document
 from guardbit.dashboards.figures import story
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import write_reports
-from tests.dashboards.made import colour, journal, wait, write_report
+from tests.dashboards.made import colour, journal, of_heads, wait, write_report
 
 
 @pytest.fixture
@@ -143,5 +143,37 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     drawn = page.evaluate("document.querySelector('#overlays').charts[0].plot.drawnMarks")
     assert drawn == [{"kind": "alarm", "step": 2950}, {"kind": "switch", "step": 3100}]
     assert page.inner_text("#key") == "▼\u00a0first alarm of a head · ◆\u00a0switch"
+    assert "In the run’s colour: ▼" in page.locator("p", has_text="One line is").inner_text()
     labels = page.locator("#overlays .u-legend").first.inner_text()
     assert "ill" in labels and "well" in labels
+
+
+def test_a_comparison_without_marks_has_no_key_and_a_long_run_whole_numbers(
+    visit, run, without_figures, tmp_path
+):
+    """The last step stands at the right end, in seven digits."""
+    well = run.frame[run.frame["layer"].isin([-1, 4, 5])]
+    well = well.assign(step=well["step"] * 1_000_000 // well["step"].max())
+    page = visit(write_reports([Run("well", well), Run("again", well)], tmp_path / "two.html"))
+    wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
+    assert "In the run’s colour" not in page.locator("p", has_text="One line is").inner_text()
+    room, width = page.evaluate(
+        """() => {
+          const { plot } = document.querySelector("#overlays").charts[0], pen = plot.ctx;
+          const label = plot.axes[0]._values.at(-1);
+          pen.font = plot.axes[0].font[0];
+          const end = plot.valToPos(plot.axes[0]._splits.at(-1), "x", true);
+          return [label === "1,000,000" && pen.canvas.width - end, pen.measureText(label).width];
+        }"""
+    )
+    assert room is not False and room >= width / 2
+
+
+def test_a_long_name_of_a_module_pushes_no_column_off_the_page(visit, without_figures, tmp_path):
+    frame = of_heads(*[[10.0] * 9] * 2).assign(site="_fsdp_wrapped_module." * 9 + "attn")
+    page = visit(write_reports([Run("deep", frame)], tmp_path / "deep.html"))
+    wait(page, "document.querySelectorAll('.scroll table').length > 0")
+    hidden = (
+        "[...document.querySelectorAll('.scroll')].filter((x) => x.scrollWidth > x.clientWidth)"
+    )
+    assert page.evaluate(f"{hidden}.length") == 0

@@ -8,6 +8,7 @@ import torch
 
 from guardbit import MonitorSession
 from guardbit.monitor.policy import Policy
+from guardbit.store import read_end
 from tests.monitor.session.plain_loop import Loop, model_of, sampled, values
 from tests.toys import Attention
 
@@ -82,6 +83,28 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
         f"{name} is a {kind} that is no single real number: it is left out"
         for name in ("loss", "grad_norm", "validation_loss")
     ]
+
+
+@pytest.mark.parametrize("factor", ["4", -1, 0, math.nan, math.inf, None, [4]])
+def test_a_factor_that_is_none_costs_its_losses_and_no_stage(tmp_path, caplog, factor):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    for step, given in enumerate([factor, np.int64(4), factor, 2.0]):
+        with loop.session.step(step) as record:
+            loop.backward(step)
+            record.loss(0.5, factor=given)
+    loop.session.close()
+    assert not loop.session.stages_off
+    assert values(tmp_path, "loss") == {1: 2.0, 3: 1.0}
+    (told,) = [line for line in caplog.messages if "left out" in line]
+    assert told == f"factor is {factor!r}; it must be a number above 0: the loss is left out"
+
+
+def test_what_no_run_can_end_as_is_said_and_the_run_is_closed(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2), close=False)
+    loop.session.close("done")
+    assert read_end(tmp_path) == "finished"
+    said = "end is 'done'; it must be finished, interrupted or crashed: finished is recorded"
+    assert said in caplog.messages
 
 
 def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog, monkeypatch):
