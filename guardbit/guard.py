@@ -195,7 +195,7 @@ def hook(
     def guarded(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             # An exported program must hold the model's operations alone.
-            return None if torch.compiler.is_exporting() else traced(*args, **kwargs)
+            return None if torch.compiler._is_exporting_flag else traced(*args, **kwargs)
         return _tried((contain, contain), _nothing, eager, args, kwargs)
 
     return _marked(guarded)
@@ -212,7 +212,8 @@ def stand_in(
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            is_left = traced is None or torch.compiler.is_exporting()
+            # `is_exporting()` is true to PyTorch 2.11's compiler, whatever it compiles for.
+            is_left = traced is None or torch.compiler._is_exporting_flag
             function = place.original if is_left else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         # The compiler runs the graph that it has traced, with tensors that hold nothing. PyTorch

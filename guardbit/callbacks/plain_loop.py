@@ -73,14 +73,13 @@ class MonitorSession(Session):
                     " a step, or None"
                 )
         self._write = writer if add is None else partial(_add_each, add)
-        self._logged = LoggedRun(settings.get("dirpath") or "")
         super().__init__(model, **settings)
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
+        self._logged = LoggedRun(settings.dirpath or "")
         super()._set_up(model, settings)
-        if not self._is_void:
-            every = settings.every_n_train_steps
-            self._say(lambda: first_line(every, self._logged.place))
+        every = settings.every_n_train_steps
+        self._say(lambda: first_line(every, self._logged.place))
 
     def _tell_end(self) -> None:
         super()._tell_end()

@@ -73,6 +73,8 @@ class Notices:
         self._sampled, self._met = deque([-1], maxlen=PATIENCE), set[str]()
         self._since: dict[str, int] = {}
         self._is_over = False
+        # Whether any call was measured; until then, the latest sampled steps that had calls.
+        self._is_heard, self._unheard = False, list[int]()
         # What stood in the place of attention functions when a module was last met.
         self._replaced = list(_replaced({}))
         # Calls elsewhere are left alone on purpose where modules were selected.
@@ -200,13 +202,9 @@ class Notices:
         before, others = self._replaced, list(_replaced({}))
         if met or latest < 0:
             self._replaced = others
-            if met and not are_heard:
-                why = (
-                    "watched attention ran in this sampled step, and no backward of it before the"
-                    " step's end, so at most weights were measured: unless attention is frozen, the"
-                    " backward belongs in the step"
-                )
-                self._none_called(step, why, "no backward")
+            self._is_heard |= are_heard
+            if met and not self._is_heard:
+                self._tell_unheard(step)
             return
         if new := [sentence for sentence in others if sentence not in before]:
             why = f": {'; '.join(new)}"
@@ -224,6 +222,19 @@ class Notices:
             " measured"
         )
         self._none_called(step, none + why, "none called")
+
+    def _tell_unheard(self, step: int) -> None:
+        # One step may be a generator's in the discriminator's turn, or have lost its backward.
+        self._unheard = [*self._unheard, step][-PATIENCE - 1 :]
+        why = (
+            f"watched attention ran in {PATIENCE} sampled steps, and no backward of it before their"
+            " ends, so at most weights were measured: unless attention is frozen, the backward"
+            " belongs in the step; where networks take turns, try"
+            f" every_n_train_steps={self._other_cadence}"
+        )
+        if len(self._unheard) >= PATIENCE:
+            for one in self._unheard if len(self._unheard) == PATIENCE else [step]:
+                self._none_called(one, why, "no backward")
 
     def end_samples(self) -> bool:
         """Ends the run; returns whether a module was called and never met, in spite of samples."""

@@ -32,7 +32,7 @@ class Schedule:
         self._first = -1
         self._last: int | None = None
         self._is_open = self._was_abandoned = False
-        self._not_ended = self._repeated = 0
+        self._not_ended = self._repeated = self._returns = 0
         self._warned: set[str] = set()
 
     def begin(self, step: int) -> None:
@@ -110,8 +110,9 @@ class Schedule:
             )
         if self._last is None:
             self._first = step
-        # Back to an older checkpoint is no mistake; back to the beginning it is one of the count.
-        elif step <= self._first and step < self._last:
+        elif step == self._first < self._last:
+            self._returns += 1
+        if self._returns == 2:  # once may be to older weights
             self._once(
                 "anew",
                 f"step {step} begins again after step {self._last}: samples of one number replace"

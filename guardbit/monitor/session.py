@@ -246,10 +246,10 @@ class Session(Guarded):
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        if isinstance(factor, Real) and 0 < factor < math.inf:
+        if _is_number(factor) and 0 < float(factor) < math.inf:
             self._take_of_step("loss", value, float(factor))
         elif self._notices.first("factor"):
-            _warn(f"factor is {factor!r}; it must be a number above 0: the loss is left out")
+            _warn(f"factor is {factor!r}; it must be above 0 and finite: the loss is left out")
 
     @guard.method()
     def grad_norm(self, value: Tensor | float) -> None:
@@ -492,8 +492,8 @@ class Session(Guarded):
         """
         if end not in RUN_ENDS:  # which would be read as a run that was killed
             allowed = f"{', '.join(RUN_ENDS[:-1])} or {RUN_ENDS[-1]}"
-            _warn(f"end is {end!r}; it must be {allowed}: finished is recorded")
-            end = "finished"
+            _warn(f"end is {end!r}; it must be {allowed}: interrupted is recorded")
+            end = "interrupted"
         self._is_closed, self._schedule.is_sampled = True, False
         self._ended = end
         last = (  # the last one first

@@ -2,9 +2,8 @@
 
     python -m studies.rescue.kinds --again 30 --minutes 24.5 llama_learned,1.5e-3,1 llama,1.25e-3,1
 
-Each pair is an architecture of `train.py`, a learning rate and a seed. A run and its twin share
-weights and batches. `risk.py` compares them. When the time is up, what runs is stopped; what it has
-recorded stays.
+A pair is an architecture of `train.py`, a rate and a seed. A run and its twin share weights and
+batches; `risk.py` compares them. When the time is up, what runs is stopped, and its records stay.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ EARLIER = {
 #: The step up to which a pair is compared, the one it must reach, and that of the predictor.
 STEP, REACHED, PREDICTED = 6000, 5000, 2000
 
-#: Kinds that were tried after the test was made: they are told, and no part of it. Of their runs
-#: only what `table` reads is kept.
+#: Kinds tried after the test: told, and no part of it. Of their runs what `table` reads is kept.
 LATER = ("mla", "encoder", "vit", "gpt2_muon", "mla_muon")
 
 #: Kinds that the test needs, and seeds of each.

@@ -116,13 +116,14 @@ def test_a_number_that_does_not_move_is_told_once(schedule, said):
     assert line.startswith("step 7 has begun and ended 2 times, and begins again")
 
 
-def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said):
-    for _ in range(3):
+@pytest.mark.parametrize("epochs", [2, 5])
+def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said, epochs):
+    for _ in range(epochs):
         for step in (5, 6, 7):
             schedule.begin(step)
             schedule.end()
-    (line,) = said
-    assert line.startswith("step 5 begins again after step 7: ")
+    told = ["step 5 begins again after step 7: "] * (epochs > 2)  # one return is to older weights
+    assert [line[: len(told[0])] for line in said] == told
 
 
 @pytest.mark.parametrize("what", ["loss", "end_step"])

@@ -85,10 +85,11 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
     ]
 
 
-@pytest.mark.parametrize("factor", ["4", -1, 0, math.nan, math.inf, None, [4]])
-def test_a_factor_that_is_none_costs_its_losses_and_no_stage(tmp_path, caplog, factor):
+@pytest.mark.parametrize("factor", ["four", -1, 0, math.nan, math.inf, None, [4]])
+@pytest.mark.parametrize("four", [np.int64(4), np.array(4.0), torch.tensor(4)])
+def test_a_factor_that_is_none_costs_its_losses_and_no_stage(tmp_path, caplog, factor, four):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
-    for step, given in enumerate([factor, np.int64(4), factor, 2.0]):
+    for step, given in enumerate([factor, four, factor, 2.0]):
         with loop.session.step(step) as record:
             loop.backward(step)
             record.loss(0.5, factor=given)
@@ -96,14 +97,14 @@ def test_a_factor_that_is_none_costs_its_losses_and_no_stage(tmp_path, caplog, f
     assert not loop.session.stages_off
     assert values(tmp_path, "loss") == {1: 2.0, 3: 1.0}
     (told,) = [line for line in caplog.messages if "left out" in line]
-    assert told == f"factor is {factor!r}; it must be a number above 0: the loss is left out"
+    assert told == f"factor is {factor!r}; it must be above 0 and finite: the loss is left out"
 
 
 def test_what_no_run_can_end_as_is_said_and_the_run_is_closed(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2), close=False)
     loop.session.close("done")
-    assert read_end(tmp_path) == "finished"
-    said = "end is 'done'; it must be finished, interrupted or crashed: finished is recorded"
+    assert read_end(tmp_path) == "interrupted"
+    said = "end is 'done'; it must be finished, interrupted or crashed: interrupted is recorded"
     assert said in caplog.messages
 
 

@@ -130,7 +130,7 @@ def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, 
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_a_backward_outside_of_the_steps_is_told_at_once(tmp_path, is_inside):
+def test_a_backward_outside_of_the_steps_is_told(tmp_path, is_inside):
     model = Model(Attention())
     session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
     for step in range(20):
@@ -146,6 +146,20 @@ def test_a_backward_outside_of_the_steps_is_told_at_once(tmp_path, is_inside):
     assert [step for step, why in errors(tmp_path) if "no backward of it" in why] == [0] * (
         not is_inside
     )
+
+
+@pytest.mark.parametrize("unheard", [{0}, {0, 2}, {4, 6, 8, 10}])
+def test_steps_that_have_lost_their_backward_are_not_told_of(tmp_path, unheard):
+    model = Model(Attention())
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
+    for step in range(20):
+        with session.step(step):
+            loss = model(torch.randn(2, 8, 32)).square().mean()
+            if step not in unheard:
+                loss.backward()
+    session.close()
+    assert errors(tmp_path) == []
+    assert "was measured" not in outcome(tmp_path).headline
 
 
 def test_where_attention_runs_in_other_steps_only_that_is_told_first(tmp_path, caplog):
