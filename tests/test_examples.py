@@ -1,5 +1,6 @@
 """Every example runs as it is, and a YAML file can set what the callbacks take."""
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     assert list(settings.sites) == ["net.*.attn", "net.head"]
     assert list(settings.indicators) == ["max_logit", "loss"]
     assert (settings.num_rows, settings.num_audited_heads, settings.strict) == (16, 3, True)
-    assert str(settings.dirpath) == "runs/mine"
+    assert settings.dirpath == os.path.abspath("runs/mine")
     assert settings.rules == (HeadGrowth("growth_of_mine", norm=0.25, logit=5), LossDeparture())
     policy = stabilizer.policy
     assert (policy.stabilizer, policy.agreeing_rules, policy.quiet_steps) == ("row_max", 2, None)

@@ -207,8 +207,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.backend == "guardbit" and options.architecture != "gpt2":
         parser.error("--backend guardbit is for --architecture gpt2")
-    if options.architecture.endswith("_muon") and (options.checkpoint or options.checkpoint_every):
-        parser.error("with Muon a run keeps no checkpoint")
+    if options.architecture.endswith("_muon") and (options.resume or options.branch):
+        parser.error("no run goes on with Muon: checkpoints do not hold its state")
     if options.delta_error is not None:
         if options.arm not in LATE:
             parser.error(f"--delta-error is for the arms {', '.join(LATE)}")
