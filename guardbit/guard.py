@@ -194,7 +194,8 @@ def hook(
 
     def guarded(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            # An exported program must hold the model's operations alone.
+            # An exported program must hold the model's operations alone. PyTorch 2.11's compiler
+            # takes `is_exporting()` for true, whatever it compiles for.
             return None if torch.compiler._is_exporting_flag else traced(*args, **kwargs)
         return _tried((contain, contain), _nothing, eager, args, kwargs)
 
@@ -212,7 +213,6 @@ def stand_in(
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # `is_exporting()` is true to PyTorch 2.11's compiler, whatever it compiles for.
             is_left = traced is None or torch.compiler._is_exporting_flag
             function = place.original if is_left else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
