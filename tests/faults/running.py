@@ -199,6 +199,7 @@ def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)  # with the processes that it starts
+        torch.set_num_threads(1)  # rebuilds PyTorch's thread pool, before two threads do at once
         _mute()
         faulthandler.enable(last_words)
         os.close(reading)
