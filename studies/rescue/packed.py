@@ -148,11 +148,13 @@ def rounded(frame: pd.DataFrame) -> pd.DataFrame:
 
 def squeeze(folder: Path) -> None:
     """Writes a run's files anew with the same contents, as small as they can be."""
-    order = [(name, "ascending") for name in ("indicator", "step", "layer", "head")]
+    order = ("indicator", "layer", "head", "step")
     for path in folder.glob("samples-*.parquet"):
+        table = pq.read_table(path).sort_by([(name, "ascending") for name in order])
         pq.write_table(
-            pq.read_table(path).sort_by(order), path, compression="brotli", compression_level=11
-        )
+            table, path, compression="brotli", compression_level=11, data_page_size=1 << 24,
+            use_dictionary=[name for name in table.column_names if name != "value"],
+        )  # fmt: skip
     for path in folder.glob("session-*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")))
 
