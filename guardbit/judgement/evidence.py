@@ -25,8 +25,9 @@ LOSS_SAMPLES, COME_BACK = 8, 0.1
 #: It rises when the median of this many last ones lies further above the smallest such median, and
 #: further than so many times their scatter: of many noisy losses some window is always low.
 RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
-#: Before there are so many losses: nats by which `LOSS_SAMPLES` of them must lie above the best.
-SURELY_ABOVE = 1.0
+#: Nats, and times that scatter, by which the last `LOSS_SAMPLES` of them must lie above the best
+#: where they leap, or are too few for the scatter. In 10,000 windows of noise it is 3.4 times.
+SURELY_ABOVE, LEAP = 1.0, 4.0
 #: What a switch is to stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
 #: How many samples of a module are kept of each of `GROWING`.
@@ -100,25 +101,26 @@ class Losses:
         few = _median(self.latest)
         self._least_of_few = min(self._least_of_few, few)
         self.is_back = few <= self._least_of_few + COME_BACK
-        if self._count >= RISING_SAMPLES:
-            self._look_for_rise()
-        elif self._count >= LOSS_SAMPLES:  # too few to know their scatter
-            above = few - self._least_of_few
-            self.rise = above if above > SURELY_ABOVE else 0.0
+        if self._count >= LOSS_SAMPLES:
+            leap = few - self._least_of_few
+            self.rise = self._rise(leap if leap > SURELY_ABOVE else 0.0)
         is_critical = self.lost is not None or self.rise > 0
         if is_critical != (bool(self.critical) and self.critical[-1][1]):
             self.critical.append((step, is_critical))
 
-    def _look_for_rise(self) -> None:
+    def _rise(self, leap: float) -> float:
+        if self._count < RISING_SAMPLES:
+            return leap
         median = _median(self._many)
         self._least_of_many = min(self._least_of_many, median)
         above = median - self._least_of_many
-        if above <= COME_BACK:
-            self.rise = 0.0
-            return
+        if above <= COME_BACK and not leap:
+            return 0.0
         # 1.4826 turns the median distance into a standard deviation.
         scatter = 1.4826 * _median([abs(value - median) for value in self._many])
-        self.rise = above if above > BEYOND_SCATTER * scatter else 0.0
+        if above > max(COME_BACK, BEYOND_SCATTER * scatter):
+            return above
+        return leap if leap > LEAP * scatter else 0.0
 
 
 def _median(losses: Iterable[float]) -> float:
