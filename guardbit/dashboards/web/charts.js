@@ -15,7 +15,7 @@ const RANGE = "range";
 
 const $ = (id) => document.getElementById(id);
 
-const number = (x) => x == null ? "–" : x === 0 || (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e6)
+const number = (x) => x == null ? "–" : Math.abs(x) > 3.4e38 ? (x < 0 ? "−∞" : "∞") : x === 0 || (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e6)
   ? Number(x.toPrecision(3)).toLocaleString("en") : x.toExponential(1).replace(/(\.0)?e\+?/, "e");
 const times = (x) => x == null ? "–" : x > 1000 ? "> 1,000 ×" : `${x < 10 ? x.toPrecision(2) : Math.round(x)} ×`;
 // Colours are those of the page's theme.
@@ -224,6 +224,7 @@ function visibleRange(plot, log, isLoss) {
 }
 
 // A few round numbers of a log axis: more would be grey stripes. Within half a decade they are evenly spaced.
+// uPlot hides an axis longer than its own increments, which end at 1e32: hence one that fits any.
 function logTicks(plot, axis, min, max) {
   const decades = Math.log10(max / min), ticks = [];
   if (decades < 0.5) {
@@ -287,7 +288,7 @@ function chart(place, { heading, up, isLoss, isOne, series, data, bands, log, ke
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log, isLoss) } },
     axes: [
       { ...axisColours("optimizer step"), space: 58, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
-      { ...axisColours(up), size: 62, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}), values: (_, ticks) => tickLabels(ticks) },
+      { ...axisColours(up), size: 62, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks, incrs: [1e300] } : {}), values: (_, ticks) => tickLabels(ticks) },
     ],
     plugins: [eventMarks(marks), wheelAndPan()],
   }, data, box);
