@@ -629,7 +629,12 @@ class Session(Guarded):
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
         ended = self._schedule.last_ended
-        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds, ended))
+        try:
+            return self.attempt(
+                "preflight", lambda: self._examinations.batch(batch, seconds, ended)
+            )
+        finally:
+            self._rest_between_steps()
 
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
