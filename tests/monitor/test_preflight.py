@@ -13,6 +13,7 @@ from torch import nn
 from guardbit import MonitorSession, read_events, read_metadata, read_run
 from guardbit.doctor.preflight import Preflight
 from guardbit.kernels.engines.sdpa import CPUFlash
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor import preflight
 from tests import toys
 from tests.monitor.test_snapshots import model_of
@@ -161,6 +162,7 @@ def test_the_models_own_mask_scale_and_arguments_are_examined(monkeypatch):
 
 
 def test_what_cannot_be_examined_is_said():
+    assert preflight.describe(AttentionSpec(1.0, True, window=(4, 0))) == "causal, window:4:0"
     session = MonitorSession(model_of(), strict=True)
     why = "not examined: it is in torch.float32, and only BF16 and FP16 are examined"
     found = session.preflight(torch.randn(2, 24, 32))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.sharding import WHOLE, share_of, share_of_tensors
 from tests.toys import Attention, Model, instrumented
 
@@ -83,6 +84,16 @@ def test_a_dtensor_with_a_plain_one_is_refused(mesh):
     local = torch.zeros(2, 4, 6, 8)
     q = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
     assert "only some of its tensors are DTensors" in share_of_tensors((q, local, local), 1)
+
+
+def test_dtensors_with_values_of_another_width_are_refused_with_a_sentence(mesh):
+    q, v = (
+        DTensor.from_local(torch.zeros(2, 4, 6, size), mesh, [Shard(1)], run_check=False)
+        for size in (16, 32)
+    )
+    refused = sdpa.bind(q, q, v)
+    assert "another head size than its keys" in refused.why
+    assert refused.q.shape == refused.k.shape == (2, 4, 6, 16) and refused.bound is None
 
 
 # PyTorch, of what FSDP gathers, as it compiles.
