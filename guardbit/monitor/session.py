@@ -838,7 +838,6 @@ class Session(Guarded):
     def _give_up(self) -> None:
         """Leaves the model alone for good; what is recorded stays."""
         _quietly(self._drop_calls)
-        _quietly(self._snapshots.discard)
         if self._is_closed:
             _quietly(lambda: self._journal.close("crashed"))
         is_within = not self._is_closed and self._schedule.is_within_step
