@@ -628,11 +628,9 @@ class Session(Guarded):
         if self._is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
-        ended = self._schedule.last_ended
+        examine = partial(self._examinations.batch, batch, seconds, self._schedule.last_ended)
         try:
-            return self.attempt(
-                "preflight", lambda: self._examinations.batch(batch, seconds, ended)
-            )
+            return self.attempt("preflight", examine)
         finally:
             self._rest_between_steps()
 

@@ -222,12 +222,9 @@ class Exact(nn.Module):
         lambda: Latent(nn.Identity(), behind=Exact(), bias=False),
         lambda: Latent(nn.Identity(), behind=nn.RMSNorm(16)),
         lambda: Latent(nn.ReLU()),
-        # Only a part goes through the norm.
+        # A part goes through no norm, or through another.
         lambda: Latent(nn.LayerNorm(12), beside=nn.Linear(64, 64)),
-        # Each part goes through one.
-        lambda: Latent(
-            nn.LayerNorm(12), beside=nn.Sequential(nn.Linear(64, 64, bias=False), Exact())
-        ),
+        lambda: Latent(nn.LayerNorm(12), beside=nn.Sequential(nn.Linear(64, 64), Exact())),
     ],
     ids=[
         "no norm",
