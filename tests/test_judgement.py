@@ -213,13 +213,14 @@ def test_a_sample_may_come_in_parts():
         ((1, 0), [], "alarmed", "none switched; no loss was recorded"),
         ((0, 100), [switch(6750)], "switched", "; no loss was recorded after the last switch"),
         ((LAST, LAST), [switch(6750)], "switched", "; no loss was recorded before the first alarm"),
+        ((6750, LAST), [switch(6750)], "saved", "loss unharmed"),
     ],
 )
 def test_where_losses_are_missing_nothing_is_said_of_them(recorded, switches, state, said):
     first, last = recorded
     kept = [
         one
-        for one in samples(logit=falling)
+        for one in samples(logit=falling, every=50)
         if one.indicator != "loss" or first <= one.step <= last
     ]
     found = judged(alarm(6750), *switches, of=kept)

@@ -198,7 +198,7 @@ class RunPage:
         for mark in ("alarm", "switch"):
             for event in [*self.run.first(mark).values()][:1]:
                 # The map of the whole bucket that holds the step, so that it shows what happened.
-                chosen.add(steps[min(int(np.searchsorted(steps, event.step)), len(steps) - 1)])
+                chosen.update([step for step in steps if step >= event.step][:1])
         maps = [self._map(self.run.history.bucket_of(step)) for step in sorted(chosen)]
         return [one for one in maps if one["map"]["step"] >= 0]
 

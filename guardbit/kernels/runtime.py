@@ -108,10 +108,11 @@ class Clock:
         self.done = self.now
 
     def tell(self) -> None:
-        """Counts from now on the steps that a session ends by `end_told`."""
-        if not self.is_told:
-            self.is_told = True
-            self.begin()
+        """Counts from now on the steps that a session ends by `end_told`.
+
+        The last forward so far may be that of the step that begins.
+        """
+        self.is_told = True
 
     def end_told(self) -> None:
         """Ends a step; all later calls belong to the next one, whether or not it has begun."""

@@ -266,8 +266,6 @@ class _Search:
     def is_sole_way(self, name: str, others: list[str]) -> bool:
         """Whether other matrices reach the queries through one alone."""
         query = self._run("query", {name: torch.zeros_like(self.leaves[name])})
-        if not query.requires_grad:
-            return True
         gradients = torch.autograd.grad(
             query,
             [self.leaves[other] for other in others],

@@ -165,10 +165,7 @@ class Examinations:
     def batch(self, batch: Any, seconds: float, ended: int | None) -> Preflight | None:
         """Examines the calls of a forward after step `ended`, see `Session.preflight`."""
         self._instrumentation.rest(False)  # calls at rest are not read
-        try:
-            calls = calls_of(self._model, batch)
-        finally:
-            self._instrumentation.rest(True)
+        calls = calls_of(self._model, batch)
         return self._examine(calls, seconds, ended or 0) if ranks.rank() == 0 else None
 
     def step(self, step: int) -> None:

@@ -628,8 +628,11 @@ class Session(Guarded):
         if self._is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
-        ended = self._schedule.last_ended
-        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds, ended))
+        examine = partial(self._examinations.batch, batch, seconds, self._schedule.last_ended)
+        try:
+            return self.attempt("preflight", examine)
+        finally:
+            self._rest_between_steps()
 
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
@@ -833,7 +836,6 @@ class Session(Guarded):
     def _give_up(self) -> None:
         """Leaves the model alone for good; what is recorded stays."""
         _quietly(self._drop_calls)
-        _quietly(self._snapshots.discard)
         if self._is_closed:
             _quietly(lambda: self._journal.close("crashed"))
         is_within = not self._is_closed and self._schedule.is_within_step

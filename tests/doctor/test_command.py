@@ -209,11 +209,12 @@ def test_the_page_has_the_table_of_known_faults():
     assert expected in PAGE.read_text(encoding="utf-8"), f"the table is:\n{expected}"
 
 
-def test_a_window_of_any_size_shows_at_most_the_whole_sequence():
+def test_a_window_shows_as_many_keys_and_at_most_the_whole_sequence():
     shape = Shape(1, 1, 1, 8, 4)
-    for window in (8, 9, 2**31, 2**63, 10**30):
+    for window in (1, 8, 9, 2**31, 2**63, 10**30):
         mask = f"window:{window}"
         dense = dense_spec(shape, mask, torch.bfloat16, "cpu").mask
-        assert dense is not None and torch.equal(dense[0, 0], torch.ones(8, 8).tril().bool())
+        shown = torch.ones(8, 8).tril().triu(1 - min(window, 8)).bool()
+        assert dense is not None and torch.equal(dense[0, 0], shown)
         packed = packed_spec(shape, mask, "cpu")
-        assert packed is not None and packed[0].window == (7, 0)
+        assert packed is not None and packed[0].window == (min(window, 8) - 1, 0)

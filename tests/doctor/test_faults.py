@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from guardbit.doctor.engines import flex
-from guardbit.doctor.exact import exactly, units_of
+from guardbit.doctor.exact import exactly, gaps, units_of
 from guardbit.doctor.inputs import Shape, dense_spec, make
 from guardbit.kernels.engines import AutogradEngine, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
@@ -83,10 +83,12 @@ def test_a_fault_is_found_and_named(fault, mask):
     assert broken[0].advice
 
 
-@pytest.mark.parametrize(("results", "head"), [(nan_in_head, 3), (Racing(), 1)])
-def test_the_head_is_named(results, head):
-    (finding,) = examine(Wrapped("wrong", results=results), "causal").findings()
-    assert (finding.tensors, finding.heads) == (("dq",), (head,))
+@pytest.mark.parametrize(
+    ("results", "fault", "head"), [(nan_in_head, "nonfinite", 3), (Racing(), "race", 1)]
+)
+def test_one_kind_of_inputs_shows_it_and_the_head_is_named(results, fault, head):
+    (finding,) = examine(Wrapped("w", results=results), "causal", kinds=("as drawn",)).findings()
+    assert (finding.fault, finding.tensors, finding.heads) == (fault, ("dq",), (head,))
 
 
 def test_rows_that_are_wrong_by_their_mask_are_no_race():
@@ -176,6 +178,12 @@ def test_softcapped_attention_in_fp64_is_that_of_autograd():
     (exact,) = [exactly(call, unit) for unit in units_of(call, None) if unit == of_key]
     for name, value in wanted.items():
         torch.testing.assert_close(exact.values[name], value, rtol=1e-12, atol=1e-12)
+    # Of 4 tiles of rows and 3 of keys each after the first may round a sum to BF16.
+    wrong = {name: getattr(found, name) + 1 for name in ("dq", "dk", "dv")}
+    bounds = {**exact.bounds, "dq": exact.dq_bound(0 * exact.delta)}
+    for gap in gaps(call, wrong, [exact], (4, 3)):
+        more = (2 if gap.tensor == "dq" else 3) * 2.0**-8 * exact.sizes[gap.tensor]
+        torch.testing.assert_close(gap.error / gap.ratio, bounds[gap.tensor] + more)
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window:17"])

@@ -1,6 +1,7 @@
 """Whatever an attention module keeps, a watched run ends with the bits of the unwatched one."""
 
 import collections
+import copy
 import enum
 import gc
 import multiprocessing
@@ -9,6 +10,7 @@ import socket
 import tempfile
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -230,6 +232,15 @@ class Strange:
         raise KeyError(name)
 
 
+class CopiedElsewhere:
+    """Has another thread copy a parameter meanwhile, which stays one there."""
+
+    def __deepcopy__(self, memo):
+        with ThreadPoolExecutor(1) as thread:
+            self.made = thread.submit(copy.deepcopy, nn.Parameter(torch.ones(1))).result()
+        return self
+
+
 UNCOPIED = {
     "generator": lambda: (n for n in range(3)),
     "socket": socket.socket,
@@ -240,6 +251,7 @@ UNCOPIED = {
     "lock": multiprocessing.Lock,
     "no copy": Uncopied,
     "strange": Strange,
+    "copied elsewhere": CopiedElsewhere,
 }
 
 
@@ -256,6 +268,8 @@ def test_what_cannot_be_copied_is_shared(kind):
         assert torch.equal(made(x), module(x))
     if kind == "socket":
         module.held.close()
+    if kind == "copied elsewhere":
+        assert isinstance(module.held.made, nn.Parameter)
 
 
 class Closing:

@@ -13,6 +13,7 @@ from torch import nn
 from guardbit import MonitorSession, read_events, read_metadata, read_run
 from guardbit.doctor.preflight import Preflight
 from guardbit.kernels.engines.sdpa import CPUFlash
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor import preflight
 from tests import toys
 from tests.monitor.test_snapshots import model_of
@@ -106,10 +107,17 @@ def test_a_batch_is_examined_before_training_and_leaves_no_trace(tmp_path):
     assert model[0].calls == 0
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    with session.step(0):
-        model(torch.randn(2, 24, 32).bfloat16()).float().square().mean().backward()
+    x = torch.randn(2, 24, 32).bfloat16()
+    for step in range(2):
+        session.preflight(x, 0.0)
+        assert session.instrumentation.candidates["0"].state.at_rest is (step == 1)
+        out = model(x).float().square().mean()  # which some loops run before the step begins
+        with session.step(step):
+            out.backward()
     session.close()
     assert read_metadata(tmp_path)["preflight"][0].startswith("preflight at the model's own")
+    run = read_run(tmp_path)
+    assert set(run[run.indicator == "max_logit"].step) == {0}  # of every 50th
 
 
 def test_what_is_broken_is_told_before_the_first_step_and_kept(tmp_path, monkeypatch, caplog):
@@ -154,6 +162,7 @@ def test_the_models_own_mask_scale_and_arguments_are_examined(monkeypatch):
 
 
 def test_what_cannot_be_examined_is_said():
+    assert preflight.describe(AttentionSpec(1.0, True, window=(4, 0))) == "causal, window:4:0"
     session = MonitorSession(model_of(), strict=True)
     why = "not examined: it is in torch.float32, and only BF16 and FP16 are examined"
     found = session.preflight(torch.randn(2, 24, 32))

@@ -163,10 +163,10 @@ def test_of_a_product_in_fp8_the_weight_that_is_trained_counts(site_of):
 class Latent(Attention):
     """Queries and keys of latent vectors, as DeepSeek's; what is between and behind is given."""
 
-    def __init__(self, between, beside=False, behind=None, bias=True):
+    def __init__(self, between, beside=None, behind=None, bias=True):
         super().__init__(nn.Linear(12, 64, bias=bias))
         self.down, self.between = nn.Linear(64, 12), between
-        self.beside = nn.Linear(64, 64) if beside else None
+        self.beside = beside
         self.behind = behind or nn.Identity()
 
     def project(self, x):
@@ -217,12 +217,14 @@ class Exact(nn.Module):
         lambda: Latent(nn.Identity()),  # W_Q is the product
         lambda: Latent(nn.Identity(), behind=nn.RMSNorm(16), bias=False),
         lambda: Latent(nn.ReLU(), behind=nn.LayerNorm(16), bias=False),
-        lambda: Latent(nn.RMSNorm(12), beside=True, behind=nn.RMSNorm(16), bias=False),
+        lambda: Latent(nn.RMSNorm(12), beside=nn.Linear(64, 64), behind=nn.RMSNorm(16), bias=False),
         # Nothing shows what is before these.
         lambda: Latent(nn.Identity(), behind=Exact(), bias=False),
         lambda: Latent(nn.Identity(), behind=nn.RMSNorm(16)),
         lambda: Latent(nn.ReLU()),
-        lambda: Latent(nn.LayerNorm(12), beside=True),  # only a part goes through the norm
+        # A part goes through no norm, or through another.
+        lambda: Latent(nn.LayerNorm(12), beside=nn.Linear(64, 64)),
+        lambda: Latent(nn.LayerNorm(12), beside=nn.Sequential(nn.Linear(64, 64), Exact())),
     ],
     ids=[
         "no norm",
@@ -233,6 +235,7 @@ class Exact(nn.Module):
         "behind a bias",
         "no matrix",
         "beside another",
+        "beside another norm",
     ],
 )
 def test_a_latent_that_grows_with_its_weights_is_refused(attention, site_of):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.sharding import WHOLE, share_of, share_of_tensors
 from tests.toys import Attention, Model, instrumented
 
@@ -79,9 +80,13 @@ def test_the_share_of_dtensors(mesh, placement, found):
     assert share == found if isinstance(found, tuple) else found in share
 
 
-def test_a_dtensor_with_a_plain_one_is_refused(mesh):
-    local = torch.zeros(2, 4, 6, 8)
-    q = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+def test_a_dtensor_with_a_plain_one_or_with_values_of_another_width_is_refused(mesh):
+    local = torch.zeros(2, 4, 6, 32)
+    q, v = (
+        DTensor.from_local(local[..., :width], mesh, [Shard(1)], run_check=False)
+        for width in (32, 16)
+    )
+    assert "another head size than its keys" in sdpa.bind(q, q, v).why
     assert "only some of its tensors are DTensors" in share_of_tensors((q, local, local), 1)
 
 

@@ -102,7 +102,7 @@ class _TracedRefusal(NamedTuple):
     """Why a call that a compiler traced keeps PyTorch's function."""
 
     why: str
-    heads: Heads
+    num_heads: int
     with_gradients: bool
     is_sharded: bool  # it is in the op all the same: the compiler cannot ask which heads are here
 
@@ -237,8 +237,8 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         if state.ran_at <= record.calls.step:
             return record
         # Compiled calls came after the eager ones.
-        heads, can = (num_heads, *record.calls.heads[1:]), record.sharded is None
-        return replace(record, calls=_compiled(state.ran_at, heads, can, can, record.sharded))
+        can = record.sharded is None
+        return replace(record, calls=_compiled(state.ran_at, num_heads, can, can, record.sharded))
     refusal = None
     if num_heads or _has_begun(state.clock):
         # If the module itself was traced, what is known of another one of its type does not count.
@@ -251,22 +251,22 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     inputs = [(module, _inputs(number, module)) for number, module in enclosing]
     modules = [(module, described) for module, described in inputs if described is not None]
     if refusal is None:
-        calls = _compiled(state.ran_at, (num_heads, 0, 0), can=True, could=True)
+        calls = _compiled(state.ran_at, num_heads, can=True, could=True)
     else:
-        heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
         last = max(state.ran_at, state.clock.done)
         was = state.ran_at >= 0 and not refusal.is_sharded
-        calls = _compiled(last, heads, was and state.ran_at == last, was, refusal.why)
+        can = was and state.ran_at == last
+        calls = _compiled(last, num_heads or refusal.num_heads, can, was, refusal.why)
     know_traced_share(number)
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
     return SiteRecord(modules, calls, sharded=sharded, entry=own.entry or of_type.entry)
 
 
 def _compiled(
-    step: int, heads: Heads, can: bool, could: bool, bypass: str | None = None
+    step: int, num_heads: int, can: bool, could: bool, bypass: str | None = None
 ) -> StepCalls:
     """Describes compiled calls, of which those that can be switched are watched."""
-    return StepCalls(step, heads, can, bypass, was_switchable=could, is_watched=can)
+    return StepCalls(step, (num_heads, 0, 0), can, bypass, was_switchable=could, is_watched=can)
 
 
 def ran(number: int, module: nn.Module) -> bool:
@@ -339,10 +339,9 @@ def _read_call(context: Any) -> None:
         )
         number = int(site.as_proxy().node.meta["grapharg"].example)
         num_heads, num_key_heads, head_dim = map(_number_of, sizes.items)
-        heads = num_heads, num_key_heads, head_dim
         if number not in site_modules:
             return
-        sharded = _keep_traced_share(number, heads)
+        sharded = _keep_traced_share(number, (num_heads, num_key_heads, head_dim))
     except Exception:
         # The site is then missing from the list of sites.
         return
@@ -351,7 +350,9 @@ def _read_call(context: Any) -> None:
     for known in (_of(number), _of(type(site_modules[number]))):
         known.entry = entry
         if refused is not None and (known.refusal is None or with_gradients):
-            known.refusal = _TracedRefusal(refused, heads, with_gradients, is_sharded=why is None)
+            known.refusal = _TracedRefusal(
+                refused, num_heads, with_gradients, is_sharded=why is None
+            )
 
 
 def _keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:

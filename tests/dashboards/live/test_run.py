@@ -63,6 +63,8 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
         assert (worst["layer"], worst["head"], worst["indicator"]) == (1, 2, "max_logit")
         # 200 times the others, whose noise is 1 %.
         assert worst["excess"] == pytest.approx(200, rel=0.1)
+    watcher._is_reading, follower.bytes_read, follower.bytes_found = True, 1, 4
+    assert watcher.state(-1, None)["status"]["read"] == 0.25
     watcher.look()  # closing merged everything into one file
     head = watcher.head(1, 2)
     assert len(measured(head["indicators"]["max_logit"]["high"])) == 200

@@ -164,6 +164,7 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
     assert page.lede[0].startswith("Verdict unclear: what rounding adds to W_Q was not measured. ")
     assert page.lede[1].startswith("The first alarm came at step 2,950 (h.2.attn, head 7): ")
     assert "One layer, one sign." not in page.text
+    assert page.of("dt")[:3] == ["First alarm", "Lead on the loss", "Heads switched"]
     assert page.of("dd")[:6] == [
         "step 2,950",
         "h.2.attn, head 7; 2 alarms in all",

@@ -5,6 +5,7 @@ import torch
 
 from guardbit import MonitorSession
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception.entry_points import transformers_eager
 from tests.oracle import dense
 from tests.toys import instrumented
 
@@ -108,6 +109,11 @@ def test_the_observer_hears_of_the_call_as_it_was(name, checkpointed, tiny):
     # Both in FP64; the mask and the sinks of the call are FP32.
     torch.testing.assert_close(told.weights, expected.weights, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(told.sink_weights, expected.sink_weights, rtol=1e-6, atol=1e-9)
+
+
+def test_without_a_scale_it_is_that_of_the_head_size():
+    x = torch.zeros(2, 4, 3, 16)
+    assert transformers_eager.bind(torch.nn.Identity(), x, x, x).spec.scale == 0.25
 
 
 def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):

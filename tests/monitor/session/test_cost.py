@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit.kernels.runtime import runtime
-from tests.monitor.session.plain_loop import Loop, checkpointed, sampled
+from tests.monitor.session.plain_loop import Loop, checkpointed, events_of, sampled
 from tests.toys import Model
 
 
@@ -99,6 +99,7 @@ def test_a_forward_before_its_step_begins_is_seen(tmp_path):
             loss.backward()
     loop.session.close()
     assert sampled(tmp_path) == [0, 3, 6]
+    assert events_of(tmp_path, "monitor_error").empty
 
 
 def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
