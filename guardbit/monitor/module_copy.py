@@ -78,9 +78,9 @@ class Copiers:
         self._copier_of = copier_of
         self._thread = threading.get_ident()
 
-    def get(self, kind: type) -> Any:
+    def get(self, kind: type, default: Any = None) -> Any:
         if threading.get_ident() != self._thread:
-            return self._own.get(kind)
+            return self._own.get(kind, default)  # as any dict: who asks may be anybody
         return self._copier_of(kind) or self._own.get(kind) or _copied_or_shared
 
     @contextmanager
