@@ -3,9 +3,8 @@
     python -m studies.rescue.paired runs/rescue --csv studies/rescue/results/paired.csv
     python -m studies.rescue.paired studies/rescue/results/paired.csv
 
-`doses.py --ways losses` makes the copies. The first command reads their telemetry and writes a row
-a copy; the second tests the order of their losses, which was set before the runs were made
-(README). Copies that end early are left out.
+`doses.py --ways losses` makes the copies. The first command writes a row a copy; the second tests
+the order of their losses, set before the runs (README). Those that end early are left out.
 """
 
 from __future__ import annotations
@@ -153,6 +152,7 @@ def told(found: pd.DataFrame) -> str:
             ("exact delta less clip", (EXACT,), (CLIPPED,)),
             ("clip less what has no correction", (CLIPPED,), rest),
             ("sham less unchanged", (SHAM,), (UNCHANGED,)),
+            ("exact delta less sham", (EXACT,), (SHAM,)),
             ("row_max less what has no correction", (ROW_MAX,), rest),
         )
         for mean, low, high in [difference(found, some, others)]

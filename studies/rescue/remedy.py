@@ -3,8 +3,7 @@
     python -m studies.rescue.remedy studies/rescue/results
 
 A run on it stands first of its seed, then those that were corrected from the second step on, then
-the starts on cuDNN without a switch. All are read up to the last step that they have in common with
-it. First alarms are those of today's rules, in a replay of what is packed.
+starts without a switch, all up to the last step in common. Alarms are today's rules', replayed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ REACHED = 6000
 
 
 def starts(runs: list[Run]) -> dict[int, list[Run]]:
-    """Seed -> its runs on cuDNN at the study's rate, that on `row_max` first.
-
-    Copies are left out, and seeds without a run on `row_max`.
-    """
+    """Seed -> its starts on cuDNN at the study's rate, that on `row_max` first; none without it."""
     found: dict[int, list[Run]] = {}
     for run in sorted(runs, key=_place):
         facts = run.facts
@@ -44,9 +40,11 @@ def table(runs: list[Run]) -> pd.DataFrame:
         the last 500 steps lies `above` the matched run's, in nats; and where that `departs`.
     """
     rows = []
-    for seed, some in starts(runs).items():
-        for run in some:
-            last = min(run.last, some[0].last)
+    for seed, (own, *others) in starts(runs).items():
+        ends = [(own, own.last), *((run, min(run.last, own.last)) for run in others)]
+        # Once more beside a corrected run that ended before it.
+        ends += [(own, end) for run, end in ends if run.facts["stabilizer"] and end < own.last]
+        for run, last in ends:
             until = run.frame[run.frame["step"] <= last]
             row = {
                 "seed": seed,
