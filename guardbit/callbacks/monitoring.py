@@ -324,8 +324,8 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS`; `guardbit/records.py`
-            has a line on each.
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` but "none";
+            `guardbit/records.py` has a line on each.
         dry_run: Decide and record, but switch nothing.
         **settings: The other arguments of `guardbit.monitor.policy.Policy`.
 

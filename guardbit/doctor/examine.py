@@ -61,8 +61,8 @@ _SENTENCES = {
     "order": "{are} added in another order each time, within rounding.",
 }
 
-#: What a finding can be. "nonfinite" to "off" break training; "order" and "delta" are how an engine
-#: works; an engine with a "carrier" finding gets no `exact_delta`.
+#: What a finding can be. "fails" to "off" break training; "order" is how an engine works; an engine
+#: with a "carrier" finding gets no `exact_delta`.
 FaultName = Literal[
     "fails", "nonfinite", "race", "mask", "scale", "factor", "truncation", "delta", "off",
     "carrier", "order",

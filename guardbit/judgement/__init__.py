@@ -96,7 +96,7 @@ class Judgement:
     # One of `STATES`. "healthy": rules had what they need, and neither the loss nor the logits
     # rise. "warning": they rise, without an alarm. "alarmed": heads alarmed, and are not switched,
     # or go on alarming or growing. "switched": all are switched, and what that does is not seen
-    # yet. "saved": half of the switched heads or more fell by a tenth in logits or W_Q, no logits
+    # yet. "saved": half of the alarmed heads or more fell by a tenth in logits or W_Q, no logits
     # grow, and the loss is sound. "lost": the loss diverged, or is not finite.
     state: State
     said: str  # what that rests on, a clause

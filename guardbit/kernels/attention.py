@@ -103,10 +103,8 @@ def flash_attention(
         v: Values, shape of k.
         causal: False, True (bottom-right) or "top-left".
         scale: Factor of the scores; None for 1 / sqrt(D).
-        stabilizer: One name of `guardbit.STABILIZERS`, or one a head. "none" is plain
-            FlashAttention-2; "compensated" keeps the rounding residual of the output for the
-            backward's delta; "row_max" shifts the row maximum where it is attained more than once
-            (arXiv 2510.04212, Algorithm 3, made safe).
+        stabilizer: One name of `guardbit.STABILIZERS`, or one a head; `guardbit/records.py` has a
+            line on each. "none" is plain FlashAttention-2.
         beta: Strength of the shift of "row_max", > 1.
         eps: Distance from the row maximum, in logits, within which scores count as maxima, > 0.
         seed: Anything: has no effect, because no stabilizer draws random numbers. Dropout draws

@@ -127,9 +127,9 @@ class Policy:
     two of three undoings in the rescue study logits grew again.
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS`. In the rescue study
-            (docs/evidence.md) no run that was switched to "exact_delta" or "compensated" failed; of
-            four with "row_max" two did.
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` but "none". In the
+            rescue study (docs/evidence.md) no run failed that was switched to "exact_delta" or
+            "compensated" at its alarm; of four with "row_max" two did.
         scope: Which heads, one of `SCOPES`. In that study all three kept the loss; with "head"
             other heads of the layer grew later in four of five runs.
         always: Whether to switch all heads from the start, without an alarm.

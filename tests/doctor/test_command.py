@@ -1,9 +1,11 @@
 """`guardbit doctor`: what it prints and refuses, and the table of known faults."""
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from guardbit.cli import app
 from guardbit.doctor import preflight
-from guardbit.doctor.examine import Examination
+from guardbit.doctor.examine import Examination, FaultName
 from guardbit.doctor.inputs import (
     KINDS,
     Shape,
@@ -207,6 +209,12 @@ def known_rows():
 def test_the_page_has_the_table_of_known_faults():
     expected = "\n".join(known_rows())
     assert expected in PAGE.read_text(encoding="utf-8"), f"the table is:\n{expected}"
+
+
+def test_the_page_has_every_finding():
+    table = PAGE.read_text(encoding="utf-8").partition("| finding |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(get_args(FaultName))
 
 
 def test_a_window_shows_as_many_keys_and_at_most_the_whole_sequence():

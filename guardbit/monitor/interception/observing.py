@@ -67,8 +67,8 @@ def observe(
 
     It returns the very tensors it was given, unless heads are switched to `centered_keys`. Their
     keys then come back less their mean, which the softmax does not see. It lets the monitor measure
-    the indicators that need no gradient: multiple maxima, the largest logit, entropy, and the norms
-    of the weights. `watch_attention` shows the gradients too.
+    the indicators that need no gradient: multiple maxima, the largest logit, entropy, the common
+    part of the keys, and the norms of the weights. `watch_attention` shows the gradients too.
 
     Outside an instrumented model, and in compiled code, it does nothing. In compiled code the
     monitor says so.

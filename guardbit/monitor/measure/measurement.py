@@ -72,12 +72,13 @@ class Measurement:
 
     def consume(self, call: AttentionCall) -> None:
         """Takes one attention call of a sampled step, inside its backward."""
-        if self._metric is None:
-            self._known = self._count(self._instrumentation.sites)
-            num_heads = max(site.num_heads for site in self._known.values())
-            self._metric = AttentionMetric(
-                self.plan.calls, len(self._known), num_heads, call.q.device
-            )
+        if self._metric is None or call.site not in self._known:
+            # `observe` shows a call in the forward, when later modules are not known yet.
+            before = self._known if self._metric else {}
+            metric = self._metric or AttentionMetric(self.plan.calls, 0, 0, call.q.device)
+            self._known = known = self._count(self._instrumentation.sites)
+            places = [known[number].place if number in known else None for number in before]
+            self._metric = metric.on_table(places, list(known.values()))
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
         # It is unknown which heads these are, or they have changed since the sites were counted.
@@ -155,11 +156,7 @@ class Measurement:
         if table == own:
             return metric, own
         places = {(site.name, site.num_heads): site.place for site in table}
-        metric = metric.on_table(
-            [places.get((site.name, site.num_heads)) for site in own],
-            len(table),
-            max(site.num_heads for site in table),
-        )
+        metric = metric.on_table([places.get((x.name, x.num_heads)) for x in own], table)
         return metric, table
 
     def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
@@ -439,11 +436,11 @@ class AttentionMetric:
             found |= probe.compute(state, loss_scale)
         return found
 
-    def on_table(
-        self, places: Sequence[int | None], num_sites: int, num_heads: int
-    ) -> AttentionMetric:
-        """Returns a metric with this one's results, with sites at the places ranks agreed on."""
-        table = AttentionMetric(self.probes, num_sites, num_heads, self.sums.device)
+    def on_table(self, places: Sequence[int | None], sites: Sequence[KnownSite]) -> AttentionMetric:
+        """Returns a metric with this one's results, with sites at other places."""
+        num_heads = max((site.num_heads for site in sites), default=0)
+        table = AttentionMetric(self.probes, len(sites), num_heads, self.sums.device)
+        table.has_calls = self.has_calls
         heads = min(num_heads, self.shape[1])
         for old, new in enumerate(places):
             if new is not None:

@@ -75,6 +75,24 @@ def x():
 CHECKPOINTS = [None, "reentrant", "not reentrant"]
 
 
+def test_the_first_sample_has_all_modules(x):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(observes), Attention(unseen), Attention(observes))
+    names = {"q": "queries", "k": "keys", "v": "values", "out": 0, "causal": True}
+    guardbit.watch_attention(model[1].core, **names)
+    session = MonitorSession(model, every_n_train_steps=1, strict=True)
+    with session.step(0):
+        model(x).square().mean().backward()
+    found = {s.site: s.values for s in session.samples if s.indicator == "max_logit"}
+    assert list(found) == ["0", "1.core", "2"]
+    for module, values in zip(model, found.values(), strict=True):
+        q, k, _ = module.project(x)
+        scores = (q.double() @ k.double().mT / 4).masked_fill(~SEEN, 0).abs()
+        assert values == pytest.approx(scores.amax((0, 2, 3)).tolist(), rel=1e-5)  # FP32
+        x = module(x)
+    session.close()
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_observe_gives_back_what_it_got_and_is_observed_once(how, x, tiny):

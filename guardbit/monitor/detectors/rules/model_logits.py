@@ -64,7 +64,7 @@ class ModelLogits:
         if lasting < bound:
             return []
         why = (
-            f"three of four attention modules reach logits of {quartile:.3g} "
+            f"three of four attention modules reach logits of {lasting:.3g} "
             f"(threshold {bound:.3g}), where they began at {first:.3g} or less"
         )
         high = {site: heads_where(logits >= bound) for site, logits in measured.items()}
