@@ -84,7 +84,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         _training.pop(self, None)
         end(self, "crashed")  # a session is still open if the last run did not end
-        trainers: list[Trainer] = []
+        self._folder, trainers = Path(args.output_dir or "."), list[Trainer]()
         reporters, trained, checkpoint = [], [], None
         with suppress(Exception):  # of other code's frames
             callers = [each for each in _callers() if isinstance(each.get("self"), Trainer)]
@@ -92,13 +92,16 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             # It may lie in the folder of another run.
             given = (each.get("resume_from_checkpoint") for each in callers)
             checkpoint = next((one for one in given if isinstance(one, str | os.PathLike)), None)
+            # Those of a search for hyperparameters have a folder each.
+            trial = next((each["trial"] for each in callers if "trial" in each), None)
+            self._folder = Path(trainers[0]._get_output_dir(trial))
             trained = list(_training)
             kinds = tuple(INTEGRATION_TO_CALLBACK.values())
             beside = trainers[0].callback_handler.callbacks
             reporters = [callback for callback in beside if isinstance(callback, kinds)]
         for other in trained:
             other._end_if_interrupted(model, trainers)
-        dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
+        dirpath = self.settings.dirpath or self._folder / RUN_FOLDER
         dirpath = dirpath if state.is_world_process_zero else None
         own = {**vars(self.settings), "dirpath": dirpath}
 
@@ -122,7 +125,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if trainers:
             _training[self] = model, trainers[0]
         if state.global_step > 0:
-            path = Path(checkpoint, STATE_FILE) if checkpoint else _state_path(args, state)
+            path = Path(checkpoint, STATE_FILE) if checkpoint else self._state_path(state)
             try:
                 saved = json.loads(path.read_text())
             except (OSError, ValueError, RecursionError) as error:
@@ -181,7 +184,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Writes the state into the folder of the new checkpoint."""
         if state.is_world_process_zero:
-            path = _state_path(args, state)
+            path = self._state_path(state)
             session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 
     @guard.method(at_last=end)
@@ -189,6 +192,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Writes what is left and takes the instrumentation out of the model."""
         _training.pop(self, None)
         end(self, "finished")
+
+    def _state_path(self, state: TrainerState) -> Path:
+        return self._folder / f"checkpoint-{state.global_step}" / STATE_FILE
 
     def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
         """Ends the session of an earlier training of this model: Ctrl-C calls no callback.
@@ -224,10 +230,6 @@ def _callers() -> Iterator[Mapping[str, Any]]:
     while frame is not None:
         yield frame.f_locals
         frame = frame.f_back
-
-
-def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE_FILE
 
 
 def _save(path: Path, state: dict[str, Any], strict: bool) -> None:

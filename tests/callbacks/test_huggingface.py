@@ -9,6 +9,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
+import transformers.integrations
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.trainer_utils import HPSearchBackend
 
 from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
 from guardbit.callbacks import huggingface
@@ -336,6 +338,27 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
     assert list(switches["stabilizer"]) == ["row_max", "none"]
     unswitched = train(tmp_path / "plain", save_strategy="no")
     assert not same_weights(unswitched, resumed), "the switch must have had an effect"
+
+
+class Trial(dict):
+    number, params = 3, {}
+
+
+def test_a_trial_of_a_search_has_its_own_folder_and_states(tmp_path, monkeypatch):
+    # Optuna's `trial` and what the Trainer does with it; Optuna itself is not installed.
+    monkeypatch.setattr(transformers.integrations, "hp_params", dict)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to="none",
+    )  # fmt: skip
+    trainer = Trainer(
+        None, arguments, train_dataset=Tokens(), callbacks=[HuggingFaceMonitor()],
+        model_init=lambda: gpt2(bos_token_id=0, eos_token_id=0),
+    )  # fmt: skip
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
+    trainer.hp_space = trainer.compute_objective = dict
+    trainer.train(trial=Trial())
+    assert set(read_run(tmp_path / "run-3" / "guardbit").step) == {0}
+    assert json.loads((tmp_path / "run-3/checkpoint-2/guardbit.json").read_text())["last_step"] == 1
 
 
 def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplog):

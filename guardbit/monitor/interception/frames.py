@@ -17,6 +17,9 @@ from guardbit.kernels.runtime import NO_SITE, number_of, runtime
 #: Where an instrumented module keeps its `Place`.
 SITE_ATTRIBUTE = "_guardbit_site"
 
+#: What a copy of a module has in place of the number of a site.
+NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")
+
 
 class Place:
     """Which site a module is. A copied module, such as an average of the weights, is no site."""
@@ -32,8 +35,9 @@ class Place:
         return Place(NO_SITE)
 
     def __reduce__(self) -> Any:
-        # Nothing of GuardBit's: a saved model is loaded where GuardBit may be missing.
-        return SimpleNamespace, (), {"site": torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")}
+        # Nothing of GuardBit's: a saved model is loaded where GuardBit may be missing. The tensor
+        # lives on: for a process that is spawned it is a file, which must be open when it begins.
+        return SimpleNamespace, (), {"site": NOWHERE}
 
 
 class Absent:

@@ -6,13 +6,11 @@ import sys
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import (
-    NO_SITE,
     Clock,
     Runtime,
     is_recomputing,
@@ -23,6 +21,7 @@ from guardbit.kernels.runtime import (
 from guardbit.monitor.interception import seen
 from guardbit.monitor.interception.errors import hook
 from guardbit.monitor.interception.frames import (
+    NOWHERE,
     SITE_ATTRIBUTE,
     Absent,
     Frame,
@@ -42,9 +41,6 @@ from guardbit.monitor.interception.seen import note_traced_inputs
 
 # Frames from what the guard calls to the caller of the guard.
 _BEYOND_GUARD = 3
-
-# What a copy of a module has in place of the number of a site.
-_NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")
 
 
 def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -67,7 +63,7 @@ def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> 
         look_again()
         _begin_step(module)
     site = _site_of(module)
-    if site is not _NOWHERE:
+    if site is not NOWHERE:
         getattr(module, SITE_ATTRIBUTE).has_run = True
     push(site, Frame(module, args, kwargs), caller)
 
@@ -76,7 +72,7 @@ def _site_of(module: nn.Module) -> Tensor:
     """Returns the number of a module that runs; a copy has none, unless it stands in for it."""
     site = site_of(module)
     is_itself = probe.site is not None or site_modules.get(number_of(site)) is module
-    return site if is_itself else _NOWHERE
+    return site if is_itself else NOWHERE
 
 
 def _leave_traced(_: Absent, module: nn.Module, args: Any, output: Any) -> None:

@@ -175,12 +175,46 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_compiles_a_watched_model_as_any_other(instrument):
+    class Attends(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    model = nn.Sequential(nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True), Attends())
+    model.register_forward_hook(user_hook)
+    x = torch.randn(2, 5, 64)
+    expected = model(x)
+    instrument(model)
+    assert torch.equal(torch.jit.script(model)(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+def user_hook(self, given: tuple[torch.Tensor], out: torch.Tensor):
+    return out + 1
+
+
 def load_without_guardbit(path):
     sys.modules["guardbit"] = None  # its import then fails
     torch.set_num_threads(1)
     model, x, expected = torch.load(path, weights_only=False)
     assert torch.equal(model(x), expected)
     assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+
+
+def compare(model, x, expected):
+    assert torch.equal(model(x), expected)
+
+
+def test_a_model_goes_to_a_spawned_process(instrument):
+    model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
+    x = torch.randn(2, 5, 64)
+    given = model, x, model(x).detach()
+    instrument(model)
+    process = torch.multiprocessing.get_context("spawn").Process(target=compare, args=given)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_saved_model_is_loaded_where_guardbit_is_missing(tmp_path, instrument):

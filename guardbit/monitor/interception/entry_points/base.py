@@ -120,7 +120,8 @@ class EntryPoint:
             self.before or functools.partial(before, self),
             self.traced or functools.partial(call, self),
         )
-        self.stand_in = named(made, self.name_there, self.bind)
+        self.stand_in = made = named(made, self.name_there, self.bind)
+        made.__prepare_scriptable__ = lambda: self.original  # what TorchScript compiles
 
     def why_left_alone(self) -> str | None:
         """Returns why its calls are ignored in this process, as a clause, or None."""

@@ -109,5 +109,7 @@ SDPA = base.EntryPoint(
     traced=_traced,
 )
 
-#: Stands in for PyTorch's function.
+#: Stands in for PyTorch's function, also where TorchScript compiles a call of it.
 scaled_dot_product_attention = SDPA.stand_in
+_builtins = torch.jit._builtins  # pyright: ignore[reportAttributeAccessIssue]
+_builtins._register_builtin(scaled_dot_product_attention, _builtins._find_builtin(original))
