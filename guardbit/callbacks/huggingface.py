@@ -92,13 +92,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             # It may lie in the folder of another run.
             given = (each.get("resume_from_checkpoint") for each in callers)
             checkpoint = next((one for one in given if isinstance(one, str | os.PathLike)), None)
-            # Those of a search for hyperparameters have a folder each.
-            trial = next((each["trial"] for each in callers if "trial" in each), None)
-            self._folder = Path(trainers[0]._get_output_dir(trial))
             trained = list(_training)
             kinds = tuple(INTEGRATION_TO_CALLBACK.values())
             beside = trainers[0].callback_handler.callbacks
             reporters = [callback for callback in beside if isinstance(callback, kinds)]
+            # Those of a search for hyperparameters have a folder each.
+            trial = next((each["trial"] for each in callers if "trial" in each), None)
+            self._folder = Path(trainers[0]._get_output_dir(trial))
         for other in trained:
             other._end_if_interrupted(model, trainers)
         dirpath = self.settings.dirpath or self._folder / RUN_FOLDER

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from guardbit.catalog import NONFINITE, of_probe
@@ -25,9 +26,9 @@ LOSS_SAMPLES, COME_BACK = 8, 0.1
 #: It rises when the median of this many last ones lies further above the smallest such median, and
 #: further than so many times their scatter: of many noisy losses some window is always low.
 RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
-#: Nats, and times that scatter, by which the last `LOSS_SAMPLES` of them must lie above the best
-#: where they leap, or are too few for the scatter. In 10,000 windows of noise it is 3.4 times.
-SURELY_ABOVE, LEAP = 1.0, 4.0
+#: It leaps, or they are too few for a scatter: nats, and times what neighbours scatter by (a climb
+#: scatters as a whole), by which the last `LOSS_SAMPLES` of them must lie above the best.
+SURELY_ABOVE, LEAP = 1.0, 6.0
 #: What a switch is to stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
 #: How many samples of a module are kept of each of `GROWING`.
@@ -120,7 +121,8 @@ class Losses:
         scatter = 1.4826 * _median([abs(value - median) for value in self._many])
         if above > max(COME_BACK, BEYOND_SCATTER * scatter):
             return above
-        return leap if leap > LEAP * scatter else 0.0
+        among_neighbours = 1.4826 * _median([abs(b - a) for a, b in pairwise(self._many)]) / 2**0.5
+        return leap if leap > LEAP * among_neighbours else 0.0
 
 
 def _median(losses: Iterable[float]) -> float:

@@ -49,5 +49,12 @@ def test_runs_of_a_seed_are_read_up_to_the_last_common_step():
     assert found.alarm["fails"] <= found.alarm["its"] and math.isnan(found.alarm["exact"])
 
 
+def test_beside_a_corrected_run_that_ended_earlier_it_is_read_once_more():
+    found = remedy.table([RUNS[0], run_of("exact", "exact_delta", 7001, 1e-5), RUNS[2]])
+    ends = [("its", 8000), ("exact", 7000), ("fails", 8000), ("its", 7000)]
+    assert list(zip(found["run"], found["steps"], strict=True)) == ends
+    assert found["W_Q"].iloc[-1] == pytest.approx(1.0005**7000)
+
+
 def test_without_such_a_run_there_is_nothing_to_tell():
     assert remedy.table([*RUNS[:2], *OTHERS]).empty

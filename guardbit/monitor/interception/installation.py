@@ -19,7 +19,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._dynamo import convert_frame, trace_rules
-from torch.jit import _recursive
 
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
@@ -31,7 +30,9 @@ from guardbit.monitor.interception.frames import Frame, drop_all, drop_stale, fr
 from guardbit.monitor.interception.references import Change, Own, replace_others, replace_variables
 from guardbit.monitor.interception.rerunning import probe
 
-_get_hook_stubs = _recursive.get_hook_stubs
+#: TorchScript's compiler, which a later PyTorch may not have.
+_recursive: Any = getattr(torch.jit, "_recursive", None)
+_get_hook_stubs = getattr(_recursive, "get_hook_stubs", None)
 original_checkpoint = torch.utils.checkpoint.checkpoint
 
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
@@ -91,7 +92,8 @@ def install(user: object) -> None:
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    _replace(_recursive, "get_hook_stubs", _hook_stubs_of_others)
+    if _get_hook_stubs is not None:
+        _replace(_recursive, "get_hook_stubs", partial(_hook_stubs_of_others, _get_hook_stubs))
     _put_in_place(found, {original_checkpoint: checkpoint})
     config = torch._dynamo.config
     _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
@@ -167,14 +169,14 @@ def _keep_compiler_rules() -> None:
     _replace(trace_rules, "load_object", load_original)
 
 
-def _hook_stubs_of_others(module: nn.Module) -> Any:
+def _hook_stubs_of_others(get: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     """Lets TorchScript compile a watched module without GuardBit's hooks."""
     others = nn.Module()
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         for key, hook in getattr(module, name).items():
             if type(getattr(hook, "__self__", None)) is not frames.Absent:
                 getattr(others, name)[key] = hook
-    return _get_hook_stubs(others)
+    return get(others)
 
 
 def left_alone() -> list[str]:

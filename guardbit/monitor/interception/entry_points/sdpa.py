@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, cast
 
@@ -111,5 +112,6 @@ SDPA = base.EntryPoint(
 
 #: Stands in for PyTorch's function, also where TorchScript compiles a call of it.
 scaled_dot_product_attention = SDPA.stand_in
-_builtins = torch.jit._builtins  # pyright: ignore[reportAttributeAccessIssue]
-_builtins._register_builtin(scaled_dot_product_attention, _builtins._find_builtin(original))
+with suppress(AttributeError):  # a later PyTorch may have no TorchScript
+    _builtins: Any = torch.jit._builtins  # pyright: ignore[reportAttributeAccessIssue]
+    _builtins._register_builtin(scaled_dot_product_attention, _builtins._find_builtin(original))
