@@ -26,8 +26,8 @@ LOSS_SAMPLES, COME_BACK = 8, 0.1
 #: It rises when the median of this many last ones lies further above the smallest such median, and
 #: further than so many times their scatter: of many noisy losses some window is always low.
 RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
-#: It leaps, or they are too few for a scatter: nats, and times what neighbours scatter by (a climb
-#: scatters as a whole), by which the last `LOSS_SAMPLES` of them must lie above the best.
+#: It leaps where the median of the last `LOSS_SAMPLES` lies so many nats above the best, and so
+#: many times the scatter of neighbours, to which a climb adds little; before there are 50, nats do.
 SURELY_ABOVE, LEAP = 1.0, 6.0
 #: What a switch is to stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
