@@ -8,8 +8,10 @@ count as lost, and nothing is exchanged any more.
 from __future__ import annotations
 
 import pickle
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -70,21 +72,33 @@ def of_each_part(value: T, part: object) -> list[T]:
 
 
 def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns sums, FP64, and maxima over all ranks; NaN where a rank has NaN."""
+    """Returns sums, FP64, and maxima over all ranks, on the host; NaN where a rank has NaN."""
     # As gloo's maximum may lose NaN, it is added to the sums instead.
     is_nan = maxima.isnan()
-    parts = sums, is_nan.double(), maxima.masked_fill(is_nan, -torch.inf).double()
-    state = torch.cat([part.flatten() for part in parts]).cpu()  # in one copy
-    added, larger = state.split([sums.numel() + maxima.numel(), maxima.numel()])
-    gathered(f"state of {len(state)}")
+    added = torch.cat([sums.flatten(), is_nan.flatten().double()])
+    larger = maxima.masked_fill(is_nan, -torch.inf)
+    gathered(f"state of {len(added)}")
     with _own_group() as own:
         own.allreduce(added, torch.distributed.ReduceOp.SUM).wait()
-        if len(larger):
+        if larger.numel():
             own.allreduce(larger, torch.distributed.ReduceOp.MAX).wait()
-    state = state.to(sums.device)
-    found, is_nan, highest = state.split([sums.numel(), maxima.numel(), maxima.numel()])
-    highest = highest.masked_fill(is_nan > 0, torch.nan).to(maxima.dtype)
-    return found.view_as(sums), highest.view_as(maxima)
+    found, is_nan = added.split([sums.numel(), maxima.numel()])
+    return found.view_as(sums), larger.masked_fill(is_nan.view_as(larger) > 0, torch.nan)
+
+
+def beside_training(function: Callable[[], T]) -> Future[T]:
+    """Runs an exchange in a thread of its own, so that training need not wait for the others."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon: at the program's end nobody waits for ranks that are gone.
+    threading.Thread(target=run, name="guardbit", daemon=True).start()
+    return future
 
 
 def gathered(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:

@@ -11,6 +11,14 @@ compile every layer anew.
 
 from guardbit.monitor.interception.errors import recorders
 from guardbit.monitor.interception.installation import left_alone, replaced
-from guardbit.monitor.interception.seen import OutsideCalls, StepCalls, ran
+from guardbit.monitor.interception.seen import OutsideCalls, StepCalls, ran, records_kept
 
-__all__ = ["OutsideCalls", "StepCalls", "left_alone", "ran", "recorders", "replaced"]
+__all__ = [
+    "OutsideCalls",
+    "StepCalls",
+    "left_alone",
+    "ran",
+    "recorders",
+    "records_kept",
+    "replaced",
+]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,8 +228,32 @@ def forget(number: int) -> None:
     _known.pop(number, None)
 
 
+# What was found of each site since `records_kept` began; None outside of it.
+_kept: dict[int, SiteRecord | None] | None = None
+
+
+@contextmanager
+def records_kept() -> Iterator[None]:
+    """Looks once for what is known of each site, as long as no module runs."""
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        _kept = None
+
+
 def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     """Returns what is known of a site, or None if it was never called."""
+    number = enclosing[0][0]
+    if _kept is None:
+        return _found_record(enclosing)
+    if number not in _kept:
+        _kept[number] = _found_record(enclosing)
+    return _kept[number]
+
+
+def _found_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     number, module = enclosing[0]
     state = runtime.site(number)
     num_heads = len(state.requested)

@@ -41,9 +41,15 @@ class Sent(NamedTuple):
     """What was measured up to a sampled step; the numbers may still be on their way to the host."""
 
     step: int
-    columns: list[tuple[str, int, str]]  # site, its layer and the indicator of each
+    loss_scale: float
+    is_whole: bool  # whether its calls were measured, if there is any
+    table: list[KnownSite]  # the sites of this rank when calls were last measured
+    left_out: set[str]  # those of them that are gone, or whose heads are unknown
+    layers: dict[str, int]  # of all sites known so far
+    metric: AttentionMetric | None  # of the calls; what it added up is among the numbers
+    columns: list[tuple[str, str]]  # site and indicator of what else was measured
     scalars: list[Scalar]
-    numbers: Transfer  # the values of all these
+    numbers: Transfer  # the metric's sums and maxima, and the values of columns and scalars
 
 
 class Measurement:
@@ -108,31 +114,10 @@ class Measurement:
         """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
 
-    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor] | None:
-        """Ends a sampled step at the heads; None without any attention. All ranks call it."""
+    def of_weights(self) -> dict[tuple[str, str], Tensor]:
+        """Returns the spectral norms of this rank's sites, and ends a sampled step at the heads."""
         columns: dict[tuple[str, str], Tensor] = {}
         sites = self._instrumentation.sites
-        metric, table = self._on_one_table(usable)
-        if metric is not None:
-            # Leave out modules that were replaced or removed since the sites were counted, and
-            # modules whose heads are unknown.
-            own = {known.name for known in self._known.values()}
-            with_heads = {name for name, site in sites.items() if site.sharded is None}
-            measured = metric.measured(loss_scale)
-            for site in table:
-                if site.is_sharded or site.name in own - with_heads:
-                    continue
-                for name, of_sites in measured.items():
-                    values = of_sites[site.place, : site.num_heads]
-                    is_total = name in self.plan.totals
-                    columns[site.name, name] = values / site.copies if is_total else values
-        else:
-            self.discard()
-        if not sites:
-            return columns or None  # those of other ranks
-        known = self._count(sites)
-        if known != self._known:
-            self._known, self._metric = known, None  # counted anew at the next sampled step
         self._without_directions = set(sites)
         for norms in norms_of_sites(sites, self.plan.norms):
             columns[norms.site, norms.indicator] = norms.values
@@ -142,42 +127,78 @@ class Measurement:
         self._next_audited += self._settings.num_audited_heads
         return columns
 
-    def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
+    def send(
+        self,
+        columns: Mapping[tuple[str, str], Tensor],
+        step: int,
+        loss_scale: float = 1.0,
+        with_calls: bool = False,
+    ) -> Sent:
+        """Begins to move what was measured up to a step to the host, in one copy."""
+        table, metric = list(self._known.values()), self._metric if with_calls else None
+        metric = metric if metric is not None and metric.has_calls else None
+        sites = self._instrumentation.sites
+        with_heads = {name for name, site in sites.items() if site.sharded is None}
+        known = self._count(sites) if sites else self._known
+        if known != self._known:
+            self._known, self._metric = known, None  # counted anew at the next sampled step
+        scalars, values = self.run.take()
+        state = () if metric is None else (metric.sums, metric.maxima)
+        is_whole = with_calls and (metric is not None or not sites)
+        return Sent(
+            step, loss_scale, is_whole, table, {site.name for site in table} - with_heads,
+            dict(self._layers), metric and metric.like(), list(columns), scalars,
+            Transfer([*state, *columns.values(), *values]),
+        )  # fmt: skip
+
+    def received(self, sent: Sent, with_calls: bool = True) -> list[Sample]:
+        """Returns the samples of a step, of calls those of all ranks, which then all call it.
+
+        It changes nothing, so it may run beside the next step.
+        """
+        numbers = iter(sent.numbers.read())
+        metric, table, layers = sent.metric, sent.table, sent.layers
+        if metric is not None:
+            metric.sums.copy_(next(numbers).view_as(metric.sums))
+            metric.maxima.copy_(next(numbers).view_as(metric.maxima))
+        columns: dict[tuple[str, str], Tensor] = {}
+        if with_calls:
+            metric, table = self._on_one_table(metric, table, sent.is_whole)
+            layers = layers | {site.name: site.layer for site in table}
+            measured = {} if metric is None else metric.measured(sent.loss_scale)
+            for site in table:
+                if site.is_sharded or site.name in sent.left_out:
+                    continue
+                for name, of_sites in measured.items():
+                    values = of_sites[site.place, : site.num_heads]
+                    is_total = name in self.plan.totals
+                    columns[site.name, name] = values / site.copies if is_total else values
+        columns |= {key: next(numbers) for key in sent.columns}
+        samples = [
+            Sample(sent.step, site, layers[site], indicator, tuple(values.tolist()))
+            for (site, indicator), values in columns.items()
+        ]
+        return [*samples, *samples_of(sent.scalars, map(float, numbers))]
+
+    def _on_one_table(
+        self, metric: AttentionMetric | None, own: list[KnownSite], is_whole: bool
+    ) -> tuple[AttentionMetric | None, list[KnownSite]]:
         """Returns the metric of a step that all ranks have measured, and the sites by place."""
-        metric, own = self._metric, list(self._known.values())
         table = joined_tables(ranks.of_each_part(own, own))
-        self._layers |= {site.name: site.layer for site in table}
-        has_calls = metric is not None and metric.has_calls
+        if not ranks.all_agree(is_whole and bool(table), table):
+            return None, table
         # A rank without any attention has nothing to add.
-        is_ready = usable and (has_calls or not self._instrumentation.sites)
-        if not ranks.all_agree(is_ready and bool(table), table):
-            return None, []
         metric = metric or AttentionMetric(self.plan.calls, 0, 0)
         if table == own:
             return metric, own
         places = {(site.name, site.num_heads): site.place for site in table}
-        metric = metric.on_table([places.get((x.name, x.num_heads)) for x in own], table)
-        return metric, table
+        return metric.on_table([places.get((x.name, x.num_heads)) for x in own], table), table
 
-    def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
-        """Begins to move what was measured up to optimizer step `step` to the host, in one copy."""
-        scalars, values = self.run.take()
-        return Sent(
-            step,
-            [(site, self._layers[site], indicator) for site, indicator in columns],
-            scalars,
-            Transfer([*columns.values(), *values]),
-        )
-
-    def receive(self, sent: Sent) -> list[Sample]:
-        numbers = iter(sent.numbers.read())
-        samples = []
-        for site, layer, indicator in sent.columns:
-            values = next(numbers)
-            sample = Sample(sent.step, site, layer, indicator, values)
-            samples += [sample, *self._running_sums.follow(sample)]
-        samples += samples_of(sent.scalars, (number for (number,) in numbers))
-        return [sample for sample in samples if sample.indicator in self.plan.wanted]
+    def add(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Takes the samples of a step, of all ranks, and returns them with the running sums."""
+        self._layers |= {sample.site: sample.layer for sample in samples if sample.site}
+        followed = [[sample, *self._running_sums.follow(sample)] for sample in samples]
+        return [one for some in followed for one in some if one.indicator in self.plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next samples depend on; plain Python only."""
@@ -290,11 +311,11 @@ class RunProbe:
         return [(name, step, factor) for name, step, _, factor in kept], [one[2] for one in kept]
 
     def state_dict(self) -> dict[str, Any]:
-        values = Transfer(value for _, _, value, _ in self._kept).read()
+        values = map(float, Transfer(value for _, _, value, _ in self._kept).read())
         return {
             "scalars": [
                 (name, step, value, factor)
-                for (name, step, _, factor), (value,) in zip(self._kept, values, strict=True)
+                for (name, step, _, factor), value in zip(self._kept, values, strict=True)
             ]
         }
 
@@ -361,12 +382,16 @@ class Transfer:
         """Whether the host may have to wait for the device to read."""
         return self._event is not None
 
-    def read(self) -> list[tuple[float, ...]]:
+    def read(self) -> list[Tensor]:
+        """Returns the numbers on the host, one-dimensional."""
         if self._event is not None:
             self._event.synchronize()
         parts = zip(self._order, self._host.split(self._sizes), strict=True)
-        moved = iter([tuple(part.tolist()) for _, part in sorted(parts, key=itemgetter(0))])
-        return [next(moved) if number is None else (number,) for number in self._numbers]
+        moved = iter([part for _, part in sorted(parts, key=itemgetter(0))])
+        return [
+            next(moved) if x is None else torch.tensor([x], dtype=torch.float64, device="cpu")
+            for x in self._numbers
+        ]
 
 
 def _send(joined: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -424,6 +449,10 @@ class AttentionMetric:
                     highest = torch.stack([*maxima]).to(rows.device)
                     larger = torch.maximum(rows.index_select(1, index), highest)
                     rows.index_copy_(1, index, larger)
+
+    def like(self) -> AttentionMetric:
+        """Returns an empty one of its size on the host."""
+        return AttentionMetric(self.probes, *self.shape)
 
     def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data."""

@@ -200,7 +200,7 @@ class KeyProbe(CallProbe):
         means, squares = _means(k, starts), _means(lengths.square(), starts)
         parts = means.square().sum(-1), squares[..., 0]
         group = heads // k.size(1)
-        return [part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts]
+        return [part.sum(0, dtype=torch.float64).repeat_interleave(group) for part in parts]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where all keys are zero."""
@@ -357,8 +357,8 @@ class FiniteProbe(CallProbe):
 
     def update(self, view: CallView) -> Sequence[Tensor]:
         """Looks at all tensors of a call; those that are not known count as finite."""
-        heads = view.call.q.size(1)
-        return [_nonfinite(view.call, name, heads) for name in NONFINITE]
+        found = [_largest(view.call, _FIELDS.get(name, name)) for name in NONFINITE]
+        return [*(~torch.stack(found).isfinite()).double()]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN, no data, where all is finite."""
@@ -371,14 +371,14 @@ class FiniteProbe(CallProbe):
         return {name: code.where(code > 0, torch.nan) for name in self.indicators}
 
 
-def _nonfinite(call: AttentionCall, name: str, heads: int) -> Tensor:
-    """1 for each head in which a tensor is not finite, else 0, FP64 `(H,)`."""
-    x: Tensor | None = getattr(call, _FIELDS.get(name, name))
+def _largest(call: AttentionCall, field: str) -> Tensor:
+    """The largest size in a tensor of a call, `(H,)`, 0 if it is not known."""
+    heads, x = call.q.size(1), getattr(call, field)
     if x is None:
-        return torch.zeros(heads, dtype=torch.float64, device=call.q.device)
-    # The largest size of all, without a copy; NaN and infinity pass through it.
+        return call.q.new_zeros(heads)
+    # Without a copy; NaN and infinity pass through it.
     largest = torch.linalg.vector_norm(x, torch.inf, dim=(0, 2, 3))
-    return (~largest.isfinite()).double().repeat_interleave(heads // x.size(1))
+    return largest if len(largest) == heads else largest.repeat_interleave(heads // len(largest))
 
 
 #: The probes of attention calls, in the order in which they look at one.

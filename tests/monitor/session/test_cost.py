@@ -114,7 +114,7 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
         record.loss(loop.backward(3))
         record.grad_norm(torch.ones(()))
     (shape,) = transfers
-    heads = 2 + 4
-    # Thirteen columns of every head (the running sums are added on the host), losses of steps
-    # 1 to 3, the gradient norm.
-    assert shape == (13 * heads + 3 + 1,)
+    # What calls add up in a table of two modules with room for four heads: five numbers of rows,
+    # two of keys, three of delta, four of dQ and eight tensors that may not be finite. Three norms
+    # of each of the 2 + 4 heads, losses of steps 1 to 3, the gradient norm.
+    assert shape == (22 * 2 * 4 + 3 * 6 + 3 + 1,)
