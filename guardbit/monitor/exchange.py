@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
 from guardbit.monitor.journal import Journal
+from guardbit.monitor.measure import Received
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, Sample
@@ -37,7 +38,7 @@ _SAME_WEIGHTS = 1e-4
 class Part(NamedTuple):
     """What a rank knows of its part of the model, or all ranks of the whole; by module."""
 
-    samples: list[Sample]
+    samples: list[Sample]  # of weights, and of the run
     refusals: dict[str, str | None]  # why no call so far could be switched, or None
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
@@ -51,7 +52,8 @@ class Known(NamedTuple):
 
     failed: list[str]  # the stages of `AGREED` that have failed on some rank
     whole: Part
-    error: Exception | None = None  # why there are no samples
+    received: Received | None = None  # what has come to the host
+    error: Exception | None = None  # why nothing has
 
 
 class Exchange:
@@ -74,7 +76,7 @@ class Exchange:
                 self._lacking.add((name, why))
                 log.warning("rank %d: %s", ranks.rank(), why)
 
-    def begin(self, step: int, samples: Callable[[bool], list[Sample]]) -> Callable[[], Known]:
+    def begin(self, step: int, receive: Callable[[bool], Received | None]) -> Callable[[], Known]:
         """Begins what ranks exchange of a sampled step that has ended; all ranks call it.
 
         Several ranks do it beside training, so that none waits for the device or for another rank
@@ -82,7 +84,7 @@ class Exchange:
 
         Args:
             step: The step.
-            samples: Returns the samples of this rank, or of all, which then all call it.
+            receive: Returns what this rank has measured, or all, which then all call it.
         """
         attempt, sites = self._stages.attempt, self._instrumentation.sites
 
@@ -96,7 +98,7 @@ class Exchange:
         mine = Part([], refusals or {}, asked or {}, self.metadata, recorded)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         names = sorted(self._instrumentation.candidates), list(sites)
-        exchange = partial(self._exchange, step, set(self._stages.off), mine, heads, names, samples)
+        exchange = partial(self._exchange, step, set(self._stages.off), mine, heads, names, receive)
         return ranks.beside_training(exchange).result if several else exchange
 
     def _exchange(
@@ -106,7 +108,7 @@ class Exchange:
         mine: Part,
         heads: object,
         names: tuple[list[str], list[str]],
-        samples: Callable[[bool], list[Sample]],
+        receive: Callable[[bool], Received | None],
     ) -> Known:
         are_on = ranks.all_agree(off.isdisjoint(AGREED), AGREED)
         failed = [] if are_on else [x for x in AGREED if not ranks.all_agree(x not in off, x)]
@@ -115,12 +117,12 @@ class Exchange:
         if self.are_parts is None:
             same = [ranks.all_agree(True, some) for some in names]
             self.are_parts = not any(same)
-        error = None
-        if "samples" not in failed:
-            try:
-                mine = mine._replace(samples=samples("metrics" not in failed))
-            except Exception as raised:  # the other ranks wait for this one all the same
-                error = raised
+        received = error = None
+        try:
+            received = None if "samples" in failed else receive("metrics" not in failed)
+        except Exception as raised:  # the other ranks wait for this one all the same
+            error = raised
+        mine = mine._replace(samples=received.samples if received else [])
         parts = ranks.of_each_part(mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [])
         for part in reversed(parts):
@@ -131,7 +133,7 @@ class Exchange:
         whole.recorded.extend(event for event in others if event not in parts[0].recorded)
         if ranks.world_size() > 1 and len(parts) == 1 and self._finds_other_weights(mine.samples):
             whole.recorded.append(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
-        return Known(failed, whole, error)
+        return Known(failed, whole, received, error)
 
     def _finds_other_weights(self, samples: list[Sample]) -> bool:
         """Whether it now turns out that modules of the same names have different weights."""

@@ -31,7 +31,14 @@ from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange, Known
 from guardbit.monitor.interception import records_kept
 from guardbit.monitor.journal import OFF, Journal, leave_word
-from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
+from guardbit.monitor.measure import (
+    Burst,
+    Measurement,
+    NoAttentionSeenError,
+    Received,
+    Sent,
+    largest,
+)
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.replay import graded, normalised_sites
@@ -346,7 +353,8 @@ class Session(Guarded):
         sent = self.attempt(
             "samples", lambda: self._measurement.send(columns, step, self.loss_scale, with_calls)
         )
-        known = self.attempt("ranks", lambda: self._exchange.begin(step, partial(self._read, sent)))
+        receive = partial(self._receive, sent)
+        known = self.attempt("ranks", lambda: self._exchange.begin(step, receive))
         self._unjudged = known and (step, known)
         return sent
 
@@ -364,8 +372,8 @@ class Session(Guarded):
             self._record_facts(self._exchange.metadata)
         return columns
 
-    def _read(self, sent: Sent | None, with_calls: bool) -> list[Sample]:
-        return [] if sent is None else self._measurement.received(sent, with_calls)
+    def _receive(self, sent: Sent | None, with_calls: bool) -> Received | None:
+        return sent and self._measurement.received(sent, with_calls)
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
         precision = sorted(self._precisions)
@@ -382,8 +390,11 @@ class Session(Guarded):
         if known is None or not self._take_part(known):
             self._has_given_up = True
             return []
-        add = partial(self._measurement.add, known.whole.samples)
-        samples = self.samples = self.attempt("samples", add) or []
+        samples, received = known.whole.samples, known.received
+        if received is not None:
+            add = partial(self._measurement.add, received, samples)
+            samples = self.attempt("metrics", add) or samples
+        self.samples = samples
         if not self.instrumentation.sites and not any(sample.site for sample in samples):
             # A step may call no attention: one that was skipped, or that of a discriminator.
             self.attempt("metrics", lambda: self._report_nothing(step))
@@ -540,7 +551,7 @@ class Session(Guarded):
         left = self.attempt(
             "samples", lambda: measurement.received(measurement.send({}, ended), with_calls=False)
         )
-        self._journal.add(left or [])
+        self._journal.add(left.samples if left else [])
 
     def _record_never_met(self) -> None:
         if self._notices.end_samples():

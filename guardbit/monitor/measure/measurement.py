@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -50,6 +51,16 @@ class Sent(NamedTuple):
     columns: list[tuple[str, str]]  # site and indicator of what else was measured
     scalars: list[Scalar]
     numbers: Transfer  # the metric's sums and maxima, and the values of columns and scalars
+
+
+class Received(NamedTuple):
+    """What was measured up to a sampled step, on the host."""
+
+    step: int
+    samples: list[Sample]  # of weights, and of the run
+    layers: dict[str, int]  # of all sites of all ranks
+    table: list[KnownSite]  # the sites whose calls were measured, of all ranks
+    measured: Callable[[], dict[str, Tensor]]  # returns what their calls show, by place
 
 
 class Measurement:
@@ -151,8 +162,8 @@ class Measurement:
             Transfer([*state, *columns.values(), *values]),
         )  # fmt: skip
 
-    def received(self, sent: Sent, with_calls: bool = True) -> list[Sample]:
-        """Returns the samples of a step, of calls those of all ranks, which then all call it.
+    def received(self, sent: Sent, with_calls: bool = True) -> Received:
+        """Returns what has come to the host; of calls that of all ranks, which then all call it.
 
         It changes nothing, so it may run beside the next step.
         """
@@ -161,24 +172,19 @@ class Measurement:
         if metric is not None:
             metric.sums.copy_(next(numbers).view_as(metric.sums))
             metric.maxima.copy_(next(numbers).view_as(metric.maxima))
-        columns: dict[tuple[str, str], Tensor] = {}
         if with_calls:
             metric, table = self._on_one_table(metric, table, sent.is_whole)
             layers = layers | {site.name: site.layer for site in table}
-            measured = {} if metric is None else metric.measured(sent.loss_scale)
-            for site in table:
-                if site.is_sharded or site.name in sent.left_out:
-                    continue
-                for name, of_sites in measured.items():
-                    values = of_sites[site.place, : site.num_heads]
-                    is_total = name in self.plan.totals
-                    columns[site.name, name] = values / site.copies if is_total else values
-        columns |= {key: next(numbers) for key in sent.columns}
         samples = [
-            Sample(sent.step, site, layers[site], indicator, tuple(values.tolist()))
-            for (site, indicator), values in columns.items()
+            Sample(sent.step, site, layers[site], indicator, tuple(next(numbers).tolist()))
+            for site, indicator in sent.columns
         ]
-        return [*samples, *samples_of(sent.scalars, map(float, numbers))]
+        samples += samples_of(sent.scalars, map(float, numbers))
+        table = [site for site in table if not site.is_sharded and site.name not in sent.left_out]
+        measured: Callable[[], dict[str, Tensor]] = dict
+        if with_calls and metric is not None:
+            measured = partial(metric.measured, sent.loss_scale)
+        return Received(sent.step, samples, layers, table, measured)
 
     def _on_one_table(
         self, metric: AttentionMetric | None, own: list[KnownSite], is_whole: bool
@@ -189,16 +195,24 @@ class Measurement:
             return None, table
         # A rank without any attention has nothing to add.
         metric = metric or AttentionMetric(self.plan.calls, 0, 0)
-        if table == own:
-            return metric, own
-        places = {(site.name, site.num_heads): site.place for site in table}
-        return metric.on_table([places.get((x.name, x.num_heads)) for x in own], table), table
+        if table != own:
+            places = {(site.name, site.num_heads): site.place for site in table}
+            metric = metric.on_table([places.get((x.name, x.num_heads)) for x in own], table)
+        metric.reduce()
+        return metric, table
 
-    def add(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Takes the samples of a step, of all ranks, and returns them with the running sums."""
-        self._layers |= {sample.site: sample.layer for sample in samples if sample.site}
-        followed = [[sample, *self._running_sums.follow(sample)] for sample in samples]
-        return [one for some in followed for one in some if one.indicator in self.plan.wanted]
+    def add(self, received: Received, samples: Sequence[Sample]) -> list[Sample]:
+        """Adds the samples of calls, and running sums, to those of a step that all ranks have."""
+        found: list[Sample] = []
+        measured = received.measured()
+        self._layers |= received.layers
+        for site in received.table:
+            for name, of_sites in measured.items():
+                values = of_sites[site.place, : site.num_heads]
+                values = values / site.copies if name in self.plan.totals else values
+                one = Sample(received.step, site.name, site.layer, name, tuple(values.tolist()))
+                found += [one, *self._running_sums.follow(one)]
+        return [one for one in (*found, *samples) if one.indicator in self.plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next samples depend on; plain Python only."""
@@ -454,12 +468,14 @@ class AttentionMetric:
         """Returns an empty one of its size on the host."""
         return AttentionMetric(self.probes, *self.shape)
 
-    def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data."""
-        sums, maxima = self.sums, self.maxima
+    def reduce(self) -> None:
+        """Adds up what all ranks have seen, on the host; all of them call it."""
         if ranks.world_size() > 1:
-            sums, maxima = ranks.reduced(sums, maxima)
-        state = dict(zip((*self._sums, *self._maxima), (*sums, *maxima), strict=True))
+            self.sums, self.maxima = ranks.reduced(self.sums, self.maxima)
+
+    def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
+        """Returns the indicators by name, FP64 `(S, H)`; NaN: no data."""
+        state = dict(zip((*self._sums, *self._maxima), (*self.sums, *self.maxima), strict=True))
         found: dict[str, Tensor] = {}
         for probe in self.probes:
             found |= probe.compute(state, loss_scale)

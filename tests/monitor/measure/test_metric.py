@@ -63,6 +63,7 @@ def sizes(scores):
 
 def stacked(metric):
     """All indicators, FP64 `(I, S, H)`."""
+    metric.reduce()
     return torch.stack(list(metric.measured().values()))
 
 
