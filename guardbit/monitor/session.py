@@ -29,7 +29,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange, Known
-from guardbit.monitor.interception import records_kept
+from guardbit.monitor.interception import unchanged
 from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import (
     Burst,
@@ -326,7 +326,7 @@ class Session(Guarded):
             return alarms
         self.attempt("capture", lambda: self.instrumentation.observe(None))
         self.attempt("snapshots", lambda: self._snapshots.write(step))
-        with records_kept():
+        with unchanged():
             sent = self._measure(step)
         self.attempt("preflight", lambda: self._examinations.step(step))
         is_under_way = sent is not None and sent.numbers.is_under_way
@@ -343,7 +343,8 @@ class Session(Guarded):
             The alarms raised.
         """
         unjudged, self._unjudged = self._unjudged, None
-        alarms = unjudged and self.attempt(_WATCHING, lambda: self._take_samples(*unjudged))
+        with unchanged():
+            alarms = unjudged and self.attempt(_WATCHING, lambda: self._take_samples(*unjudged))
         self._stages.always(_WATCHING, self._rest_between_steps)
         return alarms or []
 

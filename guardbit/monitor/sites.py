@@ -19,7 +19,7 @@ from guardbit.kernels.runtime import AttentionCall, Clock, SiteState, runtime
 from guardbit.monitor.interception import errors, frames, hooks, installation
 from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.rerunning import rerun
-from guardbit.monitor.interception.seen import SiteRecord, StepCalls, parts, site_record
+from guardbit.monitor.interception.seen import SiteRecord, StepCalls, once, parts, site_record
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
@@ -240,7 +240,7 @@ class Site:
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.sharded is not None:
             raise self._unavailable(self.sharded)
-        parameters = self._parameters()
+        parameters = once((self.number, "parameters"), self._parameters)
         if self._layout is None or parameters != self._settled_for:
             if not self.was_called:
                 raise LayoutUnavailable(
@@ -601,7 +601,7 @@ class Instrumentation:
         self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
 
     def _present(self) -> dict[str, Site]:
-        modules = set(self._model.modules())
+        modules = once(self._user, lambda: set(self._model.modules()))
         return {name: site for name, site in self._sites.items() if site.module in modules}
 
     def begin_step(self) -> None:

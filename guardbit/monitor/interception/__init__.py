@@ -11,14 +11,6 @@ compile every layer anew.
 
 from guardbit.monitor.interception.errors import recorders
 from guardbit.monitor.interception.installation import left_alone, replaced
-from guardbit.monitor.interception.seen import OutsideCalls, StepCalls, ran, records_kept
+from guardbit.monitor.interception.seen import OutsideCalls, StepCalls, ran, unchanged
 
-__all__ = [
-    "OutsideCalls",
-    "StepCalls",
-    "left_alone",
-    "ran",
-    "recorders",
-    "records_kept",
-    "replaced",
-]
+__all__ = ["OutsideCalls", "StepCalls", "left_alone", "ran", "recorders", "replaced", "unchanged"]

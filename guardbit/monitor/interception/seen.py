@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ from guardbit.monitor.interception.sharding import (
     share_of,
     spread_of,
 )
+
+T = TypeVar("T")
 
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
@@ -228,29 +230,33 @@ def forget(number: int) -> None:
     _known.pop(number, None)
 
 
-# What was found of each site since `records_kept` began; None outside of it.
-_kept: dict[int, SiteRecord | None] | None = None
+# What was looked for since `unchanged` began; None outside of it.
+_found: dict[Hashable, Any] | None = None
 
 
 @contextmanager
-def records_kept() -> Iterator[None]:
-    """Looks once for what is known of each site, as long as no module runs."""
-    global _kept
-    _kept = {}
+def unchanged() -> Iterator[None]:
+    """Has `once` look once for each thing, as long as no module runs and none is exchanged."""
+    global _found
+    before, _found = _found, {} if _found is None else _found
     try:
         yield
     finally:
-        _kept = None
+        _found = before
+
+
+def once(key: Hashable, find: Callable[[], T]) -> T:
+    """Returns what a function finds, or has found since `unchanged` began."""
+    if _found is None:
+        return find()
+    if key not in _found:
+        _found[key] = find()
+    return _found[key]
 
 
 def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     """Returns what is known of a site, or None if it was never called."""
-    number = enclosing[0][0]
-    if _kept is None:
-        return _found_record(enclosing)
-    if number not in _kept:
-        _kept[number] = _found_record(enclosing)
-    return _kept[number]
+    return once(enclosing[0][0], lambda: _found_record(enclosing))
 
 
 def _found_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
