@@ -14,7 +14,7 @@ from guardbit import guard
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line
 from guardbit.guard import refusing
 from guardbit.monitor import ranks
-from guardbit.monitor.exchange import Known
+from guardbit.monitor.measure import Sent
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to, takes
 from guardbit.monitor.stages import beside_bars
@@ -86,8 +86,8 @@ class MonitorSession(Session):
         if self._notices.first("last line"):
             self._say(lambda: last_line(self._ended or "finished", self, self._logged.place))
 
-    def _take_samples(self, step: int, exchanged: Callable[[], Known]) -> list[Alarm]:
-        alarms = super()._take_samples(step, exchanged)
+    def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
+        alarms = super()._take_samples(step, sent)
         write = self._write
         if write is not None and ranks.rank() == 0:
             self.attempt("logging", lambda: write(self._logged.metrics(self), step))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.measure import Received
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import Event, Sample
@@ -20,9 +18,6 @@ PARTS = (
     "ranks hold different attention modules, as in pipeline parallelism: each measures and switches"
     " its own, and rank 0 records all"
 )
-
-#: The stages that go on while they do on all ranks. Without the first, nothing is exchanged.
-AGREED = ("watching", "capture", "metrics", "samples")
 
 _OTHER_WEIGHTS = (
     "ranks hold modules of the same names with different weights, as pipeline stages do that each"
@@ -47,15 +42,6 @@ class Part(NamedTuple):
     recorded: list[Event]
 
 
-class Known(NamedTuple):
-    """What all ranks have found out together about a sampled step."""
-
-    failed: list[str]  # the stages of `AGREED` that have failed on some rank
-    whole: Part
-    received: Received | None = None  # what has come to the host
-    error: Exception | None = None  # why nothing has
-
-
 class Exchange:
     """Puts together what the ranks know of their parts of the model."""
 
@@ -64,9 +50,7 @@ class Exchange:
         # What the run's metadata says of this rank's attention modules.
         self.metadata: dict[str, dict[str, Any]] = {}
         self._lacking: set[tuple[str, str]] = set()
-        # Whether ranks hold different parts, and other weights by the same names; None: not known.
-        self.are_parts: bool | None = None
-        self._are_other = False
+        self._are_compared = self._are_other = False
 
     def log_what_is_lacking(self) -> None:
         """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
@@ -76,75 +60,55 @@ class Exchange:
                 self._lacking.add((name, why))
                 log.warning("rank %d: %s", ranks.rank(), why)
 
-    def begin(self, step: int, receive: Callable[[bool], Received | None]) -> Callable[[], Known]:
-        """Begins what ranks exchange of a sampled step that has ended; all ranks call it.
+    def are_parts(self) -> bool:
+        """Whether ranks hold different parts of a model; found out once, by all ranks together."""
+        if self._are_compared:
+            return False
+        self._are_compared = True
+        modules, sites = self._instrumentation.candidates, list(self._instrumentation.sites)
+        same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
+        if not any(same) and ranks.rank() == 0:
+            log.info("%s; those of rank 0: %s", PARTS, ", ".join(sites) or "none")
+        return not any(same)
 
-        Several ranks do it beside training, so that none waits for the device or for another rank
-        before the result is asked for.
-
-        Args:
-            step: The step.
-            receive: Returns what this rank has measured, or all, which then all call it.
-        """
-        attempt, sites = self._stages.attempt, self._instrumentation.sites
+    def share(self, samples: list[Sample], step: int) -> Part:
+        """Returns what the ranks know, and records the other parts' events; all ranks call it."""
+        attempt, several = self._stages.attempt, ranks.world_size() > 1
+        instrumentation = self._instrumentation
 
         def of_sites(attribute: str) -> dict[str, Any]:
-            return {name: getattr(site, attribute) for name, site in sites.items()}
+            return {n: getattr(site, attribute) for n, site in instrumentation.sites.items()}
 
-        several = ranks.world_size() > 1
         refusals = attempt("refusals", lambda: of_sites("lasting_refusal"))
-        asked = attempt("stabilizers", self._instrumentation.asked) if several else {}
+        asked = attempt("stabilizers", instrumentation.asked) if several else {}
         recorded, self._journal.own = self._journal.own, []
-        mine = Part([], refusals or {}, asked or {}, self.metadata, recorded)
+        mine = Part(samples, refusals or {}, asked or {}, self.metadata, recorded)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
-        names = sorted(self._instrumentation.candidates), list(sites)
-        exchange = partial(self._exchange, step, set(self._stages.off), mine, heads, names, receive)
-        return ranks.beside_training(exchange).result if several else exchange
-
-    def _exchange(
-        self,
-        step: int,
-        off: set[str],
-        mine: Part,
-        heads: object,
-        names: tuple[list[str], list[str]],
-        receive: Callable[[bool], Received | None],
-    ) -> Known:
-        are_on = ranks.all_agree(off.isdisjoint(AGREED), AGREED)
-        failed = [] if are_on else [x for x in AGREED if not ranks.all_agree(x not in off, x)]
-        if "watching" in failed:
-            return Known(failed, mine._replace(recorded=[]))
-        if self.are_parts is None:
-            same = [ranks.all_agree(True, some) for some in names]
-            self.are_parts = not any(same)
-        received = error = None
-        try:
-            received = None if "samples" in failed else receive("metrics" not in failed)
-        except Exception as raised:  # the other ranks wait for this one all the same
-            error = raised
-        mine = mine._replace(samples=received.samples if received else [])
-        parts = ranks.of_each_part(mine, heads)
-        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [])
+        parts = ranks.of_each_part("known", mine, heads)
+        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.asked})
+        if several and len(parts) == 1:
+            self._compare_weights(samples, step)
         others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
-        whole.recorded.extend(event for event in others if event not in parts[0].recorded)
-        if ranks.world_size() > 1 and len(parts) == 1 and self._finds_other_weights(mine.samples):
-            whole.recorded.append(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
-        return Known(failed, whole, received, error)
+        for event in others:
+            if event not in parts[0].recorded:
+                self._journal.record(event)
+        return whole
 
-    def _finds_other_weights(self, samples: list[Sample]) -> bool:
-        """Whether it now turns out that modules of the same names have different weights."""
+    def _compare_weights(self, samples: list[Sample], step: int) -> None:
+        """Records an event if ranks hold different weights in modules of the same names."""
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
         norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
         sums, counts = zip(*ranks.gathered("norms", sum(norms), len(norms)), strict=True)
         # The sum of a rank that could not take all norms says nothing.
         are_all = min(counts) == max(counts)
-        before = self._are_other
-        self._are_other |= are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
-        return self._are_other and not before
+        are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
+        if are_other and not self._are_other:
+            self._are_other = True
+            self._journal.record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

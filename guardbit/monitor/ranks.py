@@ -8,10 +8,8 @@ count as lost, and nothing is exchanged any more.
 from __future__ import annotations
 
 import pickle
-import threading
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -53,12 +51,12 @@ def all_agree(holds: bool, about: object) -> bool:
     return all(holds == 1 and about == answers[0][1] for holds, about in answers)
 
 
-def of_each_part(value: T, part: object) -> list[T]:
-    """Returns one value for each part of a model, on all ranks."""
+def of_each_part(what: str, value: T, part: object) -> list[T]:
+    """Returns one value, `what` it is, for each part of a model, on all ranks."""
     if world_size() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    parts, sizes = zip(*gathered("parts", zlib.crc32(repr(part).encode()), len(mine)), strict=True)
+    parts, sizes = zip(*gathered(what, zlib.crc32(repr(part).encode()), len(mine)), strict=True)
     said: list[Tensor] = []
     with _own_group() as own:
         # The first rank of each part speaks for it.
@@ -84,21 +82,6 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
             own.allreduce(larger, torch.distributed.ReduceOp.MAX).wait()
     found, is_nan = added.split([sums.numel(), maxima.numel()])
     return found.view_as(sums), larger.masked_fill(is_nan.view_as(larger) > 0, torch.nan)
-
-
-def beside_training(function: Callable[[], T]) -> Future[T]:
-    """Runs an exchange in a thread of its own, so that training need not wait for the others."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # A daemon: at the program's end nobody waits for ranks that are gone.
-    threading.Thread(target=run, name="guardbit", daemon=True).start()
-    return future
 
 
 def gathered(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:

@@ -28,17 +28,10 @@ from guardbit.kernels.runtime import AttentionCall, may_recompile
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
-from guardbit.monitor.exchange import PARTS, Exchange, Known
+from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.interception import unchanged
 from guardbit.monitor.journal import OFF, Journal, leave_word
-from guardbit.monitor.measure import (
-    Burst,
-    Measurement,
-    NoAttentionSeenError,
-    Received,
-    Sent,
-    largest,
-)
+from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.replay import graded, normalised_sites
@@ -122,8 +115,8 @@ class Session(Guarded):
         )
         self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
-        # A step that is still to be judged, and what ends the exchange of its samples.
-        self._unjudged: tuple[int, Callable[[], Known]] | None = None
+        # A step whose samples are still to be judged, and these, unless they could not be sent.
+        self._unjudged: tuple[int, Sent | None] | None = None
         # Those of a checkpoint that no policy has acted on: this run's may.
         self._unheeded: list[Alarm] = []
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
@@ -299,8 +292,8 @@ class Session(Guarded):
     def end_step(self) -> list[Alarm]:
         """Ends the optimizer step; on sampled steps measures, judges and acts.
 
-        On a GPU, the samples are judged when the next step has ended. The numbers have arrived by
-        then, also from other ranks, so the device does not run dry while the host waits for them.
+        In a single process on a GPU, the samples are judged when the next step has ended. The
+        numbers have arrived by then, so the device does not run dry while the host reads them.
 
         Returns:
             The alarms raised now.
@@ -325,13 +318,18 @@ class Session(Guarded):
         if self._is_closed or not was_sampled or self._has_given_up:
             return alarms
         self.attempt("capture", lambda: self.instrumentation.observe(None))
+        # From here on an error may hit one rank alone, which must still take part in this.
+        self._has_given_up = not self.attempt("ranks", self._agree)
+        if self._has_given_up:
+            return alarms
         self.attempt("snapshots", lambda: self._snapshots.write(step))
         with unchanged():
-            sent = self._measure(step)
+            columns = self.attempt("metrics", lambda: self._columns(step))
+            usable = columns is not None and "capture" not in self._stages.off
+            send = partial(self._measurement.send, columns or {}, step, self.loss_scale, usable)
+            self._unjudged = step, self.attempt("samples", send)
         self.attempt("preflight", lambda: self._examinations.step(step))
-        is_under_way = sent is not None and sent.numbers.is_under_way
-        may_wait = is_under_way and not self._wants_first_step()
-        return alarms if may_wait else [*alarms, *self.catch_up()]
+        return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     @guard.method(lambda _: [])
     def catch_up(self) -> list[Alarm]:
@@ -348,23 +346,28 @@ class Session(Guarded):
         self._stages.always(_WATCHING, self._rest_between_steps)
         return alarms or []
 
-    def _measure(self, step: int) -> Sent | None:
-        columns = self.attempt("metrics", lambda: self._columns(step)) or {}
-        with_calls = self._stages.off.isdisjoint(("capture", "metrics"))
-        sent = self.attempt(
-            "samples", lambda: self._measurement.send(columns, step, self.loss_scale, with_calls)
-        )
-        receive = partial(self._receive, sent)
-        known = self.attempt("ranks", lambda: self._exchange.begin(step, receive))
-        self._unjudged = known and (step, known)
-        return sent
+    def _may_wait(self) -> bool:
+        """Whether the sampled step that has ended may be judged after the next one."""
+        _, sent = self._unjudged or (0, None)
+        is_under_way = sent is not None and sent.numbers.is_under_way
+        return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
+
+    def _agree(self) -> bool:
+        """Whether all ranks go on watching."""
+        stages = (_WATCHING, "capture", "metrics", "samples")
+        are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
+        for stage in () if are_on else stages:
+            if not ranks.all_agree(stage not in self._stages.off, stage):
+                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
+        if self._exchange.are_parts():
+            self._journal.note({"parallel": PARTS})
+        return _WATCHING not in self._stages.off
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
         if not self.instrumentation.sites:
             return {}
         columns = self._measurement.of_weights()
-        is_captured = "capture" not in self._stages.off
-        self._notices.end_sampled_step(step, self._are_heard or not is_captured)
+        self._notices.end_sampled_step(step, self._are_heard or "capture" in self._stages.off)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
         self._exchange.metadata = self._notices.site_facts()
@@ -372,9 +375,6 @@ class Session(Guarded):
         if ranks.world_size() == 1:  # else once they know of one another's
             self._record_facts(self._exchange.metadata)
         return columns
-
-    def _receive(self, sent: Sent | None, with_calls: bool) -> Received | None:
-        return sent and self._measurement.received(sent, with_calls)
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
         precision = sorted(self._precisions)
@@ -385,20 +385,9 @@ class Session(Guarded):
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = normalised_sites({"sites": facts})
 
-    def _take_samples(self, step: int, exchanged: Callable[[], Known]) -> list[Alarm]:
+    def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
         ended = self._schedule.last_ended or 0
-        known = self.attempt("ranks", exchanged)
-        if known is None or not self._take_part(known):
-            self._has_given_up = True
-            return []
-        samples, received = known.whole.samples, known.received
-        if received is not None:
-            add = partial(self._measurement.add, received, samples)
-            samples = self.attempt("metrics", add) or samples
-        self.samples = samples
-        if not self.instrumentation.sites and not any(sample.site for sample in samples):
-            # A step may call no attention: one that was skipped, or that of a discriminator.
-            self.attempt("metrics", lambda: self._report_nothing(step))
+        samples = self.samples = self._samples_of_all_ranks(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
         self.attempt("burst", lambda: self._burst.note(samples))
@@ -427,32 +416,32 @@ class Session(Guarded):
         self.attempt("verdict", lambda: self._journal.report_verdict(ended, self._burst.is_on))
         return alarms
 
+    def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:
+        """Returns the samples of all ranks; every rank calls it."""
+        own = sent and self.attempt("samples", partial(self._measurement.receive, sent))
+        sent = None if own is None else sent
+        # A rank that has nothing, and may have failed, takes part all the same.
+        calls = self._stages.always("metrics", lambda: self._measurement.of_all_ranks(sent))
+        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
+        # calls cannot be switched is no reason not to switch the next ones.
+        known = self._exchange.share(own or [], ended)
+        self._switching.refusals = known.refusals
+        self._switching.asked_elsewhere = known.asked
+        if ranks.world_size() > 1:
+            self.attempt("metrics", lambda: self._record_facts(known.metadata))
+        samples = known.samples
+        if sent and calls:
+            add = partial(self._measurement.add, sent, *calls, samples)
+            samples = self.attempt("metrics", add) or samples
+        if sent and not self.instrumentation.sites and not any(one.site for one in samples):
+            self.attempt("metrics", lambda: self._report_nothing(sent.step))
+        return samples
+
     def _report_nothing(self, step: int) -> None:
+        # A step may call no attention: one that was skipped, or that of a discriminator.
         if self._strict:
             raise NoAttentionSeenError(self._notices.why_nothing)
         self._notices.report_nothing(step)
-
-    def _take_part(self, known: Known) -> bool:
-        """Takes what all ranks know; returns whether they go on watching."""
-        for stage in known.failed:
-            if stage not in self._stages.off:
-                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
-        if known.error is not None:
-            self._stages.fail("metrics", known.error)
-        if self._exchange.are_parts and "parallel" not in self._journal.metadata:
-            self._journal.note({"parallel": PARTS})
-            if ranks.rank() == 0:
-                own = ", ".join(self.instrumentation.sites) or "none"
-                log.info("%s; those of rank 0: %s", PARTS, own)
-        for event in known.whole.recorded:
-            self.record(event)
-        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
-        # calls cannot be switched is no reason not to switch the next ones.
-        self._switching.refusals = known.whole.refusals
-        self._switching.asked_elsewhere = known.whole.asked
-        if ranks.world_size() > 1:
-            self.attempt("metrics", lambda: self._record_facts(known.whole.metadata))
-        return _WATCHING not in self._stages.off
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
@@ -549,10 +538,8 @@ class Session(Guarded):
         self.attempt("metrics", self._record_never_met)
         ended = self._schedule.last_ended or 0
         measurement = self._measurement
-        left = self.attempt(
-            "samples", lambda: measurement.received(measurement.send({}, ended), with_calls=False)
-        )
-        self._journal.add(left.samples if left else [])
+        left = self.attempt("samples", lambda: measurement.receive(measurement.send({}, ended)))
+        self._journal.add(left or [])
 
     def _record_never_met(self) -> None:
         if self._notices.end_samples():

@@ -65,7 +65,6 @@ def steps(model, mesh, way, session=None, samples=None):
         if session is not None:
             if way != "alltoall":
                 session.end_step()
-            session.catch_up()
             samples += [(s.step, s.site, s.indicator, s.values) for s in session.samples]
     return losses, [p.grad.double().sum().item() for p in model.parameters()]
 

@@ -86,7 +86,6 @@ def steps(model, place, session=None, samples=None):
         )
         if session is not None:
             session.end_step()
-            session.catch_up()
             samples += [(s.step, s.indicator, s.values) for s in session.samples]
     return losses, norms
 

@@ -66,7 +66,6 @@ def watch(folder, rank, device, steps, state=None):
             loss_of(model, step, device).backward()
             if rank == len(HEADS):
                 record.loss(float(step))
-        session.catch_up()
         sites = session.instrumentation.sites.values()
         ran += [site.launches.get(("forward", "compensated"), 0) for site in sites]
     state = session.state_dict()

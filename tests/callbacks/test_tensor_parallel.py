@@ -95,8 +95,6 @@ def steps(model, after=lambda step: None, session=None):
         with session.step(step) if session else nullcontext():
             loss = loss_of(model, step)
             loss.backward()
-        if session:
-            session.catch_up()  # on GPUs what a step shows is known after the next one
         losses.append(loss.item())
         after(step)
     grads = (p.grad for p in model.parameters())
@@ -183,7 +181,6 @@ def rounding(way, mesh):
         with torch.autocast(mesh.device_type, torch.bfloat16):
             loss = loss_of(model, 0)
         loss.backward()
-    session.catch_up()
     found = {}
     for site, (q, k, v, out, d_out) in seen.items():
         exact = attend(q, k, v, AttentionSpec(SIZE**-0.5, "top-left")).out

@@ -101,7 +101,7 @@ def test_a_sampled_step_waits_for_nothing(waits):
     run = Run(every_n_train_steps=4, rules=()).steps(range(5))
     (first,) = waits
     run.steps([5])
-    # The same numbers of calls and weights, and in the first sample one loss, then four.
+    # Eleven columns of two heads, and in the first sample no audit and one loss, then four.
     assert waits == [first, first + 3]
     assert run.session.sampled_step == 4
     run.session.close()
@@ -176,3 +176,17 @@ def test_the_end_leaves_no_sample_out(tmp_path, waits):
     frame = read_run(tmp_path)
     assert sorted(set(frame[frame.indicator == "max_logit"].step)) == [0, 3]
     assert run.session.state_dict()["stabilizers"] == {SITE: ["none", "compensated"]}
+
+
+def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
+    from guardbit.monitor import ranks
+
+    run = Run()
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
+    monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)
+    monkeypatch.setattr(ranks, "of_each_part", lambda _, value, part: [value])
+    monkeypatch.setattr(ranks, "reduced", lambda *state: state)
+    monkeypatch.setattr(ranks, "gathered", lambda _, *values: [values, values])
+    assert run.steps(range(2)).alarmed == {0: [0], 1: []}
+    run.session.close()

@@ -92,7 +92,7 @@ BELOW = {
     "grad_norm": (RunProbe, "grad_norm"),
     "end_step: agreeing": (ranks, "all_agree"),
     "end_step: metrics": (Measurement, "of_weights"),
-    "end_step: samples": (Measurement, "received"),
+    "end_step: samples": (Measurement, "receive"),
     "end_step: sums": (Measurement, "add"),
     "end_step: sending": (Measurement, "send"),
     "end_step: rank 0": (ranks, "of_each_part"),

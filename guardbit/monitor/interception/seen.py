@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -231,27 +232,28 @@ def forget(number: int) -> None:
 
 
 # What was looked for since `unchanged` began; None outside of it.
-_found: dict[Hashable, Any] | None = None
+_found: ContextVar[dict[Hashable, Any] | None] = ContextVar("found", default=None)
 
 
 @contextmanager
 def unchanged() -> Iterator[None]:
     """Has `once` look once for each thing, as long as no module runs and none is exchanged."""
-    global _found
-    before, _found = _found, {} if _found is None else _found
+    before = _found.get()
+    token = _found.set({} if before is None else before)
     try:
         yield
     finally:
-        _found = before
+        _found.reset(token)
 
 
 def once(key: Hashable, find: Callable[[], T]) -> T:
     """Returns what a function finds, or has found since `unchanged` began."""
-    if _found is None:
+    found = _found.get()
+    if found is None:
         return find()
-    if key not in _found:
-        _found[key] = find()
-    return _found[key]
+    if key not in found:
+        found[key] = find()
+    return found[key]
 
 
 def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:

@@ -6,12 +6,6 @@ heads that a rule has named at every step for a while.
 """
 
 from guardbit.monitor.measure.burst import Burst
-from guardbit.monitor.measure.measurement import (
-    Measurement,
-    NoAttentionSeenError,
-    Received,
-    Sent,
-    largest,
-)
+from guardbit.monitor.measure.measurement import Measurement, NoAttentionSeenError, Sent, largest
 
-__all__ = ["Burst", "Measurement", "NoAttentionSeenError", "Received", "Sent", "largest"]
+__all__ = ["Burst", "Measurement", "NoAttentionSeenError", "Sent", "largest"]

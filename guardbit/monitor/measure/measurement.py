@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -51,16 +50,6 @@ class Sent(NamedTuple):
     columns: list[tuple[str, str]]  # site and indicator of what else was measured
     scalars: list[Scalar]
     numbers: Transfer  # the metric's sums and maxima, and the values of columns and scalars
-
-
-class Received(NamedTuple):
-    """What was measured up to a sampled step, on the host."""
-
-    step: int
-    samples: list[Sample]  # of weights, and of the run
-    layers: dict[str, int]  # of all sites of all ranks
-    table: list[KnownSite]  # the sites whose calls were measured, of all ranks
-    measured: Callable[[], dict[str, Tensor]]  # returns what their calls show, by place
 
 
 class Measurement:
@@ -162,36 +151,26 @@ class Measurement:
             Transfer([*state, *columns.values(), *values]),
         )  # fmt: skip
 
-    def received(self, sent: Sent, with_calls: bool = True) -> Received:
-        """Returns what has come to the host; of calls that of all ranks, which then all call it.
-
-        It changes nothing, so it may run beside the next step.
-        """
+    def receive(self, sent: Sent) -> list[Sample]:
+        """Returns the samples of this rank's weights and of the run; keeps what its calls show."""
         numbers = iter(sent.numbers.read())
-        metric, table, layers = sent.metric, sent.table, sent.layers
-        if metric is not None:
-            metric.sums.copy_(next(numbers).view_as(metric.sums))
-            metric.maxima.copy_(next(numbers).view_as(metric.maxima))
-        if with_calls:
-            metric, table = self._on_one_table(metric, table, sent.is_whole)
-            layers = layers | {site.name: site.layer for site in table}
+        if sent.metric is not None:
+            sent.metric.sums.copy_(next(numbers).view_as(sent.metric.sums))
+            sent.metric.maxima.copy_(next(numbers).view_as(sent.metric.maxima))
         samples = [
-            Sample(sent.step, site, layers[site], indicator, tuple(next(numbers).tolist()))
+            Sample(sent.step, site, sent.layers[site], indicator, tuple(next(numbers).tolist()))
             for site, indicator in sent.columns
         ]
-        samples += samples_of(sent.scalars, map(float, numbers))
-        table = [site for site in table if not site.is_sharded and site.name not in sent.left_out]
-        measured: Callable[[], dict[str, Tensor]] = dict
-        if with_calls and metric is not None:
-            measured = partial(metric.measured, sent.loss_scale)
-        return Received(sent.step, samples, layers, table, measured)
+        return [*samples, *samples_of(sent.scalars, map(float, numbers))]
 
-    def _on_one_table(
-        self, metric: AttentionMetric | None, own: list[KnownSite], is_whole: bool
-    ) -> tuple[AttentionMetric | None, list[KnownSite]]:
-        """Returns the metric of a step that all ranks have measured, and the sites by place."""
-        table = joined_tables(ranks.of_each_part(own, own))
-        if not ranks.all_agree(is_whole and bool(table), table):
+    def of_all_ranks(self, sent: Sent | None) -> tuple[AttentionMetric | None, list[KnownSite]]:
+        """Returns what the calls of all ranks show, if all measured theirs, and the sites by place.
+
+        All ranks call it, with None where nothing has come.
+        """
+        own, metric = (sent.table, sent.metric) if sent else ([], None)
+        table = joined_tables(ranks.of_each_part("sites", own, own))
+        if not ranks.all_agree(sent is not None and sent.is_whole and bool(table), table):
             return None, table
         # A rank without any attention has nothing to add.
         metric = metric or AttentionMetric(self.plan.calls, 0, 0)
@@ -201,18 +180,27 @@ class Measurement:
         metric.reduce()
         return metric, table
 
-    def add(self, received: Received, samples: Sequence[Sample]) -> list[Sample]:
+    def add(
+        self,
+        sent: Sent,
+        metric: AttentionMetric | None,
+        table: Sequence[KnownSite],
+        samples: Sequence[Sample],
+    ) -> list[Sample]:
         """Adds the samples of calls, and running sums, to those of a step that all ranks have."""
         found: list[Sample] = []
-        measured = received.measured()
-        self._layers |= received.layers
-        for site in received.table:
+        measured = {} if metric is None else metric.measured(sent.loss_scale)
+        self._layers |= {site.name: site.layer for site in table}
+        for site in table:
+            if site.is_sharded or site.name in sent.left_out:
+                continue
             for name, of_sites in measured.items():
                 values = of_sites[site.place, : site.num_heads]
                 values = values / site.copies if name in self.plan.totals else values
-                one = Sample(received.step, site.name, site.layer, name, tuple(values.tolist()))
+                one = Sample(sent.step, site.name, site.layer, name, tuple(values.tolist()))
                 found += [one, *self._running_sums.follow(one)]
-        return [one for one in (*found, *samples) if one.indicator in self.plan.wanted]
+        found += [replace(one, layer=self._layers.get(one.site, -1)) for one in samples]
+        return [one for one in found if one.indicator in self.plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next samples depend on; plain Python only."""
