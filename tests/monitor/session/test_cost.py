@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit.kernels.runtime import runtime
-from tests.monitor.session.plain_loop import Loop, checkpointed, events_of, sampled
+from tests.monitor.session.plain_loop import SITES, Loop, checkpointed, events_of, sampled
 from tests.toys import Model
 
 
@@ -118,3 +119,19 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
     # two of keys, three of delta, four of dQ and eight tensors that may not be finite. Three norms
     # of each of the 2 + 4 heads, losses of steps 1 to 3, the gradient norm.
     assert shape == (22 * 2 * 4 + 3 * 6 + 3 + 1,)
+
+
+def test_a_sampled_step_looks_at_the_model_once_to_measure_and_once_to_judge(monkeypatch):
+    loop = Loop(every_n_train_steps=3, strict=True)
+    loop.run(range(3), close=False)
+    walks, original = [], type(loop.model).modules
+    monkeypatch.setattr(type(loop.model), "modules", lambda x: walks.append(x) or original(x))
+    with loop.session.step(3):
+        loop.backward(3)
+        walks.clear()
+    assert walks == [loop.model] * 2
+    # What is exchanged between two steps is known at once.
+    before = loop.session.instrumentation.sites
+    loop.model.layers[1] = nn.Identity()
+    assert before.keys() - loop.session.instrumentation.sites.keys() == {SITES[1]}
+    loop.session.close()

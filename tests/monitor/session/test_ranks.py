@@ -82,6 +82,27 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
     assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
 
 
+def unreadable(folder):
+    begin("cpu")
+    rank = dist.get_rank()
+    loop = Loop(dirpath=None if rank else folder / "run")
+    for step in range(5):
+        if rank == 1 and step == 2:
+            measurement.samples_of = fail
+        with loop.session.step(step) as record:
+            record.loss(loop.backward(step))
+    loop.session.close()
+    keep(folder, ["found"], lambda *_: sorted(loop.session.stages_off))
+
+
+def test_numbers_that_one_rank_cannot_read_are_told_of_and_the_ranks_stay_together(tmp_path):
+    launch(unreadable, 2, tmp_path)
+    assert seen(tmp_path / "found") == [["samples"], ["samples"]]
+    assert sampled(tmp_path / "run") == [0, 1]
+    errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
+    assert errors == [[3, "samples: the stage failed on another rank"]]
+
+
 class Exchange(torch.autograd.Function):
     """Cuts one dimension and joins another, by `all_to_all` or by messages."""
 
