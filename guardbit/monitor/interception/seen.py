@@ -231,13 +231,13 @@ def forget(number: int) -> None:
     _known.pop(number, None)
 
 
-# What was looked for since `unchanged` began; None outside of it.
+# What `once` has found since `unchanged` began; None outside of it.
 _found: ContextVar[dict[Hashable, Any] | None] = ContextVar("found", default=None)
 
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Has `once` look once for each thing, as long as no module runs and none is exchanged."""
+    """Lets `once` keep what it finds. No module may run or be replaced meanwhile."""
     before = _found.get()
     token = _found.set({} if before is None else before)
     try:

@@ -152,7 +152,7 @@ class Measurement:
         )  # fmt: skip
 
     def receive(self, sent: Sent) -> list[Sample]:
-        """Returns the samples of this rank's weights and of the run; keeps what its calls show."""
+        """Returns the samples of this rank's weights and of the run, and fills `sent.metric`."""
         numbers = iter(sent.numbers.read())
         if sent.metric is not None:
             sent.metric.sums.copy_(next(numbers).view_as(sent.metric.sums))

@@ -72,7 +72,7 @@ def test_keys_that_are_zero_have_nothing_in_common():
     assert common_modes([torch.zeros(1, 2, 4, 3)], 2).isnan().all()
 
 
-def test_what_is_not_finite_is_told_of_the_heads_that_have_it():
+def test_a_tensor_that_is_not_finite_counts_at_the_heads_that_have_it():
     k, v = torch.ones(2, 2, 5, 4), torch.ones(2, 2, 5, 4)
     k[1, 1, 3, 2], v[0, 0, 0, 0] = torch.nan, torch.inf
     dq = torch.ones(2, 4, 3, 4, dtype=torch.float64)

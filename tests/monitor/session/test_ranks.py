@@ -95,7 +95,7 @@ def unreadable(folder):
     keep(folder, ["found"], lambda *_: sorted(loop.session.stages_off))
 
 
-def test_numbers_that_one_rank_cannot_read_are_told_of_and_the_ranks_stay_together(tmp_path):
+def test_where_one_rank_cannot_read_its_numbers_all_ranks_stop_sampling_and_say_so(tmp_path):
     launch(unreadable, 2, tmp_path)
     assert seen(tmp_path / "found") == [["samples"], ["samples"]]
     assert sampled(tmp_path / "run") == [0, 1]
