@@ -15,13 +15,15 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     TensorBoardCallback,
     WandbCallback,
 )
+from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import TrainingArguments
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
