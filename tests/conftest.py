@@ -21,9 +21,6 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
-#: A module that gets functions of attention when a model is loaded.
-FILLED_LATER = "transformers.modeling_flash_attention_utils"
-
 # No test cuts the power. Bad descriptors are still refused.
 os.fsync = os.fstat
 
@@ -34,24 +31,11 @@ gc.disable()
 
 def pytest_collection_finish():
     """Takes what there is for permanent, and the modules without attention for such."""
-    # Not above: these import triton.
-    from torch.utils.checkpoint import checkpoint
-
-    from guardbit.monitor.interception import references
-    from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+    from tests.toys import leave_out_modules  # not above: it imports triton
 
     gc.freeze()
     gc.enable()
-    everywhere = references._variables_of_modules
-    sought = {getattr(entry.owner, entry.name_there, None) for entry in ENTRY_POINTS} | {checkpoint}
-    sought = set(map(id, sought - {None}))
-    without = {
-        id(x): x
-        for x in everywhere()
-        if x.get("__name__") != FILLED_LATER and sought.isdisjoint(map(id, x.values()))
-    }
-    # Thousands of modules, in which each of thousands of sessions would look twice.
-    references._variables_of_modules = lambda: (x for x in everywhere() if id(x) not in without)
+    leave_out_modules()
 
 
 @pytest.fixture(autouse=True)

@@ -45,19 +45,20 @@ def check_refused(result: Result, message: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def imported_by(*arguments: object) -> set[str]:
-    """Heavy packages a fresh interpreter has imported after one command."""
+def imported_by(*commands: list[str]) -> list[set[str]]:
+    """Heavy packages that a fresh interpreter has imported after each of some commands."""
     code = (
         "import sys\n"
         "from guardbit.cli import app\n"
-        "app(sys.argv[1:], standalone_mode=False)\n"
         "heavy = ('torch', 'lightning', 'triton', 'matplotlib', 'pandas', 'pyarrow', 'numpy')\n"
-        "print(*[name for name in heavy if name in sys.modules])\n"
+        f"for command in {commands}:\n"
+        "    app(command, standalone_mode=False)\n"
+        "    print('imported', *[name for name in heavy if name in sys.modules])\n"
     )
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return set(result.stdout.splitlines()[-1].split())
+    lines = [line.split() for line in result.stdout.splitlines()]
+    return [set(words) for first, *words in filter(None, lines) if first == "imported"]
 
 
 @pytest.fixture(autouse=True)
@@ -474,9 +475,12 @@ def test_what_cannot_be_reported_is_refused(small_run, tmp_path):
 
 
 def test_report_and_replay_import_no_torch_and_help_imports_nothing_heavy(small_run):
-    assert imported_by("--help") == set()
-    assert imported_by("report", small_run) == {"matplotlib", "pandas", "pyarrow", "numpy"}
-    assert imported_by("replay", small_run) == {"pandas", "pyarrow", "numpy"}
+    of_help, of_replay, of_report = imported_by(
+        ["--help"], ["replay", str(small_run)], ["report", str(small_run)]
+    )
+    assert of_help == set()
+    assert of_replay == {"pandas", "pyarrow", "numpy"}
+    assert of_report == {"matplotlib", "pandas", "pyarrow", "numpy"}
 
 
 @pytest.mark.parametrize("options", [(), ("--recorded",)])

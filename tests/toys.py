@@ -9,13 +9,35 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit import MonitorSession, read_events
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor.detectors import Finding
+from guardbit.monitor.interception import references
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.sites import Instrumentation
 from guardbit.records import Role
+
+#: A module that gets functions of attention when a model is loaded.
+FILLED_LATER = "transformers.modeling_flash_attention_utils"
+
+
+def leave_out_modules() -> None:
+    """Lets sessions pass over the modules that now hold no attention.
+
+    There are thousands of them, and each of thousands of sessions would look through them twice.
+    """
+    everywhere = references._variables_of_modules
+    sought = {getattr(entry.owner, entry.name_there, None) for entry in ENTRY_POINTS} | {checkpoint}
+    sought = set(map(id, sought - {None}))
+    without = {
+        id(x): x
+        for x in everywhere()
+        if x.get("__name__") != FILLED_LATER and sought.isdisjoint(map(id, x.values()))
+    }
+    references._variables_of_modules = lambda: (x for x in everywhere() if id(x) not in without)
 
 
 @contextmanager

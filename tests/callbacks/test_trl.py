@@ -81,13 +81,18 @@ def bits(model):
     return torch.cat([x.detach().flatten() for x in model.parameters()])
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-def test_a_watched_run_has_the_bits_of_an_unwatched_one_and_right_norms(batches, tmp_path):
-    plain = train(tmp_path / "plain", batches)
+@pytest.fixture(scope="module", params=BATCHES)
+def unwatched(request, tmp_path_factory):
+    """How its batches are made, and the bits of an unwatched run."""
+    return request.param, bits(train(tmp_path_factory.mktemp("plain"), request.param))
+
+
+def test_a_watched_run_has_the_bits_of_an_unwatched_one_and_right_norms(unwatched, tmp_path):
+    batches, plain = unwatched
     monitor = HuggingFaceMonitor(every_n_train_steps=3, strict=True)
     kept = KeepsWeights()
     watched = train(tmp_path / "watched", batches, monitor, kept)
-    assert torch.equal(bits(plain), bits(watched))
+    assert torch.equal(plain, bits(watched))
     frame = read_run(tmp_path / "watched" / "guardbit")
     assert set(frame["site"]) == {"", SITE, "model.layers.1.self_attn"}
     for indicator in ("max_logit", "delta_bias"):
@@ -104,12 +109,11 @@ def test_a_watched_run_has_the_bits_of_an_unwatched_one_and_right_norms(batches,
     assert (frame["indicator"] == "loss").sum() == 6
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-def test_a_head_is_switched_and_stays_so_in_the_resumed_run(batches, tmp_path):
-    plain = train(tmp_path / "plain", batches)
+def test_a_head_is_switched_and_stays_so_in_the_resumed_run(unwatched, tmp_path):
+    batches, plain = unwatched
     monitor = HuggingFaceMonitor(every_n_train_steps=3, strict=True)
     switched = train(tmp_path / "run", batches, monitor, SwitchesByHand(monitor))
-    assert not torch.equal(bits(plain), bits(switched))
+    assert not torch.equal(plain, bits(switched))
     (event,) = read_events(tmp_path / "run" / "guardbit").to_dict("records")
     assert (event["kind"], event["site"], list(event["heads"])) == ("switch", SITE, [1])
     monitor = HuggingFaceMonitor(every_n_train_steps=3, strict=True)

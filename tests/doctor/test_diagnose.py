@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from guardbit.cli import app
+from guardbit.dashboards.figures import diagnosis
 from guardbit.doctor.snapshots import KeptHead, write_snapshots
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -27,6 +29,12 @@ def check_refused(result, why):
 def head(tensors, stabilizer="none"):
     made = kernel(tensors) if stabilizer == "none" else (None, None)
     return head_of(tensors, *made, direction=torch.full((32,), 32**-0.5))
+
+
+@pytest.fixture
+def empty_figures(monkeypatch):
+    """For tests of what is said; a figure takes a second to draw."""
+    monkeypatch.setattr(diagnosis, "head_diagnosis", lambda *_: Figure((1, 1)))
 
 
 @pytest.fixture
@@ -71,6 +79,7 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     assert not (run / "diagnosis").exists()
 
 
+@pytest.mark.usefixtures("empty_figures")
 def test_the_answer_is_in_the_report(run):
     def report():
         result = CliRunner().invoke(app, ["report", str(run)])
@@ -94,6 +103,7 @@ def test_the_answer_is_in_the_report(run):
     assert kept in report()
 
 
+@pytest.mark.usefixtures("empty_figures")
 def test_one_head_and_another_place(run, tmp_path):
     result = invoke(run, "--head", "h/0 attn:0", "--output", tmp_path / "there", "--verbose")
     assert result.exit_code == 0, result.output
@@ -111,6 +121,7 @@ def test_snapshots_before_a_switch_count(run):
     assert (told["steps"], told["stabilizer"]) == ([3, 4], "none")
 
 
+@pytest.mark.usefixtures("empty_figures")
 def test_of_a_switched_head_flash_roundings_stand_in(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
@@ -152,6 +163,7 @@ def test_what_is_not_there_is_refused(run, tmp_path):
         check_refused(result, f"cannot read a run from the file {path}")
 
 
+@pytest.mark.usefixtures("empty_figures")
 def test_a_place_that_cannot_be_written_to_is_told_before_the_work(run, tmp_path):
     (run / "diagnosis").write_text("a file in the way; root may write to any folder")
     result = invoke(run)

@@ -71,12 +71,15 @@ def broken_in(engine, mask):
     return [finding for finding in examine(engine, mask).findings() if finding.is_broken]
 
 
-@pytest.mark.parametrize("mask", ["causal", "padding"])
-@pytest.mark.parametrize("fault", FAULTS)
+#: Under a mask of padding those of the mask; of the last one a score's exponential overflows first.
+PADDED = ("no mask", "one key too many", "one key too few")
+
+
+@pytest.mark.parametrize(
+    ("fault", "mask"), [(x, "causal") for x in FAULTS] + [(x, "padding") for x in PADDED]
+)
 def test_a_fault_is_found_and_named(fault, mask):
     make_engine, name, words = FAULTS[fault]
-    if mask == "padding" and fault == "one key too many in the backward":
-        pytest.skip("the exponential of its score overflows first")
     broken = broken_in(make_engine(), mask)
     assert [finding.fault for finding in broken] == [name]
     assert re.search(words, broken[0].why), broken[0].why
@@ -155,13 +158,17 @@ def check_sound(shape, mask, dtype):
         assert [str(finding) for finding in examine(engine, mask, shape, dtype).findings()] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "mask", ["full", "causal", "documents", "window:17", "padding", "additive"]
 )
 @pytest.mark.parametrize(
-    "shape", [Shape(2, 4, 2, 77, 32), Shape(1, 2, 1, 192, 64), Shape(3, 2, 2, 1, 16)], ids=str
-)
+    ("shape", "dtype"),
+    [
+        (Shape(2, 4, 2, 77, 32), torch.bfloat16), (Shape(1, 2, 1, 192, 64), torch.float16),
+        (Shape(3, 2, 2, 1, 16), torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_nothing_is_found_in_sound_engines(shape, mask, dtype):
     check_sound(shape, mask, dtype)
 

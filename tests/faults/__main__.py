@@ -17,7 +17,7 @@ from pathlib import Path
 #: The modules of this folder with a `main`, and how much each does unless told otherwise.
 NUMBERS = {
     "campaign": 1000, "stores": 1000, "kernels": 100_000, "kills": 1000, "commands": 2000,
-    "soak": 20_000, "found": 0,
+    "soak": 20_000, "found": 0, "missing_rank": 0,
 }  # fmt: skip
 
 

@@ -1,26 +1,22 @@
 """Two processes, one of which stays away from an exchange: the other waits, gives up, and trains.
 
-    python -m tests.faults.missing_rank FOLDER
-
-Prints the seconds that the longest step took, and what the store says.
+It ends with 1 if the longest step did not wait, or the store does not say why it is off.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
-
-if __name__ == "__main__":
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 
 from guardbit import MonitorSession, read_events
 from guardbit.monitor import ranks
 from tests.faults.scenarios import Attention, average, batch, model_of, on_two
 
-#: Seconds that a rank waits here.
+#: Seconds that a rank waits here, and what it says then.
 PATIENCE = 2.0
+SAID = "the monitor is off, training goes on: another rank did not answer"
 
 
 def train(rank: int, folder: Path) -> float:
@@ -43,11 +39,10 @@ def train(rank: int, folder: Path) -> float:
     return longest
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    print(on_two(folder, lambda rank: train(rank, folder)))
-    print(read_events(folder / "run")["why"].iloc[-1])
-
-
-if __name__ == "__main__":
-    main()
+def main(_: Namespace) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        longest = on_two(folder, lambda rank: train(rank, folder))
+        why = read_events(folder / "run")["why"].iloc[-1]
+    print(longest, why)
+    return 0 if longest >= PATIENCE and why.startswith(SAID) else 1

@@ -33,6 +33,7 @@ from guardbit.monitor.interception.entry_points import multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from tests.faults.injection import ERRORS, Injection, Point, choose, counted
 from tests.faults.scenarios import SCENARIOS, Run
+from tests.toys import leave_out_modules
 
 #: Seconds after which a run counts as hung.
 PATIENCE = 120.0
@@ -302,10 +303,13 @@ def inject(plan: Plan) -> tuple[str, str]:
 
 def warm_up() -> None:
     """Imports what the scenarios import, once for all forks."""
+    import torch._inductor.pattern_matcher  # what `torch.compile` imports with the first model
+
     import guardbit.callbacks.huggingface
     import guardbit.callbacks.monitoring
 
     torch.set_num_threads(1)
     assert guardbit.callbacks is not None
+    leave_out_modules()
     gc.collect()
     gc.freeze()  # forks would copy what a collection looks at

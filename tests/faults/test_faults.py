@@ -7,22 +7,22 @@ from pathlib import Path
 
 import typer
 
-from tests.faults import commands, kernels, kills, missing_rank, running, soak, stores
+from tests.faults import commands, kernels, kills, running, soak, stores
 from tests.faults.injection import Point
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_once_broke_a_promise_does_not_again_nor_do_a_few_injected_faults(tmp_path):
+def test_what_broke_a_promise_a_few_injected_faults_and_a_rank_that_stays_away(tmp_path):
     # A process of its own: it forks, which one with threads should not.
     command = [
-        sys.executable, "-m", "tests.faults", "found", "campaign", "--number", "40",
-        "--workers", "1", "--seed", "7000", "--csv", tmp_path / "faults.csv",
+        sys.executable, "-m", "tests.faults", "found", "campaign", "missing_rank",
+        "--number", "10", "--workers", "1", "--seed", "7000", "--csv", tmp_path / "faults.csv",
         "--scenario", "plain loop", "--scenario", "switched: exact_delta",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len((tmp_path / "faults.csv").read_text().splitlines()) == 41
+    assert len((tmp_path / "faults.csv").read_text().splitlines()) == 11
 
 
 def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
@@ -43,15 +43,6 @@ def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
     assert running.inject(plan) == ("not reached", f"{running.AGAIN}{died}")
     answers[:] = [died, died]
     assert running.inject(plan) == ("crashed", f"{died}; {died}")
-
-
-def test_a_rank_that_stays_away_is_waited_for_once(tmp_path):
-    command = [sys.executable, "-m", "tests.faults.missing_rank", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    longest, why = done.stdout.splitlines()[:2]
-    assert float(longest) >= missing_rank.PATIENCE
-    assert why.startswith("the monitor is off, training goes on: another rank did not answer")
 
 
 def test_what_the_store_acknowledged_survives_kills():

@@ -1,16 +1,23 @@
 """A rescue study that takes seconds."""
 
 import json
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
 
-from studies.rescue import train
+from studies.rescue import packed, train
 from studies.rescue.model import Size
 from tests.toys import Fires
 
 TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
+
+
+@pytest.fixture(scope="session")
+def read_once():
+    """Reads the packed runs of a folder, once for all tests."""
+    read = cache(packed.load)
+    return lambda folder: read(folder.resolve())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from guardbit import read_events, read_run
+from guardbit import read_run
 from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -343,6 +343,9 @@ def bounded(frame, every=1):
     return frame.assign(value=value)[kept]
 
 
+#: Sound runs of which all samples are replayed once more, with bounded logits.
+BOUNDED = ("from_start-compensated-cudnn-lr1.5e-03-seed0", "stock-cudnn-lr6.0e-04-seed0-again8")
+
 #: At 6e-4, and yet their heads explode.
 EXPLODE = tuple(f"stock-cudnn-lr6.0e-04-seed1-again{number}" for number in (14, 20))
 
@@ -353,8 +356,9 @@ EXPLODE = tuple(f"stock-cudnn-lr6.0e-04-seed1-again{number}" for number in (14, 
     [run for run in sorted(RESULTS.glob("*/")) if begun_at(run.name) is None],
     ids=lambda run: run.name,
 )
-def test_what_the_rules_say_of_a_committed_run(run):
-    events, frame = read_events(run), read_run(run)
+def test_what_the_rules_say_of_a_committed_run(run, read_once):
+    (packed,) = (each for each in read_once(RESULTS) if each.name == run.name)
+    events, frame = packed.events, packed.frame
     # Every other audit is kept, so the audit's test, which gathers evidence, fires at other steps.
     is_alarm = (events["kind"] == "alarm") & (events["rule"] != "gradient_error")
     live = events.loc[is_alarm, "step"]
@@ -363,8 +367,8 @@ def test_what_the_rules_say_of_a_committed_run(run):
     if "lr3.0e-03" in run.name:
         assert again.judgement().verdict == "learning-rate"
     elif is_corrected or ("lr6.0e-04" in run.name and run.name not in EXPLODE):
-        for every in (None, 1, 1000):
-            shown = frame if every is None else bounded(frame, every)
+        every_sample = [bounded(frame)] if run.name in BOUNDED else []
+        for shown in (frame, bounded(frame, 1000), *every_sample):
             sound = replay(shown)
             samples = shown.loc[shown["site"] != "", "step"].nunique()
             verdict = "stable" if samples >= 8 else "unclear"
@@ -394,9 +398,8 @@ def test_runs_at_too_high_a_rate_are_several():
     assert len(list(RESULTS.glob("*-lr3.0e-03-*/"))) >= 4
 
 
-def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
-    for run in RESULTS.glob("*/"):
-        (tmp_path / run.name).symlink_to(run)
+def test_the_committed_tables_are_those_of_the_committed_runs(read_once, monkeypatch, tmp_path):
+    monkeypatch.setattr(analyse, "load", lambda _: read_once(RESULTS))
     analyse.main(["table", str(tmp_path)])
     tables = {path.name: pd.read_csv(path) for path in tmp_path.glob("*.csv")}
     # Those of `paired.py`, `shares.py` and `causes.py` are of runs that are not committed.

@@ -3,14 +3,15 @@
 import importlib
 import re
 import shlex
-from functools import cache
+from functools import partial
 from glob import glob
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from studies.rescue import packed
+from guardbit.monitor.replay import replay
+from studies.rescue import growth, survival
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "studies" / "rescue" / "README.md"]
@@ -36,9 +37,9 @@ def expanded(word):
     return sorted(glob(word, root_dir=ROOT)) if "*" in word else [word]
 
 
-@pytest.fixture(scope="module")
-def read_once():
-    return cache(packed.load)
+def replay_of_few(frame, **how):
+    """A replay of few samples; `test_analyse.py` has what all samples of each run say."""
+    return replay(frame[frame["step"] % 1000 == 0], **how)
 
 
 def test_there_are_such_commands():
@@ -73,6 +74,11 @@ def test_it_runs(command, read_once, monkeypatch, tmp_path, capsys):
     study = importlib.import_module(f"studies.rescue.{module}")
     if hasattr(study, "load"):
         monkeypatch.setattr(study, "load", read_once)
+    if hasattr(study, "replay"):
+        monkeypatch.setattr(study, "replay", replay_of_few)
+    # A few draws: what is made of them has tests of its own.
+    monkeypatch.setattr(survival, "RESAMPLES", 20)
+    monkeypatch.setattr(growth, "bootstrap", partial(growth.bootstrap, n_resamples=20))
     study.main(words)
     assert len(capsys.readouterr().out.splitlines()) > 3
     assert [path.suffix for path in tmp_path.iterdir()] == [".png"] * ("--figure" in words)

@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 
 from guardbit import read_run
 from studies.rescue import kinds, risk, train
-from studies.rescue.packed import Run, load
+from studies.rescue.packed import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,8 +95,8 @@ def test_pairs_are_made_in_their_order_run_before_twin(monkeypatch, tmp_path):
         kinds.main(["no_such_kind,1e-3,1", "--again=31"])
 
 
-def test_committed_pairs_hold_what_the_table_says():
-    found = risk.table(load(ROOT / "studies/rescue/other_models"))
+def test_committed_pairs_hold_what_the_table_says(read_once):
+    found = risk.table(read_once(ROOT / "studies/rescue/other_models"))
     for row in found.to_dict("records"):
         name = f"{row['kind']}-stock-cudnn-lr{row['rate']:.1e}-seed{row['seed']}-again[37][012]"
         (folder,) = (ROOT / "studies/rescue/other_models").glob(name)
