@@ -1,9 +1,9 @@
 """After the first step with attention, GuardBit says which attention it does not see."""
 
 import copy
+import io
 import logging
-import subprocess
-import sys
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from guardbit.monitor import interception
 from guardbit.monitor.measure import NoAttentionSeenError
 from guardbit.store import read_metadata
 from tests import toys
+from tests.callbacks.several_ranks import launch
 
 
 class Attention(toys.Attention):
@@ -284,35 +285,22 @@ def test_models_without_attention_that_is_seen_are_refused_at_setup(name, implem
         guardbit.instrument(model)
 
 
-def test_the_share_is_shown_where_logging_is_not_set_up():
-    """By itself Python shows warnings alone; who has set a level gets what he asks for."""
-    code = (
-        "import gc, logging, sys, torch, guardbit\n"
-        "gc.freeze()\n"
-        "class Attention(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.weight = torch.nn.Parameter(torch.eye(16))\n"
-        "    def forward(self, x):\n"
-        "        return torch.nn.functional.scaled_dot_product_attention(x @ self.weight, x, x)\n"
-        "def train():\n"
-        "    model = torch.nn.Sequential(Attention())\n"
-        "    session = guardbit.MonitorSession(model)\n"
-        "    for step in range(3):\n"
-        "        with session.step(step):\n"
-        "            model(torch.randn(1, 1, 4, 16)).sum().backward()\n"
-        "    session.close()\n"
-        "logging.basicConfig(level=logging.WARNING)\n"
-        "train()\n"
-        "print('not set up', file=sys.stderr)\n"
-        "logging.root.handlers.clear()\n"
-        "train()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def said_while_training(path):
+    with redirect_stderr(io.StringIO()) as said:
+        watched(path, Attention())
+    return said.getvalue()
+
+
+def train_with_and_without_logging(path):
     line = "GuardBit: 1 of 1 attention modules is watched: F.scaled_dot_product_attention\n"
-    set_up, not_set_up = done.stderr.split("not set up\n")
-    assert (set_up.count(line), not_set_up.count(line)) == (0, 1)
+    assert said_while_training(path / "not_set_up").count(line) == 1
+    logging.basicConfig(level=logging.WARNING)
+    assert line not in said_while_training(path / "set_up")
+
+
+def test_the_share_is_shown_where_logging_is_not_set_up(tmp_path):
+    """By itself Python shows warnings alone; who has set a level gets what he asks for."""
+    launch(train_with_and_without_logging, 1, tmp_path)
 
 
 def test_the_share_of_a_selection_says_so(caplog):

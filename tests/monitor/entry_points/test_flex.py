@@ -7,7 +7,6 @@ here it is let through.
 import dataclasses
 import functools
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from guardbit.kernels import dispatch, flex
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
+from tests.callbacks.several_ranks import launch
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
 
@@ -416,13 +416,10 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
         assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
 
 
-OF_ANOTHER_PROCESS = """
-import sys, torch
-from guardbit.kernels.flex import specification
-arguments, tile = torch.load(sys.argv[1], map_location="cpu")
-spec = specification(*arguments)
-torch.save((spec.mask_function(*tile[1:]), spec.score_function(*tile)), sys.argv[1])
-"""
+def of_another_process(path):
+    arguments, tile = torch.load(path, map_location="cpu")
+    spec = flex.specification(*arguments)
+    torch.save((spec.mask_function(*tile[1:]), spec.score_function(*tile)), path)
 
 
 def test_a_process_that_never_traced_the_functions_reads_them(monkeypatch, tmp_path):
@@ -438,7 +435,7 @@ def test_a_process_that_never_traced_the_functions_reads_them(monkeypatch, tmp_p
     scores = torch.randn(2, 1, LENGTH, LENGTH)
     heads, places = torch.tensor([2]), torch.arange(LENGTH)
     torch.save((made[0], (scores, heads, places, places)), path)
-    subprocess.run([sys.executable, "-c", OF_ANOTHER_PROCESS, path], check=True, timeout=300)
+    launch(of_another_process, 1, path)
     mask, capped = torch.load(path)
     i = places[:, None]
     document = DOCUMENT.cpu()
