@@ -251,7 +251,7 @@ def test_functions_that_are_left_alone_are_named_where_attention_is_not_seen(tmp
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
 def test_unseen_attention_of_a_compiled_model(tmp_path):
     def run(model):
-        return torch.compile(model, backend="aot_eager", fullgraph=True)
+        return torch.compile(model, backend="eager", fullgraph=True)
 
     class CompiledAttention(WrittenOutAttention):
         """What a compiler noted about a type, it says of all modules of that type."""

@@ -67,6 +67,13 @@ CASES = {
     "soft cap, documents": (documents_and_window, soft_cap, 4, 32),
     "grouped keys, wider values": (causal, None, 2, 48),
 }
+#: Case -> what its specification has: whether it is causal, and functions besides.
+RECOGNISED = {
+    "all keys": (False, ()),
+    "causal": ("top-left", ()),
+    "documents and a window": ("top-left", ("mask function",)),
+    "ALiBi": ("top-left", ("score function",)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -166,10 +173,10 @@ MODES = ["eager", "compiled by itself", "compiled whole"]
 def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
     inputs, expected = tensors(case), exact(case, tensors(case))
     model, run = build(mode, options_of(case))
-    before = step(run, inputs)
+    before, calls = step(run, inputs), []
     with instrumented(model) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
-        inst.observe(lambda call: None)
+        inst.observe(calls.append)
         assert all(map(torch.equal, step(run, inputs), before))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         inst.switch("attention", "exact_delta", heads=SWITCHED)
@@ -189,22 +196,14 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
     assert (corrected[SWITCHED] < 2 * 2**-9).all()
     assert (corrected[SWITCHED] < rounded[SWITCHED] / 2).all(), (rounded, corrected)
     assert all(map(torch.equal, step(run, inputs), before))
+    assert torch.equal(calls[0].dq, before[1])
+    spec = calls[0].spec
+    assert case not in RECOGNISED or (spec.causal, spec.extras) == RECOGNISED[case]
+    check_indicators(case, inputs, expected, *calls[:2])
 
 
-@pytest.mark.parametrize(
-    "case", ["rows without keys", "ALiBi", "soft cap, documents", "grouped keys, wider values"]
-)
-def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
-    inputs = tensors(case)
-    expected = exact(case, inputs)
-    model, run = build("compiled whole", options_of(case))
-    calls = []
-    with instrumented(model, calls.append) as inst:
-        plain = step(run, inputs)
-        inst.switch("*", "exact_delta", heads=SWITCHED)
-        step(run, inputs)
-    first, second = calls
-    assert torch.equal(first.dq, plain[1])
+def check_indicators(case, inputs, expected, first, second):
+    """What an observer hears of a call, and of one whose heads are switched, against FP64."""
     shadow = dispatch.shadow(
         first.q, first.k, first.v, spec=first.spec, eps=1e-3, query_ids=None, dropout=None
     )
@@ -230,20 +229,6 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
         off = (used - exact_delta).abs()[:, SWITCHED]
         assert off.max() < bar * exact_delta.abs().max()
         assert call is second or off.max() > 1e-4 * exact_delta.abs().max()
-
-
-def test_a_plain_causal_mask_is_recognised():
-    specs = {}
-    for case in ("all keys", "causal", "documents and a window", "ALiBi"):
-        model, run = build("eager", options_of(case))
-        with instrumented(model, lambda call, case=case: specs.update({case: call.spec})):
-            step(run, tensors(case))
-    assert {case: (spec.causal, spec.extras) for case, spec in specs.items()} == {
-        "all keys": (False, ()),
-        "causal": ("top-left", ()),
-        "documents and a window": ("top-left", ("mask function",)),
-        "ALiBi": ("top-left", ("score function",)),
-    }
 
 
 def test_a_head_of_its_own_mask_is_looked_up_by_its_number():
@@ -298,15 +283,14 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     assert (error(after[0], expected[0]) < 2 * 2**-9).all()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
-def test_checkpointing_and_evaluation(mode, reentrant):
+def test_checkpointing_and_evaluation(mode):
     """Reentrant and evaluated forwards have no gradients; only the first are run again."""
     case = "documents and a window"
     inputs, expected = tensors(case), exact(case, tensors(case))
     model, inner = build(mode, options_of(case))
 
-    def run(_, inputs):
+    def run(reentrant):
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         out = checkpoint(inner, *leaves, use_reentrant=reentrant)
         out.backward(inputs[3])
@@ -319,17 +303,18 @@ def test_checkpointing_and_evaluation(mode, reentrant):
                 outputs.append(inner(*inputs[:3]))
         return outputs
 
-    before, evaluated = run(inner, inputs), evaluate()
+    (before, also), evaluated = map(run, (True, False)), evaluate()
+    assert all(map(torch.equal, before, also))
     with instrumented(model, lambda call: None) as inst:
         for name in ("none", "exact_delta", "none"):
             assert all(map(torch.equal, evaluate(), evaluated))
             if inst.sites:
                 inst.switch("attention", name)
-            after = run(inner, inputs)
-            assert inst.sites["attention"].stabilizers == [name] * HEADS
-            assert torch.equal(after[0], before[0])
-            assert torch.equal(after[1], before[1]) == (name == "none")
-            assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
+            for after in map(run, (True, False)):
+                assert inst.sites["attention"].stabilizers == [name] * HEADS
+                assert torch.equal(after[0], before[0])
+                assert torch.equal(after[1], before[1]) == (name == "none")
+                assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled whole"])

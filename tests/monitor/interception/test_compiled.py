@@ -117,7 +117,7 @@ def test_compiled_hugging_face(tiny, instrument):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).train()
@@ -129,14 +129,15 @@ def test_compiled_hugging_face(tiny, instrument):
     inst = instrument(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert tiny.equal(tiny.step(model, **batch, run=compiled), before)
-    weight = model.model.layers[1].self_attn.q_proj.weight
-    assert torch.equal(inst.sites["model.layers.1.self_attn"].query_weight(2), weight[32:48])
+    (site,), weight = inst.sites.values(), model.model.layers[0].self_attn.q_proj.weight
+    assert site.name == "model.layers.0.self_attn"
+    assert torch.equal(site.query_weight(2), weight[32:48])
     # While PyTorch 2.11 compiles transformers always makes a mask, which row_max does not take.
     has_mask = torch.__version__ < "2.12"
     way, stabilizer = ("backward", "exact_delta") if has_mask else ("forward", "row_max")
     inst.switch("*", stabilizer)
     tiny.step(model, **batch, run=compiled)
-    assert inst.sites["model.layers.0.self_attn"].launches[way, stabilizer] == 1
+    assert site.launches[way, stabilizer] == 1
 
 
 def test_calls_in_the_graph_are_no_calls_of_the_model(tiny, tokens, instrument):
@@ -146,7 +147,7 @@ def test_calls_in_the_graph_are_no_calls_of_the_model(tiny, tokens, instrument):
         def attend(self, q, k, v):
             return super().attend(q, k, torch.cat((v, v), -1))[..., : tiny.HEAD]
 
-    model, calls = tiny.GPT(attention=Wide), []
+    model, calls = tiny.GPT(layers=1, attention=Wide), []
     before = tiny.step(model, tokens, run=torch.compile(model, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     inst = instrument(model)
@@ -154,8 +155,8 @@ def test_calls_in_the_graph_are_no_calls_of_the_model(tiny, tokens, instrument):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
-    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
-    assert all("in eager runs only" in site.refusal for site in inst.sites.values())
+    assert list(inst.sites) == ["h.0.attn"]
+    assert "in eager runs only" in inst.sites["h.0.attn"].refusal
     assert not calls
 
 
@@ -169,7 +170,7 @@ def test_graph_breaks_inside_attention(tiny, tokens, instrument):
     model = tiny.GPT(attention=Broken)
     before = tiny.step(model, tokens)
     inst = instrument(model)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     for _ in range(2):
         assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
         assert not runtime.running
@@ -196,7 +197,7 @@ def test_weights_around_a_compiled_module_without_any(tiny, instrument):
     for compiled in (False, True):
         model = nn.Sequential(nn.Linear(64, 64), Outer())
         inst = instrument(model)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
         tiny.step(model, torch.randn(2, 9, 64), run=run)
         assert list(inst.sites) == ["1.core"]
         assert torch.equal(inst.sites["1.core"].query_weight(3), model[1].q.weight[48:])
@@ -208,7 +209,7 @@ def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
     expected = tiny.step(model, tokens)
     with instrumented(model) as inst:
         torch._dynamo.trace_rules.clear_lru_cache()
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
         inst.observe(lambda _: None)
         assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
         assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
@@ -300,7 +301,7 @@ def train(session, steps, step_of):
 
 def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
     model = tiny.GPT(layers=1)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
 
@@ -333,7 +334,7 @@ def test_of_two_watched_models_none_rests(tiny, tokens):
 def test_a_network_that_trains_in_no_sampled_step_is_named(tiny, tokens, caplog):
     turns = nn.ModuleList(tiny.GPT(layers=1) for _ in range(2))
     for model in turns:
-        model.compile(backend="aot_eager")
+        model.compile(backend="eager")
     session = MonitorSession(turns, every_n_train_steps=4)
     turn = cycle(turns)
     train(session, range(33), lambda: tiny.step(next(turn), tokens))
@@ -394,7 +395,7 @@ def test_a_switch_reaches_a_forward_that_runs_before_its_step_begins(tiny, token
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
 def test_graphs_stay_within_a_limit_that_leaves_room_for_the_models_own(tiny, tokens):
     model = tiny.GPT(layers=1)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     model.h[0].compile(backend=counter)
     expected = tiny.step(model, tokens, wrap=again)
     session = MonitorSession(model, every_n_train_steps=4)
@@ -420,7 +421,7 @@ def test_a_limit_that_the_user_sets_meanwhile_is_kept(tiny):
 
 def test_no_graph_is_made_where_the_call_would_run_eagerly(tiny, tokens):
     model = tiny.GPT(layers=1)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter)
     session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
@@ -437,7 +438,7 @@ def test_no_graph_is_made_where_the_call_would_run_eagerly(tiny, tokens):
 def test_a_monitor_that_gives_up_needs_no_graph_where_that_is_an_error(tiny, tokens):
     model = tiny.GPT(layers=1)
     expected = tiny.step(model, tokens)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     session = MonitorSession(model, every_n_train_steps=4)
 
     step_of = partial(tiny.step, model, tokens, run=compiled)

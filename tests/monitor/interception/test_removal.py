@@ -68,7 +68,7 @@ def test_removal_restores_everything(tiny, tokens):
 
 
 def test_a_compiled_model_is_given_back(tiny, tokens):
-    model = tiny.GPT()
+    model = tiny.GPT(layers=1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     inst = guardbit.instrument(compiled)
     before = tiny.step(model, tokens, run=compiled)
@@ -149,9 +149,9 @@ COPIES = {
 }
 
 
-# A compiler reads the number off a shallow copy, as it does off the model.
+# A compiler reads the number off a shallow copy, as it does off the model; what is saved is pickled.
 @pytest.mark.parametrize(
-    "how, compiled", [*((how, False) for how in COPIES), *((how, True) for how in [*COPIES][:3])]
+    "how, compiled", [*((how, False) for how in COPIES), *((how, True) for how in [*COPIES][:2])]
 )
 def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     model, calls = tiny.GPT(), []
@@ -162,7 +162,7 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     assert len(calls) == 2
     inst.switch("*", "compensated")
     twin = COPIES[how](model)
-    run = torch.compile(twin, backend="aot_eager") if compiled else twin
+    run = torch.compile(twin, backend="eager") if compiled else twin
     assert tiny.equal(tiny.step(twin, tokens, run=run), before)
     assert len(calls) == 2
     after = tiny.step(model, tokens)
