@@ -159,7 +159,7 @@ def evaluate(loop: Loop) -> None:
 def train_another(loop: Loop) -> None:
     """Another model of the same class, all of whose heads are switched."""
     if not loop.others:
-        loop.others.append(Loop(loop.tiny, loop.mode._replace(between=None)))
+        loop.others.append(Loop(loop.tiny, loop.mode._replace(between=None), counter=loop.counter))
         loop.others[0].step(0, 1)
         loop.others[0].inst.switch("*", "row_max")
     loop.others[0].step(7, 1)
