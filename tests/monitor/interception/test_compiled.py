@@ -156,7 +156,9 @@ def test_calls_in_the_graph_are_no_calls_of_the_model(tiny, tokens, instrument):
     for _ in range(2):
         assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
     assert list(inst.sites) == ["h.0.attn"]
-    assert "in eager runs only" in inst.sites["h.0.attn"].refusal
+    site = inst.sites["h.0.attn"]
+    assert "in eager runs only" in site.refusal and "another head size" in site.unwatched
+    assert site.unwatched.endswith("compiled it is not watched either")
     assert not calls
 
 
