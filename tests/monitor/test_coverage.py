@@ -196,15 +196,8 @@ def test_the_share_that_is_watched_is_told(tmp_path, caplog):
         def attend(self, q, k, v):
             return super().attend(q.double(), k.double(), v.double()).float()
 
-    class ReturnsWeights(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.MultiheadAttention(32, 2, batch_first=True)
-
-        def forward(self, x):
-            return self.inner(x, x, x)[0]
-
-    layers = (Attention(), Attention(), Double(), ReturnsWeights(), WrittenOutAttention())
+    multi_head = toys.MultiHead(2, 32)
+    layers = (Attention(), Attention(), Double(), multi_head, WrittenOutAttention())
     with caplog.at_level(logging.INFO, "guardbit"):
         watched(tmp_path, *layers)
     assert sum("3 of 5 attention modules are watched" in m for m in caplog.messages) == 2

@@ -19,25 +19,13 @@ from guardbit import MonitorSession, Policy
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
-from tests.toys import Fires, instrumented
+from tests.toys import Fires, MultiHead, instrumented
 
 # PyTorch's own, while it compiles.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-
-
-class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention` on one input."""
-
-    def __init__(self, need_weights=False, **options):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(64, 4, **options)
-        self.need_weights = need_weights
-
-    def forward(self, x):
-        return self.inner(x, x, x, need_weights=self.need_weights)[0]
 
 
 def test_the_default_compiler(tiny, instrument):
@@ -88,9 +76,9 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
     class Three(nn.Module):
         def __init__(self):
             super().__init__()
-            self.plain = SelfAttention(batch_first=True)
-            self.dropout = SelfAttention(batch_first=True, dropout=0.1)
-            self.weights = SelfAttention(need_weights=True, batch_first=True)
+            self.plain = MultiHead(need_weights=False)
+            self.dropout = MultiHead(need_weights=False, dropout=0.1)
+            self.weights = MultiHead()
 
         def forward(self, x):
             return self.weights(self.dropout(self.plain(x)))
@@ -102,15 +90,15 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert tiny.equal(tiny.step(model, x, run=compiled), before)
     refusals = {name: site.refusal for name, site in inst.sites.items()}
-    assert list(refusals) == ["plain.inner", "dropout.inner", "weights.inner"]
-    assert refusals["plain.inner"] is None
-    assert refusals["dropout.inner"] is None
-    assert "dropout 0.1" in inst.sites["dropout.inner"].errors_unavailable
-    assert inst.sites["plain.inner"].errors_unavailable is None
-    assert "need_weights=True" in refusals["weights.inner"]
-    assert inst.sites["weights.inner"].num_heads == 4
-    weight = model.plain.inner.in_proj_weight
-    assert torch.equal(inst.sites["plain.inner"].query_weight(1), weight[16:32])
+    assert list(refusals) == ["plain.attention", "dropout.attention", "weights.attention"]
+    assert refusals["plain.attention"] is None
+    assert refusals["dropout.attention"] is None
+    assert "dropout 0.1" in inst.sites["dropout.attention"].errors_unavailable
+    assert inst.sites["plain.attention"].errors_unavailable is None
+    assert "need_weights=True" in refusals["weights.attention"]
+    assert inst.sites["weights.attention"].num_heads == 4
+    weight = model.plain.attention.in_proj_weight
+    assert torch.equal(inst.sites["plain.attention"].query_weight(1), weight[16:32])
 
 
 def test_compiled_hugging_face(tiny, instrument):
@@ -256,7 +244,7 @@ def test_the_graph_has_gradients_as_pytorch_lays_them_out():
     # Else later sums, as of a bias's gradient, come in another order. Here tokens are outermost.
     torch.manual_seed(0)
     x = torch.randn(2, 24, 64)
-    plain, watched = (nn.Sequential(SelfAttention(batch_first=True)) for _ in "ab")
+    plain, watched = (nn.Sequential(MultiHead(need_weights=False)) for _ in "ab")
     expected = strides_of_gradients(plain, x)
     torch._dynamo.reset()
     with instrumented(watched):
