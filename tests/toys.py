@@ -124,6 +124,20 @@ class Attention(nn.Module):
         return x + y if self.is_residual else y
 
 
+class MultiHead(nn.Module):
+    """PyTorch's own module on one input; by default it makes the weights of attention too."""
+
+    def __init__(
+        self, heads: int = 4, width: int = 64, *, need_weights: bool = True, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, dropout, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
 class Model(nn.Module):
     """Layers, one after the other."""
 

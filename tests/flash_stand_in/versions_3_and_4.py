@@ -32,7 +32,10 @@ def backward_3(
 
 
 class _Attention3(torch.autograd.Function):
+    """No compiler traces it, nor a kernel."""
+
     @staticmethod
+    @torch.compiler.disable
     def forward(ctx, q, k, v, starts_q, starts_k, max_q, max_k, scale, causal, window, softcap):
         library = sys.modules["flash_attn_interface"]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -50,6 +53,7 @@ class _Attention3(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx, d_out):
         library = sys.modules["flash_attn_interface"]
         q, k, v, out, lse = ctx.saved_tensors
@@ -122,6 +126,7 @@ def backward_4(
 
 class _Attention4(torch.autograd.Function):
     @staticmethod
+    @torch.compiler.disable
     def forward(ctx, q, k, v, starts_q, starts_k, max_q, max_k, scale, causal, window, sink, cap):
         library = sys.modules["flash_attn.cute.interface"]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -137,6 +142,7 @@ class _Attention4(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx, d_out, _):
         library = sys.modules["flash_attn.cute.interface"]
         q, k, v, out, lse = ctx.saved_tensors

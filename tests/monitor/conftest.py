@@ -67,6 +67,14 @@ def equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
+@pytest.fixture(autouse=True)
+def compiles_anew():
+    """What another test has compiled is not there."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def tiny():
     return SimpleNamespace(

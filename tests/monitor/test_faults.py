@@ -289,7 +289,6 @@ def test_after_an_interruption_others_do_not_run_the_modules_kernel(interrupt, c
     launches = site.launches
     function = others_attention
     if compiled:
-        torch._dynamo.reset()
         function = torch.compile(others_attention, backend="eager", fullgraph=True)
     q = torch.randn(1, 2, 8, 16).bfloat16()
     assert torch.equal(function(q), sdpa.original(q, q, q))
@@ -304,7 +303,6 @@ def test_after_an_interruption_others_do_not_run_the_modules_kernel(interrupt, c
 
 
 def test_an_interruption_costs_no_recompilation():
-    torch._dynamo.reset()
     model = nn.Sequential(Interrupted(KeyboardInterrupt)).bfloat16()
     session = MonitorSession(model, every_n_train_steps=100)
     run = torch.compile(model, backend="eager", fullgraph=True)

@@ -17,8 +17,7 @@ pytestmark = [
 @pytest.fixture
 def model(tiny):
     torch.manual_seed(0)
-    yield tiny.GPT().cuda().bfloat16()
-    torch._dynamo.reset()
+    return tiny.GPT().cuda().bfloat16()
 
 
 def test_a_switch_reaches_a_model_compiled_to_cuda_graphs(model, tiny, tokens):

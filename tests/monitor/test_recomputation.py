@@ -48,17 +48,19 @@ def model(tiny):
 
 @pytest.mark.parametrize("options", [NEW, OLD], ids=["new", "reentrant"])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "resting"),
     [
-        ("none", "compensated"),
-        ("compensated", "none"),
-        ("row_max", "compensated"),
-        ("none", "exact_delta"),
-        ("exact_delta", "centered_keys"),
-        ("centered_keys", "none"),
+        ("none", "compensated", False),
+        ("none", "compensated", True),
+        ("none", "exact_delta", True),
+        ("compensated", "none", False),
+        ("compensated", "none", True),
+        ("centered_keys", "none", True),
+        # Switched before and after, they run the op whether they rest or not.
+        ("row_max", "compensated", False),
+        ("exact_delta", "centered_keys", False),
     ],
 )
-@pytest.mark.parametrize("resting", [False, True])
 def test_a_switch_waits_for_the_next_ordinary_forward(
     options, before, after, resting, model, inst, tiny, tokens
 ):

@@ -36,7 +36,6 @@ class Model(nn.Module):
 def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
     torch.cuda.set_sync_debug_mode("default")

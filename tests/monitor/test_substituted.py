@@ -60,7 +60,6 @@ def run(tmp_path):
     run = Run(tmp_path / "run")
     yield run
     run.session.close()
-    torch._dynamo.reset()
 
 
 CASES = {
@@ -290,7 +289,6 @@ def test_compiled_graphs_keep_room_for_what_may_be_asked_for(tmp_path, name):
     assert run.stabilizers() == [name] * 2
     assert ("the compiled graph has no room" in run.reason()) is without_room
     run.session.close()
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
@@ -303,4 +301,3 @@ def test_a_compiled_call_with_dropout_has_room_for_what_takes_the_place_of_exact
         run.one()
     assert run.stabilizers() == ["compensated"] * 2
     run.session.close()
-    torch._dynamo.reset()

@@ -72,7 +72,6 @@ def run(tmp_path):
     run = Run(tmp_path / "run", policy=Policy("compensated", scope="head"))
     yield run
     run.session.close()
-    torch._dynamo.reset()
 
 
 def test_a_refused_batch_after_the_switch_is_told_at_once_and_so_is_the_next_without(run, caplog):

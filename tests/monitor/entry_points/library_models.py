@@ -62,10 +62,11 @@ class Attention(nn.Module):
         self.kv_heads = HEADS if "qkv" in entry.name else kv_heads
         self.qkv = nn.Linear(64, WIDTH * (HEADS + 2 * self.kv_heads))
         self.name, self.documents, self.options = entry.name, documents, options
-        self.function = by_name_of(entry)
+        # Held, as code that imports it does: `sys.modules` has thousands for a compiler to guard.
+        self.borrower, self.function = sys.modules["borrower"], by_name_of(entry)
 
     def forward(self, x):
-        function = getattr(sys.modules["borrower"], self.function)
+        function = getattr(self.borrower, self.function)
         heads = (HEADS, self.kv_heads, self.kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, WIDTH)).split(heads, -2)
         packed = []

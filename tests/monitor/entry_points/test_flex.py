@@ -7,7 +7,6 @@ here it is let through.
 import dataclasses
 import functools
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from guardbit.kernels import dispatch, flex
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
+from tests.callbacks.several_ranks import launch
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
 
@@ -66,6 +66,13 @@ CASES = {
     "ALiBi": (causal, alibi, 4, 32),
     "soft cap, documents": (documents_and_window, soft_cap, 4, 32),
     "grouped keys, wider values": (causal, None, 2, 48),
+}
+#: Case -> what its specification has: whether it is causal, and functions besides.
+RECOGNISED = {
+    "all keys": (False, ()),
+    "causal": ("top-left", ()),
+    "documents and a window": ("top-left", ("mask function",)),
+    "ALiBi": ("top-left", ("score function",)),
 }
 
 
@@ -166,10 +173,10 @@ MODES = ["eager", "compiled by itself", "compiled whole"]
 def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
     inputs, expected = tensors(case), exact(case, tensors(case))
     model, run = build(mode, options_of(case))
-    before = step(run, inputs)
+    before, calls = step(run, inputs), []
     with instrumented(model) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
-        inst.observe(lambda call: None)
+        inst.observe(calls.append)
         assert all(map(torch.equal, step(run, inputs), before))
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         inst.switch("attention", "exact_delta", heads=SWITCHED)
@@ -189,22 +196,14 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
     assert (corrected[SWITCHED] < 2 * 2**-9).all()
     assert (corrected[SWITCHED] < rounded[SWITCHED] / 2).all(), (rounded, corrected)
     assert all(map(torch.equal, step(run, inputs), before))
+    assert torch.equal(calls[0].dq, before[1])
+    spec = calls[0].spec
+    assert case not in RECOGNISED or (spec.causal, spec.extras) == RECOGNISED[case]
+    check_indicators(case, inputs, expected, *calls[:2])
 
 
-@pytest.mark.parametrize(
-    "case", ["rows without keys", "ALiBi", "soft cap, documents", "grouped keys, wider values"]
-)
-def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
-    inputs = tensors(case)
-    expected = exact(case, inputs)
-    model, run = build("compiled whole", options_of(case))
-    calls = []
-    with instrumented(model, calls.append) as inst:
-        plain = step(run, inputs)
-        inst.switch("*", "exact_delta", heads=SWITCHED)
-        step(run, inputs)
-    first, second = calls
-    assert torch.equal(first.dq, plain[1])
+def check_indicators(case, inputs, expected, first, second):
+    """What an observer hears of a call, and of one whose heads are switched, against FP64."""
     shadow = dispatch.shadow(
         first.q, first.k, first.v, spec=first.spec, eps=1e-3, query_ids=None, dropout=None
     )
@@ -230,20 +229,6 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
         off = (used - exact_delta).abs()[:, SWITCHED]
         assert off.max() < bar * exact_delta.abs().max()
         assert call is second or off.max() > 1e-4 * exact_delta.abs().max()
-
-
-def test_a_plain_causal_mask_is_recognised():
-    specs = {}
-    for case in ("all keys", "causal", "documents and a window", "ALiBi"):
-        model, run = build("eager", options_of(case))
-        with instrumented(model, lambda call, case=case: specs.update({case: call.spec})):
-            step(run, tensors(case))
-    assert {case: (spec.causal, spec.extras) for case, spec in specs.items()} == {
-        "all keys": (False, ()),
-        "causal": ("top-left", ()),
-        "documents and a window": ("top-left", ("mask function",)),
-        "ALiBi": ("top-left", ("score function",)),
-    }
 
 
 def test_a_head_of_its_own_mask_is_looked_up_by_its_number():
@@ -298,15 +283,14 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     assert (error(after[0], expected[0]) < 2 * 2**-9).all()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
-def test_checkpointing_and_evaluation(mode, reentrant):
+def test_checkpointing_and_evaluation(mode):
     """Reentrant and evaluated forwards have no gradients; only the first are run again."""
     case = "documents and a window"
     inputs, expected = tensors(case), exact(case, tensors(case))
     model, inner = build(mode, options_of(case))
 
-    def run(_, inputs):
+    def run(reentrant):
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         out = checkpoint(inner, *leaves, use_reentrant=reentrant)
         out.backward(inputs[3])
@@ -319,17 +303,18 @@ def test_checkpointing_and_evaluation(mode, reentrant):
                 outputs.append(inner(*inputs[:3]))
         return outputs
 
-    before, evaluated = run(inner, inputs), evaluate()
+    (before, also), evaluated = map(run, (True, False)), evaluate()
+    assert all(map(torch.equal, before, also))
     with instrumented(model, lambda call: None) as inst:
         for name in ("none", "exact_delta", "none"):
             assert all(map(torch.equal, evaluate(), evaluated))
             if inst.sites:
                 inst.switch("attention", name)
-            after = run(inner, inputs)
-            assert inst.sites["attention"].stabilizers == [name] * HEADS
-            assert torch.equal(after[0], before[0])
-            assert torch.equal(after[1], before[1]) == (name == "none")
-            assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
+            for after in map(run, (True, False)):
+                assert inst.sites["attention"].stabilizers == [name] * HEADS
+                assert torch.equal(after[0], before[0])
+                assert torch.equal(after[1], before[1]) == (name == "none")
+                assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled whole"])
@@ -416,13 +401,10 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
         assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
 
 
-OF_ANOTHER_PROCESS = """
-import sys, torch
-from guardbit.kernels.flex import specification
-arguments, tile = torch.load(sys.argv[1], map_location="cpu")
-spec = specification(*arguments)
-torch.save((spec.mask_function(*tile[1:]), spec.score_function(*tile)), sys.argv[1])
-"""
+def of_another_process(path):
+    arguments, tile = torch.load(path, map_location="cpu")
+    spec = flex.specification(*arguments)
+    torch.save((spec.mask_function(*tile[1:]), spec.score_function(*tile)), path)
 
 
 def test_a_process_that_never_traced_the_functions_reads_them(monkeypatch, tmp_path):
@@ -438,7 +420,7 @@ def test_a_process_that_never_traced_the_functions_reads_them(monkeypatch, tmp_p
     scores = torch.randn(2, 1, LENGTH, LENGTH)
     heads, places = torch.tensor([2]), torch.arange(LENGTH)
     torch.save((made[0], (scores, heads, places, places)), path)
-    subprocess.run([sys.executable, "-c", OF_ANOTHER_PROCESS, path], check=True, timeout=300)
+    launch(of_another_process, 1, path)
     mask, capped = torch.load(path)
     i = places[:, None]
     document = DOCUMENT.cpu()

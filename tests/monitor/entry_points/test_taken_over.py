@@ -1,9 +1,6 @@
 """Calls that a tensor's class or a mode intercepts: the run keeps its bits and is watched."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 import guardbit
 from guardbit.monitor.interception.entry_points.base import is_taken_over
+from tests.callbacks.several_ranks import launch
 
-ROOT = Path(__file__).parents[3]
 TOKENS = 16
 
 
@@ -76,7 +73,7 @@ def same(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
-def check(mask, backend):
+def check(mask, backend=None):
     plain, watched = (trained(mask, watch, backend) for watch in (False, True))
     same(plain, watched)
     *_, logits, num_norms = watched
@@ -87,24 +84,18 @@ def check(mask, backend):
 
 @pytest.mark.parametrize("mask", [causal_upper_left, causal_lower_right])
 def test_a_causal_bias_is_what_it_says(mask):
-    check(mask, None)
+    check(mask)
+
+
+def check_compiled():
+    check(causal_upper_left, "aot_eager")
+    check(causal_lower_right, "eager")
 
 
 def test_a_causal_bias_is_what_it_says_in_compiled_code():
     # A process of its own: the compiler knows PyTorch's functions by what they were called when it
     # was first used, and in this one that may have been within another test's session.
-    code = """
-import gc
-from tests.monitor.entry_points import test_taken_over as test
-gc.freeze()  # as in `conftest`
-for backend in ("eager", "aot_eager"):
-    test.check(test.causal_upper_left, backend)
-    test.check(test.causal_lower_right, backend)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(check_compiled, 1)
 
 
 def test_a_mode_keeps_its_word():

@@ -132,16 +132,6 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
         assert squares[1][head] < squares[0][head]
 
 
-def test_compiled_it_is_not_watched_and_says_so(tiny):
-    torch._dynamo.reset()
-    model = build(16)
-    with instrumented(model) as inst:
-        tiny.step(model, tokens(), run=torch.compile(model, backend="aot_eager", fullgraph=True))
-        (site,) = inst.sites.values()
-        assert "another head size" in site.unwatched
-        assert site.unwatched.endswith("compiled it is not watched either")
-
-
 class Broadcasting(Attention):
     """One key head for all, without `enable_gqa`, as Falcon 7B has it."""
 

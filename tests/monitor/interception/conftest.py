@@ -1,7 +1,6 @@
 """Instrumentation that is taken out when a test ends, and leaves nothing."""
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from guardbit.kernels import engines
@@ -12,7 +11,6 @@ from guardbit.monitor.interception.frames import frame_stack
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    torch._dynamo.reset()
     assert F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     assert not runtime.running
     assert not frame_stack

@@ -219,7 +219,7 @@ def test_calls_that_can_be_switched_and_others(how, double, tiny, instrument):
     inst = instrument(model)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "whole" else model
     for block in model.layers if how == "blocks" else ():
-        block.compile(backend="aot_eager", fullgraph=True)
+        block.compile(backend="eager", fullgraph=True)
     batches = {"first": (wide, plain), "last": (plain, wide), "always": (wide,)}
     batches = batches.get(double, (plain,))
     if double == "at first check":

@@ -68,7 +68,7 @@ def test_removal_restores_everything(tiny, tokens):
 
 
 def test_a_compiled_model_is_given_back(tiny, tokens):
-    model = tiny.GPT()
+    model = tiny.GPT(layers=1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     inst = guardbit.instrument(compiled)
     before = tiny.step(model, tokens, run=compiled)
@@ -149,9 +149,9 @@ COPIES = {
 }
 
 
-# A compiler reads the number off a shallow copy, as it does off the model.
+# A compiler reads the number off a shallow copy, as off the model; what is saved is pickled.
 @pytest.mark.parametrize(
-    "how, compiled", [*((how, False) for how in COPIES), *((how, True) for how in [*COPIES][:3])]
+    "how, compiled", [*((how, False) for how in COPIES), *((how, True) for how in [*COPIES][:2])]
 )
 def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     model, calls = tiny.GPT(), []
@@ -162,7 +162,7 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     assert len(calls) == 2
     inst.switch("*", "compensated")
     twin = COPIES[how](model)
-    run = torch.compile(twin, backend="aot_eager") if compiled else twin
+    run = torch.compile(twin, backend="eager") if compiled else twin
     assert tiny.equal(tiny.step(twin, tokens, run=run), before)
     assert len(calls) == 2
     after = tiny.step(model, tokens)
@@ -172,7 +172,6 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
         tiny.step(twin, tokens)
         assert list(own.sites) == list(inst.sites)
     assert len(calls) == 4
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -206,15 +205,12 @@ def compare(model, x, expected):
     assert torch.equal(model(x), expected)
 
 
-def test_a_model_goes_to_a_spawned_process(instrument):
+def test_a_model_goes_to_another_process(instrument):
     model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
     x = torch.randn(2, 5, 64)
     given = model, x, model(x).detach()
     instrument(model)
-    process = torch.multiprocessing.get_context("spawn").Process(target=compare, args=given)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    launch(compare, 1, *given)
 
 
 def test_a_saved_model_is_loaded_where_guardbit_is_missing(tmp_path, instrument):

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 COMMITTED = Path(__file__).parents[3] / "docs" / "support.md"
 COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.md"
@@ -132,9 +131,3 @@ def report(request):
         assert (entry, cells) in rows, f"docs/support.md is not what was observed; run {COMMAND}"
 
     return take
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before():
-    yield
-    torch._dynamo.reset()

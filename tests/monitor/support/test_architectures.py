@@ -406,15 +406,6 @@ class TorchTitan(nn.Module):
         return self.wo(self.inner_attention(q, k, v).flatten(2))
 
 
-class ReturnsWeights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x)[0]
-
-
 def encoder_layer(_: object) -> nn.Module:
     return nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
 
@@ -537,7 +528,7 @@ ZOO: dict[str, Architecture] = {
         encoder_layer, ("self_attn",), fused("in_proj_weight", BLOCKS), lambda: vectors("src")
     ),
     "nn.MultiheadAttention, need_weights=True": Architecture(
-        lambda _: ReturnsWeights(),
+        lambda _: toys.MultiHead(),
         ("attention",),
         fused("in_proj_weight", BLOCKS),
         lambda: vectors("x"),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from guardbit import MonitorSession
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+from tests import toys
 from tests.monitor.entry_points import (
     library_models,
     test_observing,
@@ -63,17 +64,15 @@ class Case(NamedTuple):
     breaks_graph: bool = False
 
 
-class Own(nn.Module):
-    """Attention with a fused projection, by a function of q, k and v, `(B, H, N, D)`."""
+class Own(toys.Attention):
+    """Attention by a function of q, k and v."""
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        super().__init__(HEADS, width=WIDTH, has_out=False, is_residual=False)
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return self.function(q, k, v).transpose(1, 2).flatten(2)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.function(q, k, v)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,17 +91,6 @@ class Flex:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_home.flex_attention(q, k, v, block_mask=self.block_mask)
-
-
-class Multi(nn.Module):
-    """PyTorch's own module, which calls a function of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=True)[0]
 
 
 class Eager(nn.Module):
@@ -204,7 +192,8 @@ CASES = [
         PYTORCH,
     ),
     Case(
-        "F.multi_head_attention_forward", lambda: seeded(Multi), of_multi(0), of_multi(1), PYTORCH
+        "F.multi_head_attention_forward", lambda: seeded(toys.MultiHead), of_multi(0), of_multi(1),
+        PYTORCH,
     ),
     Case(
         "transformers' eager attention", eager_tokens(llama), of_eager("q_proj"),
