@@ -111,6 +111,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_a_name_whose_package_is_missing_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "guardbit.callbacks.huggingface", raising=False)
+    for module in [name for name in sys.modules if name.startswith("transformers.")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"HuggingFaceMonitor needs transformers: pip"):
         guardbit.HuggingFaceMonitor  # noqa: B018
