@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -313,3 +314,4 @@ def warm_up() -> None:
     leave_out_modules()
     gc.collect()
     gc.freeze()  # forks would copy what a collection looks at
+    atexit.register(gc.unfreeze)
