@@ -177,6 +177,8 @@ def relative(actual: Tensor, exact: Tensor) -> float:
 
 #: The stabilizers of the four heads of a call some of whose heads are switched.
 SOME = ("exact_delta", "exact_delta", "none", "none")
+#: How many key heads four query heads have.
+GROUPINGS = (4, 2, 1)
 
 
 def check_sink(

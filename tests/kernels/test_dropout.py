@@ -86,7 +86,7 @@ def run(attention, qkv, d_out):
     return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.999])
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
 def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):

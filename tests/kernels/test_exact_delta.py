@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.exact_delta_cases import (
+    GROUPINGS,
     KINDS,
     SOME,
     check_dead_rows,
@@ -70,11 +71,10 @@ def native_runs(case, backend, count=3):
         pytest.skip(f"PyTorch's {backend} has no such kernel: {str(error)[:60]}")
 
 
+@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "heads"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "by_rows"), [(BF16, True), (BF16, False), (FP16, True), (FP32, True)], ids=str
-)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @EVERYWHERE
 def test_the_forward_and_other_heads_keep_their_bits_and_dq_is_better(
     device, backend, dtype, shapes, kind, by_rows
@@ -117,7 +117,8 @@ def test_the_forward_and_other_heads_keep_their_bits_and_dq_is_better(
     assert own < 1.02 * before
 
 
-@pytest.mark.parametrize(("kv_heads", "width"), [(4, 16), (4, 128), (2, 64), (1, 128)])
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("kv_heads", GROUPINGS)
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "additive"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @EVERYWHERE
