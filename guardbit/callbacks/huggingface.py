@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+# Not from `transformers` itself, of which a type checker would read all models.
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     TensorBoardCallback,

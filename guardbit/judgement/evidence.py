@@ -171,9 +171,7 @@ class Evidence:
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
-        measured = list(range(len(sample.values)))
-        if math.isnan(sum(sample.values)):  # also of two infinities
-            measured = [head for head in measured if not math.isnan(sample.values[head])]
+        measured = [head for head, value in enumerate(sample.values) if not math.isnan(value)]
         if not measured:
             return
         self.layers.setdefault(sample.site, layer)
@@ -195,9 +193,7 @@ class Evidence:
                 if known is None or known[0] != step:
                     known = self.shares[layer, head] = step, {}
                 known[1][name] = sample.values[head]
-        largest = math.nan
-        if name in ("max_logit", "key_common_mode"):
-            largest = max(sample.values[head] for head in measured)
+        largest = max(sample.values[head] for head in measured)
         if name == "max_logit":
             self.logits[step] = max(largest, self.logits.get(step, -math.inf))
         if name == "key_common_mode" and math.isfinite(largest):

@@ -393,19 +393,13 @@ def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
             f"telemetry; the heads of a site count from 0 to {_MOST_HEADS - 1} at most"
         )
     group = frame.groupby(_OF_SAMPLE).ngroup().to_numpy()
-    heads = frame["head"].where(is_module, 0).to_numpy(np.int64)
-    order = np.lexsort((heads, group))  # stable: the last of equal keys counts
-    heads, group = heads[order], group[order]
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
-    # Most samples have a value for every head.
-    is_whole = np.logical_and.reduceat(heads == np.arange(len(heads)) - starts[group], starts)
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1)).tolist()
     keys = frame[_OF_SAMPLE].iloc[order[starts]].itertuples(index=False, name=None)
-    values, heads = frame["value"].to_numpy(float)[order].tolist(), heads.tolist()
-    ends = [*starts[1:].tolist(), len(heads)]
-    for key, start, end, whole in zip(keys, starts.tolist(), ends, is_whole, strict=True):
-        known = values[start:end]
-        if not whole:
-            of_heads = dict(zip(heads[start:end], known, strict=True))
-            known = [of_heads.get(head, math.nan) for head in range(heads[end - 1] + 1)]
+    heads = frame["head"].where(is_module, 0).to_numpy(np.int64)[order].tolist()
+    values = frame["value"].to_numpy(float)[order].tolist()
+    for key, start, end in zip(keys, starts, [*starts[1:], len(order)], strict=True):
         step, site, layer, indicator = key
-        yield Sample(step, site, layer, indicator, tuple(known))
+        of_heads = dict(zip(heads[start:end], values[start:end], strict=True))
+        known = tuple(of_heads.get(head, math.nan) for head in range(max(of_heads) + 1))
+        yield Sample(step, site, layer, indicator, known)

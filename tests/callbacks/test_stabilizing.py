@@ -190,7 +190,7 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
 
 @pytest.mark.parametrize(
     "stabilizer, accumulate",
-    [("compensated", 1), ("exact_delta", 2), ("centered_keys", 2)],
+    [("compensated", 1), ("row_max", 1), ("row_max", 2), ("exact_delta", 2), ("centered_keys", 2)],
 )
 def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(
     trains, tmp_path, same_weights, stabilizer, accumulate

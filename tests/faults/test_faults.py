@@ -17,12 +17,12 @@ def test_what_broke_a_promise_a_few_injected_faults_and_a_rank_that_stays_away(t
     # A process of its own: it forks, which one with threads should not.
     command = [
         sys.executable, "-m", "tests.faults", "found", "campaign", "missing_rank",
-        "--number", "10", "--workers", "1", "--seed", "7000", "--csv", tmp_path / "faults.csv",
+        "--number", "40", "--workers", "1", "--seed", "7000", "--csv", tmp_path / "faults.csv",
         "--scenario", "plain loop", "--scenario", "switched: exact_delta",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len((tmp_path / "faults.csv").read_text().splitlines()) == 11
+    assert len((tmp_path / "faults.csv").read_text().splitlines()) == 41
 
 
 def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):

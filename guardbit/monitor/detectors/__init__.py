@@ -177,7 +177,7 @@ class Detectors:
         now: dict[str, dict[str, Values]] = {}
         for sample in new:
             values = padded(np.array(sample.values, np.float64), widths[sample.site])
-            values = np.minimum(np.maximum(values, -OVERFLOW), OVERFLOW)  # faster than `clip`
+            values = values.clip(-OVERFLOW, OVERFLOW)
             now.setdefault(sample.indicator, {})[sample.site] = values
             latest = self._latest.setdefault(sample.indicator, {})
             before = padded(latest.get(sample.site, values), len(values))
