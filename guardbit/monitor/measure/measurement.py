@@ -423,7 +423,9 @@ class AttentionMetric:
     ) -> None:
         self.probes = tuple(probes)
         self.shape = (num_sites, num_heads)
-        self._sums = tuple(name for probe in probes for name in probe.sums)
+        # Those of all heads come first.
+        ordered = sorted(probes, key=lambda probe: probe.is_of_audited)
+        self._sums = tuple(name for probe in ordered for name in probe.sums)
         self._maxima = tuple(name for probe in probes for name in probe.maxima)
         self._device = device
         self.reset()
@@ -437,20 +439,23 @@ class AttentionMetric:
     def update(self, site: int, view: CallView, first: int = 0) -> None:
         """Lets the probes look at one call, whose first head has the number `first`."""
         self.has_calls = True
+        sums, maxima, audits = [], [], []
         for probe in self.probes:
             found = probe.update(view)
-            if found is not None:
-                heads = view.audited if probe.is_of_audited else range(view.call.q.size(1))
-                places = tuple(first + head for head in heads)
-                index = device_constant(places, torch.int64, self.sums.device)
-                sums, maxima = found[: len(probe.sums)], found[len(probe.sums) :]
-                rows = _rows(self.sums, self._sums, probe.sums, site)
-                rows.index_add_(1, index, torch.stack([*sums]).to(rows.device))
-                if maxima:
-                    rows = _rows(self.maxima, self._maxima, probe.maxima, site)
-                    highest = torch.stack([*maxima]).to(rows.device)
-                    larger = torch.maximum(rows.index_select(1, index), highest)
-                    rows.index_copy_(1, index, larger)
+            (audits if probe.is_of_audited else sums).extend(found[: len(probe.sums)])
+            maxima.extend(found[len(probe.sums) :])
+        # Added at once: a launch takes longer on the host than on the device.
+        heads = slice(first, first + view.call.q.size(1))
+        if sums:
+            self.sums[: len(sums), site, heads] += torch.stack(sums).to(self.sums.device)
+        if maxima:
+            known = self.maxima[:, site, heads]
+            known.copy_(torch.maximum(known, torch.stack(maxima).to(known.device)))
+        if audits:
+            places = tuple(first + head for head in view.audited)
+            index = device_constant(places, torch.int64, self.sums.device)
+            of_audited = self.sums[-len(audits) :, site]
+            of_audited.index_add_(1, index, torch.stack(audits).to(index.device))
 
     def like(self) -> AttentionMetric:
         """Returns an empty one of its size on the host."""
@@ -480,9 +485,3 @@ class AttentionMetric:
                 table.sums[:, new, :heads] = self.sums[:, old, :heads]
                 table.maxima[:, new, :heads] = self.maxima[:, old, :heads]
         return table
-
-
-def _rows(state: Tensor, names: Sequence[str], wanted: Sequence[str], site: int) -> Tensor:
-    """Returns the part of a state for some values of a site."""
-    start = names.index(wanted[0])
-    return state[start : start + len(wanted), site]

@@ -107,8 +107,8 @@ class CallProbe:
         needed = {SUMS.get(name, name) for name in wanted}
         self.indicators = tuple(name for name in of_probe(self.name) if name in needed)
 
-    def update(self, view: CallView) -> Sequence[Tensor] | None:
-        """Returns a call's sums, FP64, and maxima, FP32, one a head; None if there are none."""
+    def update(self, view: CallView) -> Sequence[Tensor]:
+        """Returns a call's sums, FP64, and maxima, FP32, one a head; of `audited` none if empty."""
         raise NotImplementedError
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
@@ -198,9 +198,8 @@ class KeyProbe(CallProbe):
         # Mean squares, which FP32 holds whatever the number of keys; no copy of the keys in FP32.
         lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float32)
         means, squares = _means(k, starts), _means(lengths.square(), starts)
-        parts = means.square().sum(-1), squares[..., 0]
-        group = heads // k.size(1)
-        return [part.sum(0, dtype=torch.float64).repeat_interleave(group) for part in parts]
+        parts = torch.stack([means.square().sum(-1), squares[..., 0]])
+        return [*parts.sum(1, dtype=torch.float64).repeat_interleave(heads // k.size(1), 1)]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where all keys are zero."""
@@ -266,15 +265,15 @@ class GradientAudit(CallProbe):
     sums = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along")
     is_of_audited = True
 
-    def update(self, view: CallView) -> Sequence[Tensor] | None:
+    def update(self, view: CallView) -> Sequence[Tensor]:
         call, heads = view.call, view.audited
         if not heads:
-            return None
+            return ()
         assert call.dq is not None and view.directions is not None
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
         directions = view.directions.index_select(0, index)
         dq = call.dq.index_select(1, index)
-        return [per_head(rows) for rows in gradient_error(dq, view.exact_dq, directions)]
+        return [*per_head(torch.stack(gradient_error(dq, view.exact_dq, directions)))]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where dQ is zero."""
@@ -319,16 +318,17 @@ class RepeatProbe(CallProbe):
     name = "repeats"
     sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
 
-    def update(self, view: CallView) -> Sequence[Tensor] | None:
-        call = view.call
+    def update(self, view: CallView) -> Sequence[Tensor]:
+        call, heads = view.call, view.call.q.size(1)
+        nothing = [call.q.new_zeros(heads, dtype=torch.float64)] * len(self.sums)
         if call.again is None or call.dq is None:
-            return None
+            return nothing
         # Sums are in FP32 at best: of FP32 tensors their order changes many of the last bits.
-        heads, unit = call.q.size(1), max(torch.finfo(call.q.dtype).eps / 2, _FINEST)
+        unit = max(torch.finfo(call.q.dtype).eps / 2, _FINEST)
         values: list[Tensor] = []
         for first, second in zip((call.dq, call.dk, call.dv), call.again(), strict=True):
             if first is None:
-                return None
+                return nothing
             # Squares of tiny gradients would vanish in FP32.
             for x in ((second - first) / unit, first):
                 size = torch.linalg.vector_norm(x, dim=(0, 2, 3), dtype=torch.float64)
@@ -357,13 +357,16 @@ class FiniteProbe(CallProbe):
 
     def update(self, view: CallView) -> Sequence[Tensor]:
         """Looks at all tensors of a call; those that are not known count as finite."""
+        heads, groups = view.call.q.size(1), view.call.k.size(1)
         found = [_largest(view.call, _FIELDS.get(name, name)) for name in NONFINITE]
-        return [*(~torch.stack(found).isfinite()).double()]
+        found = [x.view(groups, -1).expand(groups, heads // groups) for x in found]
+        # 0 where all is finite, else NaN.
+        return [*torch.stack(found).flatten(1).double() * 0]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN, no data, where all is finite."""
         code = sum(
-            (state[name] > 0) * float(number)
+            state[name].isnan() * float(number)
             for name, number in zip(self.sums, NONFINITE.values(), strict=True)
         )
         assert isinstance(code, Tensor)
@@ -372,13 +375,12 @@ class FiniteProbe(CallProbe):
 
 
 def _largest(call: AttentionCall, field: str) -> Tensor:
-    """The largest size in a tensor of a call, `(H,)`, 0 if it is not known."""
-    heads, x = call.q.size(1), getattr(call, field)
+    """The largest size in a tensor of a call, one for each of its heads, 0 if it is not known."""
+    x = getattr(call, field)
     if x is None:
-        return call.q.new_zeros(heads)
+        return call.q.new_zeros(call.q.size(1))
     # Without a copy; NaN and infinity pass through it.
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=(0, 2, 3))
-    return largest if len(largest) == heads else largest.repeat_interleave(heads // len(largest))
+    return torch.linalg.vector_norm(x, torch.inf, dim=(0, 2, 3))
 
 
 #: The probes of attention calls, in the order in which they look at one.

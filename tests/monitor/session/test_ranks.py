@@ -55,7 +55,7 @@ def two_ranks(folder, module, function):
 
 @pytest.mark.parametrize(
     "broken",
-    [(dispatch.__name__, "delta_bias"), (measurement.__name__, "_rows")],
+    [(dispatch.__name__, "delta_bias"), (measurement.__name__, "device_constant")],
     ids=["in a call", "as it is added up"],
 )
 def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
