@@ -527,7 +527,7 @@ class Instrumentation:
         matching = select(self.sites, [site], "attention site").values()
         # Heads can be switched back whatever the state of the site.
         refused = [t for t in matching if t.refusal is not None and stabilizer != "none"]
-        if refused and (not is_pattern(site) or len(refused) == len(matching)):
+        if refused and len(refused) == len(matching):
             raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
         return with_switched(stabilizer, heads, [t for t in matching if t not in refused])
 
@@ -729,8 +729,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
 def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
     selected: dict[str, T] = {}
     for pattern in patterns:
-        matches = fnmatch.filter(named, pattern) if is_pattern(pattern) else [pattern]
-        matches = [name for name in matches if name in named]
+        matches = [pattern] if pattern in named else fnmatch.filter(named, pattern)
         if not matches:
             known = ", ".join(list(named)[:8]) or "none: no call of attention has been seen so far"
             raise ValueError(
@@ -738,10 +737,6 @@ def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[s
             )
         selected.update({name: named[name] for name in matches})
     return selected
-
-
-def is_pattern(name: str) -> bool:
-    return any(character in name for character in "*?[")
 
 
 def with_switched(

@@ -369,6 +369,14 @@ def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens, instrument)
             inst.switch(pattern, "compensated")
 
 
+def test_a_name_that_looks_like_a_pattern_is_a_name(instrument):
+    model = nn.ModuleDict({"layer[0]": toys.Attention(4, width=64)})
+    inst = instrument(model, sites=["layer[0]"])
+    model["layer[0]"](torch.ones(1, 3, 64))
+    inst.switch("layer[0]", "exact_delta", heads=[2])
+    assert inst.asked() == {"layer[0]": ["none", "none", "exact_delta", "none"]}
+
+
 def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens, instrument):
     model = tiny.GPT()
     model.h[0].attn = OfType(torch.float32)
