@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is to be used from her
     from guardbit.callbacks.monitoring import AutoStabilizer as AutoStabilizer
     from guardbit.callbacks.plain_loop import MonitorSession as MonitorSession
     from guardbit.catalog import INDICATORS as INDICATORS
-    from guardbit.dashboards.loading import load as load
+    from guardbit.cli import load as load
     from guardbit.kernels.attention import flash_attention as flash_attention
     from guardbit.monitor.interception.observing import observe as observe
     from guardbit.monitor.interception.observing import watch_attention as watch_attention
@@ -45,7 +45,7 @@ _HOMES = {
     "Site": "guardbit.monitor.sites",
     "flash_attention": "guardbit.kernels.attention",
     "instrument": "guardbit.monitor.sites",
-    "load": "guardbit.dashboards.loading",
+    "load": "guardbit.cli",
     "observe": "guardbit.monitor.interception.observing",
     "read_events": "guardbit.store",
     "read_metadata": "guardbit.store",

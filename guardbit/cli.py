@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import json
 import math
+import os
 import sys
 import tempfile
 import warnings
@@ -118,12 +119,29 @@ def json_of(judgement: Judgement, run: LoadedRun) -> dict[str, Any]:
     return {**judgement.as_json(), **({"resumed": resumed} if resumed else {})}
 
 
-def load_with_events(path: Path) -> LoadedRun:
-    """Reads a run; if it recorded no events, as a CSV, the detectors find those it would have."""
-    from guardbit.dashboards.loading import load
+def load(path: str | os.PathLike[str]) -> LoadedRun:
+    """Reads a run, for a look at it in a notebook.
+
+        run = guardbit.load("lightning_logs/version_0")
+        run                     # what became of it, why, and what to do
+        run.plot.heads()        # what happened
+        run.plot.map(step=6750)
+        run.plot.max_logit()    # and every other figure of `guardbit.dashboards.figures`
+        run.alarms              # as a table
+        run.summary()           # the heads to watch, as a table
+
+    Args:
+        path: As in `guardbit.read_run`. What recorded no events, such as a CSV, has the alarms
+            that `guardbit replay` finds.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What is there is no run, or holds no samples yet.
+    """
+    from guardbit.dashboards.loading import read
     from guardbit.store import folder_of_run, is_run
 
-    run = load(path)
+    run = read(path)
     if is_run(folder_of_run(path)):
         return run
     import pandas as pd
@@ -182,7 +200,7 @@ def report(
         with user_errors(OSError, ValueError):
             if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
-            runs = [load_with_events(path) for path in paths]
+            runs = [load(path) for path in paths]
             outcomes = [
                 {"run": str(path), **json_of(run.judgement, run)}
                 for path, run in zip(paths, runs, strict=True)
@@ -195,7 +213,7 @@ def report(
     with user_errors(OSError, ValueError):
         place = _report_path(paths, output, format)
         named = zip(names_of_runs(paths), paths, strict=True)
-        runs = [dataclasses.replace(load_with_events(path), name=name) for name, path in named]
+        runs = [dataclasses.replace(load(path), name=name) for name, path in named]
         with writing_to(place):
             written = write_reports(runs, place, format=format.value)
     for run in runs:  # not to stdout, which has the place alone
@@ -238,14 +256,14 @@ def replay(
     ] = None,
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
-    from guardbit.dashboards.loading import load
+    from guardbit.dashboards.loading import read
     from guardbit.dashboards.marks import events_of
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
 
     with user_errors(OSError, ValueError):
         rules = _with_thresholds(threshold or ())
-        run = load(path)
+        run = read(path)
         result = replay_frame(run.samples, rules, normalised_sites(run.metadata))
         # By the alarms of the replay, and by what the run recorded of switches, and before them.
         first, _ = result.evidence.steps or (0, 0)
@@ -307,13 +325,14 @@ def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
 def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
     """Returns the rules with thresholds replaced, each given as "rule.name=number"."""
     from guardbit.monitor.detectors import DEFAULT_RULES
+    from guardbit.monitor.detectors.rule import role_of
 
     by_name: dict[str, Any] = {rule.name: rule for rule in DEFAULT_RULES}
     allowed = {
         f"{name}.{field.name}": type(getattr(rule, field.name))
         for name, rule in by_name.items()
         for field in dataclasses.fields(rule)
-        if isinstance(getattr(rule, field.name), int | float)
+        if isinstance(getattr(rule, field.name), int | float) and not role_of(rule).is_advisory
     }
     for threshold in thresholds:
         key, _, number = threshold.partition("=")
@@ -420,12 +439,12 @@ def demo(
 
 
 def _show_recorded(run_dir: Path) -> None:
-    from guardbit.dashboards.loading import load
+    from guardbit.dashboards.loading import read
     from guardbit.dashboards.report import write_reports
 
     recorded = resources.files("guardbit") / "recorded"
     with resources.as_file(recorded) as folder:
-        runs = [load(folder / name) for name in RUNS]
+        runs = [read(folder / name) for name in RUNS]
     for run in runs:
         headline = typer.style(run.judgement.headline, bold=True)
         typer.echo(f"\n{headline}  ({RUNS[run.name]})\n{' · '.join(run.judgement.facts)}")

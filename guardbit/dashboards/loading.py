@@ -45,25 +45,8 @@ def read_diagnosed(folder: Path) -> Diagnosed:
     return Diagnosed(len(list(folder.glob("snapshot-*.pt"))), complete)
 
 
-def load(path: str | os.PathLike[str]) -> LoadedRun:
-    """Reads a run, for a look at it in a notebook.
-
-        run = guardbit.load("lightning_logs/version_0")
-        run                     # what became of it, why, and what to do
-        run.plot.heads()        # what happened
-        run.plot.map(step=6750)
-        run.plot.max_logit()    # and every other figure of `guardbit.dashboards.figures`
-        run.alarms              # as a table
-        run.summary()           # the heads to watch, as a table
-
-    Args:
-        path: As in `guardbit.read_run`. What recorded no events, such as a CSV, has no alarms:
-            `guardbit replay` finds those that the run would have had.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: What is there is no run, or holds no samples yet.
-    """
+def read(path: str | os.PathLike[str]) -> LoadedRun:
+    """Reads a run with the events that it recorded; see `guardbit.load`."""
     frame, folder = reading.read_run(path), files.folder_of_run(path)
     if frame.empty:
         raise ValueError(f"the run at {path} holds no samples yet")

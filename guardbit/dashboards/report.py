@@ -224,8 +224,9 @@ def _answers(
                 "axis": label,
                 "steps": table.index.tolist(),
                 "lines": [
-                    {"label": name, "values": plain_numbers(table[name].to_numpy(dtype=float))}
-                    for name in series
+                    {"label": name, "run": at, "values": plain_numbers(table[name].to_numpy(float))}
+                    for at, name in enumerate(samples)
+                    if name in series
                 ],
             }
         )

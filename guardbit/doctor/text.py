@@ -249,7 +249,7 @@ def page(kept: Sequence[KeptHead], found: Diagnosis, *, verbose: bool = False) -
 
 def file_name(one: KeptHead) -> str:
     site = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in one.site)
-    return f"{site}-head{one.head}.png"
+    return f"{site[-200:]}-head{one.head}.png"  # file systems take 255 bytes
 
 
 def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:

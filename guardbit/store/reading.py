@@ -371,6 +371,12 @@ def _read_csv(path: Path) -> pd.DataFrame:
                 f"row {broken.argmax() + 1} below the header has {table[name][broken].iloc[0]!s}"
             )
         table[name] = numbers.astype("int64")
+    sites = table.loc[table["site"] != "", ["layer", "site"]].drop_duplicates()
+    for layer, of_it in sites[sites["layer"].duplicated(keep=False)].groupby("layer")["site"]:
+        raise ValueError(
+            f"cannot read a run from {path}: layer {layer} is that of '{of_it.iloc[0]}' and of"
+            f" '{of_it.iloc[1]}'; each site needs a layer of its own"
+        )
     return table
 
 

@@ -366,6 +366,11 @@ def test_a_csv_reads_as_a_run(tmp_path, name):
             "row 3 below the header has 9999",
         ),
         ("a.csv", CSV.replace("inf", "much").encode(), "cannot read a run .* 'much'"),
+        (
+            "a.csv",
+            CSV.replace("NA,2", "NA,1").encode(),
+            "layer 1 is that of 'h.1.attn' and of 'NA'",
+        ),
         ("a.parquet", b"PAR1", "from the file .*a.parquet: a folder, a .csv or a .csv.gz"),
     ],
 )

@@ -118,7 +118,8 @@ def runs_over_steps(
     for row, (name, steps) in enumerate(reversed(rows)):
         _mark_run(axes, steps, colours[name][0], style.above(axes, 0.06 + 0.17 * row))
     # Not at the ends of the lines: runs end at different steps and have long names.
-    axes.legend(handlelength=2.6)
+    lines = [line for line in axes.get_lines() if line.get_gid() == style.NAMED]
+    axes.legend(lines, [*series], handlelength=2.6)  # on its own it leaves out names such as "_a"
     return figure
 
 

@@ -108,7 +108,7 @@ function startRun() {
 function drawOverlays() {
   drawKey(data.marks);
   drawCharts($("overlays"), data.overlays.map((one) => ({ ...one,
-    lines: one.lines.map(({ label, values }, index) => ({ label, high: values, colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) })), () => data.marks);
+    lines: one.lines.map(({ label, values, run }) => ({ label, high: values, colour: colourOf(run), dash: DASHES[run] ?? [2, 3] })) })), () => data.marks);
 }
 
 const draw = data.overlays ? drawOverlays : drawEverything;

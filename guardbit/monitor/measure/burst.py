@@ -147,10 +147,12 @@ class Burst:
 
     def forget_step(self) -> None:
         """Drops what the calls of a step have shown, if it has changed no parameters."""
+        shown = set(self._products)
         self._products.clear()
         self._in_vain.update(list(self.heads))
         for site in [site for site in self.heads if self._in_vain[site] >= PATIENCE]:
-            self._give_up(site, "no step of a PyTorch optimizer on its W_Q was seen")
+            what = "step of a PyTorch optimizer on its W_Q" if site in shown else "call of it"
+            self._give_up(site, f"no {what} was seen")
 
     def consume(self, call: AttentionCall) -> None:
         sites = self._sites()

@@ -38,7 +38,7 @@ def test_a_run_without_the_indicator_leaves_the_others_their_colours(run):
     "names",
     [
         [f"experiment-of-a-long-night/{'w' * 30}/lr1.5e-3-seed{n}" for n in range(4)],
-        ["lr$\\frac{$", "$x$"],  # no formulas
+        ["lr$\\frac{$", "$x$", "_x"],  # no formulas; matplotlib hides what begins with "_"
     ],
 )
 def test_names_of_runs_stand_as_they_are_on_the_canvas(run, names):

@@ -263,6 +263,18 @@ def test_zero_gradient_gives_no_audit(size):
     assert got["delta_bias"][0].abs().max() <= 1e3 * size
 
 
+@pytest.mark.parametrize("alike", ["k", "v"])
+def test_a_dq_that_vanishes_gives_no_audit(alike):
+    # All dP of a row are one number, or the keys' weights sum to 0: in FP64 dQ is 0.
+    q, k, v, d_out = sink_inputs(seed=15)
+    same = (k if alike == "k" else v).mean((1, 2), keepdim=True)
+    k, v = (same.expand_as(k), v) if alike == "k" else (k, same.expand_as(v))
+    metric = AttentionMetric(PROBES, 1, 4)
+    metric.update(0, CallView(call_of(q, k, v, d_out), None, [0, 2], torch.ones(4, 16)))
+    got = metric.measured()
+    assert got["dq_relative_error"].isnan().all() and got["dq_coherent_error"].isnan().all()
+
+
 def measure_on_rank(folder):
     begin("cpu")
     rank = torch.distributed.get_rank()

@@ -59,6 +59,12 @@ def test_it_says_by_how_much_since_when_and_how_much_the_typical_head():
     )
 
 
+def test_an_infinite_logit_is_called_so():
+    series = beside(LOGIT, [(50.0, x) for x in (20, 20, INF, INF)], [(100.0, 100.0)] * 4)
+    (alarm,) = alarms_in(HeadGrowth(), series)
+    assert alarm.why == "head 1 outgrows the others: largest logit to infinity"
+
+
 def test_a_head_is_named_again_only_when_it_has_grown_as_much_again():
     steps = range(0, 20_001, 500)
     ages = np.array(steps)

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from guardbit.monitor.detectors.rule import (
+    OVERFLOW,
     Finding,
     Snapshot,
     State,
@@ -182,7 +183,9 @@ def _part(ahead: Lead | None, needed: float) -> Values:
 def _why(parts: Values, by_norm: Lead | None, by_logit: Lead | None, heads: tuple[int, ...]) -> str:
     top = max(heads, key=lambda head: parts[head])
     clauses = [
-        f"{name} by a factor of {math.exp(ahead.growth[top]):.3g} since step "
+        f"{name} to infinity"
+        if math.exp(ahead.log[top]) > 0.99 * OVERFLOW
+        else f"{name} by a factor of {math.exp(ahead.growth[top]):.3g} since step "
         f"{ahead.since[top]:.0f}, to {math.exp(ahead.log[top]):.3g}, that of the typical head by "
         f"{math.exp(ahead.typical[top]):.3g}"
         for name, ahead in (("W_Q spectral norm", by_norm), ("largest logit", by_logit))
