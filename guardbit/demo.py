@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks.monitoring import AttentionMonitor, AutoStabilizer
-from guardbit.dashboards.loading import load
+from guardbit.dashboards.loading import read
 from guardbit.dashboards.report import write_reports
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
@@ -168,7 +168,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     )
     data = cast(Dataset[Tensor], windows(NUM_STEPS * BATCH_SIZE, seed=1))
     trainer.fit(SmallGPT(), DataLoader(data, batch_size=BATCH_SIZE))
-    run = replace(load(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
+    run = replace(read(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
     report = write_reports([run], run_dir / "report.html")
     console.print(f"\n[bold]{run.judgement.headline}[/bold]")
     if not healthy:

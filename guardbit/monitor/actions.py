@@ -134,6 +134,8 @@ class Switching:
         elif refusal is None:
             for head in heads:
                 asked[head] = decision.stabilizer
+            if decision.site in self._instrumentation.candidates:  # not called on this rank yet
+                self._instrumentation.load_stabilizers({decision.site: asked})
         else:
             why = f"not switched to {decision.stabilizer}: {refusal} ({decision.why})"
             if not self._dry_run:

@@ -89,7 +89,8 @@ class Exchange:
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
-            whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.asked})
+            called = instrumentation.sites
+            whole.asked.update({n: a for n, a in part.asked.items() if n not in called})
         if several and len(parts) == 1:
             self._compare_weights(samples, step)
         others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)

@@ -167,11 +167,13 @@ def settle(module: nn.Module, rerun: Rerun, is_shared: bool) -> tuple[Layout, We
     """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices."""
     if is_shared or ranks.world_size() > 1:
         rerun = _by_itself(rerun)
-    layout, weights = _settle(Weights(module, is_shared), rerun)
+    plain = Weights(module, is_shared)
+    leaves = plain.leaves()  # once, as some ranks may make several calls, and others one
+    layout, weights = _settle(plain, rerun, leaves)
     number = weights.num_calls
     if number > 1:
         several = f"{type(module).__name__} calls attention {number} times in one forward, with"
-        have_same_queries, have_same_keys = _are_alike(Weights(module, is_shared), rerun)
+        have_same_queries, have_same_keys = _are_alike(plain, rerun, leaves)
         if not have_same_queries:
             raise LayoutUnavailable(f"{several} queries of different weights")
         if isinstance(layout.key, HeadRows) and not have_same_keys:
@@ -180,9 +182,9 @@ def settle(module: nn.Module, rerun: Rerun, is_shared: bool) -> tuple[Layout, We
     return layout, weights
 
 
-def _are_alike(weights: Weights, rerun: Rerun) -> list[bool]:
+def _are_alike(weights: Weights, rerun: Rerun, leaves: dict[str, Tensor]) -> list[bool]:
     """Whether q of all calls, and k, depend on the same rows of the same matrices."""
-    leaves = {n: x.requires_grad_() for n, x in weights.leaves().items() if x.dim() > 1}
+    matrices = {n: x.requires_grad_() for n, x in leaves.items() if x.dim() > 1}
     with torch.enable_grad():
         calls = weights.run(rerun, leaves)
 
@@ -190,34 +192,35 @@ def _are_alike(weights: Weights, rerun: Rerun) -> list[bool]:
         if not x.requires_grad:
             return {}
         gradients = torch.autograd.grad(
-            x.float().square().sum(), list(leaves.values()), retain_graph=True, allow_unused=True
+            x.float().square().sum(), list(matrices.values()), retain_graph=True, allow_unused=True
         )
-        found = zip(leaves, gradients, strict=True)
+        found = zip(matrices, gradients, strict=True)
         return {name: (g.flatten(1) != 0).any(1).tolist() for name, g in found if g is not None}
 
     found = ([sources(x) for x in of_calls] for of_calls in zip(*calls, strict=True))
     return [bool(first) and all(other == first for other in others) for first, *others in found]
 
 
-def _settle(weights: Weights, rerun: Rerun) -> tuple[Layout, Weights]:
+def _settle(weights: Weights, rerun: Rerun, leaves: dict[str, Tensor]) -> tuple[Layout, Weights]:
     def project(leaves: dict[str, Tensor]) -> _Call:
         return weights.run(rerun, leaves)[0]
 
     def with_one_matrix_more(parameters: tuple[str, ...]) -> tuple[Layout, Weights] | None:
         for name in _owners(parameters):
             try:
-                return _settle(weights.with_matrix(name, rerun), rerun)
+                more = weights.with_matrix(name, rerun)
+                return _settle(more, rerun, more.leaves())
             except Exception:
                 continue  # not affine, or not to be run by itself: the first reason stands
         return None
 
     try:
-        layout = find_layout(project, weights.leaves())
+        layout = find_layout(project, leaves)
     except NotOneMatrix as unavailable:
         settled = with_one_matrix_more(unavailable.parameters)
         if settled is not None:
             return settled
-        layout = find_latent_layout(project, weights.leaves(), unavailable)
+        layout = find_latent_layout(project, leaves, unavailable)
     if isinstance(layout.key, NotOneMatrix):
         return with_one_matrix_more(layout.key.parameters) or (layout, weights)
     return layout, weights

@@ -245,6 +245,9 @@ class Burst:
     ) -> None:
         self._in_vain[name] = 0
         squares, gradient = state.get("exp_avg_sq"), product.weight.grad
+        if "betas" in group and not state and gradient is not None:
+            why = "its optimizer has no state of it here, as where ZeRO keeps it on another rank"
+            return self._give_up(name, why)
         if squares is None or "betas" not in group:
             return self._give_up(name, "its optimizer is not Adam or AdamW")
         if gradient is None or squares.shape != product.weight.shape:
@@ -289,7 +292,10 @@ class Burst:
         """Ends the measuring of heads whose share is settled, or that have had their time."""
         values = {(s.site, s.indicator): s.values for s in samples if s.indicator in _SHARES}
         for site, head in self._told:
-            if head not in self.heads.get(site, ()) or (site, _SHARES[0]) not in values:
+            if head not in self.heads.get(site, ()):
+                continue
+            if (site, _SHARES[0]) not in values:  # the first rank, whose shares count, gave it up
+                self._end(site, head)
                 continue
             share, low, high = (values[site, name][head] for name in _SHARES)
             number, is_proved = len(self._series[site, head]), share == share

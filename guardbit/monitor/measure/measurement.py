@@ -114,6 +114,17 @@ class Measurement:
         """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
 
+    def agree_on_weights(self) -> None:
+        """Has no rank gather the weights of what another has not called; all of them call it."""
+        here = self._instrumentation.candidates
+        outermost = next((site.enclosing[-1][1] for site in here.values()), None)
+        parameters = outermost.parameters() if outermost and ranks.world_size() > 1 else ()
+        are_shared = any(isinstance(p, DTensor) for p in parameters)
+        uncalled = [name for name, site in here.items() if are_shared and not site.was_called]
+        missed = set().union(*ranks.of_each_part("uncalled", uncalled, uncalled))
+        for name, site in here.items():
+            site.is_missed = name in missed
+
     def of_weights(self) -> dict[tuple[str, str], Tensor]:
         """Returns the spectral norms of this rank's sites, and ends a sampled step at the heads."""
         columns: dict[tuple[str, str], Tensor] = {}
@@ -144,7 +155,9 @@ class Measurement:
             self._known, self._metric = known, None  # counted anew at the next sampled step
         scalars, values = self.run.take()
         state = () if metric is None else (metric.sums, metric.maxima)
-        is_whole = with_calls and (metric is not None or not sites)
+        now = self._instrumentation.latest_step
+        is_idle = not any(site.trained_in == now for site in sites.values())
+        is_whole = with_calls and (metric is not None or is_idle)
         return Sent(
             step, loss_scale, is_whole, table, {site.name for site in table} - with_heads,
             dict(self._layers), metric and metric.like(), list(columns), scalars,
@@ -173,12 +186,13 @@ class Measurement:
         if not ranks.all_agree(sent is not None and sent.is_whole and bool(table), table):
             return None, table
         # A rank without any attention has nothing to add.
-        metric = metric or AttentionMetric(self.plan.calls, 0, 0)
-        if table != own:
+        if metric is None:
+            metric = AttentionMetric(self.plan.calls, 0, 0).on_table([], table)
+        elif table != own:
             places = {(site.name, site.num_heads): site.place for site in table}
             metric = metric.on_table([places.get((x.name, x.num_heads)) for x in own], table)
         metric.reduce()
-        return metric, table
+        return (metric if metric.sums.any() else None), table
 
     def add(
         self,

@@ -256,8 +256,8 @@ class DeltaProbe(CallProbe):
 
 
 # Where all keys, or all values, of a sequence are alike, dQ is zero and a recomputation in FP32
-# returns its own rounding, 1e-9 to 5e-7 of the product of dO, k and v in root mean squares. Heads of
-# the models that were tried have 1e-3 and more.
+# returns its own rounding, 1e-9 to 5e-7 of the product of dO, k and v in root mean squares. Heads
+# of the models that were tried have 1e-3 and more.
 _VANISHES = 2.0**-18
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
@@ -101,6 +103,81 @@ def test_where_one_rank_cannot_read_its_numbers_all_ranks_stop_sampling_and_say_
     assert sampled(tmp_path / "run") == [0, 1]
     errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
     assert errors == [[3, "samples: the stage failed on another rank"]]
+
+
+class InParts(Attention):
+    """Attention to each part of a sequence: as many calls."""
+
+    def forward(self, x):
+        return torch.cat([Attention.forward(self, part) for part in x.chunk(self.parts, 1)], 1)
+
+
+class Uneven(nn.Module):
+    """A frozen tower that not all batches need, before attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.attn = Attention(4, width=64), InParts(4, width=64)
+        self.tower.requires_grad_(False)
+
+    def forward(self, x):
+        return self.attn(self.tower(x) if self.has_image else x)
+
+
+def uneven(folder):
+    begin("cpu")
+    rank, ends = dist.get_rank(), []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(Uneven(), mesh=init_device_mesh("cpu", (2,)))
+        model.attn.parts = 1 + rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = MonitorSession(model, every_n_train_steps=1, strict=True) if is_watched else None
+        known = []
+        for step in range(4):
+            model.has_image = rank == 0 or step > 1
+            with session.step(step) if session else nullcontext():
+                x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            samples = session.samples if session else ()
+            known.append([x.site for x in samples if x.indicator == "w_q_spectral_norm"])
+        if session:
+            session.close()
+        ends.append([p.full_tensor().tolist() for p in model.parameters()])
+    keep(folder, ["found"], lambda *_: [ends[0] == ends[1], known])
+
+
+def test_ranks_that_call_attention_more_often_or_not_at_all_gather_the_same_weights(tmp_path):
+    launch(uneven, 2, tmp_path)
+    known = [["attn"]] * 2 + [["tower", "attn"]] * 2
+    assert seen(tmp_path / "found") == [[True, known]] * 2
+
+
+def late(folder):
+    begin("cpu")
+    rank = dist.get_rank()
+    loop = Loop(rules=(LoudRow(),), policy=Policy("exact_delta"), dirpath=None if rank else folder)
+    ran = []
+    for step in range(5):
+        with loop.session.step(step):
+            # Rank 0 trains the loud module alone; rank 1 waits, and calls it from step 3 on.
+            x = torch.full((2, 12, 32), 1.0) + 0.1 * torch.arange(12)[:, None]
+            if rank == 0 or step > 2:
+                loop.model(x.bfloat16()).float().square().mean().backward()
+        ran.append(loop.session.instrumentation.stabilizers())
+    loop.session.close()
+    keep(folder, ["found"], lambda *_: ran)
+
+
+def test_a_rank_without_attention_adds_nothing_and_has_the_switch_when_it_comes(tmp_path):
+    launch(late, 2, tmp_path)
+    switched = {SITES[0]: ["none"] * 2, SITES[1]: ["exact_delta"] * 4}
+    zero, one = seen(tmp_path / "found")
+    assert zero[1:] == [switched] * 4
+    assert one[3:] == [switched] * 2
+    assert sampled(tmp_path) == [0, 1, 2, 3, 4], "rank 0's calls count in all steps"
 
 
 class Exchange(torch.autograd.Function):
