@@ -291,6 +291,13 @@ def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkey
     assert invoke("report", plain_run, "--output", tmp_path / "there.html").exit_code == 0
 
 
+def test_a_csv_is_loaded_with_the_alarms_that_replay_finds():
+    path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
+    loaded, replayed = guardbit.load(str(path)), answer("replay", path)
+    assert loaded.alarms["step"].tolist() == [alarm["step"] for alarm in replayed["alarms"]] != []
+    assert loaded.judgement.headline == replayed["headline"]
+
+
 def test_replay_takes_other_thresholds():
     path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
     # Infinite thresholds switch the rule off that sees this run first.

@@ -138,6 +138,8 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     runs = [Run("ill", run.frame, run.events), Run("well", well)]
     page = visit(write_reports(runs, tmp_path / "comparison.html"))
     wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
+    colours = "document.querySelector('#overlays').charts[0].plot.series.map(s => s.label + s._stroke)"
+    both = page.evaluate(colours)
     assert page.inner_text("h1") == "2 runs: 1 alarmed, 1 healthy"
     # In its colour: the run's alarm and switch.
     drawn = page.evaluate("document.querySelector('#overlays').charts[0].plot.drawnMarks")
@@ -146,6 +148,11 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     assert "In the run’s colour: ▼" in page.locator("p", has_text="One line is").inner_text()
     labels = page.locator("#overlays .u-legend").first.inner_text()
     assert "ill" in labels and "well" in labels
+    # Without a loss of the first run the second keeps its colour.
+    runs[0] = Run("ill", run.frame[run.frame["indicator"] != "loss"], run.events)
+    page = visit(write_reports(runs, tmp_path / "one.html"))
+    wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
+    assert page.evaluate(colours)[-1] == both[-1]
 
 
 def test_a_comparison_without_marks_has_no_key_and_a_long_run_whole_numbers(

@@ -21,6 +21,7 @@ from guardbit.monitor.measure.burst import (
     LOOK_EVERY,
     MOST_HEADS,
     MOST_STEPS,
+    PATIENCE,
     Burst,
     share_of,
 )
@@ -284,6 +285,17 @@ def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
     told = read_events(tmp_path).query("kind == 'verdict'")
     assert told["verdict"].tolist() == ["unclear"] and why in told["why"].item()
     assert session._burst._unhook is None
+
+
+def test_where_no_call_is_seen_the_optimizer_is_not_blamed(tmp_path):
+    model = Model(Attention(2))
+    session = session_of(model, tmp_path)
+    run(model, 12, session)
+    assert session._burst.heads == {SITE: [1]}
+    for _ in range(PATIENCE):
+        session._burst.forget_step()
+    assert session._burst.why_not == "no call of it was seen"
+    session.close()
 
 
 def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkeypatch):
