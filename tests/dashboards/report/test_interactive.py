@@ -138,7 +138,8 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     runs = [Run("ill", run.frame, run.events), Run("well", well)]
     page = visit(write_reports(runs, tmp_path / "comparison.html"))
     wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
-    colours = "document.querySelector('#overlays').charts[0].plot.series.map(s => s.label + s._stroke)"
+    series = "document.querySelector('#overlays').charts[0].plot.series"
+    colours = f"{series}.map(one => one.label + one._stroke)"
     both = page.evaluate(colours)
     assert page.inner_text("h1") == "2 runs: 1 alarmed, 1 healthy"
     # In its colour: the run's alarm and switch.
