@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import io
 import json
 import math
 import os
@@ -76,7 +77,8 @@ def _main(
         ),
     ] = False,
 ) -> None:
-    pass
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have letters that a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -335,9 +335,11 @@ def test_unknown_indicators_change_no_alarm(tmp_path):
 def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path):
     recorded = gzip.decompress((RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()).decode()
     path = tmp_path / "run.csv"
-    path.write_text(recorded.replace("h.2.attn", "[bold]2"))
+    path.write_text(recorded.replace("h.2.attn", "[bold]ü"), "utf-8")
     result = invoke("replay", path)
-    assert "[bold]2" in result.stdout.splitlines()[1]
+    assert "[bold]ü" in result.stdout.splitlines()[1]
+    result = CliRunner(charset="ascii").invoke(app, ["replay", str(path)])
+    assert "[bold]\\xfc" in result.stdout.splitlines()[1], "letters that the terminal lacks"
 
 
 @pytest.mark.parametrize("command", ["replay", "report"])
