@@ -1,5 +1,7 @@
 """The command line: `guardbit demo | doctor | diagnose | report | live | replay`.
 
+`guardbit.load` is here, too: it judges a run as the commands do.
+
 A command imports inside its function, so that help is quick and only commands that compute import
 torch.
 """
@@ -441,12 +443,11 @@ def demo(
 
 
 def _show_recorded(run_dir: Path) -> None:
-    from guardbit.dashboards.loading import read
     from guardbit.dashboards.report import write_reports
 
     recorded = resources.files("guardbit") / "recorded"
     with resources.as_file(recorded) as folder:
-        runs = [read(folder / name) for name in RUNS]
+        runs = [load(folder / name) for name in RUNS]
     for run in runs:
         headline = typer.style(run.judgement.headline, bold=True)
         typer.echo(f"\n{headline}  ({RUNS[run.name]})\n{' · '.join(run.judgement.facts)}")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch.distributed.tensor import DTensor
+
 from guardbit.monitor import ranks
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.sites import Instrumentation
@@ -71,6 +73,20 @@ class Exchange:
             log.info("%s; those of rank 0: %s", PARTS, ", ".join(sites) or "none")
         return not any(same)
 
+    def agree_on_weights(self) -> None:
+        """Marks the modules that some rank has not called; all ranks call it.
+
+        Ranks that share weights gather them together, so none may gather those of such a module.
+        """
+        here = self._instrumentation.candidates
+        outermost = next((site.enclosing[-1][1] for site in here.values()), None)
+        parameters = outermost.parameters() if outermost and ranks.world_size() > 1 else ()
+        are_shared = any(isinstance(p, DTensor) for p in parameters)
+        uncalled = [name for name, site in here.items() if are_shared and not site.was_called]
+        of_any = set().union(*ranks.of_each_part("uncalled", uncalled, uncalled))
+        for name, site in here.items():
+            site.is_uncalled_elsewhere = name in of_any
+
     def share(self, samples: list[Sample], step: int) -> Part:
         """Returns what the ranks know, and records the other parts' events; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
@@ -86,10 +102,10 @@ class Exchange:
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part("known", mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
+        called = instrumentation.sites
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
-            called = instrumentation.sites
             whole.asked.update({n: a for n, a in part.asked.items() if n not in called})
         if several and len(parts) == 1:
             self._compare_weights(samples, step)

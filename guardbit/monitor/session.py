@@ -364,7 +364,7 @@ class Session(Guarded):
         return _WATCHING not in self._stages.off
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
-        self._measurement.agree_on_weights()
+        self._exchange.agree_on_weights()
         if not self.instrumentation.sites:
             return {}
         columns = self._measurement.of_weights()

@@ -52,7 +52,8 @@ class Site:
         self._settled_for: Sequence[tuple[object, ...]] = ()
         self._unread: dict[Side, str] = {}
         self._are_heads_exchanged = False
-        self.is_missed = False  # whether a rank that has a part of its weights has not called it
+        # Whether a rank that shares its weights has not called it, so that none may gather them.
+        self.is_uncalled_elsewhere = False
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, num_heads={self.num_heads})"
@@ -241,8 +242,8 @@ class Site:
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.sharded is not None:
             raise self._unavailable(self.sharded)
-        if self.is_missed:
-            raise self._unavailable("another rank, which has a part of it, has not called it yet")
+        if self.is_uncalled_elsewhere:
+            raise self._unavailable("another rank, which holds a part of it, has not called it yet")
         parameters = once((self.number, "parameters"), self._parameters)
         if self._layout is None or parameters != self._settled_for:
             if not self.was_called:

@@ -372,10 +372,12 @@ def _read_csv(path: Path) -> pd.DataFrame:
             )
         table[name] = numbers.astype("int64")
     sites = table.loc[table["site"] != "", ["layer", "site"]].drop_duplicates()
-    for layer, of_it in sites[sites["layer"].duplicated(keep=False)].groupby("layer")["site"]:
+    shared = sites[sites["layer"].duplicated(keep=False)].sort_values("layer", kind="stable")
+    if len(shared):
+        (layer, one), (_, other) = shared[:2].itertuples(index=False, name=None)
         raise ValueError(
-            f"cannot read a run from {path}: layer {layer} is that of '{of_it.iloc[0]}' and of"
-            f" '{of_it.iloc[1]}'; each site needs a layer of its own"
+            f"cannot read a run from {path}: the sites '{one}' and '{other}' both have layer"
+            f" {layer}; give each site a layer of its own"
         )
     return table
 

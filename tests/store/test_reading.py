@@ -369,7 +369,7 @@ def test_a_csv_reads_as_a_run(tmp_path, name):
         (
             "a.csv",
             CSV.replace("NA,2", "NA,1").encode(),
-            "layer 1 is that of 'h.1.attn' and .*'NA'",
+            "the sites 'h.1.attn' and 'NA' both have layer 1; give",
         ),
         ("a.parquet", b"PAR1", "from the file .*a.parquet: a folder, a .csv or a .csv.gz"),
     ],

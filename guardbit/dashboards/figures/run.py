@@ -119,7 +119,7 @@ def runs_over_steps(
         _mark_run(axes, steps, colours[name][0], style.above(axes, 0.06 + 0.17 * row))
     # Not at the ends of the lines: runs end at different steps and have long names.
     lines = [line for line in axes.get_lines() if line.get_gid() == style.NAMED]
-    axes.legend(lines, [*series], handlelength=2.6)  # on its own it leaves out names such as "_a"
+    axes.legend(lines, [*series], handlelength=2.6)  # by itself it leaves out names such as "_a"
     return figure
 
 

@@ -246,8 +246,7 @@ class Burst:
         self._in_vain[name] = 0
         squares, gradient = state.get("exp_avg_sq"), product.weight.grad
         if "betas" in group and not state and gradient is not None:
-            why = "its optimizer has no state of it here, as where ZeRO keeps it on another rank"
-            return self._give_up(name, why)
+            return self._give_up(name, "its optimizer keeps its state on another rank, as in ZeRO")
         if squares is None or "betas" not in group:
             return self._give_up(name, "its optimizer is not Adam or AdamW")
         if gradient is None or squares.shape != product.weight.shape:

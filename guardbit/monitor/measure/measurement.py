@@ -114,17 +114,6 @@ class Measurement:
         """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
 
-    def agree_on_weights(self) -> None:
-        """Has no rank gather the weights of what another has not called; all of them call it."""
-        here = self._instrumentation.candidates
-        outermost = next((site.enclosing[-1][1] for site in here.values()), None)
-        parameters = outermost.parameters() if outermost and ranks.world_size() > 1 else ()
-        are_shared = any(isinstance(p, DTensor) for p in parameters)
-        uncalled = [name for name, site in here.items() if are_shared and not site.was_called]
-        missed = set().union(*ranks.of_each_part("uncalled", uncalled, uncalled))
-        for name, site in here.items():
-            site.is_missed = name in missed
-
     def of_weights(self) -> dict[tuple[str, str], Tensor]:
         """Returns the spectral norms of this rank's sites, and ends a sampled step at the heads."""
         columns: dict[tuple[str, str], Tensor] = {}
@@ -192,7 +181,7 @@ class Measurement:
             places = {(site.name, site.num_heads): site.place for site in table}
             metric = metric.on_table([places.get((x.name, x.num_heads)) for x in own], table)
         metric.reduce()
-        return (metric if metric.sums.any() else None), table
+        return (metric if metric.sums.any() else None), table  # no rank may have called any
 
     def add(
         self,

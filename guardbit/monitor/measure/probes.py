@@ -258,7 +258,7 @@ class DeltaProbe(CallProbe):
 # Where all keys, or all values, of a sequence are alike, dQ is zero and a recomputation in FP32
 # returns its own rounding, 1e-9 to 5e-7 of the product of dO, k and v in root mean squares. Heads
 # of the models that were tried have 1e-3 and more.
-_VANISHES = 2.0**-18
+_FP32_NOISE = 2.0**-18
 
 
 class GradientAudit(CallProbe):
@@ -284,7 +284,7 @@ class GradientAudit(CallProbe):
             call.d_out.index_select(1, index), dim=(0, 2, 3), dtype=torch.float64
         )
         k, v = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (call.k, call.v))
-        least = d_out * k * v * (call.spec.scale * _VANISHES / call.k[..., 0].numel())
+        least = d_out * k * v * (call.spec.scale * _FP32_NOISE / call.k[..., 0].numel())
         return [*found, least.square()]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:

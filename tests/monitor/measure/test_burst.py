@@ -267,7 +267,15 @@ def of_the_last(parameters, lr):
     return torch.optim.AdamW([list(parameters)[-1]], lr)
 
 
+def elsewhere(parameters, lr):
+    """Has no state here after a step, as where ZeRO keeps it on another rank."""
+    optimizer = torch.optim.AdamW(parameters, lr)
+    optimizer.register_step_post_hook(lambda *_: optimizer.state.clear())
+    return optimizer
+
+
 @pytest.mark.parametrize("layer, make, why", [
+    (Attention, elsewhere, "its optimizer keeps its state on another rank, as in ZeRO"),
     (Turned, torch.optim.AdamW, "as where positions turn them"),
     (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
     (Attention, of_the_last, "no step of a PyTorch optimizer on its W_Q was seen"),
@@ -295,6 +303,18 @@ def test_where_no_call_is_seen_the_optimizer_is_not_blamed(tmp_path):
     for _ in range(PATIENCE):
         session._burst.forget_step()
     assert session._burst.why_not == "no call of it was seen"
+    session.close()
+
+
+def test_a_head_whose_share_the_first_rank_does_not_send_is_measured_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_burst, "LEAST_STEPS", 35)
+    model = Model(Attention(2))
+    session = session_of(model, tmp_path)
+    run(model, 39, session)
+    burst = session._burst
+    assert burst.columns() and burst.heads == {SITE: [1]}
+    burst.note([])
+    assert burst.heads == {}
     session.close()
 
 
