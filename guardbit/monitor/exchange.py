@@ -79,10 +79,15 @@ class Exchange:
         Ranks that share weights gather them together, so none may gather those of such a module.
         """
         here = self._instrumentation.candidates
-        outermost = next((site.enclosing[-1][1] for site in here.values()), None)
-        parameters = outermost.parameters() if outermost and ranks.world_size() > 1 else ()
-        are_shared = any(isinstance(p, DTensor) for p in parameters)
-        uncalled = [name for name, site in here.items() if are_shared and not site.was_called]
+
+        def find() -> list[str]:
+            outermost = next((site.enclosing[-1][1] for site in here.values()), None)
+            parameters = outermost.parameters() if outermost and ranks.world_size() > 1 else ()
+            are_shared = any(isinstance(p, DTensor) for p in parameters)
+            return [name for name, site in here.items() if are_shared and not site.was_called]
+
+        # After an error this rank still takes part: the others would wait for it.
+        uncalled = self._stages.attempt("metrics", find) or []
         of_any = set().union(*ranks.of_each_part("uncalled", uncalled, uncalled))
         for name, site in here.items():
             site.is_uncalled_elsewhere = name in of_any
@@ -102,11 +107,10 @@ class Exchange:
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part("known", mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
-        called = instrumentation.sites
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
-            whole.asked.update({n: a for n, a in part.asked.items() if n not in called})
+            whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
         if several and len(parts) == 1:
             self._compare_weights(samples, step)
         others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
