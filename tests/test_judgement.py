@@ -447,6 +447,17 @@ def test_attention_that_was_not_watched_is_said():
     assert "before attention is watched" in found.advice
 
 
+def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
+    of = [one for one in samples() if one.step <= 900]  # ten times heads
+    found = [
+        judged(of=of, metadata={"without_attention": {"samples": n, "first": 100}}) for n in (2, 3)
+    ]
+    assert [one.state for one in found] == ["healthy", "unclear"], "eight have it, then seven"
+    lack = "no watched attention was measured in 3 of the sampled steps, the first at step 100"
+    assert found[1].headline == f"Unclear: no alarm up to step 900; {lack}"
+    assert "before attention is watched" in found[1].advice
+
+
 @pytest.mark.parametrize(
     ("ended", "said", "begins", "ends"),
     [

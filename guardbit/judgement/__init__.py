@@ -176,6 +176,12 @@ class Judgement:
         return self.num_modules - len(self.not_watched)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether samples have calls of attention in them, as far as there are samples enough."""
+        enough = min(self.head_samples, FEWEST_SAMPLES)
+        return self.num_watched > 0 and self.head_samples - self.without_attention[0] >= enough
+
+    @property
     def limits(self) -> list[str]:
         """What the sentence does not say: how the run broke off, and what was not watched."""
         found = [_ENDS[self.ended]] if self.ended in _ENDS else []
@@ -208,7 +214,7 @@ class Judgement:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
         if self.state == "alarmed" and self.alarmed_and_switched == len(self.alarmed):
             return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
-        if self.state == "unclear" and not (self.num_heads and self.num_watched):
+        if self.state == "unclear" and not (self.num_heads and self.has_calls):
             return "Little is judged before attention is watched: the log says what is missing."
         if self.state == "lost" and (self.lead is None or self.cause.what == "not rounding"):
             return (
@@ -664,7 +670,7 @@ def _without_alarm(of: Judgement, is_judged: bool) -> tuple[State, str]:
         samples = f"{of.head_samples} sample{'s' * (of.head_samples > 1)}"
         return "unclear", f"too short to judge: {samples}, {FEWEST_SAMPLES} needed"
     # The next sample is due a cadence after the last one.
-    state = "healthy" if of.num_watched else "unclear"  # W_Q alone may be seen to grow, no more
+    state = "healthy" if of.has_calls else "unclear"  # W_Q alone may be seen to grow, no more
     if last - last_of_heads <= (of.head_samples_every or 0):
         return state, f"no alarm up to step {last_of_heads:,}"
     samples = f"no alarm in {of.head_samples:,} samples of the heads"

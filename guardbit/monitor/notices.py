@@ -186,10 +186,16 @@ class Notices:
     # Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
     # cadence is a step of G.
 
-    def end_sampled_step(self, step: int, are_heard: bool) -> None:
-        """Takes a sampled step that has ended, and reports modules that were lost or not in it."""
+    def end_sampled_step(self, step: int, are_heard: bool | None) -> None:
+        """Takes a sampled step that has ended, and reports modules that were lost or not in it.
+
+        `are_heard`: whether a backward of any call came; None if nobody takes calls any more.
+        """
         if self._instrumentation.lost() and self.first("lost"):
             self._tell(step, self.why_nothing)
+        if are_heard is None:
+            self._count_without_attention(step)
+            return
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
@@ -275,6 +281,9 @@ class Notices:
         """Reports, once, a sampled step without attention; notes how many there were."""
         if self.first(what):
             self._tell(step, why)
+        self._count_without_attention(step)
+
+    def _count_without_attention(self, step: int) -> None:
         before = self._journal.metadata.get("without_attention", {"samples": 0, "first": step})
         self._journal.note({"without_attention": {**before, "samples": before["samples"] + 1}})
 

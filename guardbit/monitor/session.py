@@ -368,7 +368,8 @@ class Session(Guarded):
         if not self.instrumentation.sites:
             return {}
         columns = self._measurement.of_weights()
-        self._notices.end_sampled_step(step, self._are_heard or "capture" in self._stages.off)
+        are_heard = None if "capture" in self._stages.off else self._are_heard
+        self._notices.end_sampled_step(step, are_heard)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
         self._exchange.metadata = self._notices.site_facts()
@@ -892,7 +893,8 @@ def _advice(settings: Settings) -> str:
 
 def _precision_of(q: Tensor) -> str:
     """The dtype that attention computes in; TF32 rounds FP32 to ten bits."""
-    is_tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    # The older setting, `float32_matmul_precision`, raises an error after a use of this one.
+    is_tf32 = q.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if q.dtype == torch.float32 and is_tf32 else str(q.dtype).removeprefix("torch.")
 
 

@@ -1,5 +1,7 @@
 """What is measured, and what it means for a verdict."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from guardbit import MonitorSession, read_run
 from guardbit.monitor.measure.measurement import Transfer
 from guardbit.monitor.replay import normalised_sites, replay
+from guardbit.monitor.session import _precision_of
 from guardbit.store import read_metadata
 from tests.monitor.session.plain_loop import NORMS, SITES, Always, Loop, attention, events_of
 
@@ -20,6 +23,21 @@ def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
     expected = [(1.5, 2.5), (3.0,), (4.25,), (1 / 3,), (7.0,), (), (0.5,), (2.0**-149,), (5.0,)]
     assert [tuple(x.tolist()) for x in Transfer(values).read()] == expected
     assert Transfer([]).read() == []
+
+
+@pytest.mark.parametrize("setting, value", [("fp32_precision", "tf32"), ("allow_tf32", True)])
+def test_tf32_is_noticed_whichever_setting_allows_it(setting, value):
+    matmul, on_gpu = torch.backends.cuda.matmul, SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    before = matmul.fp32_precision
+    assert _precision_of(on_gpu) == "float32"
+    # Hugging Face's Trainer uses the newer one with torch_compile=True; PyTorch raises an error
+    # where the other is asked for then.
+    setattr(matmul, setting, value)
+    try:
+        assert _precision_of(on_gpu) == "tf32"
+    finally:
+        matmul.fp32_precision = before
+    assert _precision_of(on_gpu) == "float32"
 
 
 def test_suspects_are_audited_besides_those_in_turn(tmp_path):

@@ -96,6 +96,15 @@ def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_p
     assert sorted(values(tmp_path, "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]
 
 
+def test_a_run_whose_capture_failed_at_once_is_not_healthy(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "delta_bias", fail)
+    loop = Loop(dirpath=tmp_path).run(range(10))
+    found = loop.session.judgement
+    assert found is not None
+    lack = "no watched attention was measured in 10 of the sampled steps, the first at step 0"
+    assert found.headline == f"Unclear: no alarm up to step 9; {lack}"
+
+
 @pytest.mark.parametrize("why, line", [
     (
         "head 9 outgrows the others: W_Q spectral norm by a factor of 2.54 since step 1200, to"
