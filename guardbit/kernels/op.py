@@ -466,7 +466,8 @@ def _report(
             dropout=heads.dropout_of(call, heads.plan_of(names, call.native), saved.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
             again=again,
-            uncorrected=uncorrected,
+            # Where our forward ran, what the kernel's O and its dropout would have been is unknown.
+            uncorrected=uncorrected if heads.OWN_FORWARD.isdisjoint(ran.names) else None,
         )
     )
 

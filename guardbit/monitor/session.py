@@ -475,6 +475,9 @@ class Session(Guarded):
         """Listens to optimizers while heads are measured, and records why one was not."""
         if self._burst.is_on:
             self._burst.listen(partial(self.attempt, "burst"))
+        self._note_burst()
+
+    def _note_burst(self) -> None:
         why = self._burst.why_not
         if why != self._journal.metadata.get("rounding_unmeasured", ""):
             self._journal.note({"rounding_unmeasured": why})
@@ -840,7 +843,8 @@ class Session(Guarded):
     def _report_failure(self, stage: str, error: Exception) -> None:
         where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage == "burst":
-            _quietly(self._burst.stop)
+            _quietly(self._burst.fail)
+            self._note_burst()
         if stage != "store":
             why = f"{where}: {text_of(error)}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))

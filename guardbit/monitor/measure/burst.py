@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from guardbit.catalog import of_probe
@@ -145,6 +145,12 @@ class Burst:
             self._unhook()
             self._unhook = None
 
+    def fail(self) -> None:
+        """Ends it after an error of GuardBit's."""
+        if self.is_on:
+            self.why_not = "an error of GuardBit's ended it"
+        self.stop()
+
     def forget_step(self) -> None:
         """Drops what the calls of a step have shown, if it has changed no parameters."""
         shown = set(self._products)
@@ -177,6 +183,11 @@ class Burst:
         exact = CallView(call, audited=heads).exact_dq
         (query, weights), (key, key_weights) = site.plain_rows()
         products = query.weights(weights[0]), key.weights(key_weights[0])
+        of_query, of_key = (
+            (x.size(2), w.size(2)) for x, w in zip((call.q, call.k), products, strict=True)
+        )
+        if of_query != of_key:
+            raise LayoutUnavailable("its queries and keys are made of different inputs")
         whole = torch.cat([product.flatten(0, 1) for product in products]).double()
         factor, _ = torch.linalg.cholesky_ex(whole.mT @ whole)
         projected = (call.q, query, weights), (call.k, key, key_weights)
@@ -238,16 +249,17 @@ class Burst:
             for group in optimizer.param_groups:
                 if any(p is product.weight for p in group["params"]):
                     del self._products[name]
-                    self._take(name, product, optimizer.state.get(product.weight, {}), group)
+                    self._take(name, product, optimizer, group)
 
     def _take(
-        self, name: str, product: _Product, state: dict[str, Any], group: dict[str, Any]
+        self, name: str, product: _Product, optimizer: Optimizer, group: dict[str, Any]
     ) -> None:
         self._in_vain[name] = 0
-        squares, gradient = state.get("exp_avg_sq"), product.weight.grad
+        state, gradient = optimizer.state.get(product.weight, {}), product.weight.grad
+        squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))  # AMSGrad divides by it
         if "betas" in group and not state and gradient is not None:
             return self._give_up(name, "its optimizer keeps its state on another rank, as in ZeRO")
-        if squares is None or "betas" not in group:
+        if squares is None or not isinstance(optimizer, Adam):
             return self._give_up(name, "its optimizer is not Adam or AdamW")
         if gradient is None or squares.shape != product.weight.shape:
             return self._give_up(name, "its gradient is gone after the optimizer's step")
@@ -261,7 +273,8 @@ class Burst:
         else:
             scale = taken.square().sum((1, 2)) / common
             proof = (1 - product.unexplained).expand_as(scale)
-        added = (product.along * product.errors / roots).sum((1, 2)) * -group["lr"] * scale
+        rate = group["lr"] if group["maximize"] else -group["lr"]
+        added = (product.along * product.errors / roots).sum((1, 2)) * rate * scale
         largest = _largest(product.rows_of(product.weight))
         self._after[name] = (product.heads, product.weight._version), largest
         changes = (largest[0] / product.sigmas).log()

@@ -87,6 +87,15 @@ class Tabled(Turned):
         self.register_buffer("freqs_cis" if is_complex else "inv_freq", table, persistent=False)
 
 
+class Remembering(Attention):
+    """Has five keys more than queries."""
+
+    def project(self, x):
+        queries, *_ = super().project(x)
+        _, *keys_and_values = super().project(torch.cat([x, x[:, :5]], 1))
+        return [queries, *keys_and_values]
+
+
 @contextlib.contextmanager
 def bursting(layer):
     model = Model(layer)
@@ -144,14 +153,18 @@ def test_the_error_is_that_of_the_projections_own_input(kind, faulty):
                           atol=1e-6)  # fmt: skip
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.2])
-def test_a_step_of_adam_is_told_by_the_singular_vectors(clip, faulty):
+@pytest.mark.parametrize(
+    "clip, kind", [(1.0, {}), (0.2, {}), (1.0, {"amsgrad": True}), (1.0, {"maximize": True})]
+)
+def test_a_step_of_adam_is_told_by_the_singular_vectors(clip, kind, faulty):
     torch.manual_seed(0)
     faulty(1.0)
     layer = Attention(2, bias=False)
     with bursting(layer) as (model, burst):
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.99), weight_decay=0.0)
-        model(batch(0)).square().mean().backward()
+        optimizer = torch.optim.AdamW(
+            model.parameters(), 1e-3, (0.9, 0.99), weight_decay=0.0, **kind
+        )
+        model(10 * batch(0)).square().mean().backward()
         optimizer.step()
         burst.want(SITE, [0])
         burst.listen(lambda take: take())
@@ -170,10 +183,12 @@ def test_a_step_of_adam_is_told_by_the_singular_vectors(clip, faulty):
             after = layer.qkv.weight.detach()[:16].double()
             state = optimizer.state[layer.qkv.weight]
             u, sigmas, vh = torch.linalg.svd(before, full_matrices=False)
-            unbiased = state["exp_avg_sq"][:16].double() / (1 - 0.99 ** state["step"])
+            squares = state["max_exp_avg_sq" if "amsgrad" in kind else "exp_avg_sq"]
+            unbiased = squares[:16].double() / (1 - 0.99 ** state["step"])
+            rate = 1e-3 if "maximize" in kind else -1e-3
             # Half of the gradient is error.
             along = u[:, :1] @ vh[:1] * gradient / 2 / (unbiased.sqrt() + 1e-8)
-            assert added == pytest.approx(-1e-3 * along.sum().item() / sigmas[0].item(), rel=1e-3)
+            assert added == pytest.approx(rate * along.sum().item() / sigmas[0].item(), rel=1e-3)
             expected = (torch.linalg.svdvals(after)[0] / sigmas[0]).log()
             assert change == pytest.approx(expected.item(), rel=1e-6)
             assert cosine == pytest.approx(1, abs=1e-5)
@@ -248,6 +263,17 @@ def test_a_corrected_heads_share_is_that_of_what_it_would_have_had(faulty, tmp_p
     assert cause.share == pytest.approx(0.75, abs=0.02)
 
 
+def test_what_a_kernel_would_have_dropped_is_not_measured(tmp_path):
+    layer = Attention(2)
+    layer.dropout_p = 0.1  # switched heads run our forward, which drops other entries
+    model = Model(layer)
+    session = session_of(model, tmp_path, policy=Policy(scope="head"))
+    run(model, 31, session)
+    assert session.instrumentation.stabilizers()[SITE] == ["none", "compensated"]
+    assert session.judgement.cause.why.endswith("its kernel cannot be run uncorrected once more")
+    session.close()
+
+
 def test_a_burst_changes_no_bit(tmp_path):
     weights = []
     for is_watched in (False, True):
@@ -278,6 +304,8 @@ def elsewhere(parameters, lr):
     (Attention, elsewhere, "its optimizer keeps its state on another rank, as in ZeRO"),
     (Turned, torch.optim.AdamW, "as where positions turn them"),
     (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
+    (Attention, torch.optim.NAdam, "its optimizer is not Adam or AdamW"),
+    (partial(Remembering, is_fused=False), torch.optim.AdamW, "its queries and keys are made of different inputs"),
     (Attention, of_the_last, "no step of a PyTorch optimizer on its W_Q was seen"),
 ])  # fmt: skip
 def test_what_is_not_measured_is_said(layer, make, why, tmp_path):
@@ -331,6 +359,7 @@ def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkey
     run(model, 12, session)
     session.close()
     assert "burst" in session.stages_off
+    assert session.judgement.cause.why.endswith("an error of GuardBit's ended it")
     assert not session._burst.is_on and session._burst._unhook is None
 
 
