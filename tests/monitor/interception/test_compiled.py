@@ -54,6 +54,27 @@ def test_the_default_compiler(tiny, instrument):
     assert counter.frame_count == 1
 
 
+def test_checkpointed_blocks_with_dynamic_shapes(tiny, instrument):
+    class Blocks(nn.Sequential):
+        def forward(self, x):
+            for block in self:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = Blocks(tiny.Attention(), tiny.Attention())
+    for block in model:  # PyTorch makes a symbol of 0.0, which two such blocks cannot share
+        block.dropout_p = 0
+    batches = [torch.randn(2, length, tiny.WIDTH) for length in (12, 9, 17)]
+    plain = torch.compile(model, backend="aot_eager", dynamic=True)
+    before = [tiny.step(model, x, run=plain) for x in batches]
+    torch._dynamo.reset()
+    inst = instrument(model)
+    watched = torch.compile(model, backend="aot_eager", dynamic=True)
+    for x, expected in zip(batches, before, strict=True):
+        assert tiny.equal(tiny.step(model, x, run=watched), expected)
+    assert list(inst.sites) == ["0", "1"]
+
+
 def test_blocks_compiled_one_by_one_share_a_graph(tiny, tokens, instrument):
     model = tiny.GPT(layers=12)
     before = tiny.step(model, tokens)

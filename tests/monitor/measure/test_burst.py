@@ -305,7 +305,10 @@ def elsewhere(parameters, lr):
     (Turned, torch.optim.AdamW, "as where positions turn them"),
     (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
     (Attention, torch.optim.NAdam, "its optimizer is not Adam or AdamW"),
-    (partial(Remembering, is_fused=False), torch.optim.AdamW, "its queries and keys are made of different inputs"),
+    (
+        partial(Remembering, is_fused=False), torch.optim.AdamW,
+        "its queries and keys are made of different inputs",
+    ),
     (Attention, of_the_last, "no step of a PyTorch optimizer on its W_Q was seen"),
 ])  # fmt: skip
 def test_what_is_not_measured_is_said(layer, make, why, tmp_path):

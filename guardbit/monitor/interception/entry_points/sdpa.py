@@ -30,7 +30,7 @@ def bind(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # whole, see `AttentionSpec`
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
