@@ -23,7 +23,7 @@ def main() -> None:
         encoder,
         every_n_train_steps=10,
         policy=Policy("compensated"),
-        dirpath="runs/fabric_loop" if fabric.is_global_zero else None,
+        dirpath="runs/fabric_loop",  # rank 0 writes there
     )
     for step in range(STEPS):
         with session.step(step) as record:

@@ -187,7 +187,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Writes the state into the folder of the new checkpoint."""
-        if state.is_world_process_zero:
+        if args.should_save:  # with `save_on_each_node` also on the other nodes
             path = self._state_path(state)
             session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 

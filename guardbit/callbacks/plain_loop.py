@@ -46,7 +46,7 @@ class MonitorSession(Session):
             `add_scalar`, such as a TensorBoard `SummaryWriter`, or a function of a dict and a step,
             such as `wandb.log`. An error in it is logged once and ends its use.
         **settings: The `guardbit.monitor.settings.Settings`, with `dirpath=None` to keep no
-            telemetry, as on other ranks than 0.
+            telemetry; only rank 0 keeps any.
 
     Attributes:
         loss_scale: Factor by which the loss was scaled before its backward (FP16 training), to be

@@ -7,6 +7,7 @@ count as lost, and nothing is exchanged any more.
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import zlib
 from collections.abc import Iterator
@@ -125,14 +126,24 @@ def _group_beside(default: Any) -> Any:
         # Not by `new_group`: that counts groups, and the count has to stay the same on all ranks.
         prefix = c10d.PrefixStore(f"guardbit/{_num_groups}", c10d._get_default_store())
         _num_groups += 1
+        if prefix.check(["left"]):  # gloo would try five times to connect with nobody
+            raise RuntimeError("it has given up waiting")
         try:
             own = c10d.ProcessGroupGloo(
                 prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
             )
         except RuntimeError as error:
+            prefix.set("left", "")
             raise RuntimeError(
                 f"gloo could not connect the ranks ({_first_line(error)}); on several machines the"
                 " environment variable GLOO_SOCKET_IFNAME says over which network interface to try"
             ) from error
         _group = own, default
     return _group[0]
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends the group while its threads can take the GIL, without which they abort the process."""
+    global _group
+    _group = None

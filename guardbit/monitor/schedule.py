@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 #: So many steps in a row are no accident: one may be left out after an error that the loop caught.
 _IN_A_ROW = 3
+#: So many micro-batches of the first step are no accumulation.
+_MANY = 1000
 
 _HOW = (
     "call begin_batch(step) before each forward and end_step() after the optimizer's step, or use"
@@ -32,7 +34,7 @@ class Schedule:
         self._first = -1
         self._last: int | None = None
         self._is_open = self._was_abandoned = False
-        self._not_ended = self._repeated = self._returns = 0
+        self._not_ended = self._repeated = self._returns = self._batches = 0
         self._warned: set[str] = set()
 
     def begin(self, step: int) -> None:
@@ -97,6 +99,10 @@ class Schedule:
             self._not_ended += self._is_open
             if not self._was_abandoned:
                 self._repeated = self._repeated + 1 if step == self._last else 0
+        self._batches += not self._has_any_ended
+        if self._batches == _MANY:
+            self.is_sampled = False  # the run is not to be slowed for nothing
+            self._not_measured(f"{_MANY} batches have begun and no step has ended")
         if self._not_ended == _IN_A_ROW:
             self._not_measured(
                 f"{_IN_A_ROW} steps in a row have begun and not ended, the last of them step"

@@ -86,6 +86,8 @@ class Session(Guarded):
         self._strict, self._dirpath = settings.get("strict", False), settings.get("dirpath")
         with refusing():
             checked = Settings(**settings)
+            if ranks.rank() > 0:
+                checked = replace(checked, dirpath=None)  # rank 0 records what all ranks know
         try:
             self._set_up(model, checked)
         except BaseException:
@@ -328,8 +330,10 @@ class Session(Guarded):
             usable = columns is not None and "capture" not in self._stages.off
             send = partial(self._measurement.send, columns or {}, step, self.loss_scale, usable)
             self._unjudged = step, self.attempt("samples", send)
+        alarms = alarms if self._may_wait() else [*alarms, *self.catch_up()]
+        # Last, since rank 0 may examine for longer than others wait in an exchange.
         self.attempt("preflight", lambda: self._examinations.step(step))
-        return alarms if self._may_wait() else [*alarms, *self.catch_up()]
+        return alarms
 
     @guard.method(lambda _: [])
     def catch_up(self) -> list[Alarm]:
@@ -739,6 +743,7 @@ class Session(Guarded):
             "running": {name: list(names) for name, names in self._switching.running().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "burst": self._burst.state_dict(),
+            "why_no_share": self._burst.why_not,
             "shares": [row for one in self._journal.evidence.latest_shares() for row in one.rows()],
             **self._findings.state_dict(),
         }
@@ -797,6 +802,7 @@ class Session(Guarded):
             self._measurement.load_state_dict(state["measurement"])
         self._findings.load_state_dict(state)
         self._unheeded = self._findings.alarms if known is None else []
+        self._burst.why_not = state.get("why_no_share", "")
         for site, heads in state["burst"].items():
             self._burst.want(site, heads)
         self._journal.evidence.add(

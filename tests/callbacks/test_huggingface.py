@@ -368,6 +368,15 @@ def test_a_trial_of_a_search_has_its_own_folder_and_states(tmp_path, monkeypatch
     assert json.loads((tmp_path / "run-3/checkpoint-2/guardbit.json").read_text())["last_step"] == 1
 
 
+def test_each_node_that_saves_gets_the_state(tmp_path):
+    class OnAnotherNode(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            state.is_world_process_zero = False
+
+    train(tmp_path, OnAnotherNode(), HuggingFaceMonitor(3), steps=6, save_on_each_node=True)
+    assert (tmp_path / "checkpoint-6" / "guardbit.json").is_file()
+
+
 def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplog):
     train(tmp_path, steps=6)
     train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-6"), steps=8)

@@ -99,6 +99,19 @@ def test_steps_that_never_end_are_told_once(schedule, said):
     assert line.startswith("3 steps in a row have begun and not ended, the last of them step 2: ")
 
 
+def test_a_first_step_of_too_many_batches_is_told_and_measured_no_more(schedule, said):
+    schedule.begin(0)
+    assert schedule.is_sampled
+    for _ in range(1500):
+        schedule.begin(0)
+    (line,) = said
+    assert line.startswith("1000 batches have begun and no step has ended: ")
+    assert not schedule.is_sampled
+    schedule.end()
+    schedule.begin(100)
+    assert schedule.is_sampled
+
+
 @pytest.mark.parametrize("steps", [[0], [0, 1], [0] * 20])
 def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, steps):
     for step in steps:

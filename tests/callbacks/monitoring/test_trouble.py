@@ -19,6 +19,21 @@ from tests.toys import Fires
 ALARMED = "guardbit/alarmed_heads"
 
 
+def test_an_optimizer_that_lightning_does_not_count_is_told(trains, tmp_path, caplog):
+    class Own(trains.TinyGPT):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    trains.fit(AttentionMonitor(2, dirpath=tmp_path), model=Own(), batches=4, max_epochs=1)
+    (told,) = [line for line in caplog.messages if "none has ended" in line]
+    assert "let it step the optimizer" in told
+
+
 class NoAttention(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,6 +1,7 @@
 """Sessions of two ranks: both judge the same samples, and heads that they exchange are told."""
 
 import sys
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
+from guardbit.monitor import ranks
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from tests.callbacks.several_ranks import begin, keep, launch, logged, refusal, seen
@@ -35,7 +37,7 @@ def two_ranks(folder, module, function):
     loop = Loop(
         rules=(LoudRow(),),
         policy=Policy("compensated", scope="head"),
-        dirpath=None if rank else folder / "run",
+        dirpath=folder / "run",
     )
     for step in range(5):
         if rank == 1 and step == 2:
@@ -103,6 +105,26 @@ def test_where_one_rank_cannot_read_its_numbers_all_ranks_stop_sampling_and_say_
     assert sampled(tmp_path / "run") == [0, 1]
     errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
     assert errors == [[3, "samples: the stage failed on another rank"]]
+
+
+def examining(folder):
+    begin("cpu")
+    rank, ranks.PATIENCE = dist.get_rank(), 5.0
+    loop = Loop(dirpath=folder / "run")
+    if rank == 0:
+        loop.session._examinations.step = lambda step: time.sleep(0 if step else 8)
+    for step in range(3):
+        with loop.session.step(step) as record:
+            record.loss(loop.backward(step))
+        dist.barrier()  # as training's own exchange
+    loop.session.close()
+    keep(folder, ["found"], lambda *_: sorted(loop.session.stages_off))
+
+
+def test_an_examination_may_take_longer_than_ranks_wait_for_one_another(tmp_path):
+    launch(examining, 2, tmp_path)
+    assert seen(tmp_path / "found") == [[], []]
+    assert sampled(tmp_path / "run") == [0, 1, 2]
 
 
 class InParts(Attention):
