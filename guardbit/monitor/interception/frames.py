@@ -98,9 +98,12 @@ def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
     runtime.enter(site)
 
 
-def count_call() -> int:
-    """Counts a call of attention; returns how many there are now in the running forward."""
+def count_call(number: int) -> int:
+    """Counts a call of a site; returns how many there are now in the running forward."""
     if len(frame_stack) != len(runtime.running):  # compiled modules in between have no frame
+        return 1
+    # A hook of `watch_attention` may run before ours, which makes the module's own frame.
+    if frame_stack[-1].module is not site_modules.get(number):
         return 1
     frame_stack[-1].calls += 1
     return frame_stack[-1].calls

@@ -278,8 +278,10 @@ def _number(module: nn.Module | None) -> int | None:
     """Returns the number of the site that a call belongs to, or None outside any site."""
     if is_traced():
         return None
-    if module is not None and probe.site is None:
-        return site_number(module) if is_attached(module) else None
+    if module is not None:
+        # What is run again to find W_Q is a copy, which carries the number.
+        is_known = is_attached(module) if probe.site is None else hasattr(module, SITE_ATTRIBUTE)
+        return site_number(module) if is_known else None
     return int(runtime.current) if runtime.is_inside_site() else None
 
 

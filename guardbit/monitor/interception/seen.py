@@ -167,7 +167,7 @@ def note_call(
         record = SiteRecord(modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
-    calls = count_call()
+    calls = count_call(number)
     state.is_observed = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
         record.entry = entry

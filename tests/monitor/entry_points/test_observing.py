@@ -93,6 +93,41 @@ def test_the_first_sample_has_all_modules(x):
     session.close()
 
 
+class Twice(toys.Attention):
+    """Attends twice in one forward, by modules without weights of their own."""
+
+    def __init__(self):
+        super().__init__(has_out=False)
+        self.cores = nn.ModuleList([Core(), Core()])
+
+    def attend(self, q, k, v):
+        return self.cores[1](k, q, values=self.cores[0](q, k, values=v)[0])[0]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_watch_attention_comes_before_the_monitor_or_after_it(is_first, x):
+    torch.manual_seed(0)
+    model = nn.Sequential(Twice())
+
+    def watch():
+        for core in model[0].cores:
+            guardbit.watch_attention(core, q="queries", k="keys", v="values", out=0, causal=True)
+
+    if is_first:
+        watch()
+    session = MonitorSession(model, every_n_train_steps=1, strict=True)
+    if not is_first:
+        watch()
+    with session.step(0):
+        model(x).square().mean().backward()
+    found = {s.site: s.values for s in session.samples if s.indicator == "max_logit"}
+    q, k, _ = (y.double() for y in model[0].project(x))
+    for site, scores in (("0.cores.0", q @ k.mT), ("0.cores.1", k @ q.mT)):
+        largest = (scores / 4).masked_fill(~SEEN, 0).abs().amax((0, 2, 3))
+        assert found[site] == pytest.approx(largest.tolist(), rel=1e-5)  # FP32
+    session.close()
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_observe_gives_back_what_it_got_and_is_observed_once(how, x, tiny):
