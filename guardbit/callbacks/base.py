@@ -47,9 +47,8 @@ def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
     """
     session = callback.session
     if session is not None:
-        # The step that has begun will not end any more, which is told of a run that finished.
-        last = [lambda: session.close(how), session.abandon_step]  # the last one first
-        undo_all(last[::-1] if how == "finished" else last)
+        # The step that has begun will not end any more.
+        undo_all([lambda: session.close(how), session.abandon_step])
         callback.session = None
 
 

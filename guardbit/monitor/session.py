@@ -519,7 +519,7 @@ class Session(Guarded):
         self._ended = end
         last = (  # the last one first
             self._tell_end,
-            self._schedule.close,
+            lambda: self._schedule.close(end == "finished"),
             lambda: self._journal.close(end),
             self._write_what_is_left,
             self._report_what_ran_last,
