@@ -229,11 +229,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     @guarded
     def on_validation_end(self, session: Session, trainer: pl.Trainer, *_: Any) -> None:
         """Records the validation's loss, where the model logs one as `val_loss`."""
-        before, self._val_loss = self._val_loss, trainer.callback_metrics.get("val_loss")
-        # Lightning keeps the tensor of an earlier validation where this one has logged none.
-        is_new = self._val_loss is not None and self._val_loss is not before
-        if is_new and not trainer.sanity_checking:
-            session.validation_loss(self._val_loss)
+        loss = trainer.callback_metrics.get("val_loss")
+        # Where this validation has logged none, Lightning keeps the tensor of an earlier one.
+        is_new, self._val_loss = loss is not self._val_loss, loss
+        if loss is not None and is_new and not trainer.sanity_checking:
+            session.validation_loss(loss)
 
     @guarded
     def on_train_end(self, session: Session, trainer: pl.Trainer, *_: Any) -> None:
