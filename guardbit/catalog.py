@@ -211,7 +211,7 @@ CATALOG: tuple[Indicator, ...] = (
         name="grad_norm",
         probe="run",
         label="gradient norm",
-        meaning="total norm of the gradients before clipping",
+        meaning="total norm of the gradients before clipping, after it in manual optimization",
         logged_key="guardbit/grad_norm",
     ),
 )

@@ -448,14 +448,23 @@ def test_attention_that_was_not_watched_is_said():
 
 
 def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
-    of = [one for one in samples() if one.step <= 900]  # ten times heads
-    found = [
-        judged(of=of, metadata={"without_attention": {"samples": n, "first": 100}}) for n in (2, 3)
-    ]
-    assert [one.state for one in found] == ["healthy", "unclear"], "eight have it, then seven"
-    lack = "no watched attention was measured in 3 of the sampled steps, the first at step 100"
-    assert found[1].headline == f"Unclear: no alarm up to step 900; {lack}"
-    assert "before attention is watched" in found[1].advice
+    def having(calls, weights=10):
+        of = [
+            one for one in samples(norm=lambda step: 1.0)
+            if one.step < 100 * (calls if one.indicator == "max_logit" else weights)
+        ]  # fmt: skip
+        lacking = {"samples": weights - calls, "first": 100 * calls}
+        return judged(of=of, metadata={"without_attention": lacking})
+
+    assert having(8).state == "healthy"
+    lack = "no watched attention was measured in 3 of the sampled steps, the first at step 700"
+    assert having(7).headline == f"Unclear: no alarm up to step 900; {lack}"
+    assert "before attention is watched" in having(7).advice
+    assert having(4, weights=5).advice.startswith("Go on: ")
+    # Networks that take turns, no weights of which are measured: twenty samples have calls.
+    often = [one for one in samples() if one.step < 2000]
+    turns = judged(of=often, metadata={"without_attention": {"samples": 20, "first": 50}})
+    assert turns.state == "healthy"
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
     """
     session = callback.session
     if session is not None:
-        # The step that has begun will not end any more.
-        undo_all([lambda: session.close(how), session.abandon_step])
+        # The step that has begun will not end any more, of which a finished run is told.
+        first = [session._warn_of_steps] if how == "finished" else []
+        undo_all([lambda: session.close(how), session.abandon_step, *first])
         callback.session = None
 
 

@@ -59,7 +59,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ``guardbit/delta_bias_cumulative``  largest running sum of delta_lp - delta_hp, by size
     ``guardbit/dq_relative_error``      largest relative error of dQ among audited heads
     ``guardbit/loss``                   training loss, the latest recorded one
-    ``guardbit/grad_norm``              gradient norm before clipping
+    ``guardbit/grad_norm``              gradient norm before clipping (manual optimization: after)
     ``guardbit/worst_layer``            layer of the head farthest above its baseline
     ``guardbit/worst_head``             that head within its layer
     ``guardbit/worst_excess``           how far, times its baseline (`guardbit.dashboards.history`)
@@ -118,7 +118,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._watched: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
-        self._unclipped: dict[int, Tensor | None] = {}  # of each optimizer's gradients, unscaled
         self._val_loss: Tensor | None = None
         self._logged = LoggedRun()
 
@@ -183,27 +182,17 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Tells the session which optimizer step the batch belongs to."""
         self._step = trainer.global_step
         self._grad_norms.clear()
-        self._unclipped.clear()
         session.begin_batch(self._step)
-
-    @guarded
-    def on_after_backward(
-        self, session: Session, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> None:
-        """Takes the gradient norms in manual optimization, where models clip before they step."""
-        if session.is_sampled and not pl_module.automatic_optimization:
-            for one in trainer.optimizers:
-                norm = session.attempt("grad_norm", lambda one=one: _total_norm(one))
-                self._unclipped[id(one)] = None if norm is None else norm / _scale_of(trainer)
 
     @guarded
     def on_before_optimizer_step(
         self, session: Session, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
     ) -> None:
-        """Takes the gradient norm of a sampled step, before clipping."""
+        """Takes the gradient norm of a sampled step, before Lightning clips."""
         if session.is_sampled:
-            session.loss_scale = _scale_of(trainer)
-            session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer))
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
+            session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
 
     @guarded
     def on_train_batch_end(
@@ -282,15 +271,15 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         with suppress(Exception):  # of a handler of the user's
             rank_zero_info(last_line(how, session, self._logged.place))
 
-    def _take_grad_norm(self, session: Session, optimizer: Optimizer) -> None:
+    def _take_grad_norm(self, session: Session, optimizer: Optimizer, scaler: Any | None) -> None:
         """Adds what an optimizer is about to use to the norm over all that step in this batch."""
-        norm = self._unclipped.get(id(optimizer))
-        if norm is None:
-            norm = _total_norm(optimizer)
-            if norm is None:
-                return
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                norm = norm / session.loss_scale  # fused optimizers take the scaled gradients
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = [_entries(p.grad) for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        norm = get_total_norm(gradients)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            norm = norm / session.loss_scale  # fused optimizers take the scaled gradients
         self._grad_norms[id(optimizer)] = norm
         session.grad_norm(get_total_norm(list(self._grad_norms.values())))
 
@@ -396,18 +385,6 @@ def _publish(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
             for key, value in values.items()
         }
     )
-
-
-def _scale_of(trainer: pl.Trainer) -> float:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return 1.0 if scaler is None else scaler.get_scale()
-
-
-def _total_norm(optimizer: Optimizer) -> Tensor | None:
-    """Returns the norm of the gradients that an optimizer's parameters have, None without any."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    gradients = [_entries(p.grad) for p in parameters if p.grad is not None]
-    return get_total_norm(gradients) if gradients else None
 
 
 def _entries(gradient: Tensor) -> Tensor:

@@ -114,6 +114,7 @@ class Judgement:
     num_heads: int  # that were measured
     num_layers: int
     head_samples: int  # steps at which heads were measured
+    call_samples: int  # those of them at which their calls were
     last_head_step: int | None  # the last of them, None without any
     head_samples_every: int | None  # the most steps between two of them, None without two
     num_modules: int  # attention modules that were measured or that the run's metadata name
@@ -177,9 +178,10 @@ class Judgement:
 
     @property
     def has_calls(self) -> bool:
-        """Whether samples have calls of attention in them, as far as there are samples enough."""
-        enough = min(self.head_samples, FEWEST_SAMPLES)
-        return self.num_watched > 0 and self.head_samples - self.without_attention[0] >= enough
+        """Whether enough samples have calls of attention in them, or any if there are few."""
+        enough = FEWEST_SAMPLES if self.head_samples >= FEWEST_SAMPLES else 1
+        is_enough = self.call_samples >= enough or not self.without_attention[0]
+        return self.num_watched > 0 and is_enough
 
     @property
     def limits(self) -> list[str]:
@@ -269,7 +271,7 @@ class Judgement:
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
         fields = asdict(self)
-        del fields["said"]
+        del fields["said"], fields["call_samples"]
         fields["cause"], fields["risk"] = self.cause._asdict(), self.risk._asdict()
         if not math.isfinite(self.largest_logit or 0.0):
             fields["largest_logit"] = None  # JSON has no infinity
@@ -319,6 +321,7 @@ def judge(
         num_heads=sum(map(len, evidence.heads.values())),
         num_layers=measured,
         head_samples=evidence.head_steps[0],
+        call_samples=evidence.call_steps[0],
         last_head_step=evidence.head_steps[1],
         head_samples_every=evidence.head_steps[2],
         num_modules=measured + len(set(not_watched) - evidence.layers.keys()),

@@ -35,6 +35,8 @@ GROWING = ("w_q_spectral_norm", "max_logit")
 _KEPT = 512
 #: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
 SHARES = of_probe("burst")
+#: What is measured of heads in steps without a call of them.
+_OF_WEIGHTS = frozenset({*of_probe("weights"), *SHARES})
 #: The step at which the keys of kinds of model are compared.
 RISK_STEP = 2000
 
@@ -141,6 +143,7 @@ class Evidence:
         self.indicators: set[str] = set()  # what was measured of heads
         # How often heads were measured, when last, and the most steps between two times.
         self.head_steps: tuple[int, int | None, int | None] = 0, None, None
+        self.call_steps: tuple[int, int] = 0, -1  # how often calls were measured, and when last
         self.loss = Losses()
         self.logits: dict[int, float] = {}  # step -> the largest of all heads
         # Head -> step of the latest measured share of rounding, and that with its interval.
@@ -187,6 +190,8 @@ class Evidence:
         if last is None or step > last:
             longest = None if last is None else max(every or 0, step - last)
             self.head_steps = count + 1, step, longest
+        if name not in _OF_WEIGHTS and step > self.call_steps[1]:
+            self.call_steps = self.call_steps[0] + 1, step
         if name in SHARES:
             for head in measured:
                 known = self.shares.get((layer, head))

@@ -126,7 +126,7 @@ def attention_at_site(
             traced=torch.compiler.is_compiling(),
             stabilizers=(0,) * q.size(1),
             beta=2.0,
-            eps=1e-3,  # literals, see `AttentionSpec`
+            eps=1e-3,  # literals, as in `bind` of SDPA
             # With dropout `exact_delta` gives way to `compensated`, which needs the room.
             keeps_residual=library is None
             and (runtime.keeps_residuals or (spec.dropout_p > 0.0 and mask is None)),

@@ -11,7 +11,7 @@ import atexit
 import pickle
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -133,7 +133,8 @@ def _group_beside(default: Any) -> Any:
                 prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
             )
         except RuntimeError as error:
-            prefix.set("left", "")
+            with suppress(RuntimeError):
+                prefix.set("left", "")
             raise RuntimeError(
                 f"gloo could not connect the ranks ({_first_line(error)}); on several machines the"
                 " environment variable GLOO_SOCKET_IFNAME says over which network interface to try"

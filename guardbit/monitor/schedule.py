@@ -84,14 +84,14 @@ class Schedule:
         if self._last is None:
             self._once("not begun", f"{what}() was called, but no step has begun: {_HOW}")
 
-    def close(self, is_finished: bool = True) -> None:
-        """Warns where no step has begun, or none has ended, unless the run broke off in one."""
+    def close(self) -> None:
+        """Warns where no step has begun, or none has ended."""
         if self._last is None:
             self._once(
                 "not begun",
                 f"no step was watched, because none has begun (in a loop of your own: {_HOW})",
             )
-        elif not self._has_any_ended and (is_finished or not self._was_abandoned):
+        elif not self._has_any_ended and not self._was_abandoned:
             self._not_measured(f"steps have begun, up to step {self._last}, and none has ended")
 
     def _follow(self, step: int) -> None:

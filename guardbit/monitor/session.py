@@ -501,6 +501,10 @@ class Session(Guarded):
         self.attempt("samples", lambda: self._measurement.run.forget_step(step))
         self._step_ended()
 
+    @guard.method()
+    def _warn_of_steps(self) -> None:
+        self._schedule.close()
+
     @guard.method(at_last=lambda session: session._leave())
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
@@ -519,7 +523,7 @@ class Session(Guarded):
         self._ended = end
         last = (  # the last one first
             self._tell_end,
-            lambda: self._schedule.close(end == "finished"),
+            self._schedule.close,
             lambda: self._journal.close(end),
             self._write_what_is_left,
             self._report_what_ran_last,
@@ -848,9 +852,9 @@ class Session(Guarded):
 
     def _report_failure(self, stage: str, error: Exception) -> None:
         where = OFF if stage in (_WATCHING, "ranks") else stage
-        if stage == "burst":
+        if stage in ("burst", "capture", _WATCHING, "ranks"):
             _quietly(self._burst.fail)
-            self._note_burst()
+            _quietly(self._note_burst)
         if stage != "store":
             why = f"{where}: {text_of(error)}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))

@@ -98,12 +98,12 @@ def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
     runtime.enter(site)
 
 
-def count_call(number: int) -> int:
-    """Counts a call of a site; returns how many there are now in the running forward."""
-    if len(frame_stack) != len(runtime.running):  # compiled modules in between have no frame
+def count_call(own: nn.Module | None = None) -> int:
+    """Counts a call, if given only in the frame of `own`; returns how many its forward has now."""
+    # Compiled modules in between have no frame, nor has a call outside any forward.
+    if not frame_stack or len(frame_stack) != len(runtime.running):
         return 1
-    # A hook of `watch_attention` may run before ours, which makes the module's own frame.
-    if frame_stack[-1].module is not site_modules.get(number):
+    if own is not None and frame_stack[-1].module is not own:
         return 1
     frame_stack[-1].calls += 1
     return frame_stack[-1].calls

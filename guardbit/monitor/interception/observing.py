@@ -24,11 +24,17 @@ from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, 
 from guardbit.monitor.interception.errors import report, reporting
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, is_attached, site_number
 from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.seen import Heads, note_call, note_traced_call, refuse_call
+from guardbit.monitor.interception.seen import (
+    WATCH,
+    Heads,
+    note_call,
+    note_traced_call,
+    refuse_call,
+)
 from guardbit.monitor.interception.watching import Watch, gradient_as_it_came, hand_to_observer
 
 #: The two functions, as users call them.
-OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
+OBSERVE = "guardbit.observe"
 
 _COMPILED = "GuardBit sees its tensors in eager code only: compiled it is not watched"
 _ONLY_KEYS = (
@@ -192,7 +198,7 @@ class _Shown:
 
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if torch.compiler.is_compiling():
-            _note_traced(module, (0, 0, 0), _WATCH)
+            _note_traced(module, (0, 0, 0), WATCH)
             return None
         self.running.append(None)
         return self._begin(module, args, kwargs)
@@ -208,7 +214,7 @@ class _Shown:
                 return None
         q, k, v = (heads_first(named[name], self.layout) for name in (self.q, self.k, self.v))
         mask = None if self.mask is None else named.get(self.mask)
-        observed = _hear(module, q, k, v, (*self.asked, mask), _WATCH)
+        observed = _hear(module, q, k, v, (*self.asked, mask), WATCH)
         if observed is None:
             return None
         named[self.k] = as_given(observed.keys, self.layout)
@@ -288,7 +294,7 @@ def _number(module: nn.Module | None) -> int | None:
 def _refuse(module: nn.Module, why: str) -> None:
     number = _number(module)
     if number is not None and probe.site is None:
-        note_call(number, (0, 0, 0), why, _WATCH)
+        note_call(number, (0, 0, 0), why, WATCH)
 
 
 def _note_traced(module: nn.Module | None, heads: Heads, entry: str) -> None:

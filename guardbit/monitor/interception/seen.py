@@ -50,6 +50,8 @@ T = TypeVar("T")
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
 
+WATCH = "guardbit.watch_attention"
+
 #: Why a captured call keeps PyTorch's function. Later calls are replays and are not seen.
 CAPTURED = "it is captured in a CUDA graph, which replays the kernel of the capture"
 
@@ -167,7 +169,8 @@ def note_call(
         record = SiteRecord(modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
-    calls = count_call(number)
+    # A hook of `watch_attention` may run before ours, which makes the module's own frame.
+    calls = count_call(site_modules[number] if entry == WATCH else None)
     state.is_observed = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
         record.entry = entry

@@ -147,7 +147,7 @@ class Burst:
 
     def fail(self) -> None:
         """Ends it after an error of GuardBit's."""
-        if self.is_on:
+        if self.why_not == _NOT_OVER:
             self.why_not = "an error of GuardBit's ended it"
         self.stop()
 
@@ -260,7 +260,7 @@ class Burst:
         if "betas" in group and not state and gradient is not None:
             return self._give_up(name, "its optimizer keeps its state on another rank, as in ZeRO")
         if squares is None or not isinstance(optimizer, Adam):
-            return self._give_up(name, "its optimizer is not Adam or AdamW")
+            return self._give_up(name, "its optimizer is not PyTorch's Adam or AdamW")
         if gradient is None or squares.shape != product.weight.shape:
             return self._give_up(name, "its gradient is gone after the optimizer's step")
         taken = product.rows_of(gradient)

@@ -81,17 +81,15 @@ class ManualGPT(TinyGPT):
             loss = self.loss(batch)
             self.manual_backward(loss)
             losses.append(loss.item())
-            owned = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = sum(p.grad.double().square().sum() for p in owned).sqrt().item()
-            step = 2 * (self.trainer.global_step // 2)
-            self.raw_grad_norms.setdefault(step, []).append(norm)
-            self.clip_gradients(optimizer, norm / 2)
             optimizer.step()
         self.raw_losses.append((batch_idx, losses[-1]))
         return loss
 
     def on_before_optimizer_step(self, optimizer):
-        """Norms are taken before clipping, above."""
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = sum(p.grad.double().square().sum() for p in owned).sqrt().item()
+        step = 2 * (self.trainer.global_step // 2)
+        self.raw_grad_norms.setdefault(step, []).append(norm)
 
     def configure_optimizers(self):
         body, embeddings = self.net.h, (self.net.wte, self.net.wpe)

@@ -303,8 +303,8 @@ def elsewhere(parameters, lr):
 @pytest.mark.parametrize("layer, make, why", [
     (Attention, elsewhere, "its optimizer keeps its state on another rank, as in ZeRO"),
     (Turned, torch.optim.AdamW, "as where positions turn them"),
-    (Attention, torch.optim.SGD, "its optimizer is not Adam or AdamW"),
-    (Attention, torch.optim.NAdam, "its optimizer is not Adam or AdamW"),
+    (Attention, torch.optim.SGD, "its optimizer is not PyTorch's Adam or AdamW"),
+    (Attention, torch.optim.NAdam, "its optimizer is not PyTorch's Adam or AdamW"),
     (
         partial(Remembering, is_fused=False), torch.optim.AdamW,
         "its queries and keys are made of different inputs",
@@ -349,7 +349,8 @@ def test_a_head_whose_share_the_first_rank_does_not_send_is_measured_no_more(tmp
     session.close()
 
 
-def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stage", ["burst", "capture"])
+def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkeypatch, stage):
     torch.manual_seed(0)
     model = Model(Attention(2))
     session = MonitorSession(
@@ -358,10 +359,13 @@ def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkey
     )  # fmt: skip
     run(model, 11, session)
     assert session.judgement.cause.why.endswith("the 100 to 400 steps that it takes are not over")
-    monkeypatch.setattr(session._burst, "_consume", lambda *_: 1 / 0)
+    if stage == "burst":
+        monkeypatch.setattr(session._burst, "_consume", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(session._measurement, "consume", lambda *_: 1 / 0)
     run(model, 12, session)
     session.close()
-    assert "burst" in session.stages_off
+    assert stage in session.stages_off
     assert session.judgement.cause.why.endswith("an error of GuardBit's ended it")
     assert not session._burst.is_on and session._burst._unhook is None
 

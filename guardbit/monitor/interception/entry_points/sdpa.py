@@ -25,12 +25,14 @@ _TWO_MASKS = "it is called with a mask and is_causal=True, of which PyTorch take
 _BY_MATH = "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
 
 
+# `torch.compile(dynamic=True)` makes a symbol of a default of 0.0, and PyTorch fails where two
+# checkpointed blocks share one.
 def bind(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0,  # whole, see `AttentionSpec`
+    dropout_p: float = 0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
