@@ -627,17 +627,24 @@ def _differentiable(call: Call) -> tuple[Tensor, ...]:
 
 
 def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[Any, ...]:
-    """Returns gradients of calls without stabilizer, as differentiable as PyTorch's."""
+    """Returns gradients as differentiable as PyTorch's; stabilized ones keep their values."""
     ran = ran_of(call, saved)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
-    if not is_switched and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
+    # Our forward drops other entries than PyTorch's.
+    is_alike = not is_switched or call.spec.dropout_p == 0
+    found = None
+    if is_alike and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
         inputs = inputs_of(call, saved.random, saved.generator_state)
-        found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)
-        return (*found[:4], None)
+        found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)[:4]
+        if not is_switched:
+            return (*found, None)
     with torch.no_grad():
         gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))
+    if found is not None:
+        both = zip(gradients[:4], found, strict=True)
+        return (*(g if x is None else g + (x - x.detach()) for g, x in both), None)
     if is_switched:
-        why = "GuardBit: heads with a stabilizer have no second derivative; those without have one"
+        why = "GuardBit: heads with a stabilizer have no second derivative here; others have one"
     else:
         what = "fused attention" if call.native else "guardbit.flash_attention"
         why = f"{what} has no second derivative; F.scaled_dot_product_attention has one"

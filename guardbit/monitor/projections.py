@@ -8,7 +8,7 @@ is measured. To compute it from the parameters would take a rule for every kind 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -205,11 +205,15 @@ def _settle(weights: Weights, rerun: Rerun, leaves: dict[str, Tensor]) -> tuple[
     def project(leaves: dict[str, Tensor]) -> _Call:
         return weights.run(rerun, leaves)[0]
 
-    def with_one_matrix_more(parameters: tuple[str, ...]) -> tuple[Layout, Weights] | None:
-        for name in _owners(parameters):
+    def with_one_matrix_more(
+        owners: Iterable[str], size: int | None = None
+    ) -> tuple[Layout, Weights] | None:
+        for name in owners:
             try:
                 more = weights.with_matrix(name, rerun)
-                return _settle(more, rerun, more.leaves())
+                matrices = more.leaves()
+                if size in (None, matrices[name].numel()):
+                    return _settle(more, rerun, matrices)
             except Exception:
                 continue  # not affine, or not to be run by itself: the first reason stands
         return None
@@ -217,13 +221,33 @@ def _settle(weights: Weights, rerun: Rerun, leaves: dict[str, Tensor]) -> tuple[
     try:
         layout = find_layout(project, leaves)
     except NotOneMatrix as unavailable:
-        settled = with_one_matrix_more(unavailable.parameters)
+        settled = with_one_matrix_more(_owners(unavailable.parameters))
         if settled is not None:
             return settled
         layout = find_latent_layout(project, leaves, unavailable)
-    if isinstance(layout.key, NotOneMatrix):
-        return with_one_matrix_more(layout.key.parameters) or (layout, weights)
+    for rows in (layout.query, layout.key):
+        settled = None
+        if isinstance(rows, HeadRows):
+            around = _around(rows.parameter, leaves)
+            settled = with_one_matrix_more(around, leaves[rows.parameter].numel())
+        elif isinstance(rows, NotOneMatrix):
+            settled = with_one_matrix_more(_owners(rows.parameters))
+        if settled is not None:
+            return settled
     return layout, weights
+
+
+def _around(parameter: str, names: Iterable[str]) -> Iterator[str]:
+    """Yields the submodules around a matrix, innermost first, that add parameters to it.
+
+    So adapters are found that are not used now, or that are vectors, which scale the matrix.
+    """
+    known, owner = {parameter, f"{parameter.rpartition('.')[0]}.bias"}, parameter
+    while owner := owner.rpartition(".")[0]:
+        within = {name for name in names if name.startswith(f"{owner}.")}
+        if within - known:
+            yield owner
+        known |= within
 
 
 def _owners(parameters: tuple[str, ...]) -> Iterator[str]:

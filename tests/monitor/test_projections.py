@@ -56,6 +56,42 @@ def test_low_rank_adapters(dropout, dtype, site_of):
     assert site.why_unavailable("query") is None
 
 
+class Scaled(nn.Module):
+    """Scales features by a vector, as IA3 (arXiv 2205.05638) does."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.factors = nn.Linear(64, 64), nn.Parameter(torch.linspace(0.5, 3.0, 64))
+
+    def forward(self, x):
+        return self.base(x) * self.factors
+
+
+@pytest.mark.parametrize("is_key", [False, True])
+def test_a_vector_that_scales_belongs_to_the_matrix(is_key, site_of):
+    scaled, plain = Scaled(), nn.Linear(64, 64)
+    site = site_of(Attention(plain, scaled) if is_key else Attention(scaled, plain))
+    expected = (scaled.base.weight * scaled.factors[:, None]).view(4, 16, 64)
+    found = site.key_weights() if is_key else site.query_weights()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # FP32
+
+
+class Unused(Adapted):
+    is_used = False
+
+    def forward(self, x):
+        return super().forward(x) if self.is_used else F.linear(x, self.weight, self.bias)
+
+
+def test_an_adapter_that_is_used_later_counts_from_then_on(site_of):
+    query = Unused()
+    site = site_of(Attention(query))
+    torch.testing.assert_close(site.query_weights(), query.weight.view(4, 16, 64))
+    query.is_used = True
+    expected = whole(query).view(4, 16, 64)
+    torch.testing.assert_close(site.query_weights(), expected, rtol=1e-6, atol=1e-6)  # FP32
+
+
 def test_adapters_of_the_keys_alone(site_of):
     key = Adapted()
     site = site_of(Attention(nn.Linear(64, 64), key))

@@ -149,7 +149,7 @@ def _drop_graphs() -> None:
     """Drops the graphs of watched models where, at the user's limit, they could be in the way."""
     for code in filter(None, [seen() for seen in convert_frame.input_codes.seen]):
         graphs = eval_frame._debug_get_cache_entry_list(code)
-        own = [x for x in graphs if "__import_guardbit" in " ".join(x.code.co_names)]
+        own = [x for x in graphs if x.code and "__import_guardbit" in " ".join(x.code.co_names)]
         if own and len(graphs) + len(own) > torch._dynamo.config.recompile_limit:
             eval_frame.reset_code(code)
 

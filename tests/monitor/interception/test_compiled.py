@@ -78,6 +78,18 @@ def test_checkpointed_blocks_with_dynamic_shapes(tiny, instrument):
     assert list(inst.sites) == ["0", "1"]
 
 
+def test_graphs_of_objects_that_are_gone_are_passed_over(monkeypatch):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    gone = types.SimpleNamespace(code=None)  # as PyTorch leaves it
+    listed = []
+    monkeypatch.setattr(
+        installation.eval_frame, "_debug_get_cache_entry_list",
+        lambda code: listed.append(code) or [gone],
+    )  # fmt: skip
+    installation._drop_graphs()
+    assert listed
+
+
 def test_blocks_compiled_one_by_one_share_a_graph(tiny, tokens, instrument):
     model = tiny.GPT(layers=12)
     before = tiny.step(model, tokens)
