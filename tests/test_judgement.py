@@ -465,6 +465,10 @@ def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
     often = [one for one in samples() if one.step < 2000]
     turns = judged(of=often, metadata={"without_attention": {"samples": 20, "first": 50}})
     assert turns.state == "healthy"
+    norms = [replace(one, indicator="w_q_spectral_norm") for one in often if one.site]
+    for lacking, state in ((1, "healthy"), (15, "unclear")):
+        told = {"without_attention": {"samples": lacking, "first": 0}}
+        assert judged(of=norms, metadata=told).state == state
 
 
 @pytest.mark.parametrize(

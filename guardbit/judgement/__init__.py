@@ -180,7 +180,9 @@ class Judgement:
     def has_calls(self) -> bool:
         """Whether enough samples have calls of attention in them, or any if there are few."""
         enough = FEWEST_SAMPLES if self.head_samples >= FEWEST_SAMPLES else 1
-        is_enough = self.call_samples >= enough or not self.without_attention[0]
+        lacking = self.without_attention[0]
+        # Where nothing but weights is recorded, the samples that lack calls tell.
+        is_enough = (self.call_samples or self.head_samples - lacking) >= enough or not lacking
         return self.num_watched > 0 and is_enough
 
     @property

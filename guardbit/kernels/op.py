@@ -642,7 +642,7 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[
         gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))
     if found is not None:
         both = zip(gradients[:4], found, strict=True)
-        return (*(g if x is None else g + (x - x.detach()) for g, x in both), None)
+        return (*(g if x is None else g + (x - x.detach()).nan_to_num() for g, x in both), None)
     if is_switched:
         why = "GuardBit: heads with a stabilizer have no second derivative here; others have one"
     else:

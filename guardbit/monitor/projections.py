@@ -87,10 +87,13 @@ class Weights:
         """Returns the same with a submodule as one matrix."""
         plain, widths = Weights(self.module, self.is_shared), []
 
+        def note(_: nn.Module, args: Any, more: Any) -> None:
+            if more or len(args) > 1:  # such as which of its matrices is meant
+                raise LayoutUnavailable(f"'{name}' is called with more than its input")
+            widths.append(args[0].shape[-1])
+
         def listen(copy: nn.Module) -> None:
-            copy.get_submodule(name).register_forward_pre_hook(
-                lambda _, args: widths.append(args[0].shape[-1])
-            )
+            copy.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
 
         rerun(plain._as_used(plain.leaves()), listen)
         return Weights(self.module, self.is_shared, {**self.widths, name: widths[-1]})

@@ -76,6 +76,28 @@ def test_a_vector_that_scales_belongs_to_the_matrix(is_key, site_of):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # FP32
 
 
+class OfTwo(nn.Module):
+    """Has two matrices and is told which to use."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def forward(self, x, which=0):
+        return self.both[which](x)
+
+
+def test_a_module_that_is_told_which_of_its_matrices_to_use_is_not_run_alone(site_of):
+    class Told(Attention):
+        def project(self, x):
+            heads = [self.q_proj(x, 1), self.k_proj(x), self.v_proj(x)]
+            return [y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in heads]
+
+    query = OfTwo()
+    site = site_of(Told(query))
+    torch.testing.assert_close(site.query_weights(), query.both[1].weight.view(4, 16, 64))
+
+
 class Unused(Adapted):
     is_used = False
 
