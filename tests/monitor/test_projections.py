@@ -81,21 +81,21 @@ class OfTwo(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.both = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
 
-    def forward(self, x, which=0):
-        return self.both[which](x)
+    def forward(self, x, is_other=False):
+        return self.other(x) if is_other else self.one(x)
 
 
 def test_a_module_that_is_told_which_of_its_matrices_to_use_is_not_run_alone(site_of):
     class Told(Attention):
         def project(self, x):
-            heads = [self.q_proj(x, 1), self.k_proj(x), self.v_proj(x)]
+            heads = [self.q_proj(x, True), self.k_proj(x), self.v_proj(x)]
             return [y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in heads]
 
     query = OfTwo()
     site = site_of(Told(query))
-    torch.testing.assert_close(site.query_weights(), query.both[1].weight.view(4, 16, 64))
+    torch.testing.assert_close(site.query_weights(), query.other.weight.view(4, 16, 64))
 
 
 class Unused(Adapted):
