@@ -106,7 +106,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         for other in trained:
             other._end_if_interrupted(model, trainers)
         dirpath = self.settings.dirpath or self._folder / RUN_FOLDER
-        dirpath = dirpath if state.is_world_process_zero else None
         own = {**vars(self.settings), "dirpath": dirpath}
 
         def report(metrics: dict[str, float], step: int) -> None:

@@ -145,8 +145,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         policy, self.policy = self.policy, None
         dirpath = self.settings.dirpath or _run_directory(trainer) / RUN_FOLDER
         self._logged = LoggedRun(dirpath, self.log_layers)
-        place = dirpath if trainer.is_global_zero else None
-        own = {"policy": policy, "dry_run": self.dry_run, "dirpath": place}
+        own = {"policy": policy, "dry_run": self.dry_run, "dirpath": dirpath}
         self.session = watched(
             self.strict, lambda: Session(pl_module, **{**vars(self.settings), **own})
         )

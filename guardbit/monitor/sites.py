@@ -17,9 +17,15 @@ from guardbit.guard import undo_all
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.runtime import AttentionCall, Clock, SiteState, runtime
 from guardbit.monitor.interception import errors, frames, hooks, installation
-from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.rerunning import rerun
-from guardbit.monitor.interception.seen import SiteRecord, StepCalls, once, parts, site_record
+from guardbit.monitor.interception.seen import (
+    OBSERVE,
+    SiteRecord,
+    StepCalls,
+    once,
+    parts,
+    site_record,
+)
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen

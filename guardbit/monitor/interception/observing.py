@@ -25,6 +25,7 @@ from guardbit.monitor.interception.errors import report, reporting
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, is_attached, site_number
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import (
+    OBSERVE,
     WATCH,
     Heads,
     note_call,
@@ -32,9 +33,6 @@ from guardbit.monitor.interception.seen import (
     refuse_call,
 )
 from guardbit.monitor.interception.watching import Watch, gradient_as_it_came, hand_to_observer
-
-#: The two functions, as users call them.
-OBSERVE = "guardbit.observe"
 
 _COMPILED = "GuardBit sees its tensors in eager code only: compiled it is not watched"
 _ONLY_KEYS = (

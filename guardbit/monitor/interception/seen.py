@@ -50,7 +50,8 @@ T = TypeVar("T")
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
 
-WATCH = "guardbit.watch_attention"
+#: The functions that show a user's own attention, as users call them.
+OBSERVE, WATCH = "guardbit.observe", "guardbit.watch_attention"
 
 #: Why a captured call keeps PyTorch's function. Later calls are replays and are not seen.
 CAPTURED = "it is captured in a CUDA graph, which replays the kernel of the capture"
