@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,6 +214,21 @@ class _Search:
         with torch.no_grad():
             return [self._run("query", changed(factor)) for factor in factors]
 
+    def _gradients(
+        self, side: Side, place: tuple[Any, ...], leaves: Iterable[Tensor], cotangent: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        def found() -> tuple[Tensor | None, ...]:
+            states, wanted = self._states[side][place], list(leaves)
+            return torch.autograd.grad(
+                states, wanted, cotangent, retain_graph=True, allow_unused=True
+            )
+
+        try:
+            return found()
+        except Exception:  # some graphs serve once, as those of TransformerEngine's layers do
+            self._states[side] = self._run(side, {})
+            return found()
+
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(
             like.shape, generator=self._generator, dtype=torch.float32, device="cpu"
@@ -298,13 +313,8 @@ class _Search:
         found: dict[str, list[tuple[Tensor, ...]]] = {}  # one of each head
         # Reduced head by head: all gradients together would be H times the size of the weights.
         for head in range(states.shape[1]) if leaves and states.requires_grad else ():
-            gradients = torch.autograd.grad(
-                states[:, head],
-                list(leaves.values()),
-                cotangents[:, head],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            place = slice(None), head
+            gradients = self._gradients(side, place, leaves.values(), cotangents[place])
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     norms = (gradient.float().norm(dim=n).flatten() for n in range(gradient.ndim))
@@ -335,12 +345,14 @@ class _Search:
         tokens = states.shape[2]
         # The position with the largest states: others may be padding without any input.
         largest = int(states.detach().float().square().sum(dim=(1, 3)).argmax())
-        position = states[largest // tokens, :, largest % tokens]
+        place = largest // tokens, slice(None), largest % tokens
+        position = states[place].detach()
         gradients = []
         for _ in range(4):
             # The normalisation of a parameter itself shows most along the states.
-            cotangent = torch.copysign(self._noise(position), position.detach())
-            (gradient,) = torch.autograd.grad(position, weight, cotangent, retain_graph=True)
+            cotangent = torch.copysign(self._noise(position), position)
+            (gradient,) = self._gradients(side, place, [weight], cotangent)
+            assert gradient is not None
             gradients.append(gradient.float())
         stacked = torch.stack(gradients)
         off_direction = {}

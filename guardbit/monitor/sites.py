@@ -17,7 +17,7 @@ from guardbit.guard import undo_all
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.runtime import AttentionCall, Clock, SiteState, runtime
 from guardbit.monitor.interception import errors, frames, hooks, installation
-from guardbit.monitor.interception.rerunning import rerun
+from guardbit.monitor.interception.rerunning import ATTEMPTS, rerun
 from guardbit.monitor.interception.seen import (
     OBSERVE,
     SiteRecord,
@@ -282,7 +282,7 @@ class Site:
         for module, inputs in self.record.modules:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
-            run = functools.partial(rerun, self.number, module, inputs)
+            run = functools.partial(rerun, self.number, module, inputs, [*ATTEMPTS])
             try:
                 found = settle(module, run, is_shared=parts(self.number) > 0)
                 self.state.calls_are_alike = found[0].calls_are_alike

@@ -9,6 +9,7 @@ strides from the name of a layout alone.
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.flash_stand_in.attention import Asked, backward, forward
@@ -156,6 +157,28 @@ class FusedAttnFunc(torch.autograd.Function):
         return (*[None] * 9, dq, dk, dv, *[None] * 21)
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.inputs = x, weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), ctx.inputs = ctx.inputs, None
+        flat, of_x = (each.flatten(0, -2).float() for each in (grad, x))
+        return (
+            (grad.to(weight) @ weight).to(x), (flat.T @ of_x).to(weight), flat.sum(0).to(weight)
+        )  # fmt: skip
+
+
+class Linear(nn.Linear):
+    """A graph of it serves for one backward, as in 2.20."""
+
+    def forward(self, x):
+        return _Product.apply(x, self.weight, self.bias)
+
+
 class FusedAttention(nn.Module):
     """Calls `FusedAttnFunc` as the source's does; `options` set other arguments by name."""
 
@@ -165,6 +188,7 @@ class FusedAttention(nn.Module):
 
     @torch._dynamo.disable
     def forward(self, q, k, v, qkv_layout="sbh3d", attn_mask_type="causal", window_size=None):
+        assert all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))  # so does theirs
         causal = attn_mask_type != "no_mask"
         first = qkv_layout.startswith("sb")
         batch, rows, keys = q.shape[int(first)], q.shape[int(not first)], k.shape[int(not first)]

@@ -12,6 +12,7 @@ import enum
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -50,6 +51,12 @@ class TensorSpec:
     dtype: torch.dtype
     values: Tensor | None  # if they are kept
 
+
+#: Whether a module is run in BF16, on what is no data as well, and on one sequence.
+Attempt = tuple[bool, bool, bool]
+
+#: In BF16 last, which some ask for before they call a kernel, as TransformerEngine does.
+ATTEMPTS: tuple[Attempt, ...] = tuple(product((False, True), (False, True), (True, False)))
 
 #: The inputs of one forward of a module, as `describe` returns them.
 ModuleInputs = tuple[Args, Kwargs]
@@ -163,25 +170,32 @@ def rerun(
     number: int,
     module: nn.Module,
     inputs: ModuleInputs,
+    attempts: list[Attempt],
     parameters: dict[str, Tensor],
     prepare: Callable[[nn.Module], None],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs a copy of a module on made-up inputs to see its attention calls."""
+    """Runs a copy of a module on made-up inputs to see its attention calls.
+
+    The attempt that shows them comes first from then on.
+    """
     device = next(module.parameters()).device
     failure: Exception | None = None
     try:
-        for with_objects, cut in product((False, True), (True, False)):
+        for attempt in attempts.copy():
+            low, with_objects, cut = attempt
             generator = torch.Generator(device).manual_seed(0)
             args, kwargs = make_up(inputs, generator, cut, with_objects)
+            precision = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
             # A failure after the attention call does not matter: later code may not bear made-up
             # inputs.
-            with runnable_copy(module, parameters, torch.float32) as stand_in:
+            with runnable_copy(module, parameters, torch.float32) as stand_in, precision:
                 prepare(stand_in)
                 try:
                     _run_probed(number, module, partial(stand_in.forward, *args, **kwargs))
                 except Exception as error:
                     failure = failure or error
             if probe.calls:
+                attempts.sort(key=lambda other: other != attempt)
                 calls, probe.calls = probe.calls, []
                 return calls
         raise failure or RuntimeError("the module did not call attention when it was run again")

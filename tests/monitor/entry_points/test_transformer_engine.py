@@ -3,6 +3,7 @@
 The stand-in is `tests.flash_stand_in.transformer_engine`, which names the release and the files.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -20,6 +21,7 @@ from tests.flash_stand_in.transformer_engine import (
     FlashAttention,
     FusedAttention,
     FusedAttnFunc,
+    Linear,
 )
 from tests.monitor.entry_points.library_models import install
 from tests.oracle import dense
@@ -42,7 +44,7 @@ class Layer(nn.Module):
     def __init__(self, layout, core=None, mask="causal", rows=None, **call):
         super().__init__()
         self.rows = rows  # the last tokens alone are queries
-        self.qkv = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
+        self.qkv = Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
         self.layout, self.call = layout, {"attn_mask_type": mask, **call}
         self.core = FusedAttention() if core is None else core
 
@@ -113,6 +115,11 @@ def test_a_call_keeps_its_bits_until_its_heads_are_switched(case, tiny, monkeypa
         inst.switch("0.core", "exact_delta", heads=[1, 2])
         switched = tiny.step(model, x)
         assert inst.sites["0.core"].launches["backward", "transformer_engine"] == 3
+        rows, by_head = model[0].qkv.weight.float(), "h3d" in layout or "h2d" in layout
+        shape = (HEADS, 3, WIDTH) if by_head else (3, HEADS, WIDTH)
+        own = rows.unflatten(0, shape).unbind(int(by_head))
+        assert torch.equal(inst.sites["0.core"].query_weights(), own[0])
+        assert torch.equal(inst.sites["0.core"].key_weights(), own[1])
     assert torch.equal(switched["loss"], before["loss"])
     assert tiny.equal(tiny.step(model, x), before)
     left, _ = asked.get("window_size", (-1, 0))
@@ -202,13 +209,14 @@ def test_the_function_is_put_back():
     assert FusedAttnFunc.apply == apply and FusedAttnFunc.forward is forward
 
 
-#: What other releases have that 2.18 has not, and have not.
+#: What other releases have that 2.18 has not, and have not; 2.20 has all but tensors in one object.
 RELEASES = {
     "v2.4": (
         [], ["softmax_type", "bottom_right_diagonal", "softmax_offset", "fp8_output",
              "layer_number", "return_max_logit"],
     ),
     "d0067d0 of 2026-08-22": (["bf16_backward", "packed_qkv", "packed_kv"], []),
+    "v2.20": ([], []),
 }  # fmt: skip
 
 
@@ -217,6 +225,8 @@ def test_arguments_are_known_by_the_names_of_the_release(release, monkeypatch):
     more, less = RELEASES[release]
     signature = inspect.signature(FusedAttnFunc.forward)
     names = [name for name in signature.parameters if name not in less] + more
+    if release == "v2.20":
+        names = ["ctx", "q", "k", "v", "attn_bias", "softmax_offset", "fwd_args"]
 
     def other(*args):
         raise NotImplementedError
@@ -237,7 +247,11 @@ def test_arguments_are_known_by_the_names_of_the_release(release, monkeypatch):
     }  # fmt: skip
 
     def bind(**others):
-        return FUSED.bind(*({**given, **others}.get(name) for name in names[1:]))
+        asked = {**given, **others}
+        if release == "v2.20":
+            rest = [(name, object) for name in asked]
+            asked["fwd_args"] = dataclasses.make_dataclass("FusedAttnFwdArgs", rest)(**asked)
+        return FUSED.bind(*(asked.get(name) for name in names[1:]))
 
     bound = bind()
     assert bound.q.shape == (2, HEADS, 6, WIDTH) and bound.library.deterministic

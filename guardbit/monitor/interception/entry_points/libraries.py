@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -251,6 +251,8 @@ class _Fused(LibraryEntryPoint):
 
     def given(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         given = super().given(args, kwargs)
+        if (others := given.pop("fwd_args", None)) is not None:  # from 2.20 on, in one dataclass
+            given = {**{each.name: getattr(others, each.name) for each in fields(others)}, **given}
         causal, (left, right) = given["attn_mask_type"] != "no_mask", given["window_size"]
         window = left, -1 if causal and right == 0 else right
         tokens_first = given["qkv_layout"].startswith("sb")
