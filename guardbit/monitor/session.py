@@ -723,14 +723,18 @@ class Session(Guarded):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
-        "stabilizers" is what is asked for, "running" what the heads really ran in the latest step.
-        If the other parts cannot be collected, it holds only what is asked for. A sampled step that
-        is still to be judged is judged first, see `catch_up`.
+        "stabilizers" is what is asked for; "all" has that and the rest, as what the heads "running"
+        in the latest step were. If the rest cannot be collected, it holds only what is asked for.
+        A sampled step that is still to be judged is judged first, see `catch_up`.
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
         state = self._stages.always("state", lambda: self._state(switched))
-        return {"stabilizers": switched} if state is None else state
+        if state is None:
+            return {"stabilizers": switched}
+        # In a tuple: torch.distributed.checkpoint fills a new session's state key by key, also in
+        # dicts and lists, and drops keys that it lacks.
+        return {"stabilizers": switched, "last_step": state["last_step"], "all": (state,)}
 
     def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
         ended = self._schedule.last_ended
@@ -778,6 +782,7 @@ class Session(Guarded):
             raise ValueError(
                 "this is no state of GuardBit's: pass what `state_dict` of a session returned"
             )
+        (state,) = state.get("all", (state,))
         stabilizers = state["stabilizers"]
         if state.get("format") != _FORMAT:
             self._switching.load(stabilizers, state.get("is_of_parts", False))

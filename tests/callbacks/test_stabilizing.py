@@ -224,7 +224,7 @@ def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
     state = saved["callbacks"]["AttentionMonitor"]
     assert state["stabilizers"] == {SITE: ["none", "compensated"]}
     assert state["last_step"] == 7 and [
-        step for name, step, _, _ in state["measurement"]["scalars"] if name == "loss"
+        step for name, step, _, _ in state["all"][0]["measurement"]["scalars"] if name == "loss"
     ] == [7]
 
     def check(value):

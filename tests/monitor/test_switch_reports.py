@@ -89,7 +89,7 @@ def test_a_refused_batch_after_the_switch_is_told_at_once_and_so_is_the_next_wit
     assert "it computes in torch.float64" in caplog.text
     state = run.session.state_dict()
     assert state["stabilizers"] == {SITE: ["none", "compensated"]}, "what is asked for"
-    assert state["running"][SITE] == ["none", "none"], "what ran"
+    assert state["all"][0]["running"][SITE] == ["none", "none"], "what ran"
     run.steps(WIDE, None)
     assert run.switched_launches() == 2
     assert run.stabilizers() == ["none", "compensated"]

@@ -104,13 +104,13 @@ def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, 
     of_others = [(500, "0", (0, 1))] if scope == "model" else []
     assert events(tmp_path, "switch") == of_others
     assert events(tmp_path, "advisory") == []
-    assert states[5000]["policy"]["advice"] is None
+    assert states[5000]["all"][0]["policy"]["advice"] is None
 
 
 @pytest.mark.parametrize("known", ["another format", "the heads alone"])
 def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog, known):
     model, session = session_of(tmp_path / "old", rules=(Names(since=500),), policy=Policy())
-    old = {**run(model, session, (0, 500, 1000))[1000], "format": 2}
+    old = {**run(model, session, (0, 500, 1000))[1000]["all"][0], "format": 2}
     session.close()
     if known == "the heads alone":
         old = {"stabilizers": old["stabilizers"]}
@@ -126,7 +126,7 @@ def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog
     model, session = session_of(
         tmp_path, state, rules=(Names(since=9000),), policy=Policy(scope="head")
     )
-    assert run(model, session, (2500,))[2500]["sound_step"] is None
+    assert run(model, session, (2500,))[2500]["all"][0]["sound_step"] is None
     session.close()
 
 

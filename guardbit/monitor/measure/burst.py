@@ -120,6 +120,9 @@ class Burst:
         """
         if site not in self._sites():
             return
+        if self._sites()[site].was_called and (why := self._why_not_plain(site)):
+            self.why_not = why
+            return
         for head in heads:
             room = MOST_HEADS - sum(map(len, self.heads.values()))
             is_new = (site, head, is_alarm) not in self._seen
@@ -127,6 +130,14 @@ class Burst:
                 self._seen.add((site, head, is_alarm))
                 self.heads.setdefault(site, []).append(head)
                 self.why_not = _NOT_OVER
+
+    def _why_not_plain(self, site: str) -> str:
+        """Asks between steps: in a backward FSDP shows weights that it shards as plain ones."""
+        try:
+            self._sites()[site].plain_rows()
+        except LayoutUnavailable as unavailable:
+            return str(unavailable)
+        return ""
 
     def listen(self, guarded: Callable[[Callable[[], None]], object]) -> None:
         """Hears of every optimizer's steps from now on, until `stop`; errors go to the guard."""
@@ -158,7 +169,7 @@ class Burst:
         self._in_vain.update(list(self.heads))
         for site in [site for site in self.heads if self._in_vain[site] >= PATIENCE]:
             what = "step of a PyTorch optimizer on its W_Q" if site in shown else "call of it"
-            self._give_up(site, f"no {what} was seen")
+            self._give_up(site, self._why_not_plain(site) or f"no {what} was seen")
 
     def consume(self, call: AttentionCall) -> None:
         sites = self._sites()

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guardbit import MonitorSession, load, read_events, read_run
@@ -384,7 +387,7 @@ def test_a_resumed_run_measures_anew(tmp_path):
 
 
 def test_there_is_room_for_some_heads_and_an_alarm_begins_anew():
-    burst = Burst(lambda: dict.fromkeys("ab"), nn.Module())
+    burst = Burst(lambda: dict.fromkeys("ab", SimpleNamespace(was_called=False)), nn.Module())
     burst.want("a", range(5), is_alarm=False)
     burst.want("b", range(5), is_alarm=False)
     assert burst.heads == {"a": [0, 1, 2, 3, 4], "b": [0, 1, 2]} and MOST_HEADS == 8
@@ -477,3 +480,17 @@ def test_of_ranks_that_average_gradients_one_is_enough(faulty, tmp_path, monkeyp
     assert cause.what == "rounding"
     low, high = cause.interval
     assert low < 0.75 < high
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_weights_that_fsdp_shards_are_refused_at_once_though_a_backward_shows_them_whole(tmp_path):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = fully_shard(Model(Attention(2)), mesh=init_device_mesh("cpu", (1,)))
+        session = session_of(model, tmp_path)
+        run(model, 2, session)
+        assert not session._burst.is_on
+        assert "'qkv.weight' is shared by several ranks" in session.judgement.cause.why
+        session.close()
+    finally:
+        dist.destroy_process_group()

@@ -84,7 +84,7 @@ def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, normed):
                 loop.backward(step)
     loop.session.close()
     assert bool(len(events_of(tmp_path, "alarm"))) is not normed
-    assert (loop.session.state_dict()["verdict"] == "stable") is normed
+    assert (loop.session.state_dict()["all"][0]["verdict"] == "stable") is normed
     sites = read_metadata(tmp_path)["sites"].values()
     assert {site["normalises_queries"] for site in sites} == {normed}
     replayed = replay(read_run(tmp_path), normalised=normalised_sites(read_metadata(tmp_path)))

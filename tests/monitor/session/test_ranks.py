@@ -51,7 +51,7 @@ def two_ranks(folder, module, function):
             loop.model(x.bfloat16()).float().square().mean().backward()
             record.loss(float(rank))
     stabilizers = loop.session.instrumentation.stabilizers()
-    detectors = loop.session.state_dict()["detectors"]
+    detectors = loop.session.state_dict()["all"][0]["detectors"]
     loop.session.close()
     found = [stabilizers, sorted(loop.session.stages_off), detectors]
     keep(folder, ["found"], lambda *_: found)

@@ -4,6 +4,7 @@ import logging
 import warnings
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from guardbit import load, read_events
 from guardbit.monitor import journal
@@ -171,3 +172,19 @@ def test_a_policy_acts_on_the_alarms_of_a_checkpoint_that_none_has_heeded(tmp_pa
     Loop(**settings).resume(killed.leave(), [3, 4])
     switches = events_of(tmp_path, "switch")
     assert switches[["step", "site", "heads"]].to_numpy().tolist() == [[3, SITES[1], (1,)]]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_session_saved_by_torch_distributed_checkpoint_comes_back_whole(tmp_path):
+    settings = {"rules": (Always(),), "policy": Policy(scope="head")}
+    first = Loop(**settings).run(range(2), close=False).session
+    dcp.save({"guardbit": first}, checkpoint_id=tmp_path, no_dist=True)
+    (saved,) = first.state_dict()["all"]
+    first.close()
+    again = Loop(**settings).session  # its own state is as good as empty
+    dcp.load({"guardbit": again}, checkpoint_id=tmp_path, no_dist=True)
+    (found,) = again.state_dict()["all"]
+    assert any("exact_delta" in names for names in saved["stabilizers"].values())
+    for part in ("stabilizers", "detectors", "policy", "last_step"):
+        assert found[part] == saved[part]
+    again.close()

@@ -76,7 +76,7 @@ def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
         loop.run([1, 2], close=False)
     assert sum("the stage 'samples' failed" in message for message in caplog.messages) == 1
     loop.run([3, 4, 5], close=False)
-    assert loop.session.state_dict()["measurement"] is None
+    assert loop.session.state_dict()["all"][0]["measurement"] is None
     loop.session.close()
 
 
