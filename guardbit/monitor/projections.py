@@ -298,7 +298,9 @@ def _whole(parameter: DTensor) -> Tensor:
         return parameter.full_tensor()
     # As `full_tensor`, which takes five times as long on the host.
     whole = own.new_empty(parameter.shape)
-    torch.distributed.all_gather_into_tensor(whole, own.contiguous(), mesh.get_group())
+    everywhere: Any = torch.distributed  # the latter is deprecated from 2.13 on
+    gather = getattr(everywhere, "all_gather_single", everywhere.all_gather_into_tensor)
+    gather(whole, own.contiguous(), mesh.get_group())
     return whole
 
 

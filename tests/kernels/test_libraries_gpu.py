@@ -1,4 +1,4 @@
-"""varlen_attn on the GPU, and the packages of FlashAttention where they are installed."""
+"""varlen_attn on the GPU, FlashAttention's packages and TransformerEngine where installed."""
 
 import importlib
 import sys
@@ -23,9 +23,11 @@ pytestmark = [
     # FlashAttention 4 and what it is built on warn of themselves.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Argument .*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:::transformer_engine"),
 ]
 
 
+TRANSFORMER_ENGINE = "transformer_engine.pytorch"
 ENGINES = ("varlen_attn", "flash_attn", "flash_attn_3", "flash_attn_4")
 LENGTHS, OTHERS = [300, 1, 0, 129, 70], [310, 1, 0, 200, 70]
 SPECS = {
@@ -90,15 +92,20 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
 
 
 class Model(nn.Module):
-    """Attention by varlen_attn, or by a package of FlashAttention, packed or not."""
+    """Attention by varlen_attn, or by a package, packed or not."""
 
     def __init__(self, package, is_packed):
         super().__init__()
         self.package, self.is_packed, self.qkv = package, is_packed, nn.Linear(256, 768)
         self.starts = packed(LENGTHS, LENGTHS)[0]
+        if package.startswith(TRANSFORMER_ENGINE):
+            kind = importlib.import_module(TRANSFORMER_ENGINE).DotProductAttention
+            self.core = kind(4, 64, attention_dropout=0.0, qkv_format="bshd")
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(-3)
+        if self.package.startswith(TRANSFORMER_ENGINE):
+            return self.core(q, k, v)
         starts, longest = (self.starts, self.starts), (max(LENGTHS), max(LENGTHS))
         if self.package == "torch.nn.attention.varlen":
             out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=(-1, 0))
@@ -124,9 +131,12 @@ class Model(nn.Module):
         ("flash_attn", True, True),
         ("flash_attn_4", False, False),
         ("flash_attn_4", True, False),
+        ("transformer_engine", False, False),
     ],
 )
-def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compiled):
+def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compiled, monkeypatch):
+    for name in ("FLASH_ATTN", "UNFUSED_ATTN", "ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(f"NVTE_{name}", "0")  # so that its fused attention runs
     home = library_engine(package, True).home
     if package != "varlen_attn":
         pytest.importorskip(home)
@@ -155,6 +165,8 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
         (name,) = inst.sites
         assert inst.sites[name].refusal is None
         assert len(calls) == 1
+        queries = model.qkv.weight[:256].float().view(4, 64, 256)
+        assert torch.equal(inst.sites[name].query_weights(), queries)
         if not compiled:  # Inductor fuses the projections' bias otherwise
             assert torch.equal(watched[0], before[0][0])
             assert not repeats or torch.equal(watched[1], before[0][1])
@@ -171,3 +183,18 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
     finally:
         inst.remove()
         torch._dynamo.reset()
+
+
+def test_w_q_is_found_in_layers_of_transformer_engine(monkeypatch):
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    layers = pytest.importorskip(TRANSFORMER_ENGINE)
+    options = {"attention_dropout": 0.0, "params_dtype": torch.bfloat16}
+    layer = layers.TransformerLayer(256, 512, 4, **options).cuda()
+    inst = guardbit.instrument(layer)
+    try:
+        layer(torch.randn(320, 2, 256, device="cuda").bfloat16()).sum().backward()
+        (site,) = inst.sites.values()
+        (queries,) = [p for name, p in layer.named_parameters() if name.endswith("query_weight")]
+        assert torch.equal(site.query_weights(), queries.float().view(4, 64, 256))
+    finally:
+        inst.remove()

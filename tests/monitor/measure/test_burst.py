@@ -482,7 +482,6 @@ def test_of_ranks_that_average_gradients_one_is_enough(faulty, tmp_path, monkeyp
     assert low < 0.75 < high
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
 def test_weights_that_fsdp_shards_are_refused_at_once_though_a_backward_shows_them_whole(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
