@@ -23,7 +23,6 @@ pytestmark = [
     # FlashAttention 4 and what it is built on warn of themselves.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Argument .*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:::transformer_engine"),
 ]
 
 
