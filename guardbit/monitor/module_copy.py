@@ -171,6 +171,8 @@ def _copied_module(x: Any, memo: dict[int, Any]) -> Any:
 def _state_of(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, without compiled code and hooks of others."""
     state = {**vars(module), "_compiled_call_impl": None}
+    if "fuse_wgrad_accumulation" in state:  # TransformerEngine's parameters then get no gradients
+        state["fuse_wgrad_accumulation"] = False
     for name in [name for name in state if name.endswith("_hooks") and name.startswith("_")]:
         hooks = state[name].items() if name in _HOOKS else ()
         # A method of C, as `append` of a list, has None for a module.

@@ -159,24 +159,31 @@ class FusedAttnFunc(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.inputs = x, weight
+    def forward(ctx, x, weight, bias, is_fused):
+        ctx.inputs, ctx.is_fused = (x, weight), is_fused
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         (x, weight), ctx.inputs = ctx.inputs, None
+        if ctx.is_fused:
+            weight.main_grad.add_(1)
         flat, of_x = (each.flatten(0, -2).float() for each in (grad, x))
         return (
-            (grad.to(weight) @ weight).to(x), (flat.T @ of_x).to(weight), flat.sum(0).to(weight)
+            (grad.to(weight) @ weight).to(x), (flat.T @ of_x).to(weight), flat.sum(0).to(weight),
+            None,
         )  # fmt: skip
 
 
 class Linear(nn.Linear):
-    """A graph of it serves for one backward, as in 2.20."""
+    """A graph of it serves for one backward, as in 2.20, which its weight keeps count of."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.fuse_wgrad_accumulation, self.weight.main_grad = True, torch.zeros(())
 
     def forward(self, x):
-        return _Product.apply(x, self.weight, self.bias)
+        return _Product.apply(x, self.weight, self.bias, self.fuse_wgrad_accumulation)
 
 
 class FusedAttention(nn.Module):

@@ -184,16 +184,20 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
         torch._dynamo.reset()
 
 
-def test_w_q_is_found_in_layers_of_transformer_engine(monkeypatch):
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+def test_w_q_is_found_in_layers_of_transformer_engine(fused, monkeypatch):
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     layers = pytest.importorskip(TRANSFORMER_ENGINE)
-    options = {"attention_dropout": 0.0, "params_dtype": torch.bfloat16}
-    layer = layers.TransformerLayer(256, 512, 4, **options).cuda()
+    options = {"fuse_qkv_params": fused, "fuse_wgrad_accumulation": fused, "attention_dropout": 0.0}
+    layer = layers.TransformerLayer(256, 512, 4, params_dtype=torch.bfloat16, **options).cuda()
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     inst = guardbit.instrument(layer)
     try:
         layer(torch.randn(320, 2, 256, device="cuda").bfloat16()).sum().backward()
         (site,) = inst.sites.values()
-        (queries,) = [p for name, p in layer.named_parameters() if name.endswith("query_weight")]
-        assert torch.equal(site.query_weights(), queries.float().view(4, 64, 256))
+        name = f"self_attention.layernorm_qkv.{'' if fused else 'query_'}weight"
+        rows = layer.get_parameter(name).float().view(4, -1, 64, 256)[:, 0]
+        assert torch.equal(site.query_weights(), rows)
     finally:
         inst.remove()
