@@ -82,21 +82,6 @@ class RunFollower:
             self._next_flush.clear()
         return starts_over
 
-    def last_step(self) -> int:
-        """The last step of the newest segment of samples, -1 where it is unknown."""
-        segments = self._of("samples")
-        newest = max(segments, key=lambda one: (one.session.number, one.last), default=None)
-        if newest is None:
-            return -1
-        try:
-            found = pq.read_metadata(newest.path)
-            place = found.schema.names.index("step")
-            groups = range(found.num_row_groups)
-            known = (found.row_group(number).column(place).statistics for number in groups)
-            return max((int(one.max) for one in known if one and one.has_min_max), default=-1)
-        except files.UNREADABLE:
-            return -1
-
     def event_files(self) -> tuple[str, ...]:
         return tuple(segment.path.name for segment in self._of("events"))
 
