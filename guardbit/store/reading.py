@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ class RunFollower:
         self.broken: set[Path] = set()
         self._listing = files.Listing({}, [])
         self._last_steps: list[tuple[SessionKey, float]] = []
-        #: The first flush of a kind that was not read yet, of each session.
-        self._next_flush: dict[tuple[str, SessionKey], int] = {}
+        #: How many flushes of a kind were read of each session.
+        self._flushes_read: Counter[tuple[str, SessionKey]] = Counter()
 
     def look(self) -> bool:
         """Lists what the folder holds now; returns whether all samples must be read again."""
@@ -79,7 +80,7 @@ class RunFollower:
         # A new session hides nothing if the earlier ones still count up to the same steps.
         starts_over = bool(before) and self._last_steps[: len(before)] != before
         if starts_over:
-            self._next_flush.clear()
+            self._flushes_read.clear()
         return starts_over
 
     def event_files(self) -> tuple[str, ...]:
@@ -87,9 +88,8 @@ class RunFollower:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yields the new samples in the order they were written, columns as in the store."""
-        new = [
-            one for one in self._of("samples") if one.last >= self._flush("samples", one.session)
-        ]
+        read = self._flushes_read
+        new = [one for one in self._of("samples") if one.last >= read["samples", one.session]]
         self.bytes_found, self.bytes_read = sum(_stat(segment.path)[0] for segment in new), 0
         # The next look finds what a live writer has merged meanwhile.
         with contextlib.suppress(FileNotFoundError):
@@ -103,7 +103,7 @@ class RunFollower:
                 try:
                     yield from load(segment.path, last_step)
                     self.bytes_read += _stat(segment.path)[0]
-                    self._next_flush[kind, key] = segment.last + 1
+                    self._flushes_read[kind, key] = segment.last + 1
                 except FileNotFoundError:
                     raise
                 except files.UNREADABLE as error:
@@ -119,12 +119,9 @@ class RunFollower:
         segments = self._listing.segments
         return [one for one in segments if one.kind == kind and one.path not in self.broken]
 
-    def _flush(self, kind: str, key: SessionKey) -> int:
-        return self._next_flush.get((kind, key), 0)
-
     def _next(self, kind: str, key: SessionKey) -> Segment | None:
         """The widest readable segment that holds what is to be read next of a session."""
-        flush = self._flush(kind, key)
+        flush = self._flushes_read[kind, key]
         ahead = [one for one in self._of(kind) if one.session == key and one.last >= flush]
         first = max(min((segment.first for segment in ahead), default=0), flush)
         bringing = [segment for segment in ahead if segment.first <= first]
@@ -307,7 +304,7 @@ def _read_all(folder: Path, kind: str) -> list[Any]:
             if not attempts_left:
                 raise
             continue
-        if follower.broken and not follower._next_flush:
+        if follower.broken and not follower._flushes_read:
             named = f"the {len(follower.broken)} segments of {kind} in {folder}"
             raise ValueError(f"none of {named} can be read")
         return parts
