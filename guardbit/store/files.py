@@ -36,8 +36,6 @@ EVENT_COLUMNS = [field.name for field in dataclasses.fields(Event)]
 
 #: Name of a run's folder in the log directory of the run.
 RUN_FOLDER = "guardbit"
-#: The start step of a session that continues no earlier one, so that none of their steps count.
-NO_PAST = -1
 
 #: Errors that reading a broken file raises.
 UNREADABLE = (OSError, ValueError, OverflowError, RecursionError, MemoryError, pa.ArrowException)

@@ -35,8 +35,6 @@ _BATCH = 1 << 16
 _UNKNOWN = Session(None, {}, None)
 #: How often a reader tries when the merge of a live writer removes a file.
 _READ_ATTEMPTS = 10
-#: More heads than any attention has; a larger number is a mistake.
-_MOST_HEADS = 65_536
 #: What rows of one sample have in common.
 _OF_SAMPLE = ["step", "site", "layer", "indicator"]
 
@@ -293,22 +291,20 @@ def _looked_at(path: str | os.PathLike[str]) -> RunFollower:
     return follower
 
 
-def _read_all(folder: Path, kind: str) -> list[Any]:
+def _read_all(folder: Path, kind: str, attempts: int = _READ_ATTEMPTS) -> list[Any]:
     """Reads all segments of a kind; tries again if a live writer merged some meanwhile."""
-    for attempts_left in reversed(range(_READ_ATTEMPTS)):
-        follower = RunFollower(folder)
-        follower.look()
-        try:
-            parts = list(follower.read(kind))
-        except FileNotFoundError:
-            if not attempts_left:
-                raise
-            continue
-        if follower.broken and not follower._flushes_read:
-            named = f"the {len(follower.broken)} segments of {kind} in {folder}"
-            raise ValueError(f"none of {named} can be read")
-        return parts
-    raise AssertionError("the last attempt returns or raises")
+    follower = RunFollower(folder)
+    follower.look()
+    try:
+        parts = list(follower.read(kind))
+    except FileNotFoundError:
+        if attempts == 1:
+            raise
+        return _read_all(folder, kind, attempts - 1)
+    if follower.broken and not follower._flushes_read:
+        named = f"the {len(follower.broken)} segments of {kind} in {folder}"
+        raise ValueError(f"none of {named} can be read")
+    return parts
 
 
 def _tidy(table: pa.Table) -> pd.DataFrame:
@@ -375,12 +371,12 @@ def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
     named = {name: frame[name].astype(object).fillna("") for name in ("site", "indicator")}
     frame = frame.assign(**named)
     is_module = frame["site"] != ""
-    wrong = frame[is_module & ~frame["head"].between(0, _MOST_HEADS - 1)]
+    wrong = frame[is_module & ~frame["head"].between(0, files.MAX_HEADS - 1)]
     if len(wrong):
         first = wrong.iloc[0]
         raise ValueError(
             f"head {first['head']} of site {first['site']!r} at step {first['step']} in the "
-            f"telemetry; the heads of a site count from 0 to {_MOST_HEADS - 1} at most"
+            f"telemetry; the heads of a site count from 0 to {files.MAX_HEADS - 1} at most"
         )
     group = frame.groupby(_OF_SAMPLE).ngroup().to_numpy()
     order = np.argsort(group, kind="stable")
