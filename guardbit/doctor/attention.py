@@ -281,7 +281,7 @@ class Chunk:
     @cached_property
     def exact(self) -> Pass:
         """The pass without any rounding."""
-        return self.run(replace(EXACT, delta="probabilities"))
+        return self.run(EXACT.without("delta"))
 
     @cached_property
     def natural_size(self) -> Tensor:
@@ -296,10 +296,13 @@ class Chunk:
 
     def run(self, arithmetic: Arithmetic, out: Tensor | None = None) -> Pass:
         """Runs forward and backward; the backward takes another O if one is given."""
+        numerators, total = self._rounded_softmax(arithmetic)
+        out = self.forward(arithmetic) if out is None else out
+        return self.backward(arithmetic, numerators / total, out)
+
+    def backward(self, arithmetic: Arithmetic, p: Tensor, out: Tensor) -> Pass:
+        """Runs the backward of a P and an O."""
         dtype = self.head.q.dtype
-        _, _, p = self._probabilities(arithmetic)
-        if out is None:
-            out = self.forward(arithmetic)
         dp = arithmetic.rounded("dP", self.d_probabilities, dtype)
         if arithmetic.delta == "output":
             delta = (self.wide("d_out") * out).sum(-1)
@@ -309,27 +312,21 @@ class Chunk:
             delta = torch.zeros_like(p[..., 0])
         delta = arithmetic.rounded("delta", delta, dtype)
         d_scores = arithmetic.rounded("dS", p * (dp - delta[..., None]), dtype)
-        return Pass(out, delta, d_scores, self.query_gradient(arithmetic, d_scores))
+        dq = d_scores * self.slope @ self.wide("k") * self.head.scale
+        return Pass(out, delta, d_scores, arithmetic.rounded("dQ", dq, dtype))
 
     def forward(self, arithmetic: Arithmetic) -> Tensor:
         """Returns the output, FP64 `(S, R, E)`."""
         dtype = self.head.q.dtype
-        numerators, total, _ = self._probabilities(arithmetic)
+        numerators, total = self._rounded_softmax(arithmetic)
         sums = arithmetic.rounded("P", numerators, dtype) @ self.wide("v")
         return arithmetic.rounded("O", arithmetic.rounded("PV", sums, dtype) / total, dtype)
 
-    def query_gradient(self, arithmetic: Arithmetic, d_scores: Tensor) -> Tensor:
-        """Returns dQ of a dS, FP64 `(S, R, D)`."""
-        dq = d_scores * self.slope @ self.wide("k") * self.head.scale
-        return arithmetic.rounded("dQ", dq, self.head.q.dtype)
-
-    def _probabilities(self, arithmetic: Arithmetic) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(S - m), its sum and P, with S as the arithmetic leaves it."""
+    def _rounded_softmax(self, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+        """exp(S - m) and its sum, with S as the arithmetic leaves it."""
         if "S" not in arithmetic.roundings:
-            return *self.softmax[:2], self.probabilities
-        scores = arithmetic.rounded("S", self.scores, self.head.q.dtype)
-        numerators, total, _ = self._softmax(scores)
-        return numerators, total, numerators / total
+            return self.softmax[:2]
+        return self._softmax(arithmetic.rounded("S", self.scores, self.head.q.dtype))[:2]
 
     def _softmax(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         top = scores.amax(-1, keepdim=True)

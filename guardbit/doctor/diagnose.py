@@ -179,7 +179,7 @@ def _compensated(chunk: Chunk) -> Tensor:
     exact = (rounded @ chunk.wide("v") / total).float()
     out = round_nearest(exact, chunk.head.q.dtype)
     kept = decode_residual(out, encode_residual(exact, out)).double()
-    return _backward(chunk, numerators / total, out.double() + kept)
+    return chunk.backward(FLASH, numerators / total, out.double() + kept).dq
 
 
 def _row_max(chunk: Chunk) -> Tensor:
@@ -192,14 +192,7 @@ def _row_max(chunk: Chunk) -> Tensor:
     factor = torch.where(tied, (-shift).exp(), 1.0)
     sums = FLASH.rounded("P", numerators * factor, dtype) @ chunk.wide("v")
     out = FLASH.rounded("O", sums / (total * factor), dtype)
-    return _backward(chunk, chunk.probabilities, out)
-
-
-def _backward(chunk: Chunk, p: Tensor, out: Tensor) -> Tensor:
-    """FlashAttention-2's dQ with a given P and O."""
-    delta = (chunk.wide("d_out") * out).sum(-1, keepdim=True)
-    d_scores = FLASH.rounded("dS", p * (chunk.d_probabilities - delta), chunk.head.q.dtype)
-    return chunk.query_gradient(FLASH, d_scores)
+    return chunk.run(FLASH, out).dq
 
 
 class Roots(NamedTuple):
