@@ -199,7 +199,6 @@ class Roots(NamedTuple):
     """Which rows, keys and columns the push of one sampled step comes from."""
 
     row_push: Tensor  # FP64 `(S, R)`, signed; the parts add up to the whole
-    delta_error: Tensor  # FP64 `(S, R)`, by how much delta is too large
     top_share: float  # the part of the sizes of all pushes that one row in a hundred has
     tied: float  # the part of the rows with more than one maximum
     key_push: Tensor  # FP64 `(S, M)`, signed; these add up to the whole too
@@ -225,7 +224,6 @@ def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
             "row": (error @ along_keys[..., None])[..., 0],
             "key": error.sum(1, keepdim=True) * along_keys[:, None],
             "column": lost.sum((0, 1))[None, None],
-            "delta": usual.delta - exact.delta,
             "tied": ((top - chunk.scores <= _TIED) & (top > -torch.inf)).sum(-1) > 1,
             "seen": (chunk.added > -torch.inf).expand(p.shape).sum(1, keepdim=True),
             "given": p.sum(1, keepdim=True),
@@ -239,7 +237,6 @@ def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
     few = max(1, round(len(sizes) / 100))
     return Roots(
         found["row"],
-        found["delta"],
         float(sizes[:few].sum() / sizes.sum().clamp(min=1e-300)),
         float(found["tied"].double().mean()),
         key_push,
@@ -260,8 +257,7 @@ def common_mode(k: Tensor) -> float:
 class RowError(NamedTuple):
     """The error of a row's output, by columns, and that of one column's sum, by keys."""
 
-    sequence: int  # number of the sequence
-    position: int  # of the row in it
+    position: int  # of the row in its sequence
     d_out: list[float]  # dO, of each column of V
     # O as the kernel has it less the exact one, of each column. The error of delta is the sum of
     # their products.
@@ -291,7 +287,6 @@ def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int
     terms = weights * values
     so_far = terms.float().cumsum(0).to(dtype).double()
     return RowError(
-        sequence,
         int(head.rows[row]),
         d_out.tolist(),
         error.tolist(),

@@ -134,16 +134,12 @@ def sdpa_engine(backend: SDPBackend, call: ExaminedCall) -> Engine:
     with warnings.catch_warnings(record=True) as said, sdpa_kernel(backend):
         warnings.simplefilter("always")
         try:
-            return chosen(call)
+            return choose(*call.inputs[:4], training=True)
         except RuntimeError:
             told = [str(w.message).partition(" (Triggered internally")[0].strip() for w in said]
             reasons = [one for one in told if one and "kernel not used because" not in one]
             unknown = "PyTorch says that it does not serve such a call"
             raise ValueError((reasons or [unknown])[-1]) from None
-
-
-def chosen(call: ExaminedCall) -> Engine:
-    return choose(call.q, call.k, call.v, call.spec, training=True)
 
 
 def library_candidates(call: ExaminedCall) -> Candidates:

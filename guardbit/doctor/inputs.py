@@ -7,7 +7,7 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -156,10 +156,8 @@ def packed_spec(shape: Shape, mask: str, device: str) -> tuple[AttentionSpec, Sh
     scale, window = 1 / math.sqrt(shape.head_dim), _window(shape, mask)
     if mask in ("padding", "additive"):
         return None
-    lengths: Sequence[int] = (shape.length,)
-    if mask == "documents":
-        lengths = document_lengths(shape.length)
-    lengths = [*lengths] * shape.batch
+    lengths = document_lengths(shape.length) if mask == "documents" else (shape.length,)
+    lengths = lengths * shape.batch
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     spec = AttentionSpec(
         scale,

@@ -25,7 +25,6 @@ from torch.torch_version import TorchVersion
 
 from guardbit.doctor.engines import (
     Candidates,
-    chosen,
     flex,
     library_candidates,
     sdpa_candidates,
@@ -34,6 +33,7 @@ from guardbit.doctor.engines import (
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examine import Examination, Finding, Row
 from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
+from guardbit.kernels.engines import choose
 from guardbit.kernels.spec import AttentionSpec
 
 #: Shapes that are examined where none is asked for, by device: GPT-2's, grouped heads of 128, and
@@ -153,7 +153,7 @@ class Examiner:
         if spec.extras:
             candidates = library_candidates(first)
         else:
-            self.result.chosen[place] = chosen(first).name
+            self.result.chosen[place] = choose(*first.inputs[:4], training=True).name
             candidates = sdpa_candidates(first, own=self._units is None)
         # Where time is short, what the model runs comes first.
         candidates[0].sort(key=lambda engine: engine.name != kernel)
