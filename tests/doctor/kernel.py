@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from guardbit.doctor.attention import HeadInputs, head_of_call
-from guardbit.kernels.engines import Inputs
+from guardbit.kernels.engines import Engine, Inputs
 from guardbit.kernels.spec import AttentionSpec
 from tests.doctor.faulty_engines import Rounding, Written, nearest
 from tests.oracle import dense
@@ -30,7 +30,12 @@ class Tensors(NamedTuple):
 
 def kernel(tensors: Tensors, **roundings: Rounding) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 in one tile, with other roundings, see `Written`: out and dQ, BF16."""
-    engine = Written("kernel", **roundings)
+    return run(Written("kernel", **roundings), tensors)
+
+
+@torch.no_grad()
+def run(engine: Engine, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Out and dQ, BF16, of an engine."""
     inputs = Inputs(*tensors[:3], spec_of(tensors))
     out, lse = engine.forward(inputs, True)
     return out, engine.backward(inputs, tensors.d_out, out, lse).dq
