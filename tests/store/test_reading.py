@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from guardbit.records import EVENT_KINDS, Event, Sample
 from guardbit.store import (
+    RunFollower,
     RunWriter,
     files,
     read_end,
@@ -304,14 +305,13 @@ def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kin
     for step in range(5):
         put(writer, loss(step))
         writer.event(alarm(step))
-    list_folder = files.list_folder
+    look = RunFollower.look
 
-    def list_then_merge(folder: Path):
-        listing = list_folder(folder)
+    def look_then_merge(follower: RunFollower):
+        look(follower)
         writer.close()
-        return listing
 
-    monkeypatch.setattr(files, "list_folder", list_then_merge)
+    monkeypatch.setattr(RunFollower, "look", look_then_merge)
     frame = read_run(tmp_path) if kind == "samples" else read_events(tmp_path)
     assert frame["step"].tolist() == [0, 1, 2, 3, 4]
 
