@@ -142,7 +142,7 @@ class Examination:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a kernel raises, the user would meet it
-            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            why = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
             self._failures.setdefault(why, []).append(kind)
             return
         found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))

@@ -135,16 +135,23 @@ def test_delta_of_the_rounded_output_is_told_from_exact_delta():
     assert examine(CPUFlash(), "causal").delta == "rounded output"
 
 
-def test_an_engine_that_raises_is_broken():
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("no plan\nwas found"), "RuntimeError: no plan"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_an_engine_that_raises_is_broken(error, why):
     class Raising(CPUFlash):
         name = "raising"
 
         def backward(self, *_):
-            raise RuntimeError("no plan\nwas found")
+            raise error
 
     (finding,) = examine(Raising(), "causal", kinds=("as drawn",)).findings()
     assert (finding.fault, finding.is_broken) == ("fails", True)
-    assert finding.why == "it fails: RuntimeError: no plan."
+    assert finding.why == f"it fails: {why}."
 
 
 def check_sound(shape, mask, dtype):
