@@ -544,8 +544,6 @@ def fit_delta(call: ExaminedCall, gaps: Sequence[Gap], results: Results) -> Delt
         rounded.append(delta_error(call, exact, results)[present])
         units.append(torch.exp2(exact.delta[present].abs().log2().floor()) * info.eps)
     error, of_output, unit = torch.cat(used), torch.cat(rounded), torch.cat(units)
-    if not len(error):
-        return DeltaFit(0.0, 0.0, 0.0)
     size = of_output.square().sum()
     share = ((error * of_output).sum() / size).item() if size > 0 else 0.0
     nearest = of_output if share > 0.5 else 0.0
