@@ -7,5 +7,5 @@ from guardbit.kernels.engines import proof
 
 @pytest.fixture(autouse=True)
 def proofs_of_faulty_engines_are_forgotten(monkeypatch):
-    """Tests make kernels misbehave; a proof that fails by it is not the next test's."""
+    """Tests make kernels of one name misbehave: no proof, good or bad, is the next test's."""
     monkeypatch.setattr(proof, "_proofs", {})
