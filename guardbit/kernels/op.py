@@ -455,11 +455,13 @@ def _report(
         return again(ran._replace(names=("none",) * call.heads))[0]
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
+    of_p = isinstance(ran.engine, AutogradEngine) and ran.engine.backend == SDPBackend.MATH
+    is_plain = not heads.plan_of(names, call.native).own
     state.observer(
         AttentionCall(
             int(call.site),
             *call[:3],
-            carried,
+            None if of_p and is_plain else carried,
             saved.residual if keeps_residual else None,
             d_out,
             *gradients[:3],
@@ -469,6 +471,7 @@ def _report(
             kernel="guardbit" if ran.engine is None else ran.engine.name,
             again=again,
             # Where our forward ran, what the kernel's O and its dropout would have been is unknown.
+            made_out=carried,
             uncorrected=uncorrected if heads.OWN_FORWARD.isdisjoint(ran.names) else None,
         )
     )

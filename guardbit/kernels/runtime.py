@@ -56,7 +56,9 @@ class AttentionCall:
     residual: Tensor | None  # rounding residual of `out` in the heads that keep one, else None
     # Gradient of the loss with respect to the output; None where it is not known.
     d_out: Tensor | None
-    dq: Tensor | None  # gradient of q by the kernel in use; None where it is not known
+    # Gradient of q by the kernel in use; None where it is not known, NaN where it is not all of
+    # `d_out`.
+    dq: Tensor | None
     dk: Tensor | None  # gradient of k by the kernel in use; None where it is not known
     dv: Tensor | None  # gradient of v by the kernel in use; None where it is not known
     spec: AttentionSpec  # mask, scale and dropout of the call
@@ -69,6 +71,10 @@ class AttentionCall:
     # Runs the same backward again on the same tensors and returns dq, dk and dv; None where that is
     # not possible.
     again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
+    # What attention made, or the largest number in each head, where `out` is None as delta is not
+    # taken from it, and where `dq` is NaN.
+    made_out: Tensor | None = None
+    made_dq: Tensor | None = None
     # Runs the backward as if no head were switched, and returns dq; None where that cannot be.
     uncorrected: Callable[[], Tensor] | None = None
 

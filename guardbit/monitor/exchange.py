@@ -23,9 +23,9 @@ PARTS = (
 
 _OTHER_WEIGHTS = (
     "ranks hold modules of the same names with different weights, as pipeline stages do that each"
-    " number their layers from 0: their rows are added up as if they were one module, and only the"
-    " weights of rank 0 are recorded, so the heads of the other ranks are NOT guarded one by one;"
-    " give the modules of each stage names of their own"
+    " number their layers from 0, or Megatron's tensor parallelism: their rows are added up as if"
+    " they were one module, and only the weights of rank 0 are recorded, so the heads of the other"
+    " ranks are NOT guarded one by one; stages need names of their own, tensor parallelism DTensors"
 )
 # Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
 # differ by FP32's rounding, stages by their random weights, 1e-3 and more.

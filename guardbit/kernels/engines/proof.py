@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from guardbit.kernels.engines.base import Engine, Inputs
 from guardbit.kernels.reference import write_carrier
@@ -72,6 +73,7 @@ def proof_of(
         spec.causal, None if mask is None else mask.dtype == torch.bool,
         None if mask is None else tuple(size == 1 for size in mask.shape), wants_mask,
         rows % 8 == 0, rows % _LENGTH == 0, keys % 8 == 0, keys % _LENGTH == 0, rows == keys,
+        rows == 1, keys == 1,
         _order(q.stride()), _order(k.stride()), _order(v.stride()),
         torch.are_deterministic_algorithms_enabled(), engine.deterministic, engine.scheduling,
         spec.window[0] < 0, spec.window[1] < 0, spec.extras,
@@ -120,6 +122,8 @@ def _prove(
     )
     if not engine.reads_out:
         why = "its backward takes delta from P itself, not from the rounded output"
+        if engine.backend != SDPBackend.MATH:
+            why = "PyTorch pads its heads and gives no access to its backward"
         return Proof(engine.name, configuration, 0.0, 0.0, why)
     try:
         same, predicted = _measured(engine, q, k, v, spec, wants_mask)

@@ -37,6 +37,7 @@ class Watch:
         # Filled during the backward: dO, q, k, v and, where delta is taken from it, O.
         self._saved: tuple[Tensor, ...] = ()
         self._spec = AttentionSpec(1.0)
+        self._size: Tensor | None = None  # the largest number of O in each head, (1, H, 1, 1)
 
     def query(self, q: Tensor) -> Tensor:
         """Returns what the call gets as queries `(B, H, N, D)`, with a hook on their gradient."""
@@ -79,6 +80,9 @@ class Watch:
     def _observed_output(
         self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
     ) -> Tensor:
+        # Not O itself, which the caller may write to.
+        size = torch.linalg.vector_norm(out.detach(), torch.inf, (0, 2, 3), keepdim=True)
+        self._size = size
         return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
     @reporting
@@ -106,6 +110,7 @@ class Watch:
         hand_to_observer(
             self._number, q, k, v, self._spec, ("none",) * heads, dropout=dropped,
             out=out[0].detach() if out else None,
+            made_out=self._size,
             d_out=d_out.detach().to(q.dtype),
             dq=dq.detach() if dq is not None and self._is_dq_of_attention else None,
         )  # fmt: skip

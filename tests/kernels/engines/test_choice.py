@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.kernels import engines
+from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.switched import switchable_attention
@@ -151,3 +153,16 @@ def test_autocast_casts_what_pytorch_casts(dtypes):
         theirs = F.scaled_dot_product_attention(q, k, v)
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("engine", "width", "why"), [
+    (CPUFlash(), 64, ""),
+    (engines.AutogradEngine(SDPBackend.FLASH_ATTENTION), 20, "gives no access to its backward"),
+    (engines.AutogradEngine(SDPBackend.MATH), 64, "takes delta from P itself"),
+], ids=["flash", "padded", "math"])  # fmt: skip
+def test_a_call_of_one_key_proves_nothing_of_longer_ones(engine, width, why):
+    """Its P is 1, so that no delta shows in its gradients."""
+    for length in (1, 131):
+        q, k, v = torch.randn(3, 1, 2, length, width).bfloat16()
+        proof = proof_of(engine, q, k, v, AttentionSpec(0.125, True), False)
+    assert why in proof.failure and bool(why) is bool(proof.failure)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as home
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
@@ -22,6 +22,7 @@ from guardbit.kernels import dispatch, flex
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
+from guardbit.monitor.measure.probes import CallView, FiniteProbe
 from tests.callbacks.several_ranks import launch
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
@@ -276,6 +277,8 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, both(run), before))
         assert calls[0].dq.isnan().all(), "not of dO alone"
+        sums = FiniteProbe(["nonfinite"]).update(CallView(calls[0]))
+        assert not any(x.any() for x in sums), "what attention made is finite"
         dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
         assert torch.equal(calls[1].dq, dq), "transformers always asks for LSE on GPUs"
         inst.switch("*", "exact_delta")
@@ -386,19 +389,33 @@ def test_what_it_cannot_run_is_said():
     }
 
 
-def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
+#: All queries see the first block of keys, which no mask_mod says.
+FIRST_BLOCK = BlockMask.from_kv_blocks(
+    torch.ones(1, 1, 2, dtype=torch.int32),
+    torch.zeros(1, 1, 2, 2, dtype=torch.int32),
+    BLOCK_SIZE=128,
+    seq_lengths=(LENGTH, LENGTH),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [(options_of("causal"), "the functions"), ({"block_mask": FIRST_BLOCK}, "its BlockMask")],
+    ids=["functions", "blocks"],
+)
+def test_what_is_not_recorded_is_said(options, why, monkeypatch, caplog):
     inputs, calls = tensors("causal"), []
-    monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    model, run = build("eager", options_of("causal"))
+    monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", why == "the functions")
+    model, run = build("eager", options)
     before = step(run, inputs)
     with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         assert calls == []
-        assert "nothing is measured of its calls: the functions" in caplog.text
+        assert f"nothing is measured of its calls: {why}" in caplog.text
         inst.switch("attention", "exact_delta")
         assert all(map(torch.equal, step(run, inputs), before))
         assert inst.sites["attention"].stabilizers == ["none"] * HEADS
-        assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
+        assert f"exact_delta is not possible: {why}" in inst.sites["attention"].substituted
 
 
 def of_another_process(path):

@@ -370,3 +370,16 @@ def test_it_is_said_that_errors_cannot_be_seen_from_the_tensors_alone(shown, tmp
     (facts,) = read_metadata(tmp_path)["sites"].values()
     told = "guardbit.observe shows the inputs of attention" in caplog.text
     assert told == (facts["errors_unavailable"] is not None) == (shown == "tensors")
+
+
+def test_nan_that_written_out_attention_makes_is_found_in_its_output(x, tmp_path):
+    model = build(unseen)
+    guardbit.watch_attention(model[1].core, q="queries", k="keys", v="values", out=0, causal=True)
+    with torch.no_grad():
+        model[1].qkv.weight.mul_(1e20)  # scores have no room in FP32
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+    with session.step(0):
+        model(x).sum().backward()
+    session.close()
+    (detail,) = read_events(tmp_path).query("kind == 'advisory'").why
+    assert "first in O: attention made it" in detail

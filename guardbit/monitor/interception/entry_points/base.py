@@ -342,7 +342,9 @@ def why_call(
 def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if isinstance(q, DTensor) or isinstance(k, DTensor):
         return _DTENSORS
-    if q.is_nested or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+    if q.is_nested or k.is_nested or v.is_nested:
+        return "its inputs are nested"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
     if (why := why_head(q, q.size(3))) is not None:
         return why
