@@ -117,6 +117,19 @@ def test_the_forward_and_other_heads_keep_their_bits_and_dq_is_better(
     assert own < 1.02 * before
 
 
+@EVERYWHERE
+def test_keys_of_one_head_that_are_expanded_to_all_are_proved_as_they_lie(device, backend):
+    case = make("causal", BF16, SHAPES[0][device == "cuda"], device)
+    all_heads = ("exact_delta",) * 4
+    case = case._replace(k=case.k[:, :1].expand_as(case.k), v=case.v[:, :1].expand_as(case.v))
+    with sdpa_kernel(BACKENDS[backend]):
+        native = case.native()
+        found, state = case.switched(all_heads)
+    assert state.ran == all_heads, state.substituted
+    assert torch.equal(found[0], native[0])
+    assert relative(found[1], case.exact[0]) < relative(native[1], case.exact[0])
+
+
 @pytest.mark.parametrize("width", [16, 64, 128])
 @pytest.mark.parametrize("kv_heads", GROUPINGS)
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "additive"])

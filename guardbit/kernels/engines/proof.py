@@ -99,8 +99,8 @@ def proofs() -> list[Proof]:
 
 @lru_cache(maxsize=1024)
 def _order(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns dimensions by falling stride, their order in memory whatever their sizes."""
-    return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
+    """Returns dimensions by falling stride, their order in memory, without expanded ones."""
+    return tuple(sorted((d for d, n in enumerate(strides) if n), key=lambda d: -strides[d]))
 
 
 @float32_products()
@@ -146,13 +146,16 @@ def _measured(
     group = q.size(1) // k.size(1)
 
     def like(x: Tensor, heads: int, length: int) -> Tensor:
-        """Returns a small random tensor in x's memory order."""
+        """Returns a small random tensor in x's memory order, expanded where x is."""
         order = _order(x.stride())
         shape = (1, heads, length, x.size(3))
         random = torch.randn(
             [shape[d] for d in order], generator=generator, device=x.device, dtype=torch.float32
         )
-        return random.permute([order.index(d) for d in range(4)]).to(x.dtype)
+        random = random.permute([order.index(d) for d in sorted(order)]).to(x.dtype)
+        for d in set(range(4)).difference(order):
+            random = random.unsqueeze(d)
+        return random.expand(shape)
 
     rows, keys = (min(x.size(2), _LENGTH + x.size(2) % _LENGTH) for x in (q, k))
     heads = 2 * group if k.size(1) > 1 else group
