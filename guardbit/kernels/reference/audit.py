@@ -201,13 +201,15 @@ def delta_bias(
     out: Tensor,
     exact: Tensor,
     *,
+    row_max: Tensor | None = None,
     residual: Tensor | None = None,
     query_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
 
-    `exact` is `Shadow.out` of the same rows. Returns FP64 (H,), the sum over batch and rows of
-    delta_lp - delta_hp, and of its absolute value.
+    `exact` and `row_max` are those of a `Shadow` of the same rows. A row that sees no key counts 0,
+    because engines differ in the O that they leave there. Returns FP64 (H,), the sum over batch and
+    rows of delta_lp - delta_hp, and of its absolute value.
     """
     if query_ids is not None:
         d_out, out = d_out[:, :, query_ids], out[:, :, query_ids]
@@ -215,6 +217,8 @@ def delta_bias(
     used = out if residual is None else decode_residual(out, residual).add_(out)
     # One FP32 tensor of the size of O at a time, as `exact` is.
     bias = (used - exact).mul_(d_out).sum(-1).double()
+    if row_max is not None:
+        bias.masked_fill_(row_max == -torch.inf, 0.0)
     return bias.sum(dim=(0, 2)), bias.abs().sum(dim=(0, 2))
 
 

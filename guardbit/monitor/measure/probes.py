@@ -240,7 +240,12 @@ class DeltaProbe(CallProbe):
             sums = (exact.out.new_full((len(heads),), torch.nan, dtype=torch.float64),) * 2
         else:
             sums = dispatch.delta_bias(
-                call.d_out, call.out, exact.out, residual=call.residual, query_ids=view.rows
+                call.d_out,
+                call.out,
+                exact.out,
+                row_max=exact.row_max,
+                residual=call.residual,
+                query_ids=view.rows,
             )
             unknown = [head for head in heads if head not in call.known_heads]
             for values in sums if unknown else ():
