@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import Visible, additive_mask, dense_mask, visible_range
+from guardbit.kernels.mask import Visible, additive_mask, dense_mask, in_documents, visible_range
 from guardbit.kernels.reference.common import cap_slope, capped
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
@@ -188,12 +188,16 @@ def head_of_call(
         whole = dense_mask(spec.mask, shape)[:, head]
         which = batch[:1] if whole.stride(0) == 0 else batch
         mask = whole[which[:, None], present]
-    place = batch[:, None], head, present
+    of_queries, of_keys = spec.starts
+
+    def rows_of(x: Tensor) -> Tensor:
+        return in_documents(x[batch, head], of_queries)[:, present]
+
     return HeadInputs(
-        q[place],
-        k[batch, kv_head],
-        v[batch, kv_head],
-        d_out[place],
+        rows_of(q),
+        in_documents(k[batch, kv_head], of_keys),
+        in_documents(v[batch, kv_head], of_keys),
+        rows_of(d_out),
         present,
         visible.first[present],
         visible.end[present],
@@ -201,8 +205,8 @@ def head_of_call(
         spec.scale,
         spec.softcap,
         None if spec.sinks is None else spec.sinks[head].float(),
-        None if out is None else out[place],
-        None if dq is None else dq[place],
+        None if out is None else rows_of(out),
+        None if dq is None else rows_of(dq),
         direction,
     )
 

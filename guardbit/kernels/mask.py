@@ -96,6 +96,17 @@ def visible_range(
     return Visible(first, end.maximum(first))
 
 
+def in_documents(x: Tensor, starts: Tensor | None) -> Tensor:
+    """Returns x `(..., T, E)` with 0 in tokens behind the last document, which kernels never touch.
+
+    `starts` are the documents' of these tokens, None for none; the host does not wait.
+    """
+    if starts is None:
+        return x
+    tokens = torch.arange(x.size(-2), device=x.device)
+    return x.masked_fill((tokens >= starts[-1])[:, None], 0)
+
+
 def key_spans(
     spec: AttentionSpec, shape: tuple[int, int, int, int], chunk: int
 ) -> Iterator[tuple[slice, slice]]:

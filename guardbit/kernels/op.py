@@ -169,8 +169,7 @@ def _op_of(call: Call) -> Any:
 
 def _tensors(call: Call) -> tuple[Tensor | None, ...]:
     q, k, v, spec, site = call[:5]
-    cu_queries, cu_keys = (None, None) if spec.documents is None else spec.documents[:2]
-    return q, k, v, spec.mask, spec.sinks, cu_queries, cu_keys, site
+    return q, k, v, spec.mask, spec.sinks, *spec.starts, site
 
 
 def _numbers(call: Call) -> tuple[Any, ...]:

@@ -98,6 +98,11 @@ class AttentionSpec:
         return self.window != (-1, -1) or self.documents is not None
 
     @property
+    def starts(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where the documents' queries and keys begin; None for one sequence."""
+        return (None, None) if self.documents is None else self.documents[:2]
+
+    @property
     def has_functions(self) -> bool:
         """Whether masks or scores are given by functions, which only plain torch evaluates."""
         return self.mask_function is not None or self.score_function is not None

@@ -51,6 +51,18 @@ def test_without_roundings_it_is_attention(name, some):
         torch.testing.assert_close(one, whole[place], rtol=1e-11, atol=1e-13)
 
 
+def test_tokens_behind_the_last_document_are_taken_for_0():
+    spec, tensors = SPECS["documents"], drawn(1)
+    q, k, v, d_out = (
+        torch.cat([x, torch.full_like(x[:, :, :5], math.nan)], 2) for x in tensors
+    )  # as kernels may leave them
+    found = made(head_of_call(q, k, v, d_out, spec, 3, out=q, dq=q), EXACT)
+    exact = dense(tensors[3], *tensors[:3], spec)
+    for one, whole in zip(found, (exact.out, exact.dq), strict=True):
+        torch.testing.assert_close(one[:, :40], whole[:, 3], rtol=1e-11, atol=1e-13)
+        assert not one[:, 40:].any()
+
+
 def by_the_oracle(tensors, stabilizer):
     """Output and dQ in FP32."""
     settings = {"causal": "top-left", "scale": tensors.q.size(-1) ** -0.5}

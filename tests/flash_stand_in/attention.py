@@ -65,7 +65,8 @@ def _packed_forward(q, k, v, starts_q, starts_k, asked):
     state = torch.zeros(2, dtype=torch.int64)
     if asked.dropout_p:
         state[0] = torch.randint(2**31, ())
-    out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), torch.inf)
+    # Tokens behind the last document stay as memory was.
+    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
     for a, b, c, d in _documents(starts_q, starts_k):
         weights, lse[:, a:b], _ = _probabilities(q[a:b], k[c:d], asked)
         if asked.dropout_p:
@@ -88,7 +89,7 @@ def backward(d_out, q, k, v, out, lse, starts_q, starts_k, asked, state=None):
 
 def _packed_backward(d_out, q, k, v, out, lse, starts_q, starts_k, asked, state):
     group = q.shape[1] // k.shape[1]
-    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     d_sinks = torch.zeros(q.shape[1])
     # The only use of O.
     delta = (d_out.float() * out.float()).sum(-1).T

@@ -247,6 +247,34 @@ def test_any_spec_against_fp64(modules, case):
 
 
 @BOTH
+@pytest.mark.parametrize("name", ["documents", "documents whole", "documents, window"])
+def test_whatever_lies_behind_the_last_document_is_left_alone(modules, name):
+    shape, spec = CASES[name]
+    tensors = inputs(shape)
+    rest = [x.new_full((*x.shape[:2], 37, x.shape[3]), math.nan) for x in tensors]
+    padded = [torch.cat(parts, 2) for parts in zip(tensors, rest, strict=True)]
+    lse = dense(*tensors, spec).lse.float()
+    padded_lse = torch.cat([lse, torch.full_like(lse[..., :37], math.nan)], 2)
+    heads, rows = range(shape[1]), shape[3]
+
+    def run(module, *call, **options):
+        found = module(*call, spec=spec, **options)
+        return [found] if isinstance(found, torch.Tensor) else [*found]
+
+    for behind, alone in (
+        (run(modules[1].shadow, *padded[1:]), run(modules[1].shadow, *tensors[1:])),
+        (run(modules[2].exact_query_gradient, *padded, head_ids=heads),
+         run(modules[2].exact_query_gradient, *tensors, head_ids=heads)),
+        (run(modules[0].exact_delta, *padded, padded_lse, head_ids=heads)[0][..., :rows, None],
+         run(modules[0].exact_delta, *tensors, lse, head_ids=heads)[0][..., None]),
+    ):  # fmt: skip
+        for x, y in zip(behind, alone, strict=True):
+            # Tiles of other rows add in another order: 2e-6 of terms of up to 1e2.
+            torch.testing.assert_close(x[:, :, :rows], y, rtol=1e-5, atol=2e-4)
+            assert not x[:, :, rows:].nan_to_num(neginf=0.0).any() and not x.isnan().any()
+
+
+@BOTH
 def test_rows_of_one_key_count_as_rows_and_those_of_none_do_not(modules):
     # Three queries of three equal keys, one of one, two of none, and a query-less document.
     spec = AttentionSpec(1.0, documents=packed([3, 1, 2, 0], [3, 1, 0, 4]))

@@ -136,6 +136,7 @@ def query_kernel(
     if RANGED:
         first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
         begin, _, _, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
+        seqlen_k = end  # behind the last document anything may lie
     else:
         _, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
 
@@ -189,6 +190,8 @@ def query_kernel(
             d_scores *= slope
         dq += product_exact(d_scores, k)
 
+    if RANGED:
+        dq = tl.where(row_max[:, None] == float("-inf"), 0.0, dq)
     dq_base = dq_pointer + batch_head.to(tl.int64) * seqlen_q * HEAD_DIM
     store_tile(dq_base, first, HEAD_DIM, seqlen_q, dq * scale, BLOCK_M, HEAD_DIM, WIDTH)
 

@@ -283,6 +283,15 @@ def carry_compensated_delta(
 
 
 @triton.jit
+def _weighted(probabilities, d_probabilities, MAY_BE_BEHIND: tl.constexpr):
+    """Returns sums of P dP, eight a row; MAY_BE_BEHIND if V has rows behind the last document."""
+    terms = probabilities * d_probabilities
+    if MAY_BE_BEHIND:
+        terms = tl.where(probabilities == 0.0, 0.0, terms)
+    return partial_sums(terms)
+
+
+@triton.jit
 def _add_keys(
     row_sum,
     sum_p_dp,
@@ -322,6 +331,8 @@ def _add_keys(
     multiplication.
     """
     k_base, v_base, k_stride, v_stride, batch, key_head = keys
+    # Other loads end with the keys that a row sees.
+    MAY_BE_BEHIND: tl.constexpr = USE_TMA and RANGED and BOUNDED
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     probabilities, d_probabilities = zeros, zeros
     for first in tl.range(start, end, BLOCK_N):
@@ -336,7 +347,7 @@ def _add_keys(
         scores = product(q, tl.trans(k), zeros)
         if OVERLAP:
             # Of the tile before, whose second product nothing has waited for yet.
-            sum_p_dp += partial_sums(probabilities * d_probabilities)
+            sum_p_dp += _weighted(probabilities, d_probabilities, MAY_BE_BEHIND)
         d_probabilities = product(d_out, tl.trans(v), zeros)
         if SOFTCAP:
             scores, _ = tanh_and_slope(scores * inner_scale)
@@ -355,9 +366,9 @@ def _add_keys(
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
         if not OVERLAP:
-            sum_p_dp += partial_sums(probabilities * d_probabilities)
+            sum_p_dp += _weighted(probabilities, d_probabilities, MAY_BE_BEHIND)
     if OVERLAP:
-        sum_p_dp += partial_sums(probabilities * d_probabilities)
+        sum_p_dp += _weighted(probabilities, d_probabilities, MAY_BE_BEHIND)
     return row_sum, sum_p_dp
 
 
@@ -450,6 +461,7 @@ def delta_kernel(
     if RANGED:
         first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
         start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
+        seqlen_k = end  # behind the last document anything may lie
     else:
         whole_end, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
 

@@ -298,6 +298,7 @@ def shadow_kernel(
     if RANGED:
         first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
         start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
+        seqlen_k = end  # behind the last document anything may lie
     else:
         whole_end, _ = visible_keys(tl.min(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
         _, end = visible_keys(tl.max(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)

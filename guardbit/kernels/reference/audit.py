@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import IRRELEVANT, NO_KEY, mask_tile, visible_range
+from guardbit.kernels.mask import IRRELEVANT, NO_KEY, in_documents, mask_tile, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     cap_slope,
@@ -72,8 +72,9 @@ class _Scores:
             torch.arange(count, device=q.device) for count in self._shape[1:]
         )
         self.query_ids = row_numbers if query_ids is None else query_ids
+        q, self._k = map(in_documents, (q, k), spec.starts)
         self._rows = fold_groups(q[:, :, self.query_ids].float(), k.shape[1])
-        self._k, self._spec = k, spec
+        self._spec = spec
         self._visible = visible_range(spec, self._shape, q.device)
 
     def of(self, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +154,7 @@ def shadow(
     Two passes over the keys: the counts need the row's maximum first. A third where biases may
     differ.
     """
-    of_rows = _Scores(q, k, spec, query_ids)
+    of_rows, v = _Scores(q, k, spec, query_ids), in_documents(v, spec.starts[1])
     (row_max, largest), sees_nothing = of_rows.maxima(chunk)
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
@@ -241,6 +242,7 @@ def exact_query_gradient(
     among those.
     """
     dq = q.new_zeros((len(q), len(head_ids), *q.shape[2:]), dtype=torch.float32)
+    k = in_documents(k, spec.starts[1])
     for terms in recomputed(d_out, q, k, v, spec, head_ids, chunk):
         row_sum, d_probabilities = terms.row_sum, terms.d_probabilities
         probabilities = terms.probabilities.div_(row_sum.masked_fill(row_sum == 0, 1.0))

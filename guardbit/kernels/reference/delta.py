@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import key_spans, mask_tile, visible_range
+from guardbit.kernels.mask import in_documents, key_spans, mask_tile, visible_range
 from guardbit.kernels.reference.common import Tile, capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, round_nearest
@@ -99,6 +99,9 @@ def recomputed(
     chunk x M.
     """
     check_heads(head_ids, q.shape[1])
+    of_queries, of_keys = spec.starts
+    d_out, q = (in_documents(x, of_queries) for x in (d_out, q))
+    k, v = (in_documents(x, of_keys) for x in (k, v))
     shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
     group = q.shape[1] // k.shape[1]
     row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])

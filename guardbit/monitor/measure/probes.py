@@ -15,6 +15,7 @@ from torch import Tensor
 
 from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
+from guardbit.kernels.mask import in_documents
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
@@ -121,6 +122,20 @@ def per_head(rows: Tensor) -> Tensor:
     return rows.sum(dim=(-3, -1), dtype=torch.float64)
 
 
+def norm_of(
+    x: Tensor,
+    starts: Tensor | None,
+    order: float = 2,
+    dim: tuple[int, ...] = (0, 2, 3),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the norm over some dimensions of `(B, H, N, D)`, tokens in no document left out."""
+    if starts is not None:
+        by_token = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True, dtype=dtype)
+        x = in_documents(by_token, starts)
+    return torch.linalg.vector_norm(x, order, dim=dim, dtype=dtype)
+
+
 def counted_rows(row_max: Tensor) -> Tensor:
     """Counts the rows of `(..., B, H, R)` that see a key, FP64 `(..., H)`."""
     return per_head(row_max > -torch.inf)
@@ -193,8 +208,7 @@ class KeyProbe(CallProbe):
 
     def update(self, view: CallView) -> Sequence[Tensor]:
         heads, k = view.call.q.size(1), view.call.k
-        documents = view.call.spec.documents
-        starts = None if documents is None else documents.cu_keys
+        starts = view.call.spec.starts[1]
         # Mean squares, which FP32 holds whatever the number of keys; no copy of the keys in FP32.
         lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float32)
         means, squares = _means(k, starts), _means(lengths.square(), starts)
@@ -283,12 +297,13 @@ class GradientAudit(CallProbe):
         assert call.dq is not None and call.d_out is not None and view.directions is not None
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
         directions = view.directions.index_select(0, index)
-        dq = call.dq.index_select(1, index)
+        of_queries, of_keys = call.spec.starts
+        dq = in_documents(call.dq.index_select(1, index), of_queries)
         found = per_head(torch.stack(gradient_error(dq, view.exact_dq, directions)))
-        d_out = torch.linalg.vector_norm(
-            call.d_out.index_select(1, index), dim=(0, 2, 3), dtype=torch.float64
+        d_out = norm_of(call.d_out.index_select(1, index), of_queries, dtype=torch.float64)
+        k, v = (
+            norm_of(x, of_keys, dim=(0, 1, 2, 3), dtype=torch.float32) for x in (call.k, call.v)
         )
-        k, v = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (call.k, call.v))
         least = d_out * k * v * (call.spec.scale * _FP32_NOISE / call.k[..., 0].numel())
         return [*found, least.square()]
 
@@ -343,12 +358,15 @@ class RepeatProbe(CallProbe):
         # Sums are in FP32 at best: of FP32 tensors their order changes many of the last bits.
         unit = max(torch.finfo(call.q.dtype).eps / 2, _FINEST)
         values: list[Tensor] = []
-        for first, second in zip((call.dq, call.dk, call.dv), call.again(), strict=True):
+        of_queries, of_keys = call.spec.starts
+        of_parts = of_queries, of_keys, of_keys
+        before = call.dq, call.dk, call.dv
+        for first, second, starts in zip(before, call.again(), of_parts, strict=True):
             if first is None:
                 return nothing
             # Squares of tiny gradients would vanish in FP32.
             for x in ((second - first) / unit, first):
-                size = torch.linalg.vector_norm(x, dim=(0, 2, 3), dtype=torch.float64)
+                size = norm_of(x, starts, dtype=torch.float64)
                 values.append(size.square().repeat_interleave(heads // x.size(1)))
         return values
 
@@ -364,6 +382,7 @@ class RepeatProbe(CallProbe):
 
 
 _FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}
+_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 
 
 class FiniteProbe(CallProbe):
@@ -398,7 +417,7 @@ def _largest(call: AttentionCall, field: str) -> Tensor:
     if x is None:
         return call.q.new_zeros(call.q.size(1))
     # Without a copy; NaN and infinity pass through it.
-    return torch.linalg.vector_norm(x, torch.inf, dim=(0, 2, 3))
+    return norm_of(x, call.spec.starts[field in _OF_KEYS], torch.inf)
 
 
 #: The probes of attention calls, in the order in which they look at one.

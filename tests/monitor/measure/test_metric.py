@@ -14,7 +14,7 @@ from guardbit.monitor.measure.probes import CallView, plan_for
 from guardbit.numerics import decode_residual
 from tests.callbacks.several_ranks import begin, launch
 from tests.kernels.switched import switchable_attention
-from tests.oracle import dense
+from tests.oracle import dense, packed
 
 EPS = 1e-3
 PROBES = plan_for(HEAD_INDICATORS).calls
@@ -245,6 +245,33 @@ def test_rows_without_an_allowed_key_do_not_count():
     top = visible.scores.amax(-1, keepdim=True)
     ties = ((top - visible.scores <= EPS).sum(-1) > 1).double().mean((0, 2))
     assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
+
+
+def test_tokens_behind_the_last_document_do_not_count():
+    # Kernels leave them as the memory was, in O and in all gradients.
+    q, k, v, d_out = sink_inputs(batch=1, rows=40, seed=16)
+    spec = AttentionSpec(0.25, True, documents=packed([25, 0, 15], [25, 0, 15], "cpu"))
+    made = [x.bfloat16() for x in dense(d_out, q, k, v, spec).results]
+    names = ("q", "k", "v", "d_out", "out", "dq", "dk", "dv")
+    tensors = dict(zip(names, (q, k, v, d_out, *made), strict=True))
+    unwritten = {
+        name: torch.cat([x, torch.full_like(x[:, :, :9], torch.nan)], 2)
+        for name, x in tensors.items()
+    }
+
+    def measured(tensors):
+        def again():
+            return tuple(tensors[name] * 1.5 for name in ("dq", "dk", "dv"))
+
+        call = replace(call_of(q, k, v, d_out), spec=spec, again=again, **tensors)
+        metric = AttentionMetric(PROBES, 1, 4)
+        metric.update(0, CallView(call, None, [0, 2], torch.eye(4, 16)))
+        return metric.measured()
+
+    alone = measured(tensors)
+    assert alone["nonfinite"].isnan().all() and not alone["delta_bias"].isnan().any()
+    # Rows of 0 among those of a product may change the order of its FP32 sums.
+    assert_close(measured(unwritten), alone, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -156,6 +156,9 @@ class LibraryEntryPoint(base.EntryPoint):
         theirs = self.original(*args, **kwargs)
         # P, which may be among the results, has no gradient and is not compared.
         each = [x[:2] if isinstance(x, tuple) else (x,) for x in (ours, theirs)]
+        if spec.documents is not None:  # behind the last one kernels write nothing
+            end = int(spec.documents.cu_queries[-1])
+            each = [[x[:end] if x.dim() == 3 else x[..., :end] for x in some] for some in each]
         is_same = isinstance(ours, tuple) == isinstance(theirs, tuple)
         if is_same and all(torch.equal(x, y) for x, y in zip(*each, strict=True)):
             return None
