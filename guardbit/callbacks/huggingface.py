@@ -120,7 +120,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 logs = metrics | (text if isinstance(reporter, _TAKE_TEXT) else {})
                 reporter.on_log(args, then, control, model=model, logs=logs, **others)
 
-        session = watched(self.strict, lambda: MonitorSession(model, writer=report, **own))
+        wrapped = trainers[0].model_wrapped if trainers else model
+        # Of several GPUs without a launcher, and refused.
+        found = wrapped if isinstance(wrapped, nn.DataParallel) else model
+        session = watched(self.strict, lambda: MonitorSession(found, writer=report, **own))
         self.session = session
         if session is None:
             return

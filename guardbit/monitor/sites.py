@@ -719,7 +719,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
                 " call its session's abandon_step() and then close()"
             )
         if isinstance(module, nn.DataParallel):
-            raise ValueError(
+            raise UnseenAttentionError(
                 f"module '{name}' is an nn.DataParallel, whose threads run one module at the same"
                 " time, so calls cannot be told apart; use DistributedDataParallel"
             )

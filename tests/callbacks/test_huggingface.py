@@ -425,6 +425,17 @@ def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
             train(tmp_path / "strict", HuggingFaceMonitor(2, strict=True), **settings)
 
 
+def test_a_run_that_the_trainer_spreads_by_data_parallel_goes_on_unwatched(
+    tmp_path, same_weights, caplog, monkeypatch
+):
+    # As on a machine with several GPUs, without a launcher.
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    settings = {"save_strategy": "no", "steps": 3}
+    plain = train(tmp_path / "plain", **settings)
+    assert same_weights(plain, train(tmp_path / "run", HuggingFaceMonitor(2), **settings))
+    assert "is an nn.DataParallel, whose threads run one module at the same time" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "allowed"),
     [("every_n_train_steps", 0, "a whole number"), ("dry_run", "no", "True or False")],
