@@ -175,7 +175,7 @@ def observed(by: str) -> Callable[[], tuple[nn.Module, Tensor]]:
 
 PYTORCH = "PyTorch on the CPU"
 STAND_IN = "a stand-in only"
-SIGNATURES = "a stand-in with its signatures only"
+SIGNATURES = "a stand-in; 2.20 on an H200"
 #: Version of the package of which GPU tests run all functions of a module.
 ON_H200 = {"flash_attn.cute": 4, "flash_attn": 2}
 
