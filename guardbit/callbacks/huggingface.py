@@ -121,7 +121,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 reporter.on_log(args, then, control, model=model, logs=logs, **others)
 
         wrapped = trainers[0].model_wrapped if trainers else model
-        # Of several GPUs without a launcher, and refused.
+        # The Trainer wraps it so on several GPUs without a launcher; `instrument` refuses it.
         found = wrapped if isinstance(wrapped, nn.DataParallel) else model
         session = watched(self.strict, lambda: MonitorSession(found, writer=report, **own))
         self.session = session

@@ -57,11 +57,6 @@ _UNRECORDED = (
     "the functions that flex_attention takes are not recorded, as in its debug mode, so delta"
     " cannot be computed again"
 )
-_BY_BLOCKS = (
-    "its BlockMask, not its mask_mod, says which keys are seen, and GuardBit does not read it"
-)
-#: PyTorch's block size where a call has no BlockMask.
-_NO_BLOCKS = 1 << 30
 
 _library = torch.library.Library("guardbit", "FRAGMENT")
 _BACKWARD_ARGUMENTS = (
@@ -114,10 +109,6 @@ def text_of(
         len(score_closed),
     )
     return base64.b64encode(pickle.dumps(program)).decode()
-
-
-def _shows_all(program: Program) -> bool:
-    return program.mask is None and not program.causal
 
 
 def _bare(module: GraphModule) -> GraphModule:
@@ -321,7 +312,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
     state.launches["backward", KERNEL] += 1
     if state.observer is None:
         return
-    made_dq = dq
+    made = {"dq": dq, "out": call.out}
     try:
         if given is not None:
             # A compiled graph passes zeros where nobody uses LSE. Another gradient makes a part of
@@ -348,7 +339,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             spec=call.spec,
             stabilizers=call.stabilizers,
             kernel=KERNEL,
-            made_dq=made_dq,
+            made=made,
         )
     except Exception as error:
         log.warning(
@@ -418,8 +409,6 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
             except Exception:  # a graph unlike any that we know
                 program = ""
             obstacle = "" if program else _UNRECORDED
-            if program and _shows_all(_program(program)) and block_mask[-2] < _NO_BLOCKS:
-                obstacle, program = _BY_BLOCKS, ""
             place = next(i for i, x in enumerate(block_mask) if isinstance(x, Tensor))
             blocks, names = torch.ops.guardbit.flex_begin(
                 block_mask[place], q, site, obstacle, training

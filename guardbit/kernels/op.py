@@ -44,7 +44,7 @@ from guardbit.kernels.engines.base import drawing_once, generator_of
 from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
 from guardbit.kernels.runtime import AttentionCall, is_traced, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
-from guardbit.kernels.tensors import autocast_tensors, is_autocast
+from guardbit.kernels.tensors import autocast_tensors, device_constant, is_autocast
 from guardbit.records import STABILIZERS
 
 _TENSORS = (
@@ -454,23 +454,27 @@ def _report(
         return again(ran._replace(names=("none",) * call.heads))[0]
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
-    of_p = isinstance(ran.engine, AutogradEngine) and ran.engine.backend == SDPBackend.MATH
-    is_plain = not heads.plan_of(names, call.native).own
+    plan, used = heads.plan_of(names, call.native), carried
+    if ran.engine is not None and ran.engine.backend == SDPBackend.MATH:
+        # It takes delta from P, and from an O in the heads of our own backward only.
+        others = tuple(head for head in range(call.heads) if head not in plan.own)
+        index = device_constant(others, torch.int64, carried.device)
+        used = carried.index_fill(1, index, torch.nan) if plan.own else None
     state.observer(
         AttentionCall(
             int(call.site),
             *call[:3],
-            None if of_p and is_plain else carried,
+            used,
             saved.residual if keeps_residual else None,
             d_out,
             *gradients[:3],
             spec=call.spec,
             stabilizers=names,
-            dropout=heads.dropout_of(call, heads.plan_of(names, call.native), saved.random),
+            dropout=heads.dropout_of(call, plan, saved.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
             again=again,
+            made={"out": saved.out},
             # Where our forward ran, what the kernel's O and its dropout would have been is unknown.
-            made_out=carried,
             uncorrected=uncorrected if heads.OWN_FORWARD.isdisjoint(ran.names) else None,
         )
     )

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -56,8 +56,7 @@ class AttentionCall:
     residual: Tensor | None  # rounding residual of `out` in the heads that keep one, else None
     # Gradient of the loss with respect to the output; None where it is not known.
     d_out: Tensor | None
-    # Gradient of q by the kernel in use; None where it is not known, NaN where it is not all of
-    # `d_out`.
+    # Gradient of q by the kernel in use; None where it is not known, NaN if not of `d_out` alone.
     dq: Tensor | None
     dk: Tensor | None  # gradient of k by the kernel in use; None where it is not known
     dv: Tensor | None  # gradient of v by the kernel in use; None where it is not known
@@ -71,10 +70,8 @@ class AttentionCall:
     # Runs the same backward again on the same tensors and returns dq, dk and dv; None where that is
     # not possible.
     again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
-    # What attention made, or the largest number in each head, where `out` is None as delta is not
-    # taken from it, and where `dq` is NaN.
-    made_out: Tensor | None = None
-    made_dq: Tensor | None = None
+    # What attention made, or only each head's largest size of it, where "out" or "dq" is not that.
+    made: Mapping[str, Tensor] | None = None
     # Runs the backward as if no head were switched, and returns dq; None where that cannot be.
     uncorrected: Callable[[], Tensor] | None = None
 

@@ -299,7 +299,7 @@ def _whole(parameter: DTensor) -> Tensor:
     # As `full_tensor`, which takes five times as long on the host.
     whole = own.new_empty(parameter.shape)
     everywhere: Any = torch.distributed  # the latter is deprecated from 2.13 on
-    gather = getattr(everywhere, "all_gather_single", everywhere.all_gather_into_tensor)
+    gather = getattr(everywhere, "all_gather_single", None) or everywhere.all_gather_into_tensor
     gather(whole, own.contiguous(), mesh.get_group())
     return whole
 

@@ -723,9 +723,9 @@ class Session(Guarded):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
-        "stabilizers" is what is asked for; "all" has that and the rest, as what the heads "running"
-        in the latest step were. If the rest cannot be collected, it holds only what is asked for.
-        A sampled step that is still to be judged is judged first, see `catch_up`.
+        "stabilizers" is what is asked for. "all" holds the whole state; "running" in it is what the
+        heads really ran in the latest step. If that cannot be collected, "stabilizers" stands
+        alone. A sampled step that is still to be judged is judged first, see `catch_up`.
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}

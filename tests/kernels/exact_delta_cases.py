@@ -72,12 +72,13 @@ class Case(NamedTuple):
             lambda *x, **options: F.scaled_dot_product_attention(*x, enable_gqa=grouped, **options)
         )
 
-    def switched(self, names: tuple[str, ...]) -> tuple[tuple[Tensor, ...], SiteState]:
+    def switched(self, names, observer=None) -> tuple[tuple[Tensor, ...], SiteState]:
         """What the op gives with the heads switched so, and what it noted."""
         number = runtime.add_site("tested")
         try:
             state = runtime.site(number)
             state.switch(names)
+            state.observer = observer
             site = torch.tensor(number)
             found = self.run(lambda *x, **o: switchable_attention(*x, site, scale=None, **o))
             return found, state

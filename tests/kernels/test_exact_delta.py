@@ -151,13 +151,16 @@ def test_the_error_that_adds_up_is_gone_and_nothing_else_moves(
 
 
 def test_the_math_kernel_reads_no_o_so_that_there_is_no_delta_to_hand_it():
-    case = sink("causal", BF16, (4, 4, 2, 128, 64), "cpu")
+    case, calls = sink("causal", BF16, (4, 4, 2, 128, 64), "cpu"), []
     with sdpa_kernel(SDPBackend.MATH):
         native = case.native()
-        found, state = case.switched(SOME)
+        case.switched(("none",) * 4, calls.append)
+        found, state = case.switched(SOME, calls.append)
     assert state.launches["forward", "MATH"] == 1
     assert "exact_delta" not in state.ran and "takes delta from P itself" in state.substituted
     assert torch.equal(found[1][:, 2:], native[1][:, 2:])
+    assert calls[0].out is None and torch.equal(calls[0].made["out"], native[0])
+    assert torch.equal(calls[1].out[:, :2], found[0][:, :2]) and calls[1].out[:, 2:].isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["causal", "additive"])

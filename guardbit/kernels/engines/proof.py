@@ -11,6 +11,7 @@ of another delta must change them as theory says:
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -240,4 +241,5 @@ def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:
-    return (difference.norm() / of.norm()).item()
+    # Infinite where it is NaN, which `max` may pass over.
+    return (difference.norm() / of.norm()).nan_to_num(math.inf).item()

@@ -55,7 +55,7 @@ class TensorSpec:
 #: Whether a module is run in BF16, on what is no data as well, and on one sequence.
 Attempt = tuple[bool, bool, bool]
 
-#: In BF16 last, which some ask for before they call a kernel, as TransformerEngine does.
+#: In BF16 last: some, as TransformerEngine, ask for it before they call a kernel.
 ATTEMPTS: tuple[Attempt, ...] = tuple(product((False, True), (False, True), (True, False)))
 
 #: The inputs of one forward of a module, as `describe` returns them.

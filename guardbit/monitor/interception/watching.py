@@ -37,7 +37,7 @@ class Watch:
         # Filled during the backward: dO, q, k, v and, where delta is taken from it, O.
         self._saved: tuple[Tensor, ...] = ()
         self._spec = AttentionSpec(1.0)
-        self._size: Tensor | None = None  # the largest number of O in each head, (1, H, 1, 1)
+        self._made: dict[str, Tensor] = {}
 
     def query(self, q: Tensor) -> Tensor:
         """Returns what the call gets as queries `(B, H, N, D)`, with a hook on their gradient."""
@@ -82,7 +82,7 @@ class Watch:
     ) -> Tensor:
         # Not O itself, which the caller may write to.
         size = torch.linalg.vector_norm(out.detach(), torch.inf, (0, 2, 3), keepdim=True)
-        self._size = size
+        self._made = {"out": size}
         return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
     @reporting
@@ -110,7 +110,7 @@ class Watch:
         hand_to_observer(
             self._number, q, k, v, self._spec, ("none",) * heads, dropout=dropped,
             out=out[0].detach() if out else None,
-            made_out=self._size,
+            made=self._made,
             d_out=d_out.detach().to(q.dtype),
             dq=dq.detach() if dq is not None and self._is_dq_of_attention else None,
         )  # fmt: skip

@@ -412,8 +412,7 @@ class FiniteProbe(CallProbe):
 
 def _largest(call: AttentionCall, field: str) -> Tensor:
     """The largest size in a tensor of a call, one for each of its heads, 0 if it is not known."""
-    x = getattr(call, f"made_{field}", None)
-    x = getattr(call, field) if x is None else x
+    x = (call.made or {}).get(field, getattr(call, field))
     if x is None:
         return call.q.new_zeros(call.q.size(1))
     # Without a copy; NaN and infinity pass through it.

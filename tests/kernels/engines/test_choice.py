@@ -166,3 +166,16 @@ def test_a_call_of_one_key_proves_nothing_of_longer_ones(engine, width, why):
         q, k, v = torch.randn(3, 1, 2, length, width).bfloat16()
         proof = proof_of(engine, q, k, v, AttentionSpec(0.125, True), False)
     assert why in proof.failure and bool(why) is bool(proof.failure)
+
+
+@pytest.mark.parametrize("broken", ["dq", "dk", "dv"])
+def test_an_engine_with_nan_in_one_gradient_is_refused(broken):
+    class Broken(CPUFlash):
+        name = f"NaN in {broken}"
+
+        def backward(self, *args):
+            found = super().backward(*args)
+            return found._replace(**{broken: getattr(found, broken) * torch.nan})
+
+    q, k, v = torch.randn(3, 1, 2, 131, 64).bfloat16()
+    assert proof_of(Broken(), q, k, v, AttentionSpec(0.125, True), False).failure

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as home
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
@@ -34,6 +34,12 @@ BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
 LENGTH, HEADS = 160, 4
 SWITCHED = [1, 2]
 
+#: Its blocks hide what no mask_mod does.
+BLOCKS_ALONE = home.BlockMask.from_kv_blocks(
+    torch.ones(1, 1, 2, dtype=torch.int32, device=DEVICE),
+    torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32, device=DEVICE),
+    seq_lengths=(LENGTH, LENGTH),
+)
 DOCUMENT = torch.arange(LENGTH, device=DEVICE) // 70
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
 
@@ -277,8 +283,7 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, both(run), before))
         assert calls[0].dq.isnan().all(), "not of dO alone"
-        sums = FiniteProbe(["nonfinite"]).update(CallView(calls[0]))
-        assert not any(x.any() for x in sums), "what attention made is finite"
+        assert not any(x.any() for x in FiniteProbe(()).update(CallView(calls[0]))), "all is finite"
         dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
         assert torch.equal(calls[1].dq, dq), "transformers always asks for LSE on GPUs"
         inst.switch("*", "exact_delta")
@@ -389,33 +394,19 @@ def test_what_it_cannot_run_is_said():
     }
 
 
-#: All queries see the first block of keys, which no mask_mod says.
-FIRST_BLOCK = BlockMask.from_kv_blocks(
-    torch.ones(1, 1, 2, dtype=torch.int32),
-    torch.zeros(1, 1, 2, 2, dtype=torch.int32),
-    BLOCK_SIZE=128,
-    seq_lengths=(LENGTH, LENGTH),
-)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [(options_of("causal"), "the functions"), ({"block_mask": FIRST_BLOCK}, "its BlockMask")],
-    ids=["functions", "blocks"],
-)
-def test_what_is_not_recorded_is_said(options, why, monkeypatch, caplog):
+def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
     inputs, calls = tensors("causal"), []
-    monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", why == "the functions")
-    model, run = build("eager", options)
+    monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    model, run = build("eager", options_of("causal"))
     before = step(run, inputs)
     with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, step(run, inputs), before))
         assert calls == []
-        assert f"nothing is measured of its calls: {why}" in caplog.text
+        assert "nothing is measured of its calls: the functions" in caplog.text
         inst.switch("attention", "exact_delta")
         assert all(map(torch.equal, step(run, inputs), before))
         assert inst.sites["attention"].stabilizers == ["none"] * HEADS
-        assert f"exact_delta is not possible: {why}" in inst.sites["attention"].substituted
+        assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
 
 
 def of_another_process(path):
@@ -484,10 +475,14 @@ def vars_of_operator():
     [
         ({"dtype": torch.float64}, "it computes in torch.float64"),
         ({"options": {"kernel_options": {"BACKEND": "FLASH"}}}, "unit"),
+        ({"options": {"block_mask": BLOCKS_ALONE}}, "its BlockMask has no mask_mod"),
+        ({"options": {"block_mask": BLOCKS_ALONE}, "mode": "compiled whole"}, "no mask_mod"),
     ],
 )
 def test_what_is_refused(change, why):
-    model, run = build("eager", change.get("options", {}))
+    model, run = build(change.get("mode", "eager"), change.get("options", {}))
+    # What is refused in compiled code is known of a type.
+    model.attention.__class__ = type("Refused", (Attention,), {})
     inputs = [x.to(change.get("dtype", torch.bfloat16)) for x in tensors("all keys")]
     with instrumented(model) as inst:
         step(run, inputs)

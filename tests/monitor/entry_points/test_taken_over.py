@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 import guardbit
 from guardbit.monitor.interception.entry_points.base import is_taken_over
 from tests.callbacks.several_ranks import launch
+from tests.toys import instrumented
 
 TOKENS = 16
 
@@ -129,3 +130,24 @@ def test_what_takes_nothing_over():
     assert is_taken_over([causal_upper_left(2, 2)])
     with Halved():
         assert is_taken_over([x])
+
+
+class Nested(nn.Module):
+    def forward(self, x, starts):
+        jagged = torch.nested.nested_tensor_from_jagged(x, starts, min_seqlen=3, max_seqlen=5)
+        return F.scaled_dot_product_attention(*[jagged.transpose(1, 2)] * 3).values()
+
+
+def check_nested():
+    # Their class takes a call over, and does not call again.
+    x, starts = torch.randn(8, 4, 16, requires_grad=True), torch.tensor([0, 3, 8])
+    for run in (Nested(), torch.compile(Nested(), backend="aot_eager")):
+        expected = Nested()(x, starts)
+        with instrumented(run) as inst:
+            assert torch.equal(run(x, starts), expected)
+            (site,) = inst.sites.values()
+            assert site.refusal == "its inputs are nested"
+
+
+def test_nested_tensors_are_refused():
+    launch(check_nested, 1)

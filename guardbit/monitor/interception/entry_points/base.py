@@ -57,6 +57,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Why a call, of latent attention for example, can be watched but not switched.
 OTHER_WIDTH = "its values have another head size than its keys, and a switch needs one for both"
 
+_NESTED = "its inputs are nested"
 _DTENSORS = (
     "it is called with DTensors, which GuardBit reads in eager calls of"
     " F.scaled_dot_product_attention only"
@@ -343,7 +344,7 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if isinstance(q, DTensor) or isinstance(k, DTensor):
         return _DTENSORS
     if q.is_nested or k.is_nested or v.is_nested:
-        return "its inputs are nested"
+        return _NESTED
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
     if (why := why_head(q, q.size(3))) is not None:
@@ -362,7 +363,7 @@ def why_head(q: Tensor, head_dim: int) -> str | None:
     if isinstance(q, DTensor):
         return _DTENSORS
     if q.is_nested:
-        return "its inputs are nested"
+        return _NESTED
     if q.dtype not in _DTYPES:
         return f"it computes in {q.dtype}"
     if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
@@ -409,7 +410,8 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
 
 def takes_over(x: Tensor) -> bool:
     """Whether a tensor's class answers PyTorch's functions itself; what it holds is its affair."""
-    if type(x) in (Tensor, nn.Parameter):  # PyTorch 2.11's compiler cannot trace the comparison
+    # PyTorch 2.11's compiler cannot trace the comparison. Nested tensors do not call again.
+    if type(x) in (Tensor, nn.Parameter) or x.is_nested:
         return False
     handler = type(x).__torch_function__
     return getattr(handler, "__func__", handler) not in _ORDINARY

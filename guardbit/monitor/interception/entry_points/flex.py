@@ -30,6 +30,8 @@ _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 # The name of our function in PyTorch's module meanwhile.
 _OURS = "_guardbit_flex_attention"
 
+_BLOCKS_ALONE = "its BlockMask has no mask_mod, and GuardBit does not read its blocks"
+
 # Place of `kernel_options` among the arguments.
 _OPTIONS = 8
 
@@ -56,6 +58,9 @@ def bind(
     why = base.why_tensors(query, key, value)
     if why is None and kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
         why = "flex_attention's FLASH backend has an LSE of another unit"
+    home: Any = sys.modules[_HOME]
+    if why is None and block_mask is not None and block_mask.mask_mod is home.noop_mask:
+        why = _BLOCKS_ALONE
     why = why or base.why_groups(query, key, are_allowed=enable_gqa)
     why = why or base.why_now(query, key, value)
     if why is not None:

@@ -89,14 +89,8 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
-    """Handles an eager call; one that a tensor subclass takes over is seen when it calls again.
-
-    Nested tensors, which do not, are refused.
-    """
-    tensors = _tensors(args, kwargs)
-    if base.is_taken_over(tensors) and not any(x.is_nested for x in tensors):
-        return None
-    return base.before(SDPA, args, kwargs)
+    """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
+    return None if base.is_taken_over(_tensors(args, kwargs)) else base.before(SDPA, args, kwargs)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
@@ -104,8 +98,6 @@ def _traced(*args: Any, **kwargs: Any) -> Tensor:
     tensors = _tensors(args, kwargs)
     for x in tensors:
         if base.takes_over(x):
-            if x.is_nested:
-                base.observed(SDPA, args, kwargs)  # refuses it
             return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
     return base.call(SDPA, *args, **kwargs)
 
