@@ -241,5 +241,6 @@ def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:
-    # Infinite where it is NaN, which `max` may pass over.
-    return (difference.norm() / of.norm()).nan_to_num(math.inf).item()
+    # 0 where both are zero, as dQ of a single key; infinite where NaN, which `max` may pass over.
+    size = of.norm().clamp_min(torch.finfo(of.dtype).tiny)
+    return (difference.norm() / size).nan_to_num(math.inf).item()
