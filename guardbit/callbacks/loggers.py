@@ -53,9 +53,13 @@ def _why_unwritable(folder: Path) -> str:
 def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:
     """Says what was found, and which command writes the report."""
     judgement = session.judgement
+    show = f"; the report: guardbit report {shlex.quote(str(dirpath))}"
+    report = show if os.path.isdir(dirpath) else ""
+    if judgement is None:
+        found = "It could not be judged"
     # Of a resumed run the folder may hold samples although this process has taken none.
-    if judgement is None or (session.sampled_step is None and not judgement.head_samples):
-        found = "No step was sampled"
+    elif session.sampled_step is None and not judgement.head_samples:
+        found, report = "No step was sampled", ""
     else:
         so_far = replace(judgement, ended=None)
         found = so_far.headline
@@ -64,8 +68,7 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
     off = sorted(session.stages_off)
     if off:
         found += f" (off after an error: {', '.join(off)})"
-    report = f"; the report: guardbit report {shlex.quote(str(dirpath))}"
-    return f"GuardBit: run {end}. {found}{report if os.path.isdir(dirpath) else ''}"
+    return f"GuardBit: run {end}. {found}{report}"
 
 
 class LoggedRun:

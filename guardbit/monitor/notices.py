@@ -209,7 +209,7 @@ class Notices:
         if met or latest < 0:
             self._replaced = others
             self._is_heard |= are_heard
-            if met and not self._is_heard:
+            if sites and not self._is_heard:
                 self._tell_unheard(step)
             return
         if new := [sentence for sentence in others if sentence not in before]:
@@ -233,8 +233,8 @@ class Notices:
         # One step may be a generator's in the discriminator's turn, or have lost its backward.
         self._unheard = [*self._unheard, step][-PATIENCE - 1 :]
         why = (
-            f"watched attention ran in {PATIENCE} sampled steps, and no backward of it before their"
-            " ends, so at most weights were measured: unless attention is frozen, the backward"
+            f"no backward of watched attention came in {PATIENCE} sampled steps, so at most weights"
+            " were measured: unless attention is frozen or trained without one, the backward"
             " belongs in the step; where networks take turns, try"
             f" every_n_train_steps={self._other_cadence}"
         )

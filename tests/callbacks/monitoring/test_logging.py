@@ -108,7 +108,7 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
         ({}, "Healthy: no alarm up to step 4"),
         ({"sampled_step": None, "sampled": ()}, "No step was sampled"),
         ({"sampled_step": None}, "Healthy: no alarm up to step 4"),  # by the folder it goes on in
-        ({"judgement": None}, "No step was sampled"),
+        ({"judgement": None}, "It could not be judged"),
         (
             {"unseen": ["h.1", "h.2"]},
             "Healthy: no alarm up to step 4; only 1 of 3 attention modules was watched",
@@ -129,7 +129,8 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
     ],
 )
 def test_the_last_line_is_the_headline(tmp_path, given, found):
-    report = f"; the report: guardbit report {tmp_path}"
+    has_samples = not found.startswith("No step")
+    report = f"; the report: guardbit report {tmp_path}" * has_samples
     assert (
         last_line("finished", Lines(**given), tmp_path)
         == f"GuardBit: run finished. {found}{report}"

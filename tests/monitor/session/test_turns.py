@@ -145,7 +145,19 @@ def test_backwards_outside_of_the_steps_are_told_where_there_are_no_others(tmp_p
     assert outcome(tmp_path).headline.endswith(said) == are_all
     told = errors(tmp_path)
     assert [step for step, _ in told] == [0] * are_all
-    assert all("no backward of it" in why for _, why in told)
+    assert all("no backward of watched attention" in why for _, why in told)
+
+
+def test_a_run_without_any_backward_is_not_healthy(tmp_path):
+    model = Model(Attention())
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
+    for step in range(20):  # as optimizers that try steps at random do
+        with session.step(step), torch.no_grad():
+            model(torch.randn(2, 8, 32))
+    session.close()
+    ((step, why),) = errors(tmp_path)
+    assert step == 0 and why.startswith("no backward of watched attention came in 3 sampled steps")
+    assert outcome(tmp_path).state == "unclear"
 
 
 def test_where_attention_runs_in_other_steps_only_that_is_told_first(tmp_path, caplog):
