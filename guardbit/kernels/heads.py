@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, engines
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs, LibraryEngine
@@ -159,10 +160,12 @@ def resolve(
         ours, takes = "refuse", f"takes {_none_of(beyond_ours)}"
     if call.library is not None:
         ours, takes = "refuse", f"does not take the place of {call.library.title}"
+    is_of_p = call.spec.dropout_p == 0 and engine.backend == SDPBackend.MATH
     settled: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys(asked):
         kind = "a delta" if name in DELTAS else name
-        runs, why = _SUBSTITUTES.get((kind, shares_backward, ours), (name, ""))
+        says = "need not" if kind == "a delta" and is_of_p else ours
+        runs, why = _SUBSTITUTES.get((kind, shares_backward, says), (name, ""))
         settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
     reasons = (unshifted, *(why for _, why in settled.values()))
     names = tuple(settled[name][0] for name in asked)
@@ -176,6 +179,7 @@ _SUBSTITUTES = {
     ("a delta", False, "take it"): (
         "compensated", "compensated runs instead of {name}: {obstacle}",
     ),
+    ("a delta", False, "need not"): ("none", "{name} would mend nothing: {obstacle}"),
     ("a delta", False, "have no room"): ("none", "{name} is not possible: {obstacle}"),
     ("a delta", False, "refuse"): (
         "none", "{name} is not possible: {obstacle}; no kernel takes its place",

@@ -65,9 +65,9 @@ def run(tmp_path):
 CASES = {
     "flash": ({}, False, "exact_delta", ""),
     "masked": ({"mask": MASK}, False, "exact_delta", ""),
-    "math": ({}, True, "compensated", "compensated runs instead of exact_delta: PyTorch's MATH"),
+    "math": ({}, True, "none", "exact_delta would mend nothing: PyTorch's MATH"),
     "dropout": ({"dropout_p": 0.5}, False, "compensated", "drops entries of P (dropout 0.5)"),
-    "math and masked": ({"mask": MASK}, True, "none", "no kernel takes its place"),
+    "masked, dropout": ({"mask": MASK, "dropout_p": 0.5}, False, "none", "no kernel takes its place"),
 }
 
 
@@ -134,14 +134,14 @@ def test_a_switch_is_asked_for_until_it_has_run(run):
     run.one()
     run.session.switch(SITE, "exact_delta")
     assert run.stabilizers() == ["exact_delta"] * 2
-    run.one(math=True)
+    run.attention(dropout_p=0.5).one()
     assert run.stabilizers() == ["compensated"] * 2
     # An evaluation has no backward, and says nothing about the heads' one.
     with torch.no_grad():
         run.model(torch.randn(2, 12, 32))
     assert run.stabilizers() == ["compensated"] * 2
     run.session.switch(SITE, "none")
-    run.one(math=True)
+    run.one()
     assert run.stabilizers() == ["none"] * 2
     assert [event[2] for event in run.events()] == ["exact_delta", "compensated", "none"]
 
@@ -150,7 +150,7 @@ def test_a_journal_ends_with_what_the_heads_ran_last(run):
     run.one()
     run.session.switch(SITE, "exact_delta")
     for step in range(7):
-        run.one(math=step % 2 == 0)
+        run.attention(dropout_p=0.5 * (step % 2 == 0)).one()
     assert run.stabilizers() == ["compensated"] * 2
     run.session.close()
     assert run.events()[-1] == (7, (0, 1), "compensated")
@@ -170,8 +170,8 @@ def test_an_earlier_micro_batch_that_ran_otherwise_is_told(run):
         masks.reverse()
         return forward(x)
 
-    attention.forward = of_micro_batch
-    run.one(math=True, batches=2)
+    attention.forward, attention.dropout_p = of_micro_batch, 0.5
+    run.one(batches=2)
     assert run.stabilizers() == ["compensated"] * 2
     assert [event[2] for event in run.events()] == ["exact_delta", "compensated"]
     attention.dropout_p = 0.0
@@ -221,6 +221,7 @@ def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplo
         run.one(math=True).one(math=True)
     _, failed = read_metadata(run.path)["proofs"]
     assert failed.startswith("MATH (") and "not trusted: its backward takes delta" in failed
+    assert "gradients that differ" not in failed, "nothing was measured"
     warned = [text for text in caplog.messages if "cannot be given an exact delta" in text]
     assert len(warned) == 1 and failed in warned[0]
     run.session.close()

@@ -43,22 +43,23 @@ _SHORT = 50
 class Proof(NamedTuple):
     engine: str  # its name
     configuration: str  # in words: dtype, head size, mask, grouping, device
-    same: float  # relative difference of gradients from two O' of equal delta
+    # Relative difference of gradients from two O' of equal delta; NaN if it was not measured.
+    same: float
     predicted: float  # relative distance from theory of what another delta changes
     failure: str  # why the engine must get no O', or ""
     lacked_memory: bool = False  # so the test says nothing
 
     @property
-    def is_broken(self) -> bool:
-        return self.same == torch.inf
+    def is_measured(self) -> bool:
+        return not math.isnan(self.same)
 
     def __str__(self) -> str:
         verdict = f"not trusted: {self.failure}" if self.failure else "trusted with an exact delta"
-        return (
-            f"{self.engine} ({self.configuration}): outputs of equal delta give gradients that"
-            f" differ by {self.same:.1e}, another delta changes them as theory says but for"
-            f" {self.predicted:.1e}; {verdict}"
+        measured = (
+            f"outputs of equal delta give gradients that differ by {self.same:.1e}, another delta"
+            f" changes them as theory says but for {self.predicted:.1e}; "
         )
+        return f"{self.engine} ({self.configuration}): {measured * self.is_measured}{verdict}"
 
 
 _proofs: dict[tuple[object, ...], Proof] = {}
@@ -125,13 +126,13 @@ def _prove(
         why = "its backward takes delta from P itself, not from the rounded output"
         if engine.backend != SDPBackend.MATH:
             why = "PyTorch pads its heads and gives no access to its backward"
-        return Proof(engine.name, configuration, 0.0, 0.0, why)
+        return Proof(engine.name, configuration, math.nan, math.nan, why)
     try:
         same, predicted = _measured(engine, q, k, v, spec, wants_mask)
     except Exception as error:
         lacked_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         failure = f"it failed: {error}"
-        return Proof(engine.name, configuration, torch.inf, torch.inf, failure, lacked_memory)
+        return Proof(engine.name, configuration, math.nan, math.nan, failure, lacked_memory)
     failure = ""
     if not same <= SAME:
         failure = f"two outputs of equal delta give gradients that differ by {same:.1e}"

@@ -291,7 +291,7 @@ def _why_broken(bound: Bound) -> str | None:
     if bound.library is None:
         return None
     proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
-    if not proof.is_broken:
+    if proof.is_measured:
         return None
     return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
