@@ -67,7 +67,7 @@ CASES = {
     "masked": ({"mask": MASK}, False, "exact_delta", ""),
     "math": ({}, True, "none", "exact_delta would mend nothing: PyTorch's MATH"),
     "dropout": ({"dropout_p": 0.5}, False, "compensated", "drops entries of P (dropout 0.5)"),
-    "masked, dropout": ({"mask": MASK, "dropout_p": 0.5}, False, "none", "no kernel takes its place"),
+    "both": ({"mask": MASK, "dropout_p": 0.5}, False, "none", "no kernel takes its place"),
 }
 
 
