@@ -426,6 +426,19 @@ def test_the_default_rules_are_told_with_a_run():
     }
 
 
+def test_a_loss_far_above_its_best_is_not_unharmed():
+    """A run that leaves at its first steps: its noise is too large to say that the loss rises."""
+    noise = np.random.default_rng(0).normal(0, 2.0, LAST + 1)
+    found = judged(*SWITCHED, **AFTER, loss=lambda at: 3.0 if not at else 10.0 + noise[at])
+    assert (found.state, found.rising) == ("switched", "")
+    assert "all of them switched; the last losses lie 7" in found.said
+
+
+def test_what_heads_are_switched_to_is_the_last():
+    found = judged(switch(0), switch(100, (1,), "compensated"), switch(200, stabilizer="row_max"))
+    assert (found.first_switch, found.stabilizers) == (0, ("row_max",))
+
+
 def test_attention_that_was_not_watched_is_said():
     sites = {f"h.{layer}.attn": {"unwatched": None} for layer in range(3)}
     whole = judged(metadata={"sites": sites, "unseen": []})
@@ -439,6 +452,13 @@ def test_attention_that_was_not_watched_is_said():
     assert part.headline == f"Healthy: no alarm up to step 10,000{limit}"
     assert part.headline_running == f"Running, healthy: no alarm up to step 10,000{limit}"
     assert part.as_json()["not_watched"] == (SITE, "refused", "eager")
+    # One that called none in the first step was called since.
+    later = judged(metadata={"sites": sites, "unseen": ["eager", "h.0.attn"]})
+    assert later.not_watched == (SITE, "refused", "eager")
+    sites["h.0.attn"]["several_calls"] = "their queries are not known to come from the same weights"
+    several = judged(metadata={"sites": sites})
+    said = "of several calls only the first was measured in 1 of 4 attention modules"
+    assert several.headline.endswith(said)
     weights = {f"h.{layer}.attn": {"unwatched": "why"} for layer in range(3)}
     found = judged(metadata={"sites": weights, "unseen": ["eager"]})
     said = "no call of attention was watched, only weights"

@@ -228,7 +228,7 @@ def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
     first, last = kept[0], kept[-1]
     when = f"step {first.step:,}" if len(kept) == 1 else f"steps {first.step:,} to {last.step:,}"
     kernel = f" of {last.kernel}" if last.kernel else ""
-    rows = f"{found.samples} samples, {found.rows:,} rows{kernel}"
+    rows = f"{found.samples} sample{'s' * (found.samples != 1)}, {found.rows:,} rows{kernel}"
     return f"{last.site} head {last.head}, {when}: {rows}"
 
 

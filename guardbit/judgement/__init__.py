@@ -63,7 +63,7 @@ class Cause(NamedTuple):
         if self.share is None or self.interval is None:
             return self.why
         low, high = self.interval
-        return f"rounding's share of W_Q's changes is {self.share:.2f} ({low:.2f} to {high:.2f})"
+        return f"rounding's share of W_Q's changes is {self.share:z.2f} ({low:z.2f} to {high:z.2f})"
 
 
 class Risk(NamedTuple):
@@ -121,6 +121,7 @@ class Judgement:
     # Names of those that called no attention that could be watched, and of those of which no head
     # was measured. Of some of them the weights were measured all the same.
     not_watched: tuple[str, ...]
+    watched_in_part: int  # modules of whose several calls in a forward only the first is measured
     # Number of sampled steps in which no watched module called attention, and the first of them.
     without_attention: tuple[int, int | None]
     first_switch: int | None  # step of the first switch to a stabilizer, None without any
@@ -135,7 +136,7 @@ class Judgement:
     # Number of those without a sample up to their alarm, as in the folder of a resumed run: what
     # the switch does to them cannot be seen.
     unknown_before: int
-    missing_loss: str  # which losses are missing to say that the loss is sound, or ""
+    missing_loss: str  # why it cannot be said that the loss is sound, or ""
     departed: int | None  # step at which the loss diverged, unless it has come back
     lead: int | None  # steps from the first alarm on a head to that one, None if that is earlier
     rising: str  # what rises although nothing alarms, a clause; "" if nothing does
@@ -196,6 +197,9 @@ class Judgement:
                 found.append(f"only {watched:,} {of} {were} watched")
             else:
                 found.append("no call of attention was watched, only weights")
+        if self.watched_in_part:
+            of = f"{self.watched_in_part:,} of {self.num_modules:,} attention modules"
+            found.append(f"of several calls only the first was measured in {of}")
         count, first = self.without_attention
         if first is not None and count:
             found.append(
@@ -273,7 +277,7 @@ class Judgement:
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state, `headline` the sentence."""
         fields = asdict(self)
-        del fields["said"], fields["call_samples"]
+        del fields["said"], fields["call_samples"], fields["watched_in_part"]
         fields["cause"], fields["risk"] = self.cause._asdict(), self.risk._asdict()
         if not math.isfinite(self.largest_logit or 0.0):
             fields["largest_logit"] = None  # JSON has no infinity
@@ -328,6 +332,7 @@ def judge(
         head_samples_every=evidence.head_steps[2],
         num_modules=measured + len(set(not_watched) - evidence.layers.keys()),
         not_watched=not_watched,
+        watched_in_part=_watched_in_part(metadata),
         without_attention=without_attention_of(metadata),
         first_switch=min((event.step for event in switched.values()), default=None),
         switched=len(switched),
@@ -496,7 +501,8 @@ def _missing_loss(
         return "no loss was recorded before the first alarm"
     if last <= max((event.step for event in switched.values()), default=-1):
         return "no loss was recorded after the last switch"
-    return ""
+    above = evidence.loss.unsure
+    return f"the last losses lie {above:.2g} above the best" if above else ""
 
 
 def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
@@ -584,8 +590,15 @@ def not_watched_of(
     sites, unseen = _at(metadata, "sites"), _at(metadata, "unseen")
     called = sites if isinstance(sites, Mapping) else {}
     names = [name for name in called if name not in measured or _at(called, name, "unwatched")]
-    names += unseen if isinstance(unseen, list | tuple) else ()
-    return tuple(dict.fromkeys(map(str, names)))
+    # What the first step passed by may have been called since, as an expert without tokens then.
+    later = map(str, unseen if isinstance(unseen, list | tuple) else ())
+    return tuple(dict.fromkeys([*map(str, names), *(name for name in later if name not in called)]))
+
+
+def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
+    sites = _at(metadata, "sites")
+    names = sites if isinstance(sites, Mapping) else ()
+    return sum(bool(_at(sites, name, "several_calls")) for name in names)
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
@@ -614,7 +627,7 @@ _ADVICE: dict[State, str] = {
     "healthy": "Nothing is to be done.",
     "unclear": f"Go on: heads need {FEWEST_SAMPLES} samples of indicators that the rules read.",
     "warning": "See that a policy is attached; look at the loss and the largest logits.",
-    "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy; keep a checkpoint.",
+    "alarmed": "Switch the alarmed heads to exact_delta, or let a policy do so; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
     "saved": "Go on training.",
     "lost": "Resume from a checkpoint before the first alarm, with the alarmed heads switched.",

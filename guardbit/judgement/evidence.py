@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -84,6 +85,7 @@ class Losses:
         self.lost: int | None = None  # the first of those at the end whose loss is not finite
         self.is_back = True  # whether the last losses are near the best ones
         self.rise = 0.0  # of the last losses above the best ones, 0 where within their scatter
+        self.unsure = 0.0  # the same, `SURELY_ABOVE`, where their scatter hides whether it rises
         # Where it changes: (step, whether the loss is unsound from there on).
         self.critical: list[tuple[int, bool]] = []
         self.latest: deque[float] = deque(maxlen=LOSS_SAMPLES)
@@ -106,7 +108,9 @@ class Losses:
         self.is_back = few <= self._least_of_few + COME_BACK
         if self._count >= LOSS_SAMPLES:
             leap = few - self._least_of_few
-            self.rise = self._rise(leap if leap > SURELY_ABOVE else 0.0)
+            leap = leap if leap > SURELY_ABOVE else 0.0
+            self.rise = self._rise(leap)
+            self.unsure = 0.0 if self.rise else leap
         is_critical = self.lost is not None or self.rise > 0
         if is_critical != (bool(self.critical) and self.critical[-1][1]):
             self.critical.append((step, is_critical))
@@ -255,14 +259,17 @@ class Evidence:
         return found
 
     def switched(self, events: Iterable[Event]) -> dict[Head, Event]:
-        """Every head that is switched at the end -> the first of its switches since it was not."""
+        """Every head that is switched at the end -> the first of its switches since it was not.
+
+        Its stabilizer is that of the last.
+        """
         found: dict[Head, Event] = {}
         for event in events:
             for head in self.heads_of(event) if event.kind == "switch" else ():
                 if event.stabilizer == "none":
                     found.pop(head, None)
                 else:
-                    found.setdefault(head, event)
+                    found[head] = replace(found.get(head, event), stabilizer=event.stabilizer)
         return found
 
     def span(self, head: Head) -> tuple[float, float]:

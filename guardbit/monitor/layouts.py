@@ -279,15 +279,20 @@ class _Search:
         return _all_below_limit(_changes(large, larger)[:1], of_others)
 
     def is_sole_way(self, name: str, others: list[str]) -> bool:
-        """Whether other matrices reach the queries through one alone."""
-        query = self._run("query", {name: torch.zeros_like(self.leaves[name])})
-        gradients = torch.autograd.grad(
-            query,
-            [self.leaves[other] for other in others],
-            self._noise(query),
-            materialize_grads=True,
-        )
-        return not any(gradient.count_nonzero() for gradient in gradients)
+        """Whether other matrices, each of them, reach the queries, and through one alone."""
+
+        def reach(changed: Mapping[str, Tensor]) -> list[bool]:
+            query = self._run("query", changed)
+            gradients = torch.autograd.grad(
+                query,
+                [self.leaves[other] for other in others],
+                self._noise(query),
+                materialize_grads=True,
+            )
+            return [bool(gradient.count_nonzero()) for gradient in gradients]
+
+        # One without a way, as A of an adapter whose B is still zero, may get one beside it.
+        return all(reach({})) and not any(reach({name: torch.zeros_like(self.leaves[name])}))
 
     def is_without_size(
         self, names: list[str], changed: Mapping[str, Tensor] | None = None

@@ -209,7 +209,7 @@ class Notices:
         if met or latest < 0:
             self._replaced = others
             self._is_heard |= are_heard
-            if sites and not self._is_heard:
+            if called and not self._is_heard:
                 self._tell_unheard(step)
             return
         if new := [sentence for sentence in others if sentence not in before]:

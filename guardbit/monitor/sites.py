@@ -292,6 +292,8 @@ class Site:
                 reason = reason or str(unavailable)
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
+        if not self.calls.heads[0]:  # as with nested inputs, of which no module can be run
+            reason = self.unwatched or reason
         reason = why_quantised(self.module) or reason
         return reason or "the inputs of its module could not be recorded"
 

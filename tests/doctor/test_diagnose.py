@@ -107,7 +107,7 @@ def test_the_answer_is_in_the_report(run):
 def test_one_head_and_another_place(run, tmp_path):
     result = invoke(run, "--head", "h/0 attn:0", "--output", tmp_path / "there", "--verbose")
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("h/0 attn head 0, step 4: 1 samples, 256 rows")
+    assert result.stdout.startswith("h/0 attn head 0, step 4: 1 sample, 256 rows")
     assert "std devs" in result.stdout and "remedy row_max" in result.stdout
     assert "\nexact delta " in result.stdout and "\ndS not rounded " in result.stdout
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["h_0_attn-head0.png"]

@@ -262,6 +262,20 @@ def test_a_norm_of_the_queries_does_not_hide_that_of_the_latent(behind, site_of)
     assert site.layout.normalises_queries
 
 
+def test_an_adapter_whose_b_is_still_zero_hides_no_latent(site_of):
+    module = Attention(nn.Linear(64, 64))
+    module.down, module.up = nn.Linear(64, 1, bias=False), nn.Linear(1, 64, bias=False)
+    nn.init.zeros_(module.up.weight)
+    project = module.project
+
+    def adapted(x):
+        q, *others = project(x)
+        return q + module.up(module.down(x)).unflatten(-1, (4, 16)).transpose(1, 2), *others
+
+    module.project = adapted
+    assert "'q_proj.weight', 'down.weight' together" in site_of(module).why_unavailable("query")
+
+
 class Exact(nn.Module):
     """A norm without an epsilon."""
 

@@ -168,7 +168,7 @@ class Burst:
         self._products.clear()
         self._in_vain.update(list(self.heads))
         for site in [site for site in self.heads if self._in_vain[site] >= PATIENCE]:
-            what = "step of a PyTorch optimizer on its W_Q" if site in shown else "call of it"
+            what = "step of a PyTorch optimizer on its W_Q" if site in shown else "backward of it"
             self._give_up(site, self._why_not_plain(site) or f"no {what} was seen")
 
     def consume(self, call: AttentionCall) -> None:

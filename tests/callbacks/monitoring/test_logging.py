@@ -120,7 +120,7 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
         (
             {"events": [ALARM]},
             "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded. Switch the"
-            " alarmed heads to exact_delta, or attach a policy; keep a checkpoint",
+            " alarmed heads to exact_delta, or let a policy do so; keep a checkpoint",
         ),
         (
             {"stages_off": {"metrics"}},

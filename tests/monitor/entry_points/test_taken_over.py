@@ -147,6 +147,7 @@ def check_nested():
             assert torch.equal(run(x, starts), expected)
             (site,) = inst.sites.values()
             assert site.refusal == "its inputs are nested"
+            assert site.why_unavailable("query").endswith(": its inputs are nested")
 
 
 def test_nested_tensors_are_refused():

@@ -336,7 +336,7 @@ def test_where_no_call_is_seen_the_optimizer_is_not_blamed(tmp_path):
     assert session._burst.heads == {SITE: [1]}
     for _ in range(PATIENCE):
         session._burst.forget_step()
-    assert session._burst.why_not == "no call of it was seen"
+    assert session._burst.why_not == "no backward of it was seen"
     session.close()
 
 
