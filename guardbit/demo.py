@@ -29,12 +29,12 @@ from guardbit.callbacks.monitoring import AttentionMonitor, AutoStabilizer
 from guardbit.dashboards.loading import read
 from guardbit.dashboards.report import write_reports
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 4
 WIDTH = NUM_HEADS * HEAD_DIM
 BAD_LAYER, BAD_HEAD = 1, 2
 BAD_SITE = f"h.layers.{BAD_LAYER}.self_attn"
 SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
-NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 300, 150, 10
+NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 10
 
 _MODEL = (
     f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
