@@ -334,6 +334,19 @@ def test_the_first_tensor_that_was_not_finite_is_named(flags, heads):
     assert found.headline.endswith(f"such value was seen in dO of h.2.attn, {heads}, at step 8,000")
 
 
+@pytest.mark.parametrize(
+    ("step", "flag", "state"),
+    [(LAST, 1.0, "warning"), (LAST, 16.0, "healthy"), (LAST - 100, 1.0, "healthy")],
+)
+def test_nan_in_attention_is_not_healthy_where_no_loss_tells(step, flag, state):
+    # A scaler skips the step of a gradient (dO, 16) that overflows; NaN in q (1) may pass by, too.
+    made = [*samples(loss=None), Sample(step, SITE, 1, "nonfinite", (flag,) * 4)]
+    found = judged(of=sorted(made, key=lambda sample: sample.step))
+    assert found.state == state
+    named = f"no alarm, but attention has NaN or infinity in its forward at step {LAST:,}"
+    assert (named in found.headline) == (state == "warning")
+
+
 def test_a_model_that_leaves_at_once_has_too_high_a_learning_rate():
     whole = [alarm(950, head=head, rule="model_logits", judges="model") for head in range(4)]
     # One head may have left before.

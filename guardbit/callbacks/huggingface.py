@@ -172,7 +172,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Takes the loss and the gradient norm the Trainer logs after a step."""
         logs = logs or {}
         if "loss" in logs:
-            session.loss(logs["loss"])
+            # `logging_nan_inf_filter`, on by default, makes a 0 of losses that are not finite.
+            is_hidden = logs["loss"] == 0 and not math.isfinite(logs.get("grad_norm", 0.0))
+            session.loss(math.nan if is_hidden else logs["loss"])
         if "grad_norm" in logs:
             session.grad_norm(logs["grad_norm"])
 

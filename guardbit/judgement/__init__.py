@@ -517,9 +517,11 @@ def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
 
 
 def _rising(evidence: Evidence) -> str:
-    """Says what rises: the loss, or the largest logit."""
+    """Says what rises: the loss, or the largest logit, at last to NaN."""
     if evidence.loss.rise:
         return f"the loss is {evidence.loss.rise:.2g} above its best"
+    if evidence.last_broken == evidence.call_steps[1]:
+        return f"attention has NaN or infinity in its forward at step {evidence.last_broken:,}"
     logit, before = _logits(evidence)
     if logit is None or (logit < HIGH_LOGIT and not _logits_rise(evidence)):
         return ""

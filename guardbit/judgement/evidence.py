@@ -17,6 +17,7 @@ from guardbit.records import Event, Sample
 
 #: The tensors of a call's forward, in `NONFINITE`.
 FORWARD = ("q", "k", "v", "O")
+_OF_FORWARD = sum(NONFINITE[name] for name in FORWARD)
 
 #: A head is named by the pair (layer, head), both counted from 0.
 Head = tuple[int, int]
@@ -156,6 +157,7 @@ class Evidence:
         # layer -> the largest `key_common_mode` of its heads then.
         self.common_modes: tuple[int, dict[int, float]] = -1, {}
         self._nonfinite: list[Sample] = []  # of the first step that has any
+        self.last_broken = -2  # the last step that a forward of attention had any in
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
         self._latest_of: dict[str, tuple[int, list[int]]] = {}
         self._values: dict[tuple[int, str], _Kept] = {}
@@ -175,6 +177,10 @@ class Evidence:
                 and (not self._nonfinite or sample.step == self._nonfinite[0].step)
             ):
                 self._nonfinite.append(sample)
+            if sample.indicator == "nonfinite" and any(
+                code & _OF_FORWARD for code in _codes(sample)
+            ):
+                self.last_broken = sample.step
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
@@ -283,8 +289,7 @@ def first_nonfinite(samples: Iterable[Sample]) -> Nonfinite | None:
         (sample for sample in samples if sample.indicator == "nonfinite"),
         key=lambda sample: sample.layer,
     )
-    forward = sum(NONFINITE[name] for name in FORWARD)
-    with_forward = [one for one in found if any(code & forward for code in _codes(one))]
+    with_forward = [one for one in found if any(code & _OF_FORWARD for code in _codes(one))]
     sample = with_forward[0] if with_forward else found[-1] if found else None
     if sample is None:
         return None

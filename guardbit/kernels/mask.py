@@ -188,3 +188,14 @@ def hidden_rows(
         seen = (columns >= first[rows, None]) & (columns < end[rows, None])
         hidden.append(added.where(seen, -torch.inf).amax(-1) < NO_KEY)
     return torch.cat(hidden, 1)[:, None]
+
+
+def seen_keys(mask: Tensor | None, k: Tensor) -> Tensor | None:
+    """Returns which keys a dense mask shows to any query, `(B, H_kv, M, 1)`."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    seen = mask.any(2) if mask.dtype == torch.bool else mask.amax(2) >= NO_KEY
+    if seen.size(1) > 1:
+        seen = seen.unflatten(1, (k.size(1), -1)).any(2)
+    return seen.expand(k.shape[:3])[..., None]

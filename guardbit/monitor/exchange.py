@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ _OTHER_WEIGHTS = (
     " number their layers from 0, or Megatron's tensor parallelism: their rows are added up as if"
     " they were one module, and only the weights of rank 0 are recorded, so the heads of the other"
     " ranks are NOT guarded one by one; stages need names of their own, tensor parallelism DTensors"
+)
+_OTHER_SWITCHES = (
+    "ranks have switched different heads, so some of what they compute is not corrected: call"
+    " `switch` on all ranks alike, not in `on_alarm`, which rank 0 alone calls"
 )
 # Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
 # differ by FP32's rounding, stages by their random weights, 1e-3 and more.
@@ -52,7 +57,7 @@ class Exchange:
         # What the run's metadata says of this rank's attention modules.
         self.metadata: dict[str, dict[str, Any]] = {}
         self._lacking: set[tuple[str, str]] = set()
-        self._are_compared = self._are_other = False
+        self._are_compared, self._told = False, set[str]()
 
     def log_what_is_lacking(self) -> None:
         """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
@@ -112,24 +117,30 @@ class Exchange:
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
         if several and len(parts) == 1:
-            self._compare_weights(samples, step)
+            self._compare(samples, asked, step)
         others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
         for event in others:
             if event not in parts[0].recorded:
                 self._journal.record(event)
         return whole
 
-    def _compare_weights(self, samples: list[Sample], step: int) -> None:
-        """Records an event if ranks hold different weights in modules of the same names."""
+    def _compare(
+        self, samples: list[Sample], asked: dict[str, list[str]] | None, step: int
+    ) -> None:
+        """Records events if ranks have other weights in modules of the same names, or switches."""
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
         norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-        sums, counts = zip(*ranks.gathered("norms", sum(norms), len(norms)), strict=True)
-        # The sum of a rank that could not take all norms says nothing.
+        switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
+        code = 0 if asked is None else zlib.crc32(repr(switched).encode())
+        found = ranks.gathered("norms", sum(norms), len(norms), code)
+        sums, counts, codes = zip(*found, strict=True)
+        # The sum of a rank that could not take all norms says nothing, nor does one after an error.
         are_all = min(counts) == max(counts)
         are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
-        if are_other and not self._are_other:
-            self._are_other = True
-            self._journal.record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
+        told = {_OTHER_WEIGHTS: are_other, _OTHER_SWITCHES: len({*codes} - {0}) > 1}
+        for why in [why for why, is_so in told.items() if is_so and why not in self._told]:
+            self._told.add(why)
+            self._journal.record(Event(step, "monitor_error", "", (), why))
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

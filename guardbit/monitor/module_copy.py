@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
+import operator
 import random
 import sys
 import threading
@@ -183,12 +184,16 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
     """Copies a function with what it closes over: `forward` of a patched module often does so."""
-    if not isinstance(x, types.FunctionType) or not x.__closure__ or id(x) in memo:
+    if not isinstance(x, types.FunctionType) or id(x) in memo:
         return
-    cells = tuple(types.CellType() for _ in x.__closure__)
-    made = types.FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
-    memo[id(x)], made.__kwdefaults__ = made, x.__kwdefaults__
-    for cell, own in zip(cells, x.__closure__, strict=True):
+    held = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    if not x.__closure__ and all(map(operator.is_, held, copy.deepcopy(held, memo))):
+        return  # it may be compared with, as PyTorch's activations are
+    cells = tuple(types.CellType() for _ in x.__closure__ or ())
+    memo[id(x)] = made = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, cells)
+    given = (x.__defaults__, x.__kwdefaults__)  # which hold things as a closure does
+    made.__defaults__, made.__kwdefaults__ = copy.deepcopy(given, memo)
+    for cell, own in zip(cells, x.__closure__ or (), strict=True):
         with suppress(ValueError):  # it is empty
             _copy_closure(own.cell_contents, memo)
             cell.cell_contents = copy.deepcopy(own.cell_contents, memo)

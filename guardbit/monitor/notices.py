@@ -303,10 +303,11 @@ class Notices:
         if len(proofs()) == self._told_proofs or not self._instrumentation.switched:
             return
         for proof in proofs()[max(self._told_proofs, self._earlier_proofs) :]:
-            if proof.failure and ranks.rank() == 0:
+            # Other lengths have other proofs in the same words.
+            if proof.failure and ranks.rank() == 0 and self.first(str(proof)):
                 log.warning("an attention kernel cannot be given an exact delta: %s", proof)
         self._told_proofs = len(proofs())
-        self._journal.note({"proofs": [str(proof) for proof in proofs()]})
+        self._journal.note({"proofs": [*dict.fromkeys(map(str, proofs()))]})
 
     def report_nothing_to_correct(
         self, facts: Mapping[str, Mapping[str, Any]], precision: list[str]

@@ -85,18 +85,16 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     return found.view_as(sums), larger.masked_fill(is_nan.view_as(larger) > 0, torch.nan)
 
 
-def gathered(what: str, first: float = 0, second: float = 0) -> list[tuple[float, float]]:
-    """Returns two numbers of each rank, which must all take part in the same exchange."""
-    mine = torch.tensor(
-        [zlib.crc32(what.encode()), first, second], dtype=torch.float64, device="cpu"
-    )
+def gathered(what: str, *numbers: float) -> list[tuple[float, ...]]:
+    """Returns the numbers of each rank, which must all take part in the same exchange."""
+    mine = torch.tensor([zlib.crc32(what.encode()), *numbers], dtype=torch.float64, device="cpu")
     found = [torch.empty_like(mine) for _ in range(world_size())]
     with _own_group() as own:
         own.allgather(found, mine).wait()
         answers = [other.tolist() for other in found]
         if any(other[0] != mine[0] for other in answers):
             raise RuntimeError("it takes part in another exchange")
-    return [(first, second) for _, first, second in answers]
+    return [tuple(others) for _, *others in answers]
 
 
 @contextmanager

@@ -571,8 +571,8 @@ class Session(Guarded):
         """Switches heads by hand, from their next call on, and records it.
 
         Within a step it takes effect when the step has ended, because a forward and its
-        recomputation must be alike. A policy that has switched the same heads before may undo it
-        after its quiet period.
+        recomputation must be alike. On several ranks all call it alike. A policy that has switched
+        the same heads before may undo it after its quiet period.
 
         Args:
             site: Name of an attention module, or a pattern; "*" is all that can be switched. Names

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import sys
 
 import pandas as pd
@@ -178,6 +179,23 @@ def test_too_few_losses_are_told_of_at_the_start(tmp_path, caplog, settings, los
     assert line.endswith(f"in 30 steps there will be {losses}, so set logging_steps=3")
     recorded = read_run(tmp_path / "guardbit").query("indicator == 'loss'")
     assert len(recorded) == losses
+
+
+def test_a_loss_of_nan_is_none_of_zero(tmp_path, capsys):
+    # The Trainer logs 0 for it unless `logging_nan_inf_filter` is off.
+    batches = iter(range(100))
+
+    def diverge(module, inputs, output):
+        output.loss = output.loss * (math.nan if next(batches) >= 10 else 1.0)
+
+    model = gpt2()
+    model.register_forward_hook(diverge)
+    train(tmp_path, HuggingFaceMonitor(2, dirpath=tmp_path / "run"), model=model, steps=24)
+    frame = read_run(tmp_path / "run")
+    losses = frame[frame.indicator == "loss"].set_index("step").value
+    assert losses[:9].gt(3).all()
+    assert losses[10:].isna().all()
+    assert "Lost: the loss is not finite (NaN or infinity) from step 10" in capsys.readouterr().err
 
 
 def test_alarms_go_to_reporters_as_text_and_leave_the_bar_whole(tmp_path, terminal):

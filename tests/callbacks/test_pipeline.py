@@ -73,7 +73,7 @@ def watch(folder, rank, device, steps, state=None):
     return ran, state
 
 
-def watch_same_names(folder, rank, device, seed):
+def watch_same_names(folder, rank, device, seed, switches=False):
     """A module that all ranks call by the same name; its weights depend on the seed."""
     torch.manual_seed(seed)
     model = nn.ModuleDict({"layer": attention(2)}).to(device)
@@ -82,6 +82,8 @@ def watch_same_names(folder, rank, device, seed):
     for step in range(2):
         with session.step(step):
             loss_of(model["layer"], step, device).backward()
+        if switches and step == 0:
+            session.switch("layer", "compensated")
     session.close()
 
 
@@ -95,6 +97,8 @@ def on_rank(folder, device):
     again, _ = watch(folder / "resumed", rank, device, range(STEPS, STEPS + 1), box[0])
     watch_same_names(folder / "replicas", rank, device, 0)
     watch_same_names(folder / "stages", rank, device, rank)
+    watch_same_names(folder / "alike", rank, device, 0, switches=True)
+    watch_same_names(folder / "unlike", rank, device, 0, switches=rank == 0)
     found = {"ran": ran, "again": again, "lines": [text for _, text in lines]}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
@@ -157,3 +161,11 @@ def test_stages_whose_modules_have_the_same_names_are_told_from_replicas(run):
     assert step == 0
     assert "heads of the other ranks are NOT guarded one by one" in why
     assert not recorded(run[0] / "replicas", "monitor_error", "why")
+
+
+def test_ranks_that_do_not_switch_alike_are_told(run):
+    folder, _ = run
+    assert not recorded(folder / "alike", "monitor_error", "step")
+    ((step, why),) = recorded(folder / "unlike", "monitor_error", "step", "why")
+    assert step == 1
+    assert why.startswith("ranks have switched different heads")

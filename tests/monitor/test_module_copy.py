@@ -116,6 +116,18 @@ def patched(self, x):
     return len(self.held)
 
 
+def patched_by_default(self, x):
+    """The same, by a function whose defaults are what another one closes over."""
+    if "forward" not in vars(self.out):
+
+        def counting(y, inner=self.out.forward, *, seen=self.held):
+            seen.append(1)
+            return inner(y) * len(seen)
+
+        self.out.forward = counting
+    return len(self.held)
+
+
 class Modes(enum.Enum):
     DYNAMIC = "dynamic"
     DISABLED = "disabled"
@@ -168,6 +180,7 @@ KEPT = {
     ),
     "the batch before": (list, remembered, lambda self: self.held[0].tolist()),
     "a closure": (list, patched, lambda self: len(self.held)),
+    "a default": (list, patched_by_default, lambda self: len(self.held)),
     "a hook": (list, hooked, lambda self: len(self.held)),
     "a file": (
         lambda: tempfile.TemporaryFile("w"),  # noqa: SIM115

@@ -30,13 +30,13 @@ class Run:
         self.session = MonitorSession(self.model, **settings)
         self.run = self.model
 
-    def one(self, math=False, batches=1):
+    def one(self, math=False, batches=1, rows=12):
         with self.session.step(self.step):
             for batch in range(batches):
                 if batch:
                     self.session.begin_batch(self.step)
                 with sdpa_kernel(SDPBackend.MATH) if math else contextlib.nullcontext():
-                    self.run(torch.randn(2, 12, 32)).square().mean().backward()
+                    self.run(torch.randn(2, rows, 32)).square().mean().backward()
         self.step += 1
         return self
 
@@ -218,7 +218,8 @@ def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplo
         assert told.startswith("FLASH_ATTENTION (float32, head size 16, no mask, causal, cpu")
         assert told.endswith("trusted with an exact delta")
         assert "cannot be given an exact delta" not in caplog.text
-        run.one(math=True).one(math=True)
+        run.one(math=True).one(math=True).one(math=True, rows=16)
+    assert len(proof.proofs()) == 3, "of another length"
     _, failed = read_metadata(run.path)["proofs"]
     assert failed.startswith("MATH (") and "not trusted: its backward takes delta" in failed
     assert "gradients that differ" not in failed, "nothing was measured"

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._dynamo import convert_frame, trace_rules
+from torch._dynamo.variables import builder
 
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
@@ -167,6 +168,13 @@ def _keep_compiler_rules() -> None:
         return originals.get(found, found)
 
     _replace(trace_rules, "load_object", load_original)
+    if hasattr(builder, "is_utils_checkpoint"):
+        _replace(builder, "is_utils_checkpoint", _is_checkpoint)
+
+
+def _is_checkpoint(x: Any) -> bool:
+    """Whether the compiler has met a checkpoint; models of transformers hold it in a partial."""
+    return x is original_checkpoint or x is checkpoint
 
 
 def _hook_stubs_of_others(get: Callable[[nn.Module], Any], module: nn.Module) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
-from guardbit.kernels.mask import in_documents
+from guardbit.kernels.mask import in_documents, seen_keys
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
@@ -208,10 +208,10 @@ class KeyProbe(CallProbe):
 
     def update(self, view: CallView) -> Sequence[Tensor]:
         heads, k = view.call.q.size(1), view.call.k
-        starts = view.call.spec.starts[1]
+        starts, seen = view.call.spec.starts[1], seen_keys(view.call.spec.mask, k)
         # Mean squares, which FP32 holds whatever the number of keys; no copy of the keys in FP32.
         lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float32)
-        means, squares = _means(k, starts), _means(lengths.square(), starts)
+        means, squares = _means(k, starts, seen), _means(lengths.square(), starts, seen)
         parts = torch.stack([means.square().sum(-1), squares[..., 0]])
         return [*parts.sum(1, dtype=torch.float64).repeat_interleave(heads // k.size(1), 1)]
 
@@ -222,10 +222,12 @@ class KeyProbe(CallProbe):
         return {name: share for name in self.indicators}
 
 
-def _means(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Means over the keys of each sequence, FP32 `(P, H, D)`; 0 for an empty document."""
+def _means(x: Tensor, starts: Tensor | None, seen: Tensor | None) -> Tensor:
+    """Means over the seen keys of each sequence, FP32 `(P, H, D)`; 0 where there are none."""
     if starts is None:
-        return x.mean(2, dtype=torch.float32)
+        if seen is None:
+            return x.mean(2, dtype=torch.float32)
+        return x.where(seen, 0).sum(2, dtype=torch.float32) / seen.sum(2).clamp_min(1)
     keys = torch.arange(x.size(2), device=x.device)
     document = torch.searchsorted(starts[1:].contiguous(), keys, right=True)
     # One more, for the keys behind the last document, which are padding.

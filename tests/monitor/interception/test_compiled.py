@@ -54,6 +54,25 @@ def test_the_default_compiler(tiny, instrument):
     assert counter.frame_count == 1
 
 
+def test_a_checkpoint_in_a_partial_as_transformers_keeps_it_is_compiled(tiny, instrument):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = tiny.Attention()
+            self.checkpoint = partial(checkpoint, use_reentrant=False)
+
+        def forward(self, x):
+            return self.checkpoint(self.attention, x)
+
+    model = Block()
+    x = torch.randn(2, 12, tiny.WIDTH)
+    before = tiny.step(model, x, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    instrument(model)
+    watched = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert tiny.equal(tiny.step(model, x, run=watched), before)
+
+
 def test_checkpointed_blocks_with_dynamic_shapes(tiny, instrument):
     class Blocks(nn.Sequential):
         def forward(self, x):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from guardbit.kernels.runtime import AttentionCall
@@ -25,15 +26,15 @@ def test_each_head_has_its_turn_and_suspects_are_always_audited():
     assert heads_in_turn(7, 0, 3, {1}) == [1]
 
 
-def call_with(k, heads, documents=None):
+def call_with(k, heads, documents=None, mask=None):
     q = torch.zeros(k.size(0), heads, 3, k.size(3), dtype=k.dtype)
-    fields = {"q": q, "k": k, "spec": AttentionSpec(1.0, documents=documents)}
+    fields = {"q": q, "k": k, "spec": AttentionSpec(1.0, mask=mask, documents=documents)}
     return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), **fields})
 
 
-def common_modes(calls, heads, documents=None):
+def common_modes(calls, heads, documents=None, mask=None):
     probe = KeyProbe(["key_common_mode"])
-    found = [probe.update(CallView(call_with(k, heads, documents))) for k in calls]
+    found = [probe.update(CallView(call_with(k, heads, documents, mask))) for k in calls]
     state = dict(zip(probe.sums, map(sum, zip(*found, strict=True)), strict=True))
     return probe.compute(state, 1.0)["key_common_mode"]
 
@@ -65,6 +66,22 @@ def test_packed_documents_have_a_mean_each():
     packed_keys = torch.cat([*parts, torch.full((1, 2, 3, 5), 9.0)], 2)  # padding behind
     found = common_modes([packed_keys], 4, packed(lengths, lengths, "cpu"))
     alone = common_modes([part for part in parts if part.size(2)], 4)
+    torch.testing.assert_close(found, alone, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive", "one a head"])
+def test_padding_that_a_mask_hides_from_all_queries_counts_nowhere(kind):
+    k = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(4)) + 0.5
+    k[0, :, :3], k[1, :, 6:] = 9.0, torch.nan
+    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)
+    mask[0, ..., :3], mask[1, ..., 6:] = False, False
+    if kind == "additive":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if kind == "one a head":
+        mask = mask.repeat(1, 4, 1, 1)
+        mask[:, ::2] = False  # the other head of the group sees them
+    found = common_modes([k], 4, mask=mask)
+    alone = common_modes([k[:1, :, 3:], k[1:, :, :6]], 4)
     torch.testing.assert_close(found, alone, rtol=1e-6, atol=0)
 
 
