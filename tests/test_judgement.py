@@ -345,6 +345,14 @@ def test_nan_in_attention_is_not_healthy_where_no_loss_tells(step, flag, state):
     assert found.state == state
     named = f"no alarm, but attention has NaN or infinity in its forward at step {LAST:,}"
     assert (named in found.headline) == (state == "warning")
+    made = [*samples(**AFTER), Sample(step, SITE, 1, "nonfinite", (flag,) * 4)]
+    saved = judged(*SWITCHED, of=sorted(made, key=lambda sample: sample.step))
+    assert saved.state == ("switched" if state == "warning" else "saved")
+
+
+def test_switching_is_not_advised_where_delta_is_not_rounded():
+    found = judged(alarm(3000), metadata={"sites": {SITE: {"kernels": ["MATH"]}}})
+    assert found.advice.endswith("switching does not help.")
 
 
 def test_a_model_that_leaves_at_once_has_too_high_a_learning_rate():
@@ -444,7 +452,7 @@ def test_a_loss_far_above_its_best_is_not_unharmed():
     noise = np.random.default_rng(0).normal(0, 2.0, LAST + 1)
     found = judged(*SWITCHED, **AFTER, loss=lambda at: 3.0 if not at else 10.0 + noise[at])
     assert (found.state, found.rising) == ("switched", "")
-    assert "all of them switched; the last losses lie 7" in found.said
+    assert "all of them switched; the losses scatter too much" in found.said
 
 
 def test_what_heads_are_switched_to_is_the_last():
@@ -470,7 +478,7 @@ def test_attention_that_was_not_watched_is_said():
     assert later.not_watched == (SITE, "refused", "eager")
     sites["h.0.attn"]["several_calls"] = "their queries are not known to come from the same weights"
     several = judged(metadata={"sites": sites})
-    said = "of several calls only the first was measured in 1 of 4 attention modules"
+    said = "only one of several calls was measured in 1 of 4 attention modules"
     assert several.headline.endswith(said)
     weights = {f"h.{layer}.attn": {"unwatched": "why"} for layer in range(3)}
     found = judged(metadata={"sites": weights, "unseen": ["eager"]})

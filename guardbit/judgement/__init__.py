@@ -121,7 +121,7 @@ class Judgement:
     # Names of those that called no attention that could be watched, and of those of which no head
     # was measured. Of some of them the weights were measured all the same.
     not_watched: tuple[str, ...]
-    watched_in_part: int  # modules of whose several calls in a forward only the first is measured
+    watched_in_part: int  # modules of whose several calls in a forward only one is measured
     # Number of sampled steps in which no watched module called attention, and the first of them.
     without_attention: tuple[int, int | None]
     first_switch: int | None  # step of the first switch to a stabilizer, None without any
@@ -199,7 +199,7 @@ class Judgement:
                 found.append("no call of attention was watched, only weights")
         if self.watched_in_part:
             of = f"{self.watched_in_part:,} of {self.num_modules:,} attention modules"
-            found.append(f"of several calls only the first was measured in {of}")
+            found.append(f"only one of several calls was measured in {of}")
         count, first = self.without_attention
         if first is not None and count:
             found.append(
@@ -214,7 +214,9 @@ class Judgement:
         going_on = _GOING_ON.get(self.ended, "").format(self.last_step or 0)
         if going_on and self.state in ("healthy", "switched", "saved"):
             return going_on
-        if self.state == "alarmed" and self.cause.what == "not rounding":
+        # Else a key_common_mode tells the risk.
+        is_exact = self.risk.what == "hardly at risk" and self.risk.key_common_mode is None
+        if self.state == "alarmed" and (self.cause.what == "not rounding" or is_exact):
             return "Look at the learning rate and the data: switching does not help."
         if self.state == "alarmed" and not self.alarmed:  # as by a loss that has come back
             return _ADVICE["warning"]
@@ -355,6 +357,7 @@ def judge(
     # Heads that were not what was moving need not fall: half of them is enough.
     fallen = sum(bool(found) and min(found.values()) <= FALLEN for found in growths.values())
     rises = any(found.get("max_logit", 0.0) > STILL_GROWING for found in growths.values())
+    rises |= _is_broken(evidence)
     has_effect = 2 * fallen >= len(growths) > 0 and not rises and not _logits_rise(evidence)
     state, said = _outcome(
         judgement, _leaves_at_once(alarms), has_effect, is_judged(metadata, evidence)
@@ -501,8 +504,8 @@ def _missing_loss(
         return "no loss was recorded before the first alarm"
     if last <= max((event.step for event in switched.values()), default=-1):
         return "no loss was recorded after the last switch"
-    above = evidence.loss.unsure
-    return f"the last losses lie {above:.2g} above the best" if above else ""
+    said = "the losses scatter too much to say that they have not risen"
+    return said if evidence.loss.is_unsure else ""
 
 
 def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
@@ -516,11 +519,15 @@ def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
     return None if has_come_back else left
 
 
+def _is_broken(evidence: Evidence) -> bool:
+    return evidence.last_broken == evidence.call_steps[1]
+
+
 def _rising(evidence: Evidence) -> str:
-    """Says what rises: the loss, or the largest logit, at last to NaN."""
+    """Says what rises, or is not finite: the loss, attention, or the largest logit."""
     if evidence.loss.rise:
         return f"the loss is {evidence.loss.rise:.2g} above its best"
-    if evidence.last_broken == evidence.call_steps[1]:
+    if _is_broken(evidence):
         return f"attention has NaN or infinity in its forward at step {evidence.last_broken:,}"
     logit, before = _logits(evidence)
     if logit is None or (logit < HIGH_LOGIT and not _logits_rise(evidence)):
@@ -600,7 +607,8 @@ def not_watched_of(
 def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
     sites = _at(metadata, "sites")
     names = sites if isinstance(sites, Mapping) else ()
-    return sum(bool(_at(sites, name, "several_calls")) for name in names)
+    of_several = [name for name in names if _at(sites, name, "several_calls")]
+    return sum(not _at(sites, name, "unwatched") for name in of_several)
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
@@ -628,7 +636,7 @@ _GOING_ON: dict[Ended | None, str] = {
 _ADVICE: dict[State, str] = {
     "healthy": "Nothing is to be done.",
     "unclear": f"Go on: heads need {FEWEST_SAMPLES} samples of indicators that the rules read.",
-    "warning": "See that a policy is attached; look at the loss and the largest logits.",
+    "warning": "See that a policy is attached; look at the loss, the largest logits and NaN.",
     "alarmed": "Switch the alarmed heads to exact_delta, or let a policy do so; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
     "saved": "Go on training.",
@@ -673,7 +681,7 @@ def _outcome(
     if of.not_measured_since:
         seen = f"{of.not_measured_since} not measured since the switch"
     elif of.missing_loss or not has_effect:
-        seen = of.missing_loss or "logits and W_Q have not fallen yet"
+        seen = of.missing_loss or of.rising or "logits and W_Q have not fallen yet"
     else:
         return "saved", f"{counted} alarmed{when}, corrected, loss unharmed"
     return "switched", f"{counted} alarmed{when}, all of them switched; {seen}"

@@ -86,7 +86,7 @@ class Losses:
         self.lost: int | None = None  # the first of those at the end whose loss is not finite
         self.is_back = True  # whether the last losses are near the best ones
         self.rise = 0.0  # of the last losses above the best ones, 0 where within their scatter
-        self.unsure = 0.0  # the same, `SURELY_ABOVE`, where their scatter hides whether it rises
+        self.is_unsure = False  # whether they lie `SURELY_ABOVE`, and within their scatter
         # Where it changes: (step, whether the loss is unsound from there on).
         self.critical: list[tuple[int, bool]] = []
         self.latest: deque[float] = deque(maxlen=LOSS_SAMPLES)
@@ -109,9 +109,9 @@ class Losses:
         self.is_back = few <= self._least_of_few + COME_BACK
         if self._count >= LOSS_SAMPLES:
             leap = few - self._least_of_few
-            leap = leap if leap > SURELY_ABOVE else 0.0
-            self.rise = self._rise(leap)
-            self.unsure = 0.0 if self.rise else leap
+            is_above = leap > SURELY_ABOVE
+            self.rise = self._rise(leap if is_above else 0.0)
+            self.is_unsure = is_above and not self.rise
         is_critical = self.lost is not None or self.rise > 0
         if is_critical != (bool(self.critical) and self.critical[-1][1]):
             self.critical.append((step, is_critical))

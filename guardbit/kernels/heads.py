@@ -160,11 +160,11 @@ def resolve(
         ours, takes = "refuse", f"takes {_none_of(beyond_ours)}"
     if call.library is not None:
         ours, takes = "refuse", f"does not take the place of {call.library.title}"
-    is_of_p = call.spec.dropout_p == 0 and engine.backend == SDPBackend.MATH
+    delta_is_of_p = call.spec.dropout_p == 0 and engine.backend == SDPBackend.MATH
     settled: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys(asked):
         kind = "a delta" if name in DELTAS else name
-        says = "need not" if kind == "a delta" and is_of_p else ours
+        says = "need not" if kind == "a delta" and delta_is_of_p else ours
         runs, why = _SUBSTITUTES.get((kind, shares_backward, says), (name, ""))
         settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
     reasons = (unshifted, *(why for _, why in settled.values()))

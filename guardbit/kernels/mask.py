@@ -195,6 +195,7 @@ def seen_keys(mask: Tensor | None, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask[:, :1] if mask.stride(1) == 0 else mask
     seen = mask.any(2) if mask.dtype == torch.bool else mask.amax(2) >= NO_KEY
     if seen.size(1) > 1:
         seen = seen.unflatten(1, (k.size(1), -1)).any(2)

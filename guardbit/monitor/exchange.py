@@ -29,8 +29,8 @@ _OTHER_WEIGHTS = (
     " ranks are NOT guarded one by one; stages need names of their own, tensor parallelism DTensors"
 )
 _OTHER_SWITCHES = (
-    "ranks have switched different heads, so some of what they compute is not corrected: call"
-    " `switch` on all ranks alike, not in `on_alarm`, which rank 0 alone calls"
+    "ranks have switched heads differently, so some of what they compute may not be corrected: load"
+    " states and call `switch` on all ranks alike, not in `on_alarm`, which rank 0 alone calls"
 )
 # Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
 # differ by FP32's rounding, stages by their random weights, 1e-3 and more.

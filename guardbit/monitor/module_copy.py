@@ -187,10 +187,14 @@ def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
     if not isinstance(x, types.FunctionType) or id(x) in memo:
         return
     held = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    memo[id(x)] = x  # it may hold itself
+    for one in held:
+        _copy_closure(one, memo)
     if not x.__closure__ and all(map(operator.is_, held, copy.deepcopy(held, memo))):
         return  # it may be compared with, as PyTorch's activations are
     cells = tuple(types.CellType() for _ in x.__closure__ or ())
     memo[id(x)] = made = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, cells)
+    vars(made).update(vars(x))
     given = (x.__defaults__, x.__kwdefaults__)  # which hold things as a closure does
     made.__defaults__, made.__kwdefaults__ = copy.deepcopy(given, memo)
     for cell, own in zip(cells, x.__closure__ or (), strict=True):

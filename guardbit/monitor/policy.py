@@ -324,8 +324,8 @@ class Policy:
             f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
         )
         return (
-            f"all heads of the model{which} run {self.stabilizer} since step {max(since)}{clipped},"
-            f" and {head} is alarmed again"
+            f"all heads of the model{which} are to run {self.stabilizer} since step {max(since)}"
+            f"{clipped}, and {head} is alarmed again"
         )
 
     def _of_heads(self, step: int, stabilizers: Asked, restless: Restless) -> Iterator[Decision]:

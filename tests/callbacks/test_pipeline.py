@@ -168,4 +168,4 @@ def test_ranks_that_do_not_switch_alike_are_told(run):
     assert not recorded(folder / "alike", "monitor_error", "step")
     ((step, why),) = recorded(folder / "unlike", "monitor_error", "step", "why")
     assert step == 1
-    assert why.startswith("ranks have switched different heads")
+    assert why.startswith("ranks have switched heads differently")

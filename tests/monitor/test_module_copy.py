@@ -122,9 +122,12 @@ def patched_by_default(self, x):
 
         def counting(y, inner=self.out.forward, *, seen=self.held):
             seen.append(1)
-            return inner(y) * len(seen)
+            return inner(y) * len(seen) * counting.times
 
-        self.out.forward = counting
+        def again(y, inner=counting):
+            return inner(y)
+
+        self.out.forward, counting.times = again, 1
     return len(self.held)
 
 

@@ -358,7 +358,8 @@ def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_th
     assert at(policy, 4599, alarm()) == [] and policy.advice is None
     assert at(policy, 4600, alarm()) == []
     assert policy.advice == (
-        "all heads of the model run compensated since step 3100, and head 3 of h.2 is alarmed again"
+        "all heads of the model"
+        " are to run compensated since step 3100, and head 3 of h.2 is alarmed again"
     )
 
 
@@ -399,7 +400,8 @@ def test_where_all_heads_are_switched_only_advice_is_left(settings):
     assert policy.advice is None
     assert at(policy, 1600, alarm()) == []
     assert policy.advice == (
-        "all heads of the model run exact_delta since step 100, and head 3 of h.2 is alarmed again"
+        "all heads of the model"
+        " are to run exact_delta since step 100, and head 3 of h.2 is alarmed again"
     )
     told = policy.advice
     at(policy, 9000, alarm())
@@ -422,7 +424,9 @@ def test_the_advice_does_not_claim_heads_that_somebody_else_has_switched():
     policy, taken = Policy(scope="model"), {**PLAIN, "h.5": ["row_max"] * 12}
     for step in (100, 1600):
         at(policy, step, alarm(), asked=taken)
-    assert policy.advice.startswith("all heads of the model that could be switched run exact_delta")
+    assert policy.advice.startswith(
+        "all heads of the model that could be switched are to run exact_delta"
+    )
 
 
 def test_logits_that_all_run_away_widen_nothing():

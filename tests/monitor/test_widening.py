@@ -74,7 +74,11 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     assert (advice["step"], advice["site"], list(advice["heads"])) == (6500, "", [])
     # The state of step 0 is the one after 1 step, by which trainers name their files.
     assert "the checkpoint after step 0 (1 in the file's name), the last one" in advice["why"]
-    told = "dry run: no head was switched" if dry_run else "all heads of the model run exact_delta"
+    told = (
+        "dry run: no head was switched"
+        if dry_run
+        else "all heads of the model are to run exact_delta"
+    )
     assert advice["why"].startswith(told)
     assert ("advice would be: all heads" in advice["why"]) is dry_run
     assert advice["why"].endswith("and resume with always=True, or at a lower learning rate")
@@ -86,7 +90,8 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
     session.close()
     ((why,),) = recorded(tmp_path, "advisory", "why")
     assert why == (
-        "all heads of the model run exact_delta since step 0, and head 1 of 1 is alarmed again; no"
+        "all heads of the model"
+        " are to run exact_delta since step 0, and head 1 of 1 is alarmed again; no"
         " checkpoint from before the first alarm is known; begin anew with always=True, or at a"
         " lower learning rate"
     )

@@ -43,15 +43,12 @@ _SHORT = 50
 class Proof(NamedTuple):
     engine: str  # its name
     configuration: str  # in words: dtype, head size, mask, grouping, device
-    # Relative difference of gradients from two O' of equal delta; NaN if it was not measured.
+    # Relative difference of gradients from two O' of equal delta; NaN if it was not measured,
+    # infinite if they are not finite.
     same: float
     predicted: float  # relative distance from theory of what another delta changes
     failure: str  # why the engine must get no O', or ""
     lacked_memory: bool = False  # so the test says nothing
-
-    @property
-    def is_measured(self) -> bool:
-        return not math.isnan(self.same)
 
     def __str__(self) -> str:
         verdict = f"not trusted: {self.failure}" if self.failure else "trusted with an exact delta"
@@ -59,7 +56,8 @@ class Proof(NamedTuple):
             f"outputs of equal delta give gradients that differ by {self.same:.1e}, another delta"
             f" changes them as theory says but for {self.predicted:.1e}; "
         )
-        return f"{self.engine} ({self.configuration}): {measured * self.is_measured}{verdict}"
+        is_measured = not math.isnan(self.same)
+        return f"{self.engine} ({self.configuration}): {measured * is_measured}{verdict}"
 
 
 _proofs: dict[tuple[object, ...], Proof] = {}
@@ -242,6 +240,6 @@ def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:
-    # 0 where both are zero, as dQ of a single key; infinite where NaN, which `max` may pass over.
+    # No NaN, which `max` may pass over: 0 where both are zero, else infinite.
     size = of.norm().clamp_min(torch.finfo(of.dtype).tiny)
     return (difference.norm() / size).nan_to_num(math.inf).item()

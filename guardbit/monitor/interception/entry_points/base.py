@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -291,7 +292,7 @@ def _why_broken(bound: Bound) -> str | None:
     if bound.library is None:
         return None
     proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
-    if proof.is_measured:
+    if math.isfinite(proof.same):
         return None
     return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
