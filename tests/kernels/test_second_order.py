@@ -59,7 +59,9 @@ def test_heads_with_a_stabilizer_keep_them_and_the_first_stay_stabilized(name, s
     leaves, first, penalty = penalised(at(site), qkv, d_out)
     stabilized = once(at(site), qkv, d_out)
     assert all(torch.equal(a, b) for a, b in zip(first, stabilized, strict=True))
-    assert {*runtime.site(int(site)).ran} - {"none"}, "the heads were switched"
+    # The math kernel's delta is not rounded, so exact_delta leaves it alone.
+    is_plain = {*runtime.site(int(site)).ran} == {"none"}
+    assert is_plain == (name == "exact_delta")
     exact = penalised(
         lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True),
         [x.double() for x in qkv], d_out.double(),
