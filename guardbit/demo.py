@@ -1,4 +1,4 @@
-"""`guardbit demo`: a head of a small GPT diverges and is switched, in two minutes on two CPU cores.
+"""`guardbit demo`: a head of a small GPT diverges and is switched, in 2 to 3 minutes on two cores.
 
 A real run takes thousands of steps to get there, so the demo does it by hand: in the middle of the
 run it sets one head's W_Q and W_K so that all its queries look at the first few positions (an

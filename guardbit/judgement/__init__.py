@@ -214,7 +214,7 @@ class Judgement:
         going_on = _GOING_ON.get(self.ended, "").format(self.last_step or 0)
         if going_on and self.state in ("healthy", "switched", "saved"):
             return going_on
-        # Else a key_common_mode tells the risk.
+        # Without a key_common_mode this says that delta is not rounded, see `risk_of`.
         is_exact = self.risk.what == "hardly at risk" and self.risk.key_common_mode is None
         if self.state == "alarmed" and (self.cause.what == "not rounding" or is_exact):
             return "Look at the learning rate and the data: switching does not help."

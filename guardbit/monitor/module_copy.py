@@ -183,7 +183,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
-    """Copies a function with what it closes over: `forward` of a patched module often does so."""
+    """Copies a function with its defaults and closure, as patched modules have for a `forward`."""
     if not isinstance(x, types.FunctionType) or id(x) in memo:
         return
     held = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]

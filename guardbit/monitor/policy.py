@@ -324,7 +324,7 @@ class Policy:
             f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
         )
         return (
-            f"all heads of the model{which} are to run {self.stabilizer} since step {max(since)}"
+            f"all heads of the model{which} were to run {self.stabilizer} from step {max(since)} on"
             f"{clipped}, and {head} is alarmed again"
         )
 

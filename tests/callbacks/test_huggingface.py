@@ -181,7 +181,7 @@ def test_too_few_losses_are_told_of_at_the_start(tmp_path, caplog, settings, los
     assert len(recorded) == losses
 
 
-def test_a_loss_of_nan_is_none_of_zero(tmp_path, capsys):
+def test_a_loss_of_nan_that_the_trainer_logs_as_zero_is_recorded_as_nan(tmp_path, capsys):
     # The Trainer logs 0 for it unless `logging_nan_inf_filter` is off.
     batches = iter(range(100))
 

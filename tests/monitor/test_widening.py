@@ -77,7 +77,7 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     told = (
         "dry run: no head was switched"
         if dry_run
-        else "all heads of the model are to run exact_delta"
+        else "all heads of the model were to run exact_delta"
     )
     assert advice["why"].startswith(told)
     assert ("advice would be: all heads" in advice["why"]) is dry_run
@@ -91,7 +91,7 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
     ((why,),) = recorded(tmp_path, "advisory", "why")
     assert why == (
         "all heads of the model"
-        " are to run exact_delta since step 0, and head 1 of 1 is alarmed again; no"
+        " were to run exact_delta from step 0 on, and head 1 of 1 is alarmed again; no"
         " checkpoint from before the first alarm is known; begin anew with always=True, or at a"
         " lower learning rate"
     )

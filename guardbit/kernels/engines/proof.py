@@ -110,7 +110,7 @@ def _prove(
     kind = (
         "no mask"
         if spec.mask is None
-        else f"a{' boolean' if spec.mask.dtype == torch.bool else 'n additive'} mask"
+        else f"{'a boolean' if spec.mask.dtype == torch.bool else 'an additive'} mask"
     )
     grouped = "" if q.size(1) == k.size(1) else ", grouped keys"
     causal = ", causal" if spec.causal is not False else ""
