@@ -203,4 +203,4 @@ def test_where_no_switch_helps_logits_are_clipped_before_the_way_back_is_told(tm
     run(model, session, (4000,))
     session.close()
     ((why,),) = recorded(again, "advisory", "why")
-    assert "since step 0, their logits are clipped since step 2000, and head 1 of 1" in why
+    assert "from step 0 on, their logits are clipped since step 2000, and head 1 of 1" in why
