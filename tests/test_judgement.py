@@ -348,6 +348,7 @@ def test_nan_in_attention_is_not_healthy_where_no_loss_tells(step, flag, state):
     made = [*samples(**AFTER), Sample(step, SITE, 1, "nonfinite", (flag,) * 4)]
     saved = judged(*SWITCHED, of=sorted(made, key=lambda sample: sample.step))
     assert saved.state == ("switched" if state == "warning" else "saved")
+    assert ("all of them switched; attention has NaN" in saved.said) == (state == "warning")
 
 
 def test_switching_is_not_advised_where_delta_is_not_rounded():

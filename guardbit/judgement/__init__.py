@@ -681,7 +681,8 @@ def _outcome(
     if of.not_measured_since:
         seen = f"{of.not_measured_since} not measured since the switch"
     elif of.missing_loss or not has_effect:
-        seen = of.missing_loss or of.rising or "logits and W_Q have not fallen yet"
+        broken = of.rising if of.rising.startswith("attention") else ""
+        seen = of.missing_loss or broken or "logits and W_Q have not fallen yet"
     else:
         return "saved", f"{counted} alarmed{when}, corrected, loss unharmed"
     return "switched", f"{counted} alarmed{when}, all of them switched; {seen}"
