@@ -129,7 +129,11 @@ class RunFollower:
 def _load_samples(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
     """Yields the samples of a segment that are within the bounds, up to a step."""
     read, left_out = 0, 0
-    with pq.ParquetFile(path, read_dictionary=["site", "indicator"]) as file:
+    # Opened here, as pyarrow takes a path like `gpt:small/...` for an address.
+    with (
+        open(path, "rb") as source,
+        pq.ParquetFile(source, read_dictionary=["site", "indicator"]) as file,
+    ):
         files.check_columns(file.schema_arrow.names, COLUMNS, path)
         for batch in file.iter_batches(_BATCH, columns=COLUMNS):
             good = files.good_rows(batch.select(COLUMNS).cast(BATCHES))

@@ -33,7 +33,7 @@ def _merge_samples(sources: Sequence[Path], stream: BinaryIO) -> None:
     with pq.ParquetWriter(stream, files.SCHEMA, **_PARQUET) as writer:
         held: list[pa.RecordBatch] = []
         for source in sources:
-            with pq.ParquetFile(source) as file:
+            with open(source, "rb") as opened, pq.ParquetFile(opened) as file:
                 for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=files.COLUMNS):
                     held.append(batch)
                     if sum(map(len, held)) >= _ROW_GROUP:

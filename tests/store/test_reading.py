@@ -127,6 +127,19 @@ def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path):
     assert read_metadata(tmp_path) == {"lr": 1}
 
 
+@pytest.mark.parametrize("name", ["gpt:small", "2026-11-29T02:35:45", "file:x", "a b%20#?&=\udcff"])
+@pytest.mark.parametrize("prefix", ["", "./", "logs/"])
+def test_a_run_is_read_by_a_relative_path_with_any_name(tmp_path, monkeypatch, prefix, name):
+    """Not as an address: pyarrow takes the text before a colon for the name of a file system."""
+    monkeypatch.chdir(tmp_path)
+    folder = prefix + name
+    with RunWriter(folder) as writer:
+        put(writer, loss(0, 1.0))
+        put(writer, loss(1, 2.0))
+    assert read_run(folder)["value"].tolist() == [1.0, 2.0]
+    assert len(files.list_folder(Path(folder)).segments) == 1  # merged
+
+
 def test_a_log_directory_stands_for_the_run_in_it(tmp_path):
     # With Lightning's default logger TensorBoard's files lie beside it.
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
