@@ -48,9 +48,14 @@ class Site:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, number: int, enclosing: Sequence[Site]
+        self,
+        name: str,
+        module: nn.Module,
+        number: int,
+        enclosing: Sequence[Site],
+        wrappers: Sequence[nn.Module],
     ) -> None:
-        self.name, self.module = name, module
+        self.name, self.module, self._wrappers = name, module, wrappers
         self.number = number  # by which the kernels know it
         # Number and module of itself and of the instrumented modules around it, innermost first.
         self.enclosing = [(number, module), *((other.number, other.module) for other in enclosing)]
@@ -276,7 +281,7 @@ class Site:
     @torch.inference_mode(False)  # inference mode would leave no autograd history
     def _find_layout(self) -> tuple[Layout, Weights] | str:
         """Tries the innermost module with weight matrices, then those around it, or says why."""
-        reason = why_sharded([module for _, module in self.enclosing])
+        reason = why_sharded([*(module for _, module in self.enclosing), *self._wrappers])
         if reason is not None:
             return reason
         for module, inputs in self.record.modules:
@@ -418,9 +423,13 @@ def metadata_of(
     return found
 
 
-# Where wrappers of `torch.compile`, of activation checkpointing as FSDP applies it, and of Fabric
-# keep the module they wrap: a site goes by the same name with them and without.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+# Where wrappers of `torch.compile`, of activation checkpointing as FSDP applies it, of FSDP1 and of
+# Fabric keep the module they wrap, and those that keep it as `module`, by their classes' names: a
+# site goes by the same name with them and without.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+_HOLDERS = frozenset({
+    "DistributedDataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module",
+})  # fmt: skip
 
 # The modules of torch.nn that call attention themselves; its others never do.
 _ATTENTION_OF_TORCH = (
@@ -442,16 +451,45 @@ def is_of_fabric(module: nn.Module) -> bool:
     return type(module).__name__ == "_FabricModule" and owner.endswith("fabric.wrappers")
 
 
+def _wrapped_in(module: nn.Module) -> str | None:
+    """Name of the child that a wrapper runs in its own place; None if the module is no wrapper."""
+    kinds = {cls.__name__ for cls in type(module).__mro__}
+    places = _WRAPPERS if _HOLDERS.isdisjoint(kinds) else ("module",)
+    return next((place for place in places if place in module._modules), None)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while (place := _wrapped_in(model)) is not None:
+        model = model.get_submodule(place)
+    return model
+
+
+def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yields each module that is no wrapper, with its name and the one that PyTorch gives it."""
+    of_wrappers: set[str] = set()
+    taken: set[str] = set()
+    for full, module in model.named_modules():
+        if (place := _wrapped_in(module)) is not None:
+            of_wrappers.add(f"{full}.{place}".removeprefix("."))
+            continue
+        parts = full.split(".")
+        heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        kept = [part for part, head in zip(parts, heads, strict=True) if head not in of_wrappers]
+        name = ".".join(kept) or type(module).__name__
+        name = full if name in taken else name
+        taken.add(name)
+        yield name, full, module
+
+
 def candidates_of(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Yields names and modules of a model that may call attention, in its order."""
-    for name, module in model.named_modules():
+    for name, _, module in _named_without_wrappers(model):
         if type(module).__module__.startswith("torch.nn.modules."):
             if not isinstance(module, _ATTENTION_OF_TORCH):
                 continue
         elif isinstance(module, _NEVER_CALL) or is_of_fabric(module):
             continue
-        parts = [part for part in name.split(".") if part not in _WRAPPERS]
-        yield ".".join(parts) or type(module).__name__, module
+        yield name, module
 
 
 def around(name: str, model: nn.Module) -> Iterator[str]:
@@ -459,7 +497,7 @@ def around(name: str, model: nn.Module) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-    yield type(getattr(model, "_orig_mod", model)).__name__
+    yield type(_unwrapped(model)).__name__
 
 
 class Instrumentation:
@@ -474,6 +512,7 @@ class Instrumentation:
     ) -> None:
         self._model, self.is_selection = model, is_selection
         self._sites: dict[str, Site] = {}
+        self._wrappers = {m: set(m.modules()) for m in model.modules() if _wrapped_in(m)}
         self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
         self._clock = Clock()
         self._switched: list[Site] = []
@@ -501,7 +540,8 @@ class Instrumentation:
     def _attach(self, name: str, module: nn.Module) -> None:
         outer = [self._sites[o] for o in around(name, self._model) if o in self._sites]
         number = runtime.add_site(name, self._clock)
-        self._sites[name] = Site(name, module, number, outer)
+        wrappers = [wrapper for wrapper, inside in self._wrappers.items() if module in inside]
+        self._sites[name] = Site(name, module, number, outer, wrappers)
         self._installed.append(functools.partial(runtime.remove_site, number))
         self._installed.append(functools.partial(hooks.detach, module, number))
         hooks.attach(module, number)
@@ -596,7 +636,7 @@ class Instrumentation:
         for name, names in stabilizers.items():
             if name not in self._sites:
                 why = f"the model has no module '{name}' to switch: the state is of another model"
-                if self.is_selection and name in dict(self._model.named_modules()):
+                if self.is_selection and name in dict(candidates_of(self._model)):
                     why = (
                         f"the state has switched heads in '{name}', which `sites` leaves out: name"
                         " it too"
@@ -729,13 +769,22 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     if sites is None:
         refuse_unseen(candidates)
     else:
-        candidates = select(candidates, sites, "module that could call attention")
+        names = [name for one in sites for name in _without_wrappers(model, candidates, one)]
+        candidates = select(candidates, names, "module that could call attention")
     if not candidates:
         raise UnseenAttentionError(
             f"{type(model).__name__} has no module that could call attention; GuardBit watches"
             " calls of F.scaled_dot_product_attention inside a model's own modules"
         )
     return Instrumentation(model, candidates, is_selection=sites is not None)
+
+
+def _without_wrappers(model: nn.Module, named: Collection[str], pattern: str) -> list[str]:
+    """The modules that PyTorch's own names match, if no name without wrappers does."""
+    if pattern in named or fnmatch.filter(named, pattern):
+        return [pattern]
+    full_names = {name: full for name, full, _ in _named_without_wrappers(model) if name in named}
+    return [n for n, full in full_names.items() if fnmatch.fnmatchcase(full, pattern)] or [pattern]
 
 
 def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
