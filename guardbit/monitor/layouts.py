@@ -6,7 +6,8 @@ So the module is run again, and its behaviour decides:
 
 1. *Which parameter.* Autograd names the parameters q depends on. Exactly one of them may be a
    matrix. With a latent or low-rank factor before or beside it (multi-head latent attention, LoRA)
-   no single matrix is W_Q.
+   no single matrix is W_Q. A table is no matrix: of it a position takes one entry, as of positions
+   or of queries that the module owns, and that is added to the matrix's input or to its output.
 2. *Which axis takes the input.* If q at one position is f(W x), the gradient of anything computed
    from it is g x^T with the same x: only along the input axis do all gradients share a direction.
    This settles `nn.Linear` against `Conv1D`, einsum projections in any order of axes and sizes
@@ -63,6 +64,10 @@ _BELOW_EPSILON = 2.0**-55
 #: Factors so large that no bias counts beside the product, of which one doubles the other.
 _LARGE = 2.0**10, 2.0**11
 
+#: Largest share of squares by which gradients part that are alike. Rounding each product to BF16
+#: leaves 6e-3 behind two norms; a table that does more than add leaves 0.25 and more.
+_ALIKE = 2.0**-6
+
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -94,6 +99,7 @@ class HeadRows:
     shape: tuple[int, ...]  # when the rows were found
     input_axis: int  # the one that is contracted with the module's input
     rows: Tensor  # `(heads, d_head)`, int64, ascending in each head, on the parameter's device
+    added: tuple[str, ...] = ()  # parameters of more than a bias, added to what they project
 
     def weights(self, parameter: Tensor) -> Tensor:
         """Gathers every head's rows: `(heads, d_head, d_model)`, FP32, detached."""
@@ -252,19 +258,27 @@ class _Search:
             raise LayoutUnavailable(f"the {side} holds infinities or NaNs")
         d_head = states.shape[-1]
         reaches = self._reaches(side, without)
-        name = _sole_matrix(side, reaches, d_head)
+        matrices = _matrices(side, reaches, d_head)
+        empty = [one for one in matrices if not self.leaves[one].count_nonzero()]
+        if empty and len(matrices) > 1:  # a table of zeros hides what multiplies it
+            noise = {one: self._noise(self.leaves[one]).requires_grad_() for one in empty}
+            self.leaves |= noise
+            self._states |= dict(zip(("query", "key"), self._project(self.leaves), strict=True))
+            reaches = self._reaches(side, without)
+        name, tables = self._sole_matrix(side, _matrices(side, reaches, d_head))
         shape = tuple(self.leaves[name].shape)
         axis = self._input_axis(side, name)
         # What may be a bias may multiply the input as well.
         factors = [
             other
             for other, reach in reaches.items()
-            if other != name and reach.entries.max() >= shape[axis]
+            if other not in (name, *tables) and reach.entries.max() >= shape[axis]
         ]
         if factors:
             raise _not_one_matrix(side, [name, *factors])
         rows, coupled = _rows_of_heads(side, name, reaches[name].norms[axis], d_head)
-        found = HeadRows(name, shape, axis, rows)
+        added = tuple(table for table, to in tables.items() if to == "product")
+        found = HeadRows(name, shape, axis, rows, added)
         self._confirm_by_value(side, found, CLEAR_GAP if coupled else UNCOUPLED_GAP)
         return found
 
@@ -346,38 +360,104 @@ class _Search:
 
     def _input_axis(self, side: Side, name: str) -> int:
         """Returns the axis along which all gradients of one position have the input's direction."""
-        states, weight = self._states[side], self.leaves[name]
-        tokens = states.shape[2]
-        # The position with the largest states: others may be padding without any input.
-        largest = int(states.detach().float().square().sum(dim=(1, 3)).argmax())
-        place = largest // tokens, slice(None), largest % tokens
-        position = states[place].detach()
-        gradients = []
-        for _ in range(4):
-            # The normalisation of a parameter itself shows most along the states.
-            cotangent = torch.copysign(self._noise(position), position)
-            (gradient,) = self._gradients(side, place, [weight], cotangent)
-            assert gradient is not None
-            gradients.append(gradient.float())
-        stacked = torch.stack(gradients)
-        off_direction = {}
-        for axis in (axis for axis, size in enumerate(weight.shape) if size > 1):
-            matrix = stacked.movedim(axis + 1, -1).flatten(0, -2)
-            direction = matrix[matrix.norm(dim=1).argmax()]
-            direction = direction / direction.norm()
-            residual = matrix - torch.outer(matrix @ direction, direction)
-            off_direction[axis] = float((residual.norm() / matrix.norm()).square())
-        axes = [axis for axis, share in off_direction.items() if share <= OFF_DIRECTION_LIMIT]
+        shape = tuple(self.leaves[name].shape)
+        directions = _directions(self._gradients_at(side, name, *self._place(side, name)))
+        axes = [axis for axis, found in directions.items() if found.is_input]
+        # Of inputs that are unit vectors each position takes one entry.
+        axes = axes or [axis for axis, found in directions.items() if found.is_entry]
         if len(axes) == 1:
             return axes[0]
-        shares = (f"{share:.1e} along axis {axis}" for axis, share in off_direction.items())
+        shares = (f"{one.share:.1e} along axis {axis}" for axis, one in directions.items())
         raise NotOneMatrix(
-            f"'{name}' of shape {tuple(weight.shape)} does not act on the {side} as a matrix on "
-            "its input (is it rescaled before use?): the share of the gradient of one position "
-            f"off a common direction is {', '.join(shares)}, where one axis should have at most "
-            f"{OFF_DIRECTION_LIMIT:.0e}",
+            f"'{name}' of shape {shape} does not act on the {side} as a matrix on its input (is it"
+            " rescaled before use?): the share of the gradient of one position off a common"
+            f" direction is {', '.join(shares)}, where one axis should have at most"
+            f" {OFF_DIRECTION_LIMIT:.0e}",
             [name],
         )
+
+    def _place(self, side: Side, name: str) -> tuple[slice, list[Tensor]]:
+        """Returns a position that depends on a parameter, and cotangents for it."""
+        states = self._states[side].detach()
+        tokens = states.shape[2]
+        # The largest states: others may be padding without any input.
+        largest = int(states.float().square().sum(dim=(1, 3)).argmax())
+        position = states[largest // tokens, :, largest % tokens]
+        # The normalisation of a parameter itself shows most along the states.
+        cotangents = [torch.copysign(self._noise(position), position) for _ in range(4)]
+
+        def depends(place: slice) -> bool:
+            return bool(self._gradients_at(side, name, place, cotangents[:1]).count_nonzero())
+
+        first, last = largest, largest + 1
+        # What is largest may be a key that is no projection.
+        if not depends(slice(first, last)):
+            first, last = 0, len(states) * tokens
+            while last - first > 1:
+                middle = (first + last) // 2
+                first, last = (first, middle) if depends(slice(first, middle)) else (middle, last)
+        return slice(first, last), cotangents
+
+    def _gradients_at(
+        self, side: Side, name: str, place: slice, cotangents: Iterable[Tensor]
+    ) -> Tensor:
+        """A parameter's gradients for cotangents of some positions, counted over all sequences."""
+        states, leaf = self._states[side], self.leaves[name]
+        found = []
+        for cotangent in cotangents:
+            given = torch.zeros_like(states).transpose(1, 2).flatten(0, 1)
+            given[place] = cotangent
+            given = given.unflatten(0, (len(states), -1)).transpose(1, 2)
+            (gradient,) = self._gradients(side, (...,), [leaf], given)
+            found.append(torch.zeros_like(leaf) if gradient is None else gradient)
+        return torch.stack(found).float()
+
+    def _sole_matrix(self, side: Side, matrices: list[str]) -> tuple[str, dict[str, str | None]]:
+        """Returns the one parameter that is a matrix, and to what each table is added."""
+        if len(matrices) == 1:
+            return matrices[0], {}
+        tables = [name for name in matrices if self._is_table(side, name)]
+        others = [name for name in matrices if name not in tables]
+        if len(others) == 1:
+            axis = self._input_axis(side, others[0])
+            added = {table: self._added_to(side, others[0], axis, table) for table in tables}
+            if all(added.values()):
+                return others[0], added
+        raise _not_one_matrix(side, matrices)
+
+    def _is_table(self, side: Side, name: str) -> bool:
+        """Whether a position takes one entry of a parameter, and multiplies nothing by it."""
+        found = _directions(self._gradients_at(side, name, *self._place(side, name)))
+        is_one = any(direction.is_entry for direction in found.values())
+        return not any(one.is_input for one in found.values()) and (
+            is_one or 1 in self.leaves[name].shape
+        )
+
+    def _added_to(
+        self, side: Side, matrix: str, axis: int, table: str
+    ) -> Literal["input", "product"] | None:
+        """Says to what of a matrix a table is added; None if it does more than that."""
+        place, cotangents = self._place(side, table)
+        own, weight = self.leaves, self.leaves[matrix].detach().movedim(axis, -1)
+        along = self._noise(weight.flatten(0, -2)[0])
+
+        def gradients(weight: Tensor) -> Tensor:
+            self.leaves = {**own, matrix: weight.movedim(-1, axis).requires_grad_()}
+            self._states[side] = self._run(side, {})
+            return self._gradients_at(side, table, place, cotangents).flatten(1)
+
+        try:
+            as_it_is, by_itself = gradients(weight), gradients(torch.zeros_like(weight))
+            if _off(as_it_is, by_itself) <= _ALIKE:
+                return "product"
+            # Behind a matrix of rank one its input counts in one direction only.
+            (first, *others) = gradients((weight @ along)[..., None] * along)
+            parallel = [(one @ first) / first.square().sum() * first for one in others]
+            is_input = _off(torch.stack(others), torch.stack(parallel)) <= _ALIKE
+            return "input" if is_input else None
+        finally:
+            self.leaves = own
+            self._states[side] = self._run(side, {})
 
     def _confirm_by_value(self, side: Side, found: HeadRows, gap: float) -> None:
         """Negates the rows of some heads and checks that these heads change, and no others."""
@@ -411,8 +491,40 @@ class _Search:
                 )
 
 
-def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
-    """Returns the one parameter that is a matrix; scales and biases, of any shape, are none."""
+class _Direction(NamedTuple):
+    """What the gradients of one position have in common along an axis of a parameter."""
+
+    share: float  # how much of their squares is off a common direction
+    entries: int  # of that direction that are not zero
+
+    @property
+    def is_input(self) -> bool:
+        return self.share <= OFF_DIRECTION_LIMIT and self.entries > 1
+
+    @property
+    def is_entry(self) -> bool:
+        return self.share == 0.0 and self.entries == 1
+
+
+def _directions(stacked: Tensor) -> dict[int, _Direction]:
+    """Looks at the gradients `(K, *shape)` of one position along each axis longer than one."""
+    found: dict[int, _Direction] = {}
+    for axis in (axis for axis, size in enumerate(stacked.shape[1:]) if size > 1):
+        matrix = stacked.movedim(axis + 1, -1).flatten(0, -2)
+        direction = matrix[matrix.norm(dim=1).argmax()]
+        direction = direction / direction.norm()
+        share = _off(matrix, torch.outer(matrix @ direction, direction))
+        found[axis] = _Direction(share, int(direction.count_nonzero()))
+    return found
+
+
+def _off(found: Tensor, expected: Tensor) -> float:
+    """The share of squares by which tensors part; NaN where there is nothing."""
+    return float(((found - expected).norm() / found.norm()).square())
+
+
+def _matrices(side: Side, reaches: dict[str, _Reach], d_head: int) -> list[str]:
+    """Returns the parameters that are matrices; scales and biases, of any shape, are none."""
     most = {name: int(reach.entries.max()) for name, reach in reaches.items()}
     if not any(most.values()):
         raise LayoutUnavailable(
@@ -424,9 +536,7 @@ def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
         raise LayoutUnavailable(
             f"the {side} depends on no weight matrix, only on scales or biases: {listed(reaches)}"
         )
-    if len(matrices) > 1:
-        raise _not_one_matrix(side, matrices)
-    return matrices[0]
+    return matrices
 
 
 def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:

@@ -191,6 +191,8 @@ class Site:
                 "its queries are normalised, so its size does not reach the scores"
             )
         found = (layout.query, layout.key_rows)
+        if added := [name for rows in found for name in rows.added]:
+            raise self._unavailable(f"'{added[0]}' is added, and its size reaches the scores too")
         return [(rows, weights.plain(rows.parameter)) for rows in found]
 
     @torch.no_grad()

@@ -334,6 +334,120 @@ def test_queries_of_no_matrix_or_of_several_are_refused(project, parts, reason):
     assert reason in refusal(Attention(project, **parts), tokens())
 
 
+# -- parameters that are looked up and added beside the matrix -------------------------------------
+
+
+def pos(*shape: int) -> Tensor:
+    return torch.randn(*shape, D_MODEL) * 0.02
+
+
+def heads_of(self, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return split_heads(self.q_proj(rows), HEADS), split_heads(self.k_proj(x), HEADS)
+
+
+def with_class(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """CLIP's pooling: the mean token before the others, and positions of all."""
+    x = torch.cat([x.mean(1, keepdim=True), x], 1) + self.pos
+    return heads_of(self, x[:, :1], x)
+
+
+def with_null_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Null keys, the largest of all, before those of the tokens."""
+    query, key = heads_of(self, x, x)
+    return query, torch.cat([self.null[1].expand(len(x), -1, -1, -1), key], 2)
+
+
+def normed(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+TABLES: dict[str, tuple[Callable, dict[str, Any]]] = {
+    "one query": (lambda m, x: heads_of(m, m.own.expand(len(x), -1, -1), x), {"own": pos(1)}),
+    "one query, without axes": (lambda m, x: heads_of(m, m.own.expand(len(x), 1, -1), x),
+        {"own": pos()}),
+    "latents": (lambda m, x: heads_of(m, m.own.expand(len(x), -1, -1), x), {"own": pos(3)}),
+    "latents of zero": (lambda m, x: heads_of(m, m.own.expand(len(x), -1, -1), x),
+        {"own": torch.zeros(3, D_MODEL)}),
+    "normed latents, normed queries": (
+        lambda m, x: (normed(heads_of(m, F.layer_norm(m.own, (D_MODEL,))[None], x)[0]),
+            heads_of(m, x, x)[1]), {"own": pos(3)}),
+    "positions": (lambda m, x: heads_of(m, x + m.pos, x), {"pos": pos(TOKENS)}),
+    "positions of all": (lambda m, x: heads_of(m, x + m.pos, x + m.pos), {"pos": pos(1, TOKENS)}),
+    "positions, normed": (
+        lambda m, x: heads_of(m, F.layer_norm(x + m.pos, (D_MODEL,)), x), {"pos": pos(TOKENS)}),
+    "an embedding": (lambda m, x: heads_of(m, x + m.pos(torch.arange(TOKENS)), x),
+        {"pos": nn.Embedding(9, D_MODEL)}),
+    "two axes of an image": (
+        lambda m, x: heads_of(m, x + m.rows[[0, 0, 0, 1, 1]] + m.columns[[0, 1, 2, 0, 1]], x),
+        {"rows": pos(2), "columns": pos(3)}),
+    "positions of queries": (
+        lambda m, x: (heads_of(m, x, x)[0] + m.pos, heads_of(m, x, x)[1]),
+        {"pos": torch.randn(HEADS, TOKENS, D_HEAD)}),
+    "positions of normed queries": (
+        lambda m, x: (normed(heads_of(m, x + m.pos, x)[0]), heads_of(m, x, x)[1]),
+        {"pos": pos(TOKENS)}),
+    "positions of zero": (lambda m, x: heads_of(m, x + m.pos, x + m.pos),
+        {"pos": torch.zeros(1, TOKENS, D_MODEL)}),
+    "a class token": (with_class, {"pos": pos(TOKENS + 1)}),
+    "null keys": (with_null_keys, {"null": 9 * torch.randn(2, HEADS, 3, D_HEAD)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_beside_the_matrix_leave_it_the_matrix(name, bf16):
+    project, parts = TABLES[name]
+    module = randomize(Attention(project, **projections(), **parts))
+    if "zero" in name:
+        nn.init.zeros_(next(x for n, x in module.named_parameters() if n in parts))
+    layout = layout_of(module, tokens(), bf16=bf16)
+    for rows, source in ((layout.query, module.q_proj), (layout.key_rows, module.k_proj)):
+        expected = source.weight.view(HEADS, D_HEAD, D_MODEL)
+        assert torch.equal(weights_of(rows, module), expected)
+        # Scaling the matrix would not scale these.
+        assert rows.added == {"positions of queries": ("pos",), "null keys": ("null",)}.get(
+            name if (rows is layout.query) == (name == "positions of queries") else "", ()
+        )
+
+
+def table_of_scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    query, key = separate(self, x)
+    return query * self.table, key
+
+
+def scaled_and_shifted(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    query, key = separate(self, x)
+    return query * self.table + self.table, key
+
+
+def factor_beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Low-rank factors beside the matrix, of rank one, with positions."""
+    x = x + self.table
+    return split_heads(self.q_proj(x) + x @ self.down.T @ self.up.T, HEADS), x[:, None]
+
+
+def factor_before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    return split_heads(self.q_proj((x + self.table) @ self.down.T), HEADS), x[:, None]
+
+
+@pytest.mark.parametrize(
+    ("project", "parts"),
+    [
+        (table_of_scales, {"table": torch.randn(TOKENS, D_HEAD)}),
+        (table_of_scales, {"table": torch.randn(HEADS, TOKENS, D_HEAD)}),
+        (scaled_and_shifted, {"table": torch.randn(HEADS, TOKENS, D_HEAD)}),
+        *(
+            (factor_beside, {"table": pos(TOKENS), "down": pos(rank), "up": pos(rank).T})
+            for rank in (1, 3)
+        ),
+        (factor_before, {"table": pos(TOKENS), "down": pos(D_MODEL)}),
+    ],
+    ids=["scales", "scales a head", "scales and shifts", "rank 1", "rank 3", "latent"],
+)
+def test_tables_that_do_more_than_add_are_refused(project, parts):
+    assert "together" in refusal(Attention(project, **projections(), **parts), tokens())
+
+
 def spectrally_scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """sigma-Reparam (arXiv 2303.06296): W divided by its spectral norm."""
     weight = self.weight / torch.linalg.matrix_norm(self.weight, ord=2)
