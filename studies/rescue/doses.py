@@ -63,8 +63,8 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
     steps = STEPS_OF[options.ways]
     jobs = Jobs(options.folder / "logs", command, options.minutes, options.gpus)
     try:
-        common = ["--backend", "cudnn", "--snapshot-megabytes", "0", "--updates-every",
-                  str(options.updates_every), "--corpus", str(options.corpus),
+        common = ["--backend", "cudnn", "--snapshot-megabytes", "0",
+                  "--corpus", str(options.corpus),
                   "--architecture", options.architecture,
                   "--learning-rate", str(options.learning_rate)]  # fmt: skip
         seed, run = _first(options, jobs, common)
@@ -151,7 +151,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--architecture", choices=NETS, default="gpt2")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--by", type=int, default=STEP, help="no alarm counts after this step")
-    parser.add_argument("--updates-every", type=int, default=200, help="steps")
     parser.add_argument("--slots", type=int, default=6, help="runs side by side, 12 GB each")
     parser.add_argument("--gpus", type=int, nargs="+", default=(), help="to spread runs over")
     parser.add_argument("--minutes", type=float, default=float("inf"))

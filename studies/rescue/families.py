@@ -1,12 +1,11 @@
-"""Starts of several seeds, six copies of those that are alarmed, and the push before the alarm.
+"""Starts of several seeds, and six copies of those that are alarmed.
 
     python -m studies.rescue.families --seeds 1 3 5 --again 12 --most 1
 
 The starts run side by side on cuDNN without a switch. Those that have been alarmed by step 6,400,
 as many as are asked for at most, first alarmed first, go on and are copied there six times; the
-others end as soon as it is known that they are not among them. `copies.py` compares them. Then
-`push.py` goes on from the last checkpoint before the first alarm of each, with nothing beside it,
-for `growth.py`. When the time is up, what runs is stopped; what it has recorded stays.
+others end as soon as it is known that they are not among them. `copies.py` compares them. When the
+time is up, what runs is stopped; what it has recorded stays.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from studies.rescue.jobs import (
     python,
     reached,
 )
-from studies.rescue.packed import HEAD_STEPS, step_of
 from studies.rescue.train import parse, run_name
 
 #: What is done to the copies, as arguments of `train.py`.
@@ -54,8 +52,7 @@ def families(options: argparse.Namespace, command: Command = python) -> list[int
 
 def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
     common = ["--backend", "cudnn", "--again", str(options.again), "--snapshot-megabytes", "0",
-              "--updates-every", str(HEAD_STEPS), "--steps", str(options.steps),
-              "--corpus", str(options.corpus)]  # fmt: skip
+              "--steps", str(options.steps), "--corpus", str(options.corpus)]  # fmt: skip
     starts, runs = {}, {}
     for seed in options.seeds:
         arguments = [*common, "--folder", str(options.folder), "--arm", "stock",
@@ -89,16 +86,6 @@ def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
     for copy in kept.glob(f"*-from{STEP}"):
         copy.rename(options.folder / copy.name)
     shutil.rmtree(kept)
-    for seed in copied:
-        before = [path for path in runs[seed].glob("step=*.ckpt") if step_of(path) < alarms[seed]]
-        if before:
-            last = max(before, key=step_of)
-            arguments = [str(last), "--csv", str(options.folder / f"push-seed{seed}.csv.gz"),
-                         "--corpus", str(options.corpus), "--steps", str(options.push_steps),
-                         "--minutes", f"{jobs.minutes:.2f}"]  # fmt: skip
-            jobs.start(f"push-seed{seed}", "push", arguments)
-            while jobs.running:
-                jobs.look()
     return copied
 
 
@@ -108,7 +95,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--again", type=int, required=True, help="number of the starts")
     parser.add_argument("--most", type=int, default=3, help="seeds to copy at most")
     parser.add_argument("--steps", type=int, default=7600, help="at which starts and copies end")
-    parser.add_argument("--push-steps", type=int, default=400)
     parser.add_argument("--slots", type=int, default=8, help="runs side by side, 9 GB each")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))

@@ -18,7 +18,6 @@ from guardbit.records import Event
 from guardbit.store import RunWriter, read_metadata
 from guardbit.store.reading import samples_of
 from studies.rescue.heads import pack_heads
-from studies.rescue.updates import pack_updates
 
 #: Starts that are kept because they were alarmed before the one beside them, which is not kept.
 #: They do not count where it is told how many runs are alarmed.
@@ -135,7 +134,6 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
                 writer.event(Event(**event))
         squeeze(target)
         pack_heads(folder, target, snapshots)
-        pack_updates(folder, target)
 
 
 def rounded(frame: pd.DataFrame) -> pd.DataFrame:

@@ -49,7 +49,6 @@ from studies.rescue.heads import KeepHeads
 from studies.rescue.llama import Llama
 from studies.rescue.model import Encoder, LanguageModel, Net, Size, ViT
 from studies.rescue.packed import step_of
-from studies.rescue.updates import FILE, KeepUpdates
 
 SCOPES = {"rescue": "head", "rescue_layer": "layer", "rescue_all": "model"}
 LATE = ("late", "late_layers", "late_heads")
@@ -180,7 +179,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--audited-heads", type=int, default=1, help="of a layer, at each sample")
     parser.add_argument("--snapshot-every", type=int, default=500, help="steps; alarmed heads")
     parser.add_argument("--snapshot-megabytes", type=float, default=1000)
-    parser.add_argument("--updates-every", type=int, help="steps; entropy of heads' updates")
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
     parser.add_argument("--corpus-bytes", type=int, default=600_000_000)
@@ -232,8 +230,8 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     return f"{architecture}{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
 
-# The original's clock, and its lines of updates, go on beyond the step where a branch begins.
-_not_copied = shutil.ignore_patterns("*.ckpt", "clock.csv", FILE)
+# The original's clock goes on beyond the step where a branch begins.
+_not_copied = shutil.ignore_patterns("*.ckpt", "clock.csv")
 
 
 def branch(origin: Path, folder: Path, step: int | None) -> Path:
@@ -331,8 +329,6 @@ def main(arguments: list[str]) -> Path:
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.snapshot_megabytes:
         callbacks.append(KeepHeads(monitor, options.snapshot_every))
-    if options.updates_every is not None:
-        callbacks.append(KeepUpdates(monitor, folder / FILE, options.updates_every))
     if options.arm in SCOPES:
         callbacks.append(AutoStabilizer(options.stabilizer, scope=SCOPES[options.arm]))
     elif options.arm == "from_start":

@@ -3,7 +3,6 @@
 import importlib
 import re
 import shlex
-from functools import partial
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from guardbit.monitor.replay import replay
-from studies.rescue import growth, survival
+from studies.rescue import survival
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "studies" / "rescue" / "README.md"]
@@ -44,14 +43,13 @@ def replay_of_few(frame, **how):
 
 def test_there_are_such_commands():
     modules = {command.split()[0] for command in documented()}
-    assert {"branches", "controls", "copies", "counterfactual", "growth"} <= modules
+    assert {"branches", "controls", "copies", "counterfactual"} <= modules
 
 
 #: What a module says of results that hold no run for it.
 REFUSED = {
     "counterfactual": "no run has both kinds of copies",
     "dose_response": "no run has such copies of all ways",
-    "entropies": "no run recorded entropies",
     "low_rate": "no run at a rate of",
     "remedy": "no run was on row_max",
 }
@@ -78,7 +76,6 @@ def test_it_runs(command, read_once, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(study, "replay", replay_of_few)
     # A few draws: what is made of them has tests of its own.
     monkeypatch.setattr(survival, "RESAMPLES", 20)
-    monkeypatch.setattr(growth, "bootstrap", partial(growth.bootstrap, n_resamples=20))
     study.main(words)
     assert len(capsys.readouterr().out.splitlines()) > 3
     assert [path.suffix for path in tmp_path.iterdir()] == [".png"] * ("--figure" in words)

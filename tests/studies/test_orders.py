@@ -10,7 +10,7 @@ from guardbit.records import Event
 from guardbit.store import RunWriter
 from studies.rescue import doses, families, jobs
 
-#: Stands in for `train.py` and `push.py`: notes its arguments, and takes a prepared run's place.
+#: Stands in for `train.py`: notes its arguments, and takes a prepared run's place.
 STAND_IN = """
 import json, pathlib, shutil, sys, time
 prepared, module, *arguments = sys.argv[1:]
@@ -59,8 +59,8 @@ def perform(study, prepared, seeds, **changes):
     folder, script = prepared.parent, prepared / "stand_in.py"
     given = {
         "seeds": seeds, "again": 16, "slots": 4, "minutes": 2.0, "folder": folder / "runs",
-        "corpus": folder / "corpus", "most": 3, "steps": 7600, "push_steps": 400, "rounds": 2,
-        "updates_every": 200, "ways": "doses", "gpus": (), "architecture": "gpt2",
+        "corpus": folder / "corpus", "most": 3, "steps": 7600, "rounds": 2,
+        "ways": "doses", "gpus": (), "architecture": "gpt2",
         "learning_rate": 1.5e-3, "by": 6400,
     }  # fmt: skip
     return study(
@@ -77,7 +77,7 @@ def given(call, name):
     return call[call.index(name) + 1]
 
 
-def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(prepared):
+def test_alarmed_starts_are_copied_six_times(prepared):
     # 8 is alarmed at 3,200, where there is a checkpoint, 1 at 4,100, 5 after 6,400, 3 never.
     for seed, alarms in {1: [5000, 4100], 3: [], 5: [6450], 8: [3200]}.items():
         prepare(prepared, seed, alarms, sleeps=seed == 3)
@@ -88,8 +88,6 @@ def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(pr
     assert sorted(seeds[4:]) == ["1"] * 6 + ["8"] * 6
     ways = [tuple(call[call.index("--arm") :]) for call in made[4:] if call[0] == "train"]
     assert sorted(ways) == sorted(2 * families.WAYS)
-    checkpoints = [call[1].rpartition("/")[2] for call in made if call[0] == "push"]
-    assert checkpoints == ["step=2400.ckpt", "step=4000.ckpt"]
     runs = {path.name for path in (prepared.parent / "runs").iterdir()}
     assert "frozen" not in runs and sum(name.endswith("-from6400") for name in runs) == 12
 
@@ -105,7 +103,6 @@ def test_the_others_end_while_the_one_goes_on(prepared):
     for seed, alarms in {1: [4100], 3: [], 5: [6450]}.items():
         prepare(prepared, seed, alarms, sleeps=seed != 1)
     assert perform(families.families, prepared, [1, 3, 5], most=1) == [1]
-    assert sum(call[0] == "push" for call in calls(prepared)) == 1
 
 
 def test_nothing_goes_on_after_an_error(prepared, monkeypatch):
