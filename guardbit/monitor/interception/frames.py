@@ -56,6 +56,10 @@ class Absent:
         return nullcontext, ()
 
 
+#: The compiler guards on the ids of hooks. So all modules use the same two ids, from PyTorch's
+#: counter; otherwise each block that is compiled by itself would be compiled anew.
+hook_ids: list[int] = []
+
 #: The module of each site, by number. A shallow copy of a hooked module carries the hooks and the
 #: number, but it is not the module of the site.
 site_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()

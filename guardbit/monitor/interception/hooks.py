@@ -29,6 +29,7 @@ from guardbit.monitor.interception.frames import (
     drop_all,
     drop_stale,
     frame_stack,
+    hook_ids,
     pop,
     push,
     site_modules,
@@ -116,10 +117,6 @@ for _function in (
 ):  # fmt: skip
     skip_code(_function.__code__)
 
-# The compiler guards on the ids of hooks. So all modules use the same two ids, from PyTorch's
-# counter; otherwise each block that is compiled by itself would be compiled anew.
-_hook_ids: list[int] = []
-
 
 def attach(module: nn.Module, number: int) -> None:
     setattr(module, SITE_ATTRIBUTE, Place(number))
@@ -128,9 +125,9 @@ def attach(module: nn.Module, number: int) -> None:
     seen.know_traced_share(number)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
-    if not _hook_ids:
-        _hook_ids.extend((before.id, after.id))
-    for handle, shared_id, dicts in zip((before, after), _hook_ids, _dicts(module), strict=True):
+    if not hook_ids:
+        hook_ids.extend((before.id, after.id))
+    for handle, shared_id, dicts in zip((before, after), hook_ids, _dicts(module), strict=True):
         for hooks in dicts:
             hooks[shared_id] = hooks.pop(handle.id)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ from guardbit.monitor.interception.rerunning import probe
 _recursive: Any = getattr(torch.jit, "_recursive", None)
 _get_hook_stubs = getattr(_recursive, "get_hook_stubs", None)
 original_checkpoint = torch.utils.checkpoint.checkpoint
+
+# Where modules keep the hooks of their forward -> what is read there by code that looks at them.
+_HOOKS = {name: f"_guardbit{name}" for name in ("_forward_hooks", "_forward_pre_hooks")}
+# What such code calls if it changes them.
+_CHANGES = {"clear", "move_to_end", "pop", "popitem", "setdefault", "update"}
 
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
 
@@ -144,6 +149,58 @@ def _own_dicts() -> Iterator[dict[str, Any]]:
         yield vars(entry)
         yield vars(entry.stand_in)
     yield vars(checkpoint)
+
+
+def hide_hooks(types: Iterable[type[nn.Module]]) -> None:
+    """Lets code of modules that looks at hooks, as for a fast path, see only those of others."""
+    found = {x for x in _functions_of(types) if _reads_hooks(x.__code__)}
+    for name, shown in _HOOKS.items() if found else ():
+        if not hasattr(nn.Module, shown):
+            setattr(nn.Module, shown, _OthersHooks(name))
+            _restore.append(partial(delattr, nn.Module, shown))
+    for function in found:
+        _replace(function, "__code__", _renamed(function.__code__))
+
+
+def _functions_of(types: Iterable[type[nn.Module]]) -> Iterator[FunctionType]:
+    """Methods of classes, and the functions that these call by name."""
+    for kind in {kind for each in types for kind in each.__mro__} - {*nn.Module.__mro__}:
+        for x in vars(kind).values():
+            method = getattr(x, "fget", None) or getattr(x, "__func__", x)
+            if isinstance(method, FunctionType):
+                method = inspect.unwrap(method)
+                called = map(method.__globals__.get, method.__code__.co_names)
+                yield from (x for x in (method, *called) if type(x) is FunctionType)
+
+
+class _OthersHooks:
+    """An attribute of modules: hooks of others. No property, which TorchScript would compile."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: nn.Module | None, kind: type) -> dict[int, Any]:
+        hooks = getattr(module, self.name, {})
+        return {key: hook for key, hook in hooks.items() if key not in frames.hook_ids}
+
+
+def _names_in(code: CodeType) -> set[Any]:
+    inner = (_names_in(x) for x in code.co_consts if isinstance(x, CodeType))
+    return {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))}.union(*inner)
+
+
+def _reads_hooks(code: CodeType) -> bool:
+    names = _names_in(code)
+    return not names.isdisjoint(_HOOKS) and names.isdisjoint(_CHANGES)
+
+
+def _renamed(code: CodeType) -> CodeType:
+    consts = (
+        _renamed(x) if isinstance(x, CodeType) else _HOOKS.get(x, x) if isinstance(x, str) else x
+        for x in code.co_consts
+    )
+    names = (_HOOKS.get(name, name) for name in code.co_names)
+    return code.replace(co_consts=tuple(consts), co_names=tuple(names))
 
 
 def _drop_graphs() -> None:

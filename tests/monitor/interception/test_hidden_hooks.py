@@ -1,0 +1,109 @@
+"""Code that looks at a module's hooks, as for a fast path, does what it does unwatched."""
+
+import pytest
+import torch
+from torch import nn
+
+import guardbit
+from tests.toys import Attention, instrumented
+
+WIDTH, TOKENS = 32, 8
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def is_hooked(module):
+    return bool(module._forward_hooks) or len(module._forward_pre_hooks) > 0
+
+
+class ByHelper(Attention):
+    """Twice as much where nothing is hooked, as a library's own kernel would differ."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if is_hooked(self) else 2.0)
+
+
+class ByTruth(Attention):
+    @property
+    def is_fast(self):
+        return not any(m._forward_hooks or m._forward_pre_hooks for m in self.modules())
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.is_fast else 1.0)
+
+
+def batch():
+    return torch.randn(3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def outputs(model, run):
+    """What a model gives in evaluation, frozen in training, and with padding if it takes that."""
+    x = batch()
+    model.eval()
+    with torch.no_grad():
+        found = [run(x)]
+        if isinstance(model, nn.TransformerEncoder):
+            padding = torch.arange(TOKENS) > torch.tensor([[3], [5], [7]])
+            found.append(run(x, src_key_padding_mask=padding))
+            # Rows of padding that see no key: the fast path makes NaN of them.
+            window = ~torch.ones(TOKENS, TOKENS).tril().triu(-1).bool()
+            found.append(run(x, mask=window, src_key_padding_mask=padding))
+    model.requires_grad_(False)
+    found.append(run(x))
+    model.requires_grad_(True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("build", [encoder, ByHelper, ByTruth])
+def test_evaluation_keeps_its_bits(build, backend):
+    def evaluated(watch):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = build()
+        inst = guardbit.instrument(model) if watch else None
+        run = model if backend is None else torch.compile(model, backend=backend)
+        found = outputs(model, run)
+        if inst is not None:
+            model.train()
+            run(batch()).sum().backward()
+            assert inst.sites, "in training it is watched"
+            inst.remove()
+        return found
+
+    plain, watched = evaluated(False), evaluated(True)
+    for expected, found in zip(plain, watched, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_hooks_of_others_count():
+    model, x = ByTruth(), batch()
+    with torch.no_grad(), instrumented(model):
+        fast = model(x)
+        handle = model.out.register_forward_hook(lambda *_: None)
+        assert torch.equal(model(x) * 2, fast)
+        handle.remove()
+        assert torch.equal(model(x), fast)
+
+
+def test_everything_is_given_back():
+    codes = [f.__code__ for f in (nn.TransformerEncoderLayer.forward, is_hooked)]
+    before = dict(vars(nn.Module))
+    with instrumented(nn.Sequential(encoder(), ByHelper())), instrumented(encoder()):
+        assert nn.TransformerEncoderLayer.forward.__code__ is not codes[0]
+    assert [f.__code__ for f in (nn.TransformerEncoderLayer.forward, is_hooked)] == codes
+    assert dict(vars(nn.Module)) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_compiles_a_watched_encoder():
+    model = encoder().eval()
+    expected = model.layers[0](batch())
+    with instrumented(model):
+        scripted = torch.jit.script(model.layers[0])
+    assert torch.equal(scripted(batch()), expected)
