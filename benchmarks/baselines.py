@@ -95,7 +95,7 @@ SCORES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
 #: Sets of the product's rules.
 RULES = {
     "all rules": DEFAULT_RULES,
-    **{rule.name: (rule,) for rule in DEFAULT_RULES if rule.name != "common_mode"},
+    **{rule.name: (rule,) for rule in DEFAULT_RULES if rule.name != "large_error"},
 }
 
 

@@ -4,10 +4,11 @@
     PYTHONPATH=. python benchmarks/detectors.py --table benchmarks/results/detectors.csv
 
 Every run that was never switched is replayed as it was recorded and changed: logits capped, a
-sample every 1,000 steps, joined late. A replay sees the audits that it would have had: those of
-heads in their turn, and of heads that it has named itself. (The runs' own alarms, by the rules of
-their day, had others audited besides.) Simulated sound runs are drawn from the sound ones.
-docs/rules.md says what follows.
+sample every 1,000 steps, joined late. Of a run that had every head audited a replay sees the audits
+that the monitor would have made. Of others it sees those that they made of heads in turn, and of
+heads that it has named itself, where they were made: later than in a run of today. (The runs' own
+alarms, by the rules of their day, had others audited besides.) Simulated sound runs are drawn from
+the sound ones. docs/rules.md says what follows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.simulation import Run, poisson_interval, shifted, simulated, str
 from benchmarks.simulation import samples as simulated_samples
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.measure.audits import LEADING, Audits
 from guardbit.records import Alarm, Sample, event_of
 from guardbit.store.reading import samples_of
 from studies.rescue.packed import ALARMED_FIRST, begun_at, load
@@ -79,7 +81,7 @@ class Recorded(NamedTuple):
 
 def recorded() -> list[Recorded]:
     """The runs without a switch, or with delta corrected from the start."""
-    kept = ["loss", "w_q_spectral_norm", "max_logit", "attention_entropy", "dq_coherent_error"]
+    kept = [*LEADING, "loss", "attention_entropy", "dq_coherent_error"]
     runs = []
     for run in load(RESULTS):
         is_start = run.name.startswith(("stock", "from_start")) and begun_at(run.name) is None
@@ -127,31 +129,27 @@ SETTINGS: dict[str, Callable[[Samples], Samples]] = {
 
 def alarms_of(run: Samples, rules: tuple[Rule, ...] = DEFAULT_RULES) -> list[Alarm]:
     """Runs the detectors over a run, with the audits that the monitor would have made."""
-    detectors, alarms = Detectors(rules), []
-    suspects: set[tuple[str, int]] = set()
-    turn = 0
+    detectors, audits, alarms = Detectors(rules), Audits(1), []
     for _, group in groupby(run, key=lambda sample: sample.step):
         at_once = list(group)
-        audits = [s for s in at_once if s.indicator.startswith("dq_")]
-        named = [{head for head, value in enumerate(s.values) if value == value} for s in audits]
+        audited = [s for s in at_once if s.indicator.startswith("dq_")]
+        named = [{head for head, value in enumerate(s.values) if value == value} for s in audited]
         in_turn = set.intersection(*named) if named else set()  # the same in all modules
-        if len(in_turn) > 1:  # a run that audited all heads: a monitor would have taken turns
-            in_turn, turn = {sorted(in_turn)[turn % len(in_turn)]}, turn + 1
-        seen = [
-            _audited(s, in_turn, suspects) if s.indicator.startswith("dq_") else s for s in at_once
-        ]
-        found = detectors.update(seen)
-        suspects |= {(alarm.site, head) for alarm in found for head in alarm.heads}
-        alarms += [alarm for alarm in found if not getattr(alarm.role, "is_advisory", False)]
+        for sample in audited:
+            chosen = audits.heads(sample.site, len(sample.values))
+            if len(in_turn) <= 1:  # it audited heads in turn, and some besides
+                chosen = in_turn | audits.suspects.get(sample.site, set())
+            values = (v if h in chosen else math.nan for h, v in enumerate(sample.values))
+            at_once[at_once.index(sample)] = dataclasses.replace(sample, values=tuple(values))
+        audits.note(at_once)
+        if audited:
+            audits.end_step()
+        found = detectors.update(at_once)
+        for alarm in found:
+            if alarm.role.judges == "head":
+                audits.suspects.setdefault(alarm.site, set()).update(alarm.heads)
+        alarms += [alarm for alarm in found if not alarm.role.is_advisory]
     return alarms
-
-
-def _audited(sample: Sample, in_turn: set[int], suspects: set[tuple[str, int]]) -> Sample:
-    values = (
-        value if head in in_turn or (sample.site, head) in suspects else math.nan
-        for head, value in enumerate(sample.values)
-    )
-    return dataclasses.replace(sample, values=tuple(values))
 
 
 # Studies: each yields rows of the CSV.
@@ -179,7 +177,7 @@ def scaled_study(runs: list[Recorded]) -> Iterator[Row]:
 def _scaled(rule: Rule, factor: float) -> Rule:
     # `together` is a sum of parts of the other two: it scales with them.
     scalable = [name for name in ("norm", "logit", "tolerated") if hasattr(rule, name)]
-    if rule.name == "common_mode" or not scalable:
+    if not scalable:
         return rule
     return dataclasses.replace(
         rule,

@@ -54,11 +54,7 @@ from guardbit.records import (
 T = TypeVar("T")
 
 # Of a state. Raise it when states that were taken before no longer fit.
-_FORMAT = 7
-
-#: Heads of an attention module that advisories have audited at each sampled step, besides one in
-#: turn.
-MOST_ADVISED = 2
+_FORMAT = 8
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
@@ -452,9 +448,8 @@ class Session(Guarded):
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
         for alarm in found:
-            suspects = self._measurement.suspects.setdefault(alarm.site, set())
-            room = MOST_ADVISED - len(suspects) if alarm.role.is_advisory else None
-            suspects.update(alarm.heads if room is None else alarm.heads[: max(0, room)])
+            if alarm.role.judges == "head":
+                self._measurement.audits.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             is_new = self._findings.add(alarm)
             self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))

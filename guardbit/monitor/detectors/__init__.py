@@ -35,7 +35,7 @@ from guardbit.monitor.detectors.rule import (
 
 # What the rules are, their folder says, and it alone.
 from guardbit.monitor.detectors.rules import *  # noqa: F403
-from guardbit.monitor.detectors.rules import DEFAULT_RULES, CommonMode
+from guardbit.monitor.detectors.rules import DEFAULT_RULES
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
 
@@ -67,8 +67,10 @@ __all__ = ["Detectors", "Finding", "Rule", "Snapshot", "role_of"]
 __all__ += rules.__all__
 
 
-#: Of `CommonMode` as it is by default: a rule of that kind need not be among the run's.
-_RESTLESS = CommonMode().logit
+#: Logits from which on a head must stay switched: the reciprocal of BF16's rounding error. Where
+#: the keys of a row are alike, what is in common outweighs the differences by more than delta's
+#: rounding makes up for.
+RESTLESS = 256.0
 
 
 class Detectors:
@@ -141,7 +143,7 @@ class Detectors:
         return {
             site: heads
             for site, logits in self._latest.get("max_logit", {}).items()
-            if (heads := heads_where(np.abs(logits) >= _RESTLESS))
+            if (heads := heads_where(np.abs(logits) >= RESTLESS))
         }
 
     def state_dict(self) -> State:

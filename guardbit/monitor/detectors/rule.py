@@ -138,3 +138,26 @@ def smaller_of_last_two(state: State, site: str, values: Values) -> Values:
     previous = from_plain(state.get(site, []), len(values))
     state[site] = to_plain(np.where(np.isnan(values), previous, values))
     return np.minimum(previous, values)
+
+
+#: A logit is a difference of logarithms of probabilities, in nats. In any model smaller ones are
+#: noise, and count as this.
+FLAT = 16.0
+
+#: Smallest number of attention modules of which most can be told from one: of two, one is no
+#: majority.
+MODULES = 3
+
+
+def growth_of_model(state: State, snapshot: Snapshot) -> float:
+    """Returns how much larger most modules' largest logits are than at first, 1 if unknown.
+
+    It is the lower quartile over the modules, and what is below `FLAT` counts as that.
+    """
+    sites = snapshot.latest.get("max_logit", {})
+    # NaN is a head that was not measured.
+    tops = sorted(top for v in sites.values() if (top := float(np.fmax.reduce(v))) == top)
+    if len(tops) < MODULES:
+        return 1.0
+    quartile = tops[(len(tops) - 1) // 4]
+    return quartile / state.setdefault("first_quartile", max(quartile, FLAT))

@@ -21,7 +21,8 @@ from guardbit.catalog import HEAD_INDICATORS, SUMS, of_probe
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
-from guardbit.monitor.measure.probes import CallProbe, CallView, heads_in_turn, plan_for
+from guardbit.monitor.measure.audits import Audits
+from guardbit.monitor.measure.probes import CallProbe, CallView, plan_for
 from guardbit.monitor.measure.weights import norms_of_sites
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, Site
@@ -60,7 +61,7 @@ class Measurement:
         unasked = () if settings.audit_repeats else of_probe("repeats")
         self.plan = plan_for([name for name in settings.measured if name not in unasked])
         self.run = RunProbe(self.plan.wanted)  # the scalars of the whole run
-        self.suspects: dict[str, set[int]] = {}  # site -> heads audited at every sampled step
+        self.audits = Audits(settings.num_audited_heads)
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
         # The sites on this rank, by number.
@@ -69,7 +70,6 @@ class Measurement:
         # Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
         self.directions: dict[str, Tensor] = {}
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
-        self._next_audited = 0
         self._running_sums = RunningSums()
 
     def begin(self) -> None:
@@ -93,7 +93,6 @@ class Measurement:
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
-        num_audited = self._settings.num_audited_heads
         view = CallView(call, self._settings.num_rows, needs_shadow=self.plan.needs_shadow)
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
@@ -104,8 +103,7 @@ class Measurement:
                 return view
             # The size of dQ's error needs no W_Q. What is measured along nothing is NaN.
             directions = call.q.new_zeros(expected, dtype=torch.float32)
-        suspects = self.suspects.get(site.name, ())
-        heads = heads_in_turn(self._next_audited, num_audited, site.num_heads, suspects)
+        heads = self.audits.heads(site.name, site.num_heads)
         here = [head - own.start for head in heads if head in own]
         audited = [head for head in here if head in call.known_heads]
         return replace(view, audited=audited, directions=directions.to(call.q.device))
@@ -124,7 +122,7 @@ class Measurement:
             if norms.indicator == "w_q_spectral_norm":
                 self.directions[norms.site] = norms.directions
                 self._without_directions.discard(norms.site)
-        self._next_audited += self._settings.num_audited_heads
+        self.audits.end_step()
         return columns
 
     def send(
@@ -203,6 +201,7 @@ class Measurement:
                 one = Sample(sent.step, site.name, site.layer, name, tuple(values.tolist()))
                 found += [one, *self._running_sums.follow(one)]
         found += [replace(one, layer=self._layers.get(one.site, -1)) for one in samples]
+        self.audits.note(found)
         return [one for one in found if one.indicator in self.plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,8 +214,7 @@ class Measurement:
         return {
             "layers": dict(self._layers),
             "running_sums": copy.deepcopy(self._running_sums.sums),
-            "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
-            "next_audited": self._next_audited,
+            "audits": self.audits.state_dict(),
             "directions": {
                 name: vectors.tolist()
                 for name, vectors in self.directions.items()
@@ -228,8 +226,7 @@ class Measurement:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._layers = dict(state["layers"])
         self._running_sums.sums = copy.deepcopy(state["running_sums"])
-        self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
-        self._next_audited = state["next_audited"]
+        self.audits.load_state_dict(state["audits"])
         self.directions = {
             name: torch.tensor(v, dtype=torch.float32, device="cpu")
             for name, v in state["directions"].items()

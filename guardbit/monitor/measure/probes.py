@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -332,12 +332,6 @@ def gradient_error(
         error_along,
         exact_along.abs(),
     )
-
-
-def heads_in_turn(first: int, count: int, num_heads: int, suspects: Iterable[int]) -> list[int]:
-    """Returns the heads of a site to audit at one sampled step, ascending."""
-    in_turn = {(first + i) % num_heads for i in range(min(count, num_heads))}
-    return sorted(in_turn | {head for head in suspects if head < num_heads})
 
 
 _PARTS = ("dq", "dk", "dv")

@@ -8,26 +8,26 @@ and "the learning-rate runs" are older ones, of which the largest head of each l
 """
 
 from guardbit.monitor.detectors.rule import Rule
-from guardbit.monitor.detectors.rules.common_mode import CommonMode
 from guardbit.monitor.detectors.rules.gradient_error import GradientError
 from guardbit.monitor.detectors.rules.head_growth import HeadGrowth
+from guardbit.monitor.detectors.rules.large_error import LargeError
 from guardbit.monitor.detectors.rules.loss_departure import LossDeparture
 from guardbit.monitor.detectors.rules.model_logits import ModelLogits
 
 #: The rules that `Detectors` uses when none are given, in the order in which they alarm.
 DEFAULT_RULES: tuple[Rule, ...] = (
-    CommonMode(),
-    HeadGrowth(),
-    GradientError(),
     ModelLogits(),
+    HeadGrowth(),
+    LargeError(),
+    GradientError(),
     LossDeparture(),
 )
 
 __all__ = [
     "DEFAULT_RULES",
-    "CommonMode",
     "GradientError",
     "HeadGrowth",
+    "LargeError",
     "LossDeparture",
     "ModelLogits",
 ]

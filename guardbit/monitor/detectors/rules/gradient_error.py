@@ -14,6 +14,7 @@ from guardbit.monitor.detectors.rule import (
     State,
     Values,
     check_thresholds,
+    growth_of_model,
     heads_where,
 )
 from guardbit.records import Role
@@ -40,6 +41,22 @@ def bet(
 #: as a part of it, says nothing. Heads of the failing runs come to this after their first alarm.
 SATURATED = 2.0**-9
 
+#: Growth of the whole model's logits from which on no audit counts. At twice the study's rate
+#: audits are large too, in up to ten layers of twelve, from a growth of 23 on, and correction does
+#: not help; `model_logits` says so at 64. In the runs at its rate the growth is at most 13.
+MODEL_GROWTH = 32.0
+
+
+def counted_errors(snapshot: Snapshot, state: State) -> dict[str, Values]:
+    """Returns site -> the sizes of the audited errors of dQ, up to 1; NaN where none counts."""
+    is_models = growth_of_model(state, snapshot) >= MODEL_GROWTH
+    counted = {}
+    for site, errors in snapshot.of("dq_coherent_error").items():
+        entropy = snapshot.last_of("attention_entropy", site, len(errors))
+        sizes = np.minimum(np.abs(errors), 1.0)
+        counted[site] = np.where(is_models | (entropy < SATURATED), np.nan, sizes)
+    return counted
+
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
@@ -48,12 +65,12 @@ class GradientError:
     The audit computes dQ once more in FP32. Its `dq_coherent_error` is the error along the top
     direction, summed over the rows with its sign, as a part of the sum of the sizes of dQ along it.
     The sign is that of the direction, which is arbitrary, so the size counts, up to 1: the whole
-    gradient. The rule needs no peers and goes by no logits. The size does not count where attention
-    is saturated, see `SATURATED`.
+    gradient. The rule needs no peers. The size does not count where attention is saturated, see
+    `SATURATED`, nor where the whole model's logits run away, see `MODEL_GROWTH`.
 
-    `tolerated`: in the sound runs no audit finds more than 0.019, and no head's mean is above
-    0.007. A head is audited in turn, one of its module at a sampled step, at every sampled step
-    once it is under suspicion. Errors of 1 fire in the fifth audit, of 0.5 in the seventh.
+    `tolerated`: in the sound runs no head's mean is above 0.007. One audit above it, and the head
+    is audited at every sampled step, see `large_error`. Errors of 1 fire in the fourth audit, of
+    0.5 in the fifth, of 0.2 in the eighth.
 
     Attributes:
         tolerated: Mean size of the coherent error still called healthy; 0 to 1.
@@ -66,7 +83,7 @@ class GradientError:
     role: ClassVar[Role] = Role(measures_cause=True)
 
     name: str = "gradient_error"
-    tolerated: float = 0.1
+    tolerated: float = 0.05
     audits_to_false_alarm: float = 1e4
     stakes: tuple[float, ...] = (0.2, 0.5, 0.9)
 
@@ -81,14 +98,13 @@ class GradientError:
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the audited heads whose errors are large beyond reasonable doubt."""
         findings = []
-        for site, errors in snapshot.of("dq_coherent_error").items():
-            is_saturated = snapshot.last_of("attention_entropy", site, len(errors)) < SATURATED
-            sizes = np.where(is_saturated, np.nan, np.minimum(np.abs(errors), 1.0))
-            evidence = bet(state, site, sizes, self.tolerated, self.stakes)
+        wealth = state.setdefault("wealth", {})
+        for site, sizes in counted_errors(snapshot, state).items():
+            evidence = bet(wealth, site, sizes, self.tolerated, self.stakes)
             fired = (evidence >= self.audits_to_false_alarm) & ~np.isnan(sizes)
             if heads := heads_where(fired):
                 for head in heads:  # named again only by new evidence
-                    state[site][head] = [0.0] * len(self.stakes)
+                    wealth[site][head] = [0.0] * len(self.stakes)
                 findings.append(Finding(site, heads, partial(self._why, sizes)))
         return findings
 
