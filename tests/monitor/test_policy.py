@@ -6,9 +6,9 @@ import pytest
 
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
-    CommonMode,
     GradientError,
     HeadGrowth,
+    LargeError,
     LossDeparture,
     ModelLogits,
     role_of,
@@ -59,10 +59,10 @@ def resumed(policy, **settings):
 
 
 def test_the_rules_have_their_roles():
-    rules = CommonMode(), HeadGrowth(), GradientError(), ModelLogits(), LossDeparture()
+    rules = ModelLogits(), HeadGrowth(), LargeError(), GradientError(), LossDeparture()
     assert rules == DEFAULT_RULES
     assert {rule.name: role_of(rule) for rule in rules} == {
-        "common_mode": Role("head", is_advisory=True),
+        "large_error": Role("head", is_advisory=True),
         "head_growth": Role("head"),
         "gradient_error": Role("head", measures_cause=True),
         "model_logits": Role("model"),

@@ -1,4 +1,4 @@
-"""What probes compute: the keys' common part, the heads in turn, and what a sum needs."""
+"""What probes compute: the keys' common part, and what a sum needs."""
 
 from dataclasses import replace
 
@@ -13,17 +13,8 @@ from guardbit.monitor.measure.probes import (
     FiniteProbe,
     GradientAudit,
     KeyProbe,
-    heads_in_turn,
 )
 from tests.kernels.spec_cases import packed
-
-
-def test_each_head_has_its_turn_and_suspects_are_always_audited():
-    turns = [heads_in_turn(first, 2, 5, ()) for first in range(0, 10, 2)]
-    assert turns == [[0, 1], [2, 3], [0, 4], [1, 2], [3, 4]]
-    assert heads_in_turn(2, 1, 5, {4, 2, 9}) == [2, 4], "there is no head 9"
-    assert heads_in_turn(3, 8, 3, ()) == [0, 1, 2], "each once"
-    assert heads_in_turn(7, 0, 3, {1}) == [1]
 
 
 def call_with(k, heads, documents=None, mask=None):
