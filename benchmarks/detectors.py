@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/detectors.py --csv benchmarks/results/detectors.csv
     PYTHONPATH=. python benchmarks/detectors.py --table benchmarks/results/detectors.csv
+    PYTHONPATH=. python benchmarks/detectors.py --others
 
 Every run that was never switched is replayed as it was recorded and changed: logits capped, a
 sample every 1,000 steps, joined late. Of a run that had every head audited a replay sees the audits
@@ -127,9 +128,16 @@ SETTINGS: dict[str, Callable[[Samples], Samples]] = {
 }
 
 
-def alarms_of(run: Samples, rules: tuple[Rule, ...] = DEFAULT_RULES) -> list[Alarm]:
-    """Runs the detectors over a run, with the audits that the monitor would have made."""
+def alarms_of(
+    run: Samples, rules: tuple[Rule, ...] = DEFAULT_RULES, *, lasting: bool = False
+) -> list[Alarm]:
+    """Runs the detectors over a run, with the audits that the monitor would have made.
+
+    With `lasting` a suspect's error is what it was in its last audit at each sample until the next,
+    in a run that audited heads in turn: a guess at what a monitor of today would have seen.
+    """
     detectors, audits, alarms = Detectors(rules), Audits(1), []
+    last: dict[tuple[str, str, int], float] = {}
     for _, group in groupby(run, key=lambda sample: sample.step):
         at_once = list(group)
         audited = [s for s in at_once if s.indicator.startswith("dq_")]
@@ -139,7 +147,13 @@ def alarms_of(run: Samples, rules: tuple[Rule, ...] = DEFAULT_RULES) -> list[Ala
             chosen = audits.heads(sample.site, len(sample.values))
             if len(in_turn) <= 1:  # it audited heads in turn, and some besides
                 chosen = in_turn | audits.suspects.get(sample.site, set())
-            values = (v if h in chosen else math.nan for h, v in enumerate(sample.values))
+            values = [v if h in chosen else math.nan for h, v in enumerate(sample.values)]
+            if lasting:
+                values += [math.nan] * (12 - len(values))
+                place = sample.site, sample.indicator
+                last.update({(*place, h): v for h, v in enumerate(values) if v == v})
+                for head in audits.suspects.get(sample.site, ()):
+                    values[head] = last.get((*place, head), math.nan)
             at_once[at_once.index(sample)] = dataclasses.replace(sample, values=tuple(values))
         audits.note(at_once)
         if audited:
@@ -150,6 +164,19 @@ def alarms_of(run: Samples, rules: tuple[Rule, ...] = DEFAULT_RULES) -> list[Ala
                 audits.suspects.setdefault(alarm.site, set()).update(alarm.heads)
         alarms += [alarm for alarm in found if not alarm.role.is_advisory]
     return alarms
+
+
+def others() -> Iterator[str]:
+    """Yields the first alarms of other kinds of model that were audited, as Markdown."""
+    yield "| run | as audited | a suspect's error lasting |"
+    yield "|---|---|---|"
+    kept = [*LEADING, "loss", "attention_entropy", "dq_coherent_error"]
+    for run in load(RESULTS.parent / "other_models"):
+        samples = list(samples_of(run.frame[run.frame["indicator"].isin(kept)]))
+        if any(s.indicator == "dq_coherent_error" for s in samples):
+            found = (alarms_of(samples, lasting=lasting)[:1] for lasting in (False, True))
+            cells = [f"{a[0].step:,} {a[0].rule}" if a else "none" for a in found]
+            yield f"| {run.name} | {' | '.join(cells)} |"
 
 
 # Studies: each yields rows of the CSV.
@@ -285,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--csv", type=Path, help="run all studies and write them to this file")
     parser.add_argument("--table", type=Path, help="print the tables of this file")
+    parser.add_argument("--others", action="store_true", help="print other kinds' first alarms")
     parser.add_argument("--verdicts", action="store_true", help="print each run's verdict")
     parser.add_argument("--count", type=int, default=4, help="simulated runs of a setting")
     arguments = parser.parse_args()
@@ -299,6 +327,8 @@ def main() -> None:
                 for row in study:
                     writer.writerow(row)
                     file.flush()
+    if arguments.others:
+        print("\n".join(others()))
     if arguments.verdicts:
         print("\n".join(verdicts(runs)))
     if arguments.table:

@@ -68,9 +68,11 @@ class GradientError:
     gradient. The rule needs no peers. The size does not count where attention is saturated, see
     `SATURATED`, nor where the whole model's logits run away, see `MODEL_GROWTH`.
 
-    `tolerated`: in the sound runs no head's mean is above 0.007. One audit above it, and the head
-    is audited at every sampled step, see `large_error`. Errors of 1 fire in the fourth audit, of
-    0.5 in the fifth, of 0.2 in the eighth.
+    `tolerated`: in the sound runs no head's mean is above 0.007. Half of it would warn by up to
+    5,000 steps earlier in five of twelve runs, and alarm 20 instead of 12 of 70 runs in heads that
+    were corrected late, where saturated softmax makes small errors large. A head is audited in its
+    turn, and at every sampled step once one audit was large, see `large_error`. Errors of 1 fire in
+    the fifth audit, of 0.5 in the seventh.
 
     Attributes:
         tolerated: Mean size of the coherent error still called healthy; 0 to 1.
@@ -83,7 +85,7 @@ class GradientError:
     role: ClassVar[Role] = Role(measures_cause=True)
 
     name: str = "gradient_error"
-    tolerated: float = 0.05
+    tolerated: float = 0.1
     audits_to_false_alarm: float = 1e4
     stakes: tuple[float, ...] = (0.2, 0.5, 0.9)
 

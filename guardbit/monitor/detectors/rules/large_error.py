@@ -14,13 +14,13 @@ from guardbit.monitor.detectors.rule import (
     check_thresholds,
     heads_where,
 )
-from guardbit.monitor.detectors.rules.gradient_error import GradientError, counted_errors
+from guardbit.monitor.detectors.rules.gradient_error import counted_errors
 from guardbit.records import Role
 
 
 @dataclass(frozen=True, slots=True)
 class LargeError:
-    """One audit finds more error than `gradient_error` tolerates: an advisory, no alarm.
+    """One audit finds half the mean error that `gradient_error` tolerates: an advisory, no alarm.
 
     The head is audited at every sampled step from then on, so that `gradient_error` need not wait
     for its turn, and what rounding does to its W_Q is measured. What counts as an error is said
@@ -37,7 +37,7 @@ class LargeError:
     role: ClassVar[Role] = Role(is_advisory=True)
 
     name: str = "large_error"
-    tolerated: float = GradientError().tolerated
+    tolerated: float = 0.05
 
     def __post_init__(self) -> None:
         check_thresholds(self)
