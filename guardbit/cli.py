@@ -274,13 +274,14 @@ def replay(
         kept = [
             event
             for event in events_of(run.events)
-            if event.kind == "switch" or (event.kind == "alarm" and event.step < first)
+            if event.kind in ("switch", "monitor_error")
+            or (event.kind == "alarm" and event.step < first)
         ]
-        judgement = result.judgement(kept, run.metadata, run.ended)
+        judgement = result.judgement(kept, run.metadata, run.ended, run.diagnosed.heads)
     if as_json:
         names = ("step", "site", "heads", "rule", "severity")
         alarms = [{name: getattr(alarm, name) for name in names} for alarm in result.alarms]
-        typer.echo(json.dumps({"alarms": alarms, **json_of(judgement, run)}))
+        typer.echo(json.dumps({**json_of(judgement, run), "alarms": alarms}))
         return
 
     from rich.console import Console
@@ -312,13 +313,15 @@ def replay(
 def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
     """The headline, the verdict on alarms, what to do, and which rules could not judge."""
     yield judgement.headline
-    if judgement.num_alarms:  # else the headline says what is to be said: it may be a warning
+    if judgement.numbers[
+        "alarms"
+    ]:  # else the headline says what is to be said: it may be a warning
         yield f"Verdict by today's rules: {judgement.verdict}: {judgement.why}"
     yield judgement.advice
     yield judgement.risk.sentence
     for rule, names in result.unjudged.items():
         yield f"Not judged by {rule}: the telemetry lacks {', '.join(names)}"
-    begins, first_alarm = judgement.first_step, judgement.first_alarm
+    begins, first_alarm = (judgement.numbers[name] for name in ("first_step", "first_alarm"))
     if begins is not None and first_alarm is not None and first_alarm < begins:
         yield (
             f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
@@ -545,7 +548,8 @@ def diagnose(
         folder = folder_of_run(path)
         heads = heads_of_run(folder, head or ())
         run = judgement_of(read_run(folder), read_events(folder), read_metadata(folder))
-        verdict = f"{run.verdict}: {run.why}" if run.num_alarms else run.verdict
+        has_alarms = bool(run.numbers["alarms"])
+        verdict = f"{run.verdict}: {run.why}" if has_alarms else run.verdict
         figures = output or folder / "diagnosis"
         if not as_json:
             with writing_to(figures):  # before a minute's work is wasted
@@ -578,6 +582,6 @@ def diagnose(
     if as_json:
         typer.echo(json.dumps({"heads": told, "verdict": verdict, "risk": run.risk._asdict()}))
         return
-    if run.num_alarms:
+    if has_alarms:
         typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
     typer.echo(run.risk.sentence)

@@ -154,7 +154,7 @@ def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_r
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         "Healthy: no alarm up to step 900",
-        "Nothing is to be done.",
+        "No action needed.",
         NO_RISK_KNOWN,
         "Not judged by gradient_error: the telemetry lacks dq_coherent_error",
     ]
@@ -520,7 +520,7 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
     assert "Lost: the loss diverged at step 13,860, 10,060 steps after the first alarm" in text
-    assert "Saved: 2 of 144 heads alarmed, the first at step 3,800, corrected, loss" in text
+    assert "Switched: 2 of 144 heads alarmed, the first at step 3,800; logits of layer 2," in text
     assert "layer 2, head 6" in text and "layer 2, head 11" in text
     pages = {path.name for path in tmp_path.glob("*.html")}
     assert pages == {"comparison.html", "lost.html", "saved.html"}

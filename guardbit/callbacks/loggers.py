@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -58,13 +57,12 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
     if judgement is None:
         found = "It could not be judged"
     # Of a resumed run the folder may hold samples although this process has taken none.
-    elif session.sampled_step is None and not judgement.head_samples:
+    elif session.sampled_step is None and not judgement.numbers["head_samples"]:
         found, report = "No step was sampled", ""
     else:
-        so_far = replace(judgement, ended=None)
-        found = so_far.headline
-        if judgement.num_alarms and session.policy is None and not judgement.switched:
-            found += f". {so_far.advice.rstrip('.')}"
+        found, numbers = judgement.headline_so_far, judgement.numbers
+        if numbers["alarms"] and session.policy is None and not numbers["switched"]:
+            found += f". {judgement.advice.rstrip('.')}"
     off = sorted(session.stages_off)
     if off:
         found += f" (off after an error: {', '.join(off)})"

@@ -125,13 +125,13 @@ def summary(run: LoadedRun) -> list[str]:
 
 def tiles(run: LoadedRun) -> list[Tile]:
     """First alarm, lead, heads switched and loss at the end."""
-    recorded, outcome = run.recorded, run.judgement
+    recorded, numbers = run.recorded, run.judgement.numbers
     current = list(recorded.stabilizers().values())
     undone = current.count("none")
     switched = [
         ", ".join(sorted({*current} - {"none"})),
-        f"{'the first ' * (outcome.switched > 1)}at step {outcome.first_switch:,}"
-        if outcome.switched
+        f"{'the first ' * (numbers['switched'] > 1)}at step {numbers['first_switch']:,}"
+        if numbers["switched"]
         else "",
         f"{undone} undone" if undone else "",
     ]
@@ -139,17 +139,17 @@ def tiles(run: LoadedRun) -> list[Tile]:
     if alarms := recorded.alarms:
         first_alarm = f"step {alarms[0].step:,}"
         said = f"{where(alarms[0])}; {plural(len(alarms), 'alarm')} in all"
-    departed = outcome.missing_loss or "the loss has not diverged"
-    if outcome.departed is not None:
-        departed = f"the loss diverged at step {outcome.departed:,}"
-    lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
+    departed = numbers["missing_loss"] or "the loss has not diverged"
+    if numbers["departed"] is not None:
+        departed = f"the loss diverged at step {numbers['departed']:,}"
+    lead = "–" if numbers["lead"] is None else f"{numbers['lead']:,} steps"
     last = last_loss(recorded.last_losses)
     samples = len(recorded.last_losses)
     median = f"median of the last {samples} samples" if isinstance(last, float) else ""
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
-        Tile("Heads switched", f"{outcome.switched:,}", "; ".join(filter(None, switched))),
+        Tile("Heads switched", f"{numbers['switched']:,}", "; ".join(filter(None, switched))),
         Tile("Loss at the end", loss_of(last), median),
     ]
 

@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from guardbit.dashboards import marks
+from guardbit.dashboards.loading import read_diagnosed
 from guardbit.dashboards.page import Json, RunPage, asset
 from guardbit.dashboards.tables import RunSoFar
 from guardbit.records import Event
@@ -111,8 +112,11 @@ class LiveRun:
             with self._lock:
                 self._run.forget_samples()
         has_changed = self._read_samples()
-        about = self._follower.metadata, self._follower.end or "not closed"
-        has_changed |= (self._run.metadata, self._run.ended) != about
+        diagnosed = read_diagnosed(folder_of_run(self.path)).heads
+        about = self._follower.metadata, self._follower.end or "not closed", diagnosed
+        run = self._run
+        has_changed |= (run.metadata, run.ended, run.diagnosed) != about
+        run.diagnosed = diagnosed
         alarms: list[Event] = []
         try:
             files = self._follower.event_files()

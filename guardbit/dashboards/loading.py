@@ -93,7 +93,7 @@ class LoadedRun:
     @cached_property
     def recorded(self) -> Recorded:
         """What figures and reports are made from."""
-        return Recorded(self.samples, self.events, self.metadata, self.ended)
+        return Recorded(self.samples, self.events, self.metadata, self.ended, self.diagnosed.heads)
 
     @property
     def judgement(self) -> Judgement:
@@ -116,7 +116,9 @@ class LoadedRun:
     @property
     def _cause_and_advice(self) -> list[str]:
         judgement = self.judgement
-        cause = [f"Cause: {judgement.verdict}: {judgement.why}"] if judgement.num_alarms else []
+        cause = (
+            [f"Cause: {judgement.verdict}: {judgement.why}"] if judgement.numbers["alarms"] else []
+        )
         return [*cause, judgement.advice]
 
     def _repr_html_(self) -> str:

@@ -98,10 +98,10 @@ class RunPage:
             "outcome": "waiting" if waiting else found.state,
             "headline": waiting or found.headline,
             "headline_running": waiting or found.headline_running,
-            "departed": found.departed,
+            "departed": found.numbers["departed"],
             "loss": last_loss(run.last_losses),
             "advice": "" if waiting else found.verdict_and_advice,
-            "marks": _marks(run.events, found.departed),
+            "marks": _marks(run.events, found.numbers["departed"]),
         }
 
     def state(self, step: int | None = None) -> Json:

@@ -185,6 +185,7 @@ def _facts(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
     return {
         "Recorded": document.extent(run),
         "Outcome": run.judgement.state,
+        "Ended": run.judgement.ended or "–",
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
         "Lead on the loss": lead.value,
         "Heads switched": f"{switched.value} {switched.note}".strip(),
@@ -243,11 +244,8 @@ def _answers(
 
 def _marked(outcome: Judgement) -> dict[str, int]:
     """The steps of a run that are marked where it is drawn with others."""
-    steps = {
-        "alarm": outcome.first_alarm,
-        "switch": outcome.first_switch,
-        "departed": outcome.departed,
-    }
+    numbers = {"alarm": "first_alarm", "switch": "first_switch", "departed": "departed"}
+    steps = {kind: outcome.numbers[name] for kind, name in numbers.items()}
     return {kind: step for kind, step in steps.items() if step is not None}
 
 

@@ -40,6 +40,7 @@ class RunSoFar:
         self.events: list[Event] = []
         self.metadata: Mapping[str, Any] = {}
         self.ended: Ended | None = None
+        self.diagnosed: Sequence[Mapping[str, Any]] = []  # what `guardbit diagnose` has said
         self._buckets = buckets
         self.forget_samples()
 
@@ -58,7 +59,7 @@ class RunSoFar:
 
     def judge(self) -> Judgement:
         """Judges the run so far, or at its end."""
-        return judge(self.evidence, self.events, self.metadata, self.ended)
+        return judge(self.evidence, self.events, self.metadata, self.ended, self.diagnosed)
 
     @property
     def departed(self) -> int | None:
@@ -108,9 +109,10 @@ class Recorded(RunSoFar):
         events: pd.DataFrame | None = None,
         metadata: Mapping[str, Any] | None = None,
         ended: Ended | None = None,
+        diagnosed: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         super().__init__(BUCKETS)
-        self.samples = check_samples(samples)
+        self.samples, self.diagnosed = check_samples(samples), diagnosed
         self.events, self.metadata, self.ended = events_of(events), metadata or {}, ended
         self.take(self.samples)
         self._rows = self.samples.groupby("indicator", observed=True).indices

@@ -31,10 +31,19 @@ RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
 #: It leaps where the median of the last `LOSS_SAMPLES` lies so many nats above the best, and so
 #: many times the scatter of neighbours, to which a climb adds little; before there are 50, nats do.
 SURELY_ABOVE, LEAP = 1.0, 6.0
-#: What a switch is to stop.
+#: What a switch must stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
-#: How many samples of a module are kept of each of `GROWING`.
-_KEPT = 512
+#: What a fall needs: so many last samples, all a tenth below the least of so many last ones before
+#: the switch. Of stationary samples, however they scatter, one look in 1,287 is like that; of 93
+#: recorded runs without a switch none, whatever the step at which one looks.
+FALL_BEFORE, FALL_AFTER, FALLEN = 8, 5, 0.9
+#: An audit before the switch finds at least the first part of dQ wrong (the median of three, as the
+#: rule `gradient_error` tolerates), and after it at most a quarter of that.
+WRONG, LEFT, AUDITS = 0.1, 0.25, 3
+#: Mean entropy below which the exact dQ has vanished: what part of it is wrong says nothing.
+SATURATED = 2.0**-9
+#: How many samples of a module are kept of each of these.
+_KEPT, _KEPT_OF = 512, frozenset({*GROWING, "dq_coherent_error", "attention_entropy"})
 #: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
 SHARES = of_probe("burst")
 #: What is measured of heads in steps without a call of them.
@@ -50,6 +59,31 @@ class Nonfinite(NamedTuple):
     site: str
     tensor: str
     heads: tuple[int, ...]
+
+
+class Fall(NamedTuple):
+    """What became of one of `GROWING` after a switch."""
+
+    head: Head
+    indicator: str
+    before: float  # the median of the last three samples up to the switch
+    after: float  # the median of the last three after it
+    is_enough: bool  # whether there are `FALL_BEFORE` samples before, and `FALL_AFTER` after
+    is_beyond: bool  # whether the fall goes beyond the samples' scatter
+
+
+class _Streak:
+    """The last steps in a row at which something was so."""
+
+    def __init__(self) -> None:
+        self.first, self.last, self.count = -1, -1, 0
+
+    def add(self, step: int, before: int) -> None:
+        """Takes a step at which it was so; `before` is the one measured before it."""
+        if step != self.last:
+            goes_on = self.last == before and self.count
+            self.first, self.count = (self.first, self.count + 1) if goes_on else (step, 1)
+            self.last = step
 
 
 class _Kept:
@@ -75,6 +109,12 @@ class _Kept:
         if len(self.rows) > _KEPT:
             self.rows = [*self.rows[:-1:2], self.rows[-1]]
             self._stride *= 2
+
+    def of(self, head: int) -> tuple[list[int], list[float]]:
+        """The steps at which a head was measured, and its values then."""
+        rows = [(step, row[head]) for step, row in self.rows if head < len(row)]
+        rows = [(step, value) for step, value in rows if not math.isnan(value)]
+        return [step for step, _ in rows], [value for _, value in rows]
 
 
 class Losses:
@@ -147,8 +187,12 @@ class Evidence:
         self.heads: dict[str, set[int]] = {}  # attention module -> its heads that were measured
         self.indicators: set[str] = set()  # what was measured of heads
         # How often heads were measured, when last, and the most steps between two times.
-        self.head_steps: tuple[int, int | None, int | None] = 0, None, None
-        self.call_steps: tuple[int, int] = 0, -1  # how often calls were measured, and when last
+        self.head_steps: tuple[int, int | None, int] = 0, None, 0
+        # How often calls were measured, when last, and when before.
+        self.call_steps: tuple[int, int, int] = 0, -1, -1
+        # Steps at which gradients of attention, and the gradients' norm, were not finite.
+        self.bad_gradients, self.bad_norms = _Streak(), _Streak()
+        self.norm_steps = -1, -1  # at which that norm was measured, last and before
         self.loss = Losses()
         self.logits: dict[int, float] = {}  # step -> the largest of all heads
         # Head -> step of the latest measured share of rounding, and that with its interval.
@@ -171,16 +215,23 @@ class Evidence:
                 self._add_heads(sample)
             elif sample.indicator == "loss":
                 self.loss.add(sample.step, sample.values[0] if sample.values else math.nan)
+            elif sample.indicator == "grad_norm" and sample.values:
+                if sample.step != self.norm_steps[0]:
+                    self.norm_steps = sample.step, self.norm_steps[0]
+                if not math.isfinite(sample.values[0]):
+                    self.bad_norms.add(*self.norm_steps)
             if (
                 sample.indicator == "nonfinite"
                 and not all(map(math.isnan, sample.values))
                 and (not self._nonfinite or sample.step == self._nonfinite[0].step)
             ):
                 self._nonfinite.append(sample)
-            if sample.indicator == "nonfinite" and any(
-                code & _OF_FORWARD for code in _codes(sample)
-            ):
-                self.last_broken = sample.step
+            if sample.indicator == "nonfinite":
+                codes = [*_codes(sample)]
+                if any(code & _OF_FORWARD for code in codes):
+                    self.last_broken = sample.step
+                if any(codes):
+                    self.bad_gradients.add(*self.call_steps[1:])
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
@@ -198,10 +249,9 @@ class Evidence:
         self.indicators.add(name)
         count, last, every = self.head_steps
         if last is None or step > last:
-            longest = None if last is None else max(every or 0, step - last)
-            self.head_steps = count + 1, step, longest
+            self.head_steps = count + 1, step, 0 if last is None else max(every, step - last)
         if name not in _OF_WEIGHTS and step > self.call_steps[1]:
-            self.call_steps = self.call_steps[0] + 1, step
+            self.call_steps = self.call_steps[0] + 1, step, self.call_steps[1]
         if name in SHARES:
             for head in measured:
                 known = self.shares.get((layer, head))
@@ -217,7 +267,7 @@ class Evidence:
             if self.common_modes[0] == step:
                 modes = self.common_modes[1]
                 modes[layer] = max(largest, modes.get(layer, 0.0))
-        if name in GROWING:
+        if name in _KEPT_OF:
             self._values.setdefault((layer, name), _Kept()).add(step, sample.values)
 
     def latest_shares(self) -> list[Sample]:
@@ -234,20 +284,49 @@ class Evidence:
         """The first NaN or infinity in a call of attention."""
         return first_nonfinite(self._nonfinite)
 
+    def _series(self, head: Head, name: str) -> tuple[list[int], list[float]]:
+        kept = self._values.get((head[0], name))
+        return ([], []) if kept is None else kept.of(head[1])
+
     def growth(self, head: Head, since: int) -> dict[str, float]:
         """By what factor each of `GROWING` has changed from a step to the end, where known."""
         found: dict[str, float] = {}
         for name in GROWING:
-            kept = self._values.get((head[0], name))
-            rows = [] if kept is None else kept.rows
-            values = [(step, row[head[1]]) for step, row in rows if head[1] < len(row)]
-            values = [(step, value) for step, value in values if not math.isnan(value)]
-            at = bisect_right([step for step, _ in values], since)
-            if 0 < at < len(values) and 0 < values[at - 1][1] < math.inf:
+            steps, values = self._series(head, name)
+            at = bisect_right(steps, since)
+            if 0 < at < len(values) and 0 < values[at - 1] < math.inf:
                 # The middle of three, as one batch may be out of the ordinary.
-                latest = statistics.median(value for _, value in values[at:][-3:])
-                found[name] = latest / values[at - 1][1]
+                found[name] = statistics.median(values[at:][-3:]) / values[at - 1]
         return found
+
+    def falls(self, head: Head, since: int) -> list[Fall]:
+        """What became of each of `GROWING` that was measured before and after a step."""
+        found: list[Fall] = []
+        for name in GROWING:
+            steps, values = self._series(head, name)
+            at = bisect_right(steps, since)
+            before, after = values[:at][-FALL_BEFORE:], values[at:][-FALL_AFTER:]
+            if before and after:
+                is_enough = len(before) == FALL_BEFORE and len(after) == FALL_AFTER
+                least = min(before)
+                is_beyond = is_enough and 0 < least < math.inf and max(after) < FALLEN * least
+                medians = statistics.median(before[-3:]), statistics.median(after[-3:])
+                found.append(Fall(head, name, *medians, is_enough, is_beyond))
+        return found
+
+    def error_gone(self, head: Head, since: int) -> tuple[float, float] | None:
+        """The part of dQ that was wrong before a step and after it, if audits show it gone."""
+        steps, entropies = self._series(head, "attention_entropy")
+        sizes: tuple[list[float], list[float]] = [], []
+        for step, error in zip(*self._series(head, "dq_coherent_error"), strict=True):
+            at = bisect_right(steps, step)
+            if at and entropies[at - 1] >= SATURATED:
+                sizes[step > since].append(abs(error))
+        before, after = sizes[0][-AUDITS:], sizes[1][-FALL_AFTER:]
+        if len(before) < AUDITS or len(after) < FALL_AFTER:
+            return None
+        wrong = statistics.median(before)
+        return (wrong, max(after)) if wrong >= WRONG and max(after) < LEFT * wrong else None
 
     def heads_of(self, event: Event) -> list[Head]:
         """The measured heads that an event concerns."""

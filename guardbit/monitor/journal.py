@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
+from guardbit.judgement import (
+    Ended,
+    Evidence,
+    Judgement,
+    cause_of,
+    is_failure,
+    judge,
+    verdict_of,
+)
 from guardbit.monitor import ranks
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import (
@@ -45,9 +53,6 @@ _CANNOT = {
     "several_calls": "only a part of the calls is measured",
     "mixed_heads": "heads cannot be told apart",
 }
-
-#: How the event begins that says that nothing is watched any more.
-OFF = "the monitor is off, training goes on"
 
 #: What an alarm's line ends with by what its rule judges, where that is no head.
 _ADVICE = {
@@ -140,7 +145,7 @@ class Journal:
         self._stages = stages
         self._writer: RunWriter | None = None
         #: What a judgement of the run reads: samples, alarms and switches without their sentences,
-        #: metadata. Of a run that goes on in its folder, what that holds is among it.
+        #: failures, metadata. Of a run that goes on in its folder, what that holds is among it.
         self.evidence = Evidence()
         self.events: list[Event] = []
         self.findings = Findings()
@@ -198,7 +203,7 @@ class Journal:
         resumed = resumptions(self._earlier_metadata) if first_step else []
         self._notes["resumed"] = [*resumed, first_step] if is_resumed else resumed or None
         missing = _missing(remembered, recorded, first_step)
-        self.events[:0] = [replace(event, why="") for event in recorded]
+        self.events[:0] = [e if is_failure(e) else replace(e, why="") for e in recorded]
         for event in missing:
             self._log(event)
         self._events[:0] = missing
@@ -262,9 +267,18 @@ class Journal:
         if ranks.world_size() > 1:
             self.own.append(event)
 
+    def store_failed(self, event: Event) -> None:
+        """Takes the failure of the store, and writes it at once if it can: there is no later."""
+        self.events.append(event)
+        with suppress(Exception):
+            if self._writer is not None:
+                self._writer.event(event)
+
     def _log(self, event: Event) -> None:
         if event.kind in ("alarm", "switch"):
             self.events.append(replace(event, why=""))
+        elif is_failure(event):
+            self.events.append(event)
         if ranks.rank() > 0:
             return
         switch = f"to {event.stabilizer}" if event.kind == "switch" else ""

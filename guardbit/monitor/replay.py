@@ -37,11 +37,14 @@ class Replay:
         events: Iterable[Event] = (),
         metadata: Mapping[str, Any] | None = None,
         ended: Ended | None = None,
+        diagnosed: Iterable[Mapping[str, Any]] = (),
     ) -> Judgement:
         """Judges the run by these alarms, and by other events that it recorded."""
         happened = [*map(event_of, self.alarms), *events]
-        settings = {"settings": {"heads_judged_by": self.judged_by}}
-        return judge(self.evidence, happened, {**(metadata or {}), **settings}, ended)
+        known = (metadata or {}).get("settings")
+        known = known if isinstance(known, Mapping) else {}
+        settings = {"settings": {**known, "heads_judged_by": self.judged_by}}
+        return judge(self.evidence, happened, {**(metadata or {}), **settings}, ended, diagnosed)
 
 
 def normalised_sites(metadata: Mapping[str, Any]) -> frozenset[str]:

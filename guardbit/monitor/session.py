@@ -23,14 +23,14 @@ from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import SHARES, Judgement, nothing_to_correct
+from guardbit.judgement import OFF, SHARES, Judgement, nothing_to_correct
 from guardbit.kernels.runtime import AttentionCall, may_recompile
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.interception import unchanged
-from guardbit.monitor.journal import OFF, Journal, leave_word
+from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
@@ -531,9 +531,8 @@ class Session(Guarded):
     def _tell_end(self) -> None:
         judgement = self.judgement
         if ranks.rank() == 0 and judgement is not None and self._notices.first("end"):
-            found = replace(judgement, ended=None)
-            how = self._ended or "finished"
-            self.attempt("alerts", lambda: self.alerts.end(how, found.headline, found.severity))
+            how, said = self._ended or "finished", judgement.headline_so_far
+            self.attempt("alerts", lambda: self.alerts.end(how, said, judgement.severity))
 
     def _drop_calls(self) -> None:
         self._burst.stop()
@@ -855,9 +854,12 @@ class Session(Guarded):
         if stage in ("burst", "capture", _WATCHING, "ranks"):
             _quietly(self._burst.fail)
             _quietly(self._note_burst)
-        if stage != "store":
-            why = f"{where}: {text_of(error)}"
-            self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
+        now = self._schedule.last_ended if self._schedule.step is None else self._schedule.step
+        event = Event(now or 0, "monitor_error", "", (), f"{where}: {text_of(error)}")
+        if stage == "store":
+            self._journal.store_failed(event)
+        else:
+            self._journal.record_own(event)
         if stage in (_WATCHING, "ranks"):
             self._give_up()
 

@@ -25,8 +25,9 @@ def run():
 
 def test_a_run_says_what_became_of_it(run):
     said = (
-        "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed; the run was not"
-        " closed: it was killed, or it still runs"
+        "Switched: 1 of 144 heads alarmed at step 6,750; logits of layer 2, head 11, fell from"
+        " 1,410 to 194; not known whether by the switch: not all of the last 5 samples lie below all"
+        " 8 before it; the run was not closed: it was killed, or it still runs"
     )
     why = "Cause: unclear: what rounding adds to W_Q was not measured"
     to_do = (
@@ -101,7 +102,7 @@ def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     says, advice = repr(run).splitlines()
     assert says == f"run: Healthy: no alarm up to step 7; {limits}"
     assert advice == run.judgement.advice and run.alarms.empty
-    assert (run.ended, run.judgement.not_watched) == ("interrupted", ("h.1",))
+    assert (run.ended, run.judgement.numbers["not_watched"]) == ("interrupted", ("h.1",))
     # Its figure says so too, and all of it can be seen.
     figure = run.plot.heads()
     (note,) = [text for axes in figure.axes for text in axes.texts if text.get_text() == limits]

@@ -51,7 +51,10 @@ def test_of_a_recorded_run(run):
         page.run.metadata, page.run.ended = loaded.metadata, loaded.ended
         picture = shown(page, loaded.samples, events_of(loaded.events), pieces)
         assert picture["headline"] == judgement.headline
-        assert (picture["outcome"], picture["departed"]) == (judgement.state, judgement.departed)
+        assert (picture["outcome"], picture["departed"]) == (
+            judgement.state,
+            judgement.numbers["departed"],
+        )
     if run == RUNS[0]:
         document = document_of(loaded)
         assert (document["headline"], document["outcome"]) == (judgement.headline, judgement.state)
@@ -114,6 +117,10 @@ def test_of_a_made_up_run(steps, events, ended):
     if not math.isfinite(losses[-1]):
         assert judgement.state in ("lost", "learning-rate")
     if judgement.state == "healthy":
-        assert not judgement.alarmed and judgement.verdict == "stable"
+        assert not judgement.numbers["alarmed"] and judgement.verdict == "stable"
     if judgement.state == "saved":
-        assert judgement.alarmed and judgement.switched and math.isfinite(losses[-1])
+        assert (
+            judgement.numbers["alarmed"]
+            and judgement.numbers["switched"]
+            and math.isfinite(losses[-1])
+        )

@@ -120,11 +120,15 @@ ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
         (
             {"events": [ALARM]},
             "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded. Switch the"
-            " alarmed heads to exact_delta, or let a policy do so; keep a checkpoint",
+            " alarmed heads to exact_delta, or attach a policy that does; keep a checkpoint",
         ),
         (
-            {"stages_off": {"metrics"}},
-            "Healthy: no alarm up to step 4 (off after an error: metrics)",
+            {
+                "stages_off": {"metrics"},
+                "events": [Event(2, "monitor_error", "", (), "metrics: x")],
+            },
+            "Unclear: from step 2 on, because the stage 'metrics' failed (x) (off after an error:"
+            " metrics)",
         ),
     ],
 )

@@ -111,10 +111,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             wait_until_drawn(page)
         wait(page, "document.querySelector('#status').className === 'finished'")
         wait(page, "document.querySelector('h1').textContent.startsWith('Switched')")
-        said = (
-            "Switched: 1 of 12 heads alarmed at step 300, all of them switched; logits and W_Q have"
-            " not fallen yet"
-        )
+        said = "Switched: 1 of 12 heads alarmed at step 300; logits and W_Q have not fallen yet"
         assert text(page, "h1") == said
         assert page.get_attribute("h1", "class") == "outcome switched"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")

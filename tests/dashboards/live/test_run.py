@@ -92,10 +92,10 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
             if step in (1, 4, 99):
                 writer.flush()
                 watcher.look()
-        said = "ealthy: no alarm in 8 samples of the heads, the last at step 9 of 99"
+        said = "nclear: from step 10 on, because no head was measured"
         ended = "; the run was not closed: it was killed, or it still runs"
-        assert watcher.state(-1, None)["headline"] == f"H{said}{ended}"
-        assert watcher.state(-1, None)["headline_running"] == f"Running, h{said}"
+        assert watcher.state(-1, None)["headline"] == f"U{said}{ended}"
+        assert watcher.state(-1, None)["headline_running"] == f"Running, u{said}"
         # Metadata come with samples, in a session that has begun before.
         writer.update_metadata({"unseen": ["h.1.attn"], "settings": {"heads_judged_by": {}}})
         writer.add([Sample(100, "h.0.attn", 0, "max_logit", (10.0, 11.0))])

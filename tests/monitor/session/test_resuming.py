@@ -99,7 +99,9 @@ def test_a_resumed_run_is_judged_as_its_folder_is(tmp_path, monkeypatch, caplog,
     assert caplog.text.count("left out the segment") == (fault == "a segment is broken")
     with warnings.catch_warnings(action="ignore"):
         assert resumed.session.judgement == load(tmp_path).judgement
-    assert resumed.session.judgement.first_step == (7 if fault == "a segment is broken" else 0)
+    assert resumed.session.judgement.numbers["first_step"] == (
+        7 if fault == "a segment is broken" else 0
+    )
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):

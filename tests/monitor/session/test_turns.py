@@ -77,7 +77,7 @@ def test_a_network_that_no_sampled_step_meets_is_named_once(
     assert said != PASSED_BY or "try every_n_train_steps=3" in lines[0]
     assert session.coverage == (2 - not_watched, 2)
     found = outcome(tmp_path)
-    assert found.not_watched == ("D.layers.0",) * not_watched
+    assert found.numbers["not_watched"] == ("D.layers.0",) * not_watched
     assert found.headline.endswith("only 1 of 2 attention modules was watched") is not_watched
     if every == 3:
         assert measured(tmp_path) == {"G.layers.0": [0, 6, 12, 18], "D.layers.0": [3, 9, 15]}
@@ -180,7 +180,7 @@ def test_compiled_calls_are_met(tmp_path, caplog):
             compiled(torch.randn(2, 8, 32)).square().mean().backward()
     session.close()
     assert (told(caplog), errors(tmp_path)) == ([], [])
-    assert outcome(tmp_path).not_watched == ()
+    assert outcome(tmp_path).numbers["not_watched"] == ()
 
 
 @pytest.mark.parametrize("name", ["net", "net.layers.1"])

@@ -1,0 +1,376 @@
+"""The facts of a run: counts, steps and values that its records show. They conclude nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from guardbit.judgement.evidence import LOSS_SAMPLES, Evidence, Fall, Head, Nonfinite
+from guardbit.records import Event
+
+#: A switched head counts as still alarming if it alarmed in this many last steps of the run, and
+#: more than this many after its switch. Earlier alarms belong to the failure before the switch.
+LASTING = 1000
+#: A head goes on growing if all of `GROWING` are this many times their value at its switch.
+STILL_GROWING = 1.1
+#: A model that leaves at most this many steps after a head leaves at once. Heads that fail by
+#: rounding lead the loss by 1,500 steps and more in the runs we have; at too high a rate all goes
+#: within 600.
+AT_ONCE = 1000
+#: Logits rise if the largest is RISE times that of RISE_STEPS before.
+RISE, RISE_STEPS = 1.4, 1000
+#: Logits at which BF16 leaves no digit of the differences between keys.
+CRITICAL_LOGIT = 10_000.0
+#: So many samples in a row without finite gradients are no overflow that a loss scale seeks.
+BAD_IN_A_ROW = 3
+#: How the event begins that says that nothing is watched any more.
+OFF = "the monitor is off, training goes on"
+
+_WIDE = ("float32", "float64")
+#: By what heads are judged where the metadata do not say it, as those of a table.
+_JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a run; None where something was not measured or did not happen."""
+
+    first_step: int | None  # of the samples
+    last_step: int | None
+    alarms: tuple[dict[str, Any], ...]  # step, site, heads, rule and severity of each
+    first_alarm: int | None  # its step
+    leaves_at_once: bool  # whether the whole model left before single heads did
+    alarmed: tuple[Head, ...]  # in the order of their first alarm
+    num_heads: int  # that were measured
+    num_layers: int
+    head_samples: int  # steps at which heads were measured
+    call_samples: int  # those of them at which their calls were
+    last_head_step: int | None  # the last of them
+    head_samples_every: int  # the most steps between two of them
+    is_judged: bool  # whether a rule reads what was measured of heads
+    # Step and text of each error that ended or interrupted GuardBit's work.
+    errors: tuple[tuple[int, str], ...]
+    bad_gradients_since: int | None  # the first of the last samples without finite gradients
+    num_modules: int  # attention modules that were measured or that the run's metadata name
+    # Names of those that called no attention that could be watched, and of those of which no head
+    # was measured. Of some of them the weights were measured all the same.
+    not_watched: tuple[str, ...]
+    watched_in_part: int  # modules of whose several calls in a forward only one is measured
+    # Number of sampled steps in which no watched module called attention, and the first of them.
+    without_attention: tuple[int, int | None]
+    has_policy: bool
+    first_switch: int | None  # step of the first switch to a stabilizer
+    switched: int  # number of heads that are switched at the end
+    alarmed_and_switched: int  # number of these that alarmed
+    stabilizers: tuple[str, ...]  # what they were switched to
+    alarming_again: int  # number of switched heads that go on alarming at the end
+    still_growing: int  # number of alarmed heads that have grown since their switch or alarm
+    not_measured_since: int  # number of alarmed and switched heads without a sample since then
+    # Number of those without a sample up to their alarm, as in the folder of a resumed run: what
+    # the switch does to them cannot be seen.
+    unknown_before: int
+    fallen: int  # number of those that fell by more than they scatter
+    are_enough: bool  # whether all of those have the samples that this needs
+    growing: int  # number of those whose logit has grown
+    largest_fall: Fall | None
+    error_gone: tuple[float, float] | None  # part of dQ that was wrong, before the switch and after
+    refuted: tuple[Head, ...]  # alarmed heads of which `guardbit diagnose` says "not rounding"
+    missing_loss: str  # why it cannot be said that the loss is sound, or ""
+    loss_rise: float  # of the last losses above the best ones
+    loss_is_finite: bool  # whether the last loss is a number
+    departed: int | None  # step at which the loss diverged, unless it has come back
+    lead: int | None  # steps from the first alarm on a head to that one, None if that is earlier
+    largest_logit: float | None  # of the last sample
+    logit_before: float | None  # of the last sample RISE_STEPS before it
+    first_logit: float | None  # of the first sample
+    broken: int | None  # the last step, if a forward of attention has NaN or infinity in it
+    nonfinite: Nonfinite | None  # the first NaN or infinity in a call of attention
+
+    @property
+    def logits_rise(self) -> bool:
+        """Whether the largest logit is `RISE` times that of `RISE_STEPS` before."""
+        now, before = self.largest_logit, self.logit_before
+        return now is not None and before is not None and now > RISE * before
+
+    @property
+    def logits_have_grown(self) -> bool:
+        """Whether the largest logit is `RISE` times that of the first sample."""
+        now, first = self.largest_logit, self.first_logit
+        return now is not None and first is not None and now > RISE * first
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether half of the samples, and enough, have calls of attention; of a few, any."""
+        enough = LOSS_SAMPLES if self.head_samples >= LOSS_SAMPLES else 1
+        lacking = self.without_attention[0]
+        # Where nothing but weights is recorded, the samples that lack calls tell.
+        having = self.call_samples or self.head_samples - lacking
+        return self.num_watched > 0 and (not lacking or having >= max(enough, lacking))
+
+    @property
+    def num_watched(self) -> int:
+        """In how many attention modules calls were watched."""
+        return self.num_modules - len(self.not_watched)
+
+
+def facts_of(
+    evidence: Evidence,
+    events: Sequence[Event],
+    metadata: Mapping[str, Any] | None,
+    diagnosed: Iterable[Mapping[str, Any]],
+) -> Facts:
+    """The facts of a run by its samples, its events in their order, and the rest."""
+    alarms = [event for event in events if event.kind == "alarm"]
+    alarmed, switched = evidence.first(alarms), evidence.switched(events)
+    not_watched, measured = not_watched_of(metadata, evidence.layers), len(evidence.layers)
+    # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
+    since = {
+        head: max(event.step, switched[head].step)
+        for head, event in alarmed.items()
+        if head in switched
+    }
+    growths = [evidence.growth(head, step) for head, step in since.items()]
+    falls = {head: evidence.falls(head, step) for head, step in since.items()}
+    gone = (evidence.error_gone(head, step) for head, step in since.items())
+    grades = severities(evidence, (event.step for event in alarms))
+    left, loss = departed(alarms, evidence), evidence.loss
+    first_alarm = min((event.step for event in alarms), default=None)
+    first_of_head = min((event.step for event in alarmed.values()), default=None)
+    lead = None if left is None or first_of_head is None else left - first_of_head
+    first_step, last_step = evidence.steps or (None, None)
+    last_sample = max(evidence.logits, default=-1)
+    before = max((s for s in evidence.logits if s <= last_sample - RISE_STEPS), default=-1)
+    refuted = {
+        f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _OTHERWISE
+    }
+    return Facts(
+        first_step=first_step,
+        last_step=last_step,
+        alarms=tuple(
+            {
+                "step": e.step,
+                "site": e.site,
+                "heads": e.heads,
+                "rule": e.rule,
+                "severity": grades[e.step],
+            }
+            for e in alarms
+        ),
+        first_alarm=first_alarm,
+        leaves_at_once=leaves_at_once(alarms),
+        alarmed=tuple(alarmed),
+        num_heads=sum(map(len, evidence.heads.values())),
+        num_layers=measured,
+        head_samples=evidence.head_steps[0],
+        call_samples=evidence.call_steps[0],
+        last_head_step=evidence.head_steps[1],
+        head_samples_every=evidence.head_steps[2],
+        is_judged=is_judged(metadata, evidence),
+        errors=tuple((event.step, event.why) for event in events if is_failure(event)),
+        bad_gradients_since=_bad_gradients(evidence),
+        num_modules=measured + len(set(not_watched) - evidence.layers.keys()),
+        not_watched=not_watched,
+        watched_in_part=_watched_in_part(metadata),
+        without_attention=without_attention_of(metadata),
+        has_policy=bool(_at(metadata, "settings", "stabilizer")),
+        first_switch=min((event.step for event in switched.values()), default=None),
+        switched=len(switched),
+        alarmed_and_switched=len(since),
+        stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
+        alarming_again=len(_alarming_again(evidence, alarms, switched)),
+        still_growing=sum(bool(of) and min(of.values()) > STILL_GROWING for of in growths),
+        not_measured_since=sum(evidence.span(head)[1] <= step for head, step in since.items()),
+        unknown_before=sum(evidence.span(head)[0] > alarmed[head].step for head in since),
+        fallen=sum(any(fall.is_beyond for fall in of) for of in falls.values()),
+        are_enough=all(any(fall.is_enough for fall in of) for of in falls.values()),
+        growing=sum(of.get("max_logit", 0.0) > STILL_GROWING for of in growths),
+        largest_fall=min(
+            (fall for of in falls.values() for fall in of if 0 < fall.before < math.inf),
+            key=lambda fall: (not fall.is_beyond, fall.after / fall.before),
+            default=None,
+        ),
+        error_gone=next(filter(None, gone), None),
+        refuted=tuple(
+            (layer, head)
+            for site, layer in evidence.layers.items()
+            for head in sorted(evidence.heads[site])
+            if (layer, head) in alarmed and f"{site} {head}" in refuted
+        ),
+        missing_loss=_missing_loss(evidence, alarms, switched),
+        loss_rise=loss.rise,
+        loss_is_finite=loss.lost is None,
+        departed=left,
+        lead=None if lead is None or lead < 0 else lead,
+        largest_logit=evidence.logits.get(last_sample),
+        logit_before=evidence.logits.get(before),
+        first_logit=evidence.logits[min(evidence.logits)] if evidence.logits else None,
+        broken=evidence.last_broken if evidence.last_broken == evidence.call_steps[1] else None,
+        nonfinite=evidence.nonfinite,
+    )
+
+
+#: What `guardbit diagnose` may say of a head that rounding does not move.
+_OTHERWISE = ("not rounding", "fault")
+
+
+def is_failure(event: Event) -> bool:
+    """Whether an event says that a stage of GuardBit has failed, or that all of it is off."""
+    is_error = event.kind == "monitor_error" and not event.site
+    return is_error and bool(re.match(rf"{OFF}|[a-z_]+:", event.why))
+
+
+def _bad_gradients(evidence: Evidence) -> int | None:
+    streaks = (
+        (evidence.bad_gradients, evidence.call_steps[1]),
+        (evidence.bad_norms, evidence.norm_steps[0]),
+    )
+    lasting = [one.first for one, last in streaks if one.count >= BAD_IN_A_ROW and one.last == last]
+    return min(lasting, default=None)
+
+
+def severities(
+    evidence: Evidence, steps: Iterable[int]
+) -> dict[int, Literal["warning", "critical"]]:
+    """The severity of alarms by their steps: critical if logits are high or the loss is unsound."""
+    logits, losses = sorted(evidence.logits.items()), evidence.loss.critical
+    bound = max(CRITICAL_LOGIT, RISE * logits[0][1]) if logits else 0.0
+
+    def is_critical(step: int) -> bool:
+        logit = bisect_right(logits, (step, math.inf)) - 1
+        loss = bisect_right(losses, (step, True)) - 1
+        return (logit >= 0 and logits[logit][1] > bound) or (loss >= 0 and losses[loss][1])
+
+    return {step: "critical" if is_critical(step) else "warning" for step in set(steps)}
+
+
+def leaves_at_once(alarms: Iterable[Event]) -> bool:
+    """Whether the whole model left before single heads did, as at too high a learning rate."""
+    alarms = list(alarms)
+    model = min((event.step for event in alarms if event.judges == "model"), default=None)
+    heads = min((event.step for event in alarms if event.judges == "head"), default=math.inf)
+    return model is not None and model <= heads + AT_ONCE
+
+
+def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
+    """The step at which the loss diverged for good."""
+    of_loss = (event.step for event in events if event.kind == "alarm" and event.judges == "loss")
+    left = min(of_loss, default=None)
+    lost = evidence.loss.lost
+    if lost is not None:
+        return lost if left is None else min(left, lost)
+    has_come_back = evidence.loss.last is not None and evidence.loss.is_back
+    return None if has_come_back else left
+
+
+def _missing_loss(
+    evidence: Evidence, alarms: Sequence[Event], switched: Mapping[Head, Event]
+) -> str:
+    first, last = evidence.loss.first, evidence.loss.last
+    if first is None or last is None:
+        return "no loss was recorded"
+    # A resumed run may have had its alarms before its first sample.
+    begins = evidence.steps[0] if evidence.steps else 0
+    if first > max(begins, min((event.step for event in alarms), default=math.inf)):
+        return "no loss was recorded before the first alarm"
+    if last <= max((event.step for event in switched.values()), default=-1):
+        return "no loss was recorded after the last switch"
+    said = "the losses scatter too much to say that they have not risen"
+    return said if evidence.loss.is_unsure else ""
+
+
+def _alarming_again(
+    evidence: Evidence, alarms: Sequence[Event], switched: Mapping[Head, Event]
+) -> set[Head]:
+    """The heads with an alarm in the last steps of the run, long after their switch."""
+    end = evidence.steps[1] if evidence.steps else 0
+    return {
+        head
+        for event in alarms
+        if event.step > end - LASTING
+        for head in evidence.heads_of(event)
+        if head in switched and event.step > switched[head].step + LASTING
+    }
+
+
+# --- what the metadata say -----------------------------------------------------------------------
+
+
+def _at(metadata: object, *names: str) -> Any:
+    """What metadata, which may hold anything, have under nested names; None for nothing."""
+    for name in names:
+        metadata = metadata.get(name) if isinstance(metadata, Mapping) else None
+    return metadata
+
+
+def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
+    """Whether some rule could judge heads by what was measured of them, twice or more."""
+    indicators = evidence.indicators
+    if evidence.head_steps[0] < 2:
+        return False
+    judged_by = _at(metadata, "settings", "heads_judged_by")
+    judged_by = judged_by if isinstance(judged_by, Mapping) else _JUDGED_BY
+    return any(
+        all(isinstance(one, list | tuple) and any(x in indicators for x in one) for one in needed)
+        for needed in judged_by.values()
+        if isinstance(needed, list | tuple)
+    )
+
+
+def not_watched_of(
+    metadata: Mapping[str, Any] | None, measured: Collection[str]
+) -> tuple[str, ...]:
+    """The attention modules that a run's metadata name and that were not watched."""
+    sites, unseen = _at(metadata, "sites"), _at(metadata, "unseen")
+    called = sites if isinstance(sites, Mapping) else {}
+    names = [name for name in called if name not in measured or _at(called, name, "unwatched")]
+    # What the first step passed by may have been called since, as an expert without tokens then.
+    later = map(str, unseen if isinstance(unseen, list | tuple) else ())
+    return tuple(dict.fromkeys([*map(str, names), *(name for name in later if name not in called)]))
+
+
+def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
+    sites = _at(metadata, "sites")
+    names = sites if isinstance(sites, Mapping) else ()
+    of_several = [name for name in names if _at(sites, name, "several_calls")]
+    return sum(not _at(sites, name, "unwatched") for name in of_several)
+
+
+def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
+    """In how many sampled steps no call of watched modules was measured, and the first of them."""
+    samples, first = (_at(metadata, "without_attention", name) for name in ("samples", "first"))
+    if isinstance(samples, int) and isinstance(first, int):
+        return samples, first
+    return 0, None
+
+
+def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
+    """Why attention of a run is next to free of rounding; "" where it is not."""
+    precision = _at(metadata, "precision")
+    if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
+        return f"attention runs in {' and '.join(map(str, precision))}"
+    return ""
+
+
+def delta_not_rounded(metadata: Mapping[str, Any] | None) -> str:
+    """How a run computes attention where none of it rounds delta; "" elsewhere."""
+    sites = _at(metadata, "sites")
+    ways = {_unrounded(module) for module in (sites.values() if isinstance(sites, Mapping) else ())}
+    if not ways or "" in ways:
+        return ""
+    return f"attention {' or '.join(sorted(ways))}, which does not round delta"
+
+
+def _unrounded(module: object) -> str:
+    if _at(module, "kernels") == ["MATH"]:
+        return "runs in PyTorch's math kernel"
+    is_written_out = "written out" in str(_at(module, "not_switchable"))
+    return "is written out in PyTorch" if is_written_out else ""
+
+
+def rounding_unmeasured(metadata: Mapping[str, Any] | None) -> str:
+    """Why rounding's share was not measured, "" where that is not known."""
+    return str(_at(metadata, "rounding_unmeasured") or "")

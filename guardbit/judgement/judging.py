@@ -1,0 +1,367 @@
+"""One judgement of a run: what became of it, what moved its heads, how it ended, what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
+
+from guardbit.judgement import sentences as say
+from guardbit.judgement.evidence import (
+    LOSS_SAMPLES,
+    RISK_STEP,
+    SHARES,
+    Evidence,
+    Fall,
+    Nonfinite,
+)
+from guardbit.judgement.facts import (
+    CRITICAL_LOGIT,
+    Facts,
+    delta_not_rounded,
+    facts_of,
+    leaves_at_once,
+    nothing_to_correct,
+    rounding_unmeasured,
+)
+from guardbit.records import Event, Verdict
+
+State = Literal[
+    "healthy", "unclear", "warning", "alarmed", "switched", "saved", "lost", "learning-rate"
+]
+STATES: tuple[State, ...] = get_args(State)
+
+#: How a run ended. A run that was killed could not say so, and neither can one that still runs.
+Ended = Literal["finished", "interrupted", "crashed", "not closed"]
+
+Severity = Literal["none", "warning", "critical"]
+
+#: Logits are rising if the largest exceeds the first number and has grown since the first sample,
+#: or exceeds the second and has grown in the last steps (`Facts.logits_rise`). Of 199 recorded runs
+#: this names those that grow, and no corrected copy (`tests/data/golden`).
+HIGH_LOGIT, RISING_LOGIT = 4096.0, 1024.0
+#: The largest `key_common_mode` of `RISK_STEP` tells kinds of model apart: the study's kinds above
+#: the first limit were at risk, those below the second hardly (studies/rescue/README.md).
+AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
+#: A part of the heads beyond which alarms are no failure of single heads: of 93 recorded runs that
+#: rounding failed in, or might have, at most a third of the heads alarmed.
+EVERYWHERE = 0.5
+
+
+class Cause(NamedTuple):
+    """What moves the alarmed heads."""
+
+    # By the interval: above one half, below it, or around it; "not measured" without any.
+    what: Literal["rounding", "not rounding", "not settled", "not measured"]
+    why: str = ""  # why it is not measured, cannot be rounding, or is without a share; else ""
+    share: float | None = None  # rounding's share of what the norm of W_Q does
+    interval: tuple[float, float] | None = None  # the 95 % interval of the share
+
+    @property
+    def sentence(self) -> str:
+        """What was measured, or why nothing was."""
+        return say.cause(self)
+
+
+class Risk(NamedTuple):
+    """Whether a model is of a kind whose heads rounding moves, by the study's limits."""
+
+    what: Literal["at risk", "hardly at risk", "of unknown risk"]
+    why: str
+    key_common_mode: float | None = None  # the largest of any head
+    step: int | None = None  # at which it was measured
+    layers: tuple[int, ...] = ()  # those above the limit of risk, or that of the largest
+
+    @property
+    def sentence(self) -> str:
+        """What is known, and why."""
+        return say.risk(self)
+
+
+_VERDICTS: dict[str, Verdict] = {
+    "rounding": "rounding",
+    "not rounding": "not-rounding",
+    "not settled": "unclear",
+    "not measured": "unclear",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is to be said of a run."""
+
+    # "healthy": rules judged the heads to the end, and neither the loss nor the logits rise.
+    # "unclear": they did not. "warning": something rises, without an alarm. "alarmed": heads
+    # alarmed, and are not switched, or go on alarming or growing. "switched": all are switched, and
+    # nobody knows what that does. "saved": rounding was measured as the cause, half of the alarmed
+    # heads or more fell by more than they scatter, and the loss is sound. "lost": the loss
+    # diverged, or is not finite.
+    state: State
+    cause: Cause
+    risk: Risk
+    # "critical" for logits that have grown above 10,000, a loss that is lost, or one that rises
+    # with an alarmed head.
+    severity: Severity
+    ended: Ended | None  # None where that is not known
+    headline: str  # the judgement in a sentence, most important first, with what limits it
+    advice: str  # what to do
+    numbers: dict[str, Any]  # the fields of `Facts`
+
+    @property
+    def verdict(self) -> Verdict:
+        """The cause in one word, "stable" without an alarm."""
+        if self.state == "learning-rate":
+            return "learning-rate"
+        if not self.numbers["alarms"]:
+            return "unclear" if self.state in ("unclear", "lost") else "stable"
+        return _VERDICTS[self.cause.what]
+
+    @property
+    def why(self) -> str:
+        """Why the verdict is what it is."""
+        return say.together(self._facts) if self.state == "learning-rate" else self.cause.sentence
+
+    @property
+    def verdict_and_advice(self) -> str:
+        """The verdict on alarms, if there are any, and what to do."""
+        verdict = f"Verdict {self.verdict}: {self.why}. " if self.numbers["alarms"] else ""
+        return f"{verdict}{self.advice}"
+
+    @property
+    def limits(self) -> list[str]:
+        """The end of the headline: how the run broke off, and what was not watched."""
+        return _limits(self._facts, self.state, self.ended)
+
+    @property
+    def sentence(self) -> str:
+        """The headline without what limits it."""
+        return self.headline.removesuffix("".join(f"; {limit}" for limit in self.limits))
+
+    @property
+    def headline_so_far(self) -> str:
+        """The headline without how the run ended, for where that is said anyhow."""
+        return "; ".join([self.sentence, *_limits(self._facts, self.state, None)])
+
+    @property
+    def headline_running(self) -> str:
+        """The headline of a run that goes on."""
+        so_far = self.headline_so_far
+        return f"Running, {so_far[0].lower()}{so_far[1:]}"
+
+    @property
+    def facts(self) -> list[str]:
+        """What the headline rests on, in one line's worth of parts."""
+        return say.facts(self._facts)
+
+    @property
+    def _facts(self) -> Facts:
+        return Facts(**self.numbers)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for a program; `outcome` is the state."""
+        numbers = {name: _plain(value) for name, value in self.numbers.items()}
+        return {
+            "outcome": self.state,
+            "verdict": self.verdict,
+            "headline": self.headline,
+            "advice": self.advice,
+            "severity": self.severity,
+            "ended": self.ended,
+            "cause": self.cause._asdict(),
+            "risk": self.risk._asdict(),
+            **numbers,
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Fall | Nonfinite):
+        return {name: _plain(part) for name, part in value._asdict().items()}
+    # JSON has no infinity.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def judge(
+    evidence: Evidence,
+    events: Iterable[Event] = (),
+    metadata: Mapping[str, Any] | None = None,
+    ended: Ended | None = None,
+    diagnosed: Iterable[Mapping[str, Any]] = (),
+) -> Judgement:
+    """Judges a run; `diagnosed` is what `guardbit diagnose` has said of heads."""
+    events = sorted(events, key=lambda event: event.step)
+    facts = facts_of(evidence, events, metadata, diagnosed)
+    risk = risk_of(evidence, metadata)
+    cause = cause_of(evidence, [event for event in events if event.kind == "alarm"], metadata)
+    if cause.what == "not measured" and facts.error_gone and _has_fallen(facts):
+        cause = Cause("rounding", say.error_gone(*facts.error_gone))
+    state, clause = _outcome(facts, cause)
+    return Judgement(
+        state,
+        cause,
+        risk,
+        _severity(facts, state),
+        ended,
+        "; ".join([say.sentence(state, clause), *_limits(facts, state, ended)]),
+        say.advice(state, facts, cause, risk, ended, _is_everywhere(facts)),
+        {field.name: getattr(facts, field.name) for field in fields(facts)},
+    )
+
+
+def _limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
+    since = _unjudged(of)
+    is_unsaid = since is not None and state not in ("healthy", "unclear", "lost")
+    is_level = _is_high(of, HIGH_LOGIT) and not of.logits_have_grown
+    return say.limits(of, say.not_known(*since) if since and is_unsaid else "", is_level, ended)
+
+
+def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
+    """The first state whose condition holds, and what is said of a run in it."""
+    if of.leaves_at_once and of.loss_is_finite:
+        return "learning-rate", say.rate(of)
+    if of.departed is not None:
+        return "lost", say.lost(of)
+    if not of.num_heads:
+        return "unclear", say.NO_HEAD
+    if not of.alarms:
+        return _without_alarm(of)
+    goes_on = [
+        (not of.alarmed, ""),
+        (of.still_growing, f"{of.still_growing} still growing after the switch"),
+        (of.alarming_again, f"{of.alarming_again} still alarming after the switch"),
+        (cause.what == "not rounding", say.NOT_ROUNDING),
+        (_is_everywhere(of) and cause.what != "rounding", say.EVERYWHERE),
+        (of.unknown_before, f"{of.unknown_before} not measured before the alarm"),
+    ]
+    for holds, why in goes_on:
+        if holds:
+            return "alarmed", say.alarmed(of, why)
+    if of.alarmed_and_switched < len(of.alarmed) or of.loss_rise:
+        loss = _rising(of) or of.missing_loss or say.NO_LOSS_ALARM
+        return "alarmed", say.not_switched(of, loss)
+    if why := _not_saved(of, cause):
+        return "switched", say.switched(of, why)
+    return "saved", say.saved(of, cause)
+
+
+def _has_fallen(of: Facts) -> bool:
+    """Whether half of the switched heads fell: those that were not what moved need not."""
+    return 2 * of.fallen >= of.alarmed_and_switched > 0
+
+
+def _not_saved(of: Facts, cause: Cause) -> str:
+    """Why nobody can say that a switch has saved a run, "" where one can."""
+    if of.not_measured_since:
+        return f"{of.not_measured_since} not measured since the switch"
+    if of.broken is not None or of.missing_loss:
+        return of.missing_loss or say.rising(of)
+    if say.fall(of) == say.NOT_FALLEN:
+        return say.NOT_FALLEN
+    since = _unjudged(of)
+    reasons = [
+        (of.growing or (of.logits_rise and _is_high(of, RISING_LOGIT)), say.GROWING),
+        (since is not None, since and f"nothing is known {say.not_known(*since)}"),
+        (not _has_fallen(of) and not of.are_enough, say.TOO_FEW),
+        (not _has_fallen(of), say.WITHIN_SCATTER),
+        (of.refuted, say.OTHERWISE),
+        (cause.what != "rounding", cause.sentence),
+    ]
+    return next((say.unknown_effect(of, str(why)) for holds, why in reasons if holds), "")
+
+
+def _without_alarm(of: Facts) -> tuple[State, str]:
+    is_short = of.head_samples < LOSS_SAMPLES
+    if not of.is_judged and not is_short:
+        return "unclear", say.NO_RULE
+    if of.is_judged and (what := _rising(of)):
+        return "warning", say.warning(what)
+    if (since := _unjudged(of)) is not None:
+        return "unclear", say.not_known(*since)
+    if is_short:
+        return "unclear", say.too_short(of)
+    # W_Q alone may be seen to grow, no more.
+    return "healthy" if of.has_calls else "unclear", say.no_alarm(of)
+
+
+def _unjudged(of: Facts) -> tuple[int, str] | None:
+    """The first step from which on a run is not judged, and why; None where all of it is."""
+    found = [(step, say.failed(text)) for step, text in of.errors]
+    if of.bad_gradients_since is not None:
+        found.append((of.bad_gradients_since, say.BAD_GRADIENTS))
+    ended = of.last_head_step or 0
+    # The next sample is due a cadence after the last one.
+    if of.head_samples >= LOSS_SAMPLES and (of.last_step or 0) - ended > of.head_samples_every:
+        found.append((ended + 1, say.NO_SAMPLES))
+    return min(found, key=lambda one: one[0], default=None)
+
+
+def _rising(of: Facts) -> str:
+    """Says what rises, or is not finite: the loss, attention, or the largest logit."""
+    high = _is_high(of, HIGH_LOGIT) and of.logits_have_grown
+    rises = of.logits_rise and _is_high(of, RISING_LOGIT)
+    return say.rising(of) if of.loss_rise or of.broken is not None or high or rises else ""
+
+
+def _is_high(of: Facts, bound: float) -> bool:
+    return of.largest_logit is not None and of.largest_logit >= bound
+
+
+def _is_everywhere(of: Facts) -> bool:
+    return of.num_layers > 2 and len(of.alarmed) > EVERYWHERE * of.num_heads
+
+
+def _severity(of: Facts, state: State) -> Severity:
+    if state in ("healthy", "unclear", "saved"):
+        return "none"
+    is_high = _is_high(of, math.nextafter(CRITICAL_LOGIT, math.inf)) and of.logits_have_grown
+    is_lost = of.departed is not None
+    return "critical" if is_lost or is_high or (of.alarmed and of.loss_rise) else "warning"
+
+
+def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
+    """The verdict by the alarms of a run that goes on, and why."""
+    if not alarms:
+        return "stable", "no rule has fired"
+    if leaves_at_once(alarms):
+        first = min(event.step for event in alarms)
+        return "learning-rate", f"all layers diverged together, at step {first:,}"
+    return _VERDICTS[cause.what], cause.sentence
+
+
+def cause_by(share: float, low: float, high: float) -> Cause:
+    """The cause by rounding's measured share and the ends of its interval."""
+    what = "rounding" if low > 0.5 else "not rounding" if high < 0.5 else "not settled"
+    return Cause(what, "", share, (low, high))
+
+
+def cause_of(
+    evidence: Evidence, alarms: Sequence[Event], metadata: Mapping[str, Any] | None
+) -> Cause:
+    """The cause by the first of the alarmed heads whose share was measured since its alarm."""
+    for head, alarm in evidence.first(alarms).items():
+        step, measured = evidence.shares.get(head, (-1, {}))
+        # Before its alarm a head may not have moved, and rounding not moved it.
+        if step < alarm.step:
+            continue
+        if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
+            return cause_by(*(measured[name] for name in SHARES))
+    if nothing := nothing_to_correct(metadata):
+        return Cause("not rounding", nothing)
+    return Cause("not measured", say.unmeasured(rounding_unmeasured(metadata)))
+
+
+def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
+    """The risk by the largest `key_common_mode`, at the step that the study looked at."""
+    if nothing := nothing_to_correct(metadata) or delta_not_rounded(metadata):
+        return Risk("hardly at risk", nothing)
+    step, modes = evidence.common_modes
+    if not modes:
+        return Risk("of unknown risk", "key_common_mode was not measured")
+    largest = max(modes.values())
+    when = "early" if step < RISK_STEP else "late" if step > 1.5 * RISK_STEP else ""
+    what = "of unknown risk"
+    if not when and not HARDLY_AT_RISK <= largest <= AT_RISK:
+        what = "at risk" if largest > AT_RISK else "hardly at risk"
+    layers = sorted(layer for layer, mode in modes.items() if mode >= min(largest, AT_RISK))
+    why = say.keys(step, largest, layers, when, AT_RISK, HARDLY_AT_RISK)
+    return Risk(what, why, largest, step, tuple(layers))

@@ -1,0 +1,351 @@
+"""All sentences of a judgement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from guardbit.judgement.evidence import (
+    FALL_AFTER,
+    FALL_BEFORE,
+    FALLEN,
+    LOSS_SAMPLES,
+    RISK_STEP,
+    Head,
+)
+from guardbit.judgement.facts import RISE_STEPS, Facts
+from guardbit.records import named
+
+if TYPE_CHECKING:
+    from guardbit.judgement.judging import Cause, Ended, Risk, State
+
+#: Characters of an error's text in a headline.
+_MOST_OF_ERROR = 100
+_NAMES = {"max_logit": "logits", "w_q_spectral_norm": "the norm of W_Q"}
+
+_ENDS: dict[Ended | None, str] = {
+    "crashed": "the run crashed",
+    "interrupted": "the run was interrupted",
+    "not closed": "the run was not closed: it was killed, or it still runs",
+}
+_RESUME = "resume from the last checkpoint, with the folder that holds the samples as dirpath"
+_GOING_ON: dict[Ended | None, str] = {
+    **dict.fromkeys(("crashed", "interrupted"), f"To go on, {_RESUME}."),
+    "not closed": f"If it was killed, {_RESUME}: nothing after step {{:,}} was recorded.",
+}
+_ADVICE: dict[State, str] = {
+    "healthy": "No action needed.",
+    "unclear": f"Go on: heads need {LOSS_SAMPLES} samples of indicators that the rules read.",
+    "warning": "Attach a policy; look at the loss, the largest logits and NaN.",
+    "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy that does; keep a"
+    " checkpoint.",
+    "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
+    "saved": "Go on training.",
+    "lost": "Resume from a checkpoint before the first alarm, with the alarmed heads switched.",
+    "learning-rate": "Resume from before the alarm with a lower rate or a longer warm-up.",
+}
+_RATE = "Look at the learning rate and the data: switching does not help."
+
+
+def _s(count: int) -> str:
+    return "s" * (count != 1)
+
+
+def _value(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
+# --- the clause after the state ------------------------------------------------------------------
+
+
+def counted(of: Facts) -> str:
+    """How many heads alarmed; one value a layer may be the largest over its heads."""
+    total, noun = (
+        (of.num_heads, "head") if of.num_heads > of.num_layers else (of.num_layers, "layer")
+    )
+    return f"{len(of.alarmed):,} of {total:,} {noun}{_s(total)}"
+
+
+def _alarmed_when(of: Facts) -> str:
+    first = ", the first" * (len(of.alarmed) > 1)
+    return f"{counted(of)} alarmed{first} at step {of.first_alarm or 0:,}"
+
+
+def together(of: Facts) -> str:
+    """Why the verdict is the learning rate."""
+    return f"all layers diverged together, at step {of.first_alarm or 0:,}"
+
+
+def rate(of: Facts) -> str:
+    """What is said of a rate that is too high."""
+    lost = f"; the loss diverged at step {of.departed:,}" if of.departed is not None else ""
+    return together(of) + lost
+
+
+def lost(of: Facts) -> str:
+    """How the loss was lost."""
+    departed = of.departed or 0
+    said = f"the loss is not finite (NaN or infinity) from step {departed:,}"
+    if of.loss_is_finite:
+        said = f"the loss diverged at step {departed:,}"
+    if of.lead is None:
+        said += ", before any head alarmed" if of.num_heads else ", and no head was watched"
+    elif of.lead == 0:
+        said += ", with the first alarm"
+    else:
+        said += f", {of.lead:,} steps after the first alarm"
+        is_earlier = of.first_switch is not None and of.first_switch < departed
+        said += ", in spite of the switch" if is_earlier else ""
+    if of.loss_is_finite or of.nonfinite is None:
+        return said
+    step, site, tensor, heads = of.nonfinite
+    where = f"{tensor} of {site}, {named(heads)}, at step {step:,}"
+    return f"{said}; the first such value was seen in {where}"
+
+
+def alarmed(of: Facts, why: str, separator: str = "; ") -> str:
+    """What is said of heads that are alarmed, and why they still count as that."""
+    if not of.alarmed:
+        return f"an alarm at step {of.first_alarm:,} names no measured head"
+    return f"{counted(of)} since step {of.first_alarm or 0:,}{separator}{why}"
+
+
+def not_switched(of: Facts, loss: str) -> str:
+    """What is said of alarmed heads that nobody has switched."""
+    return alarmed(of, f"{of.alarmed_and_switched or 'none'} switched; {loss}", ", ")
+
+
+EVERYWHERE = "so many at once are no failure of single heads"
+NOT_ROUNDING = "rounding is not the cause"
+NOT_FALLEN = "logits and W_Q have not fallen yet"
+NO_HEAD = "no head was watched"
+NO_RULE = "no rule could judge the heads"
+NO_LOSS_ALARM = "no alarm on the loss"
+BAD_GRADIENTS = "the gradients are not finite"
+NO_SAMPLES = "no head was measured"
+
+
+def fall(of: Facts) -> str:
+    """What fell most, and by how much."""
+    if of.largest_fall is None or of.largest_fall.after > FALLEN * of.largest_fall.before:
+        return NOT_FALLEN
+    (layer, head), name, before, after, *_ = of.largest_fall
+    which = f", head {head}," if of.num_heads > of.num_layers else ""
+    return f"{_NAMES[name]} of layer {layer}{which} fell from {_value(before)} to {_value(after)}"
+
+
+def unknown_effect(of: Facts, why: str) -> str:
+    """What fell after a switch, and why nobody knows whether that is the switch's work."""
+    return f"{fall(of)}; not known whether by the switch: {why}"
+
+
+TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
+WITHIN_SCATTER = f"not all of the last {FALL_AFTER} samples lie below all {FALL_BEFORE} before it"
+GROWING = "other logits grow"
+OTHERWISE = "guardbit diagnose says that rounding is not the cause"
+
+
+def switched(of: Facts, why: str) -> str:
+    """What is said of switched heads of which nothing else is known."""
+    return f"{_alarmed_when(of)}; {why}"
+
+
+def saved(of: Facts, cause: Cause) -> str:
+    """What is said of a run that a switch has saved: the cause, the fall, and the loss."""
+    return f"{_alarmed_when(of)}, and switched: {cause.sentence}, {fall(of)}, loss unharmed"
+
+
+def rising(of: Facts) -> str:
+    """What rises, or is not finite, a clause."""
+    if of.loss_rise:
+        return f"the loss is {of.loss_rise:.2g} above its best"
+    if of.broken is not None:
+        return f"attention has NaN or infinity in its forward at step {of.broken:,}"
+    before = of.logit_before
+    since = "" if before is None else f", and {RISE_STEPS:,} steps earlier it was {before:,.0f}"
+    return f"the largest logit is {of.largest_logit or 0:,.0f}{since}"
+
+
+def warning(what: str) -> str:
+    """What is said where something rises without an alarm."""
+    return f"no alarm, but {what}"
+
+
+def failed(text: str) -> str:
+    """Why a run is not judged after an error of GuardBit's, by its event's text."""
+    stage, _, error = text.partition(":")
+    what = stage if " " in stage else f"the stage '{stage}' failed"
+    error = error.strip()
+    cut = error if len(error) <= _MOST_OF_ERROR else f"{error[: _MOST_OF_ERROR - 3]}..."
+    return f"{what} ({cut})" if cut else what
+
+
+def not_known(step: int, why: str) -> str:
+    """What is said of a run that is not judged from a step on."""
+    return f"from step {step:,} on, because {why}"
+
+
+def too_short(of: Facts) -> str:
+    """What is said of a run with few samples."""
+    samples = f"{of.head_samples} sample{_s(of.head_samples)}"
+    return f"too short to judge: {samples}, {LOSS_SAMPLES} needed"
+
+
+def no_alarm(of: Facts) -> str:
+    """What is said of a run without an alarm."""
+    return f"no alarm up to step {of.last_head_step or 0:,}"
+
+
+# --- the headline --------------------------------------------------------------------------------
+
+
+def sentence(state: State, clause: str) -> str:
+    """A state and what it rests on."""
+    title = "Learning rate too high" if state == "learning-rate" else state.capitalize()
+    return f"{title}: {clause}"
+
+
+def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> list[str]:
+    """What the sentence does not say: how the run broke off, and what was not watched."""
+    found = [_ENDS[ended]] if ended in _ENDS else []
+    if unjudged:
+        found.append(f"nothing is known {unjudged}")
+    if of.num_heads and of.not_watched:
+        watched, were = of.num_watched, "was" if of.num_watched == 1 else "were"
+        if watched:
+            modules = f"of {of.num_modules:,} attention modules"
+            found.append(f"only {watched:,} {modules} {were} watched")
+        else:
+            found.append("no call of attention was watched, only weights")
+    if of.watched_in_part:
+        modules = f"{of.watched_in_part:,} of {of.num_modules:,} attention modules"
+        found.append(f"only one of several calls was measured in {modules}")
+    count, first = of.without_attention
+    if first is not None and count:
+        found.append(
+            f"no watched attention was measured in {count:,} of the sampled steps"
+            f"{', the first' if count > 1 else ','} at step {first:,}"
+        )
+    if is_level:
+        now, first = (_value(x or 0.0) for x in (of.largest_logit, of.first_logit))
+        found.append(f"the largest logit is {now}, and was {first} at the first sample")
+    return found
+
+
+# --- what to do ----------------------------------------------------------------------------------
+
+
+def advice(
+    state: State, of: Facts, cause: Cause, risk: Risk, ended: Ended | None, is_everywhere: bool
+) -> str:
+    """What to do, and how to go on with a run that broke off."""
+    going_on = _GOING_ON.get(ended, "").format(of.last_step or 0)
+    said = _advice(state, of, cause, risk, is_everywhere)
+    if going_on and state in ("healthy", "switched", "saved"):
+        return going_on
+    return f"{said} {going_on}".strip() if state in ("warning", "unclear") else said
+
+
+def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bool) -> str:
+    # Without a key_common_mode this says that delta is not rounded, see `risk_of`.
+    is_exact = risk.what == "hardly at risk" and risk.key_common_mode is None
+    if state == "warning" or (state == "alarmed" and not of.alarmed):
+        look = "look at the loss, the largest logits and NaN."
+        return (
+            look.capitalize().replace("nan", "NaN")
+            if of.has_policy or is_exact
+            else _ADVICE["warning"]
+        )
+    if state == "alarmed":
+        if cause.what == "not rounding" or is_exact or is_everywhere:
+            return _RATE
+        if of.switched >= of.num_heads:
+            return "Go back to a checkpoint before the first alarm: switching has not helped."
+        if of.alarmed_and_switched == len(of.alarmed):
+            return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
+        if of.has_policy:
+            return "Switch the alarmed heads by hand: the policy has not; keep a checkpoint."
+    if state == "switched" and fall(of) != NOT_FALLEN:
+        return "Go on training, and keep a checkpoint."
+    if state == "unclear" and of.errors:
+        return "Nothing is judged after an error of GuardBit: the log says what failed."
+    if state == "unclear" and of.bad_gradients_since is not None:
+        return "Look at the gradients: steps are skipped, or weights become NaN."
+    if state == "unclear" and not (of.num_heads and of.has_calls):
+        return "Little is judged before attention is watched: the log says what is missing."
+    if state == "lost" and (of.lead is None or cause.what == "not rounding"):
+        return (
+            "Resume from a checkpoint before the loss diverged, with a lower rate; look at the"
+            " data there."
+        )
+    return _ADVICE[state]
+
+
+# --- cause, risk, and the line of facts ----------------------------------------------------------
+
+
+def cause(of: Cause) -> str:
+    """What was measured, or why nothing was."""
+    if of.share is None or of.interval is None:
+        return of.why
+    low, high = of.interval
+    return f"rounding's share of W_Q's changes is {of.share:z.2f} ({low:z.2f} to {high:z.2f})"
+
+
+def error_gone(before: float, after: float) -> str:
+    """Why rounding is the cause although its share was not measured."""
+    return f"{before:.2g} of dQ was wrong along W_Q before the switch, at most {after:.2g} after it"
+
+
+def unmeasured(why: str) -> str:
+    """Why the cause is not known."""
+    return f"what rounding adds to W_Q was not measured{f': {why}' if why else ''}"
+
+
+def risk(of: Risk) -> str:
+    """What is known of the kind of model, and why."""
+    return f"By its keys the model is {of.what}: {of.why}."
+
+
+def keys(
+    step: int, largest: float, layers: list[int], when: str, at_risk: float, hardly: float
+) -> str:
+    """Why the risk is what it is."""
+    why = (
+        f"the largest key_common_mode at step {step:,}{when and f', which is {when},'} is"
+        f" {largest:.3f} (layer{_s(len(layers))} {', '.join(map(str, layers))})"
+    )
+    if when == "early":
+        return f"{why}; it tells from step {RISK_STEP:,} on"
+    return (
+        f"{why}; of the study's eight kinds of model the three above {at_risk} at step"
+        f" {RISK_STEP:,} were at risk, the five below {hardly} hardly: a statistic, no promise"
+    )
+
+
+def name_of(head: Head, num_heads: int, num_layers: int) -> str:
+    """A head's layer and number; one value a layer may be the largest over its heads."""
+    layer, number = head
+    return f"layer {layer}{f', head {number}' if num_heads > num_layers else ''}"
+
+
+def facts(of: Facts) -> list[str]:
+    """What the headline rests on, in one line's worth of parts: alarms, lead, what was done."""
+    parts = []
+    if of.first_alarm is not None:
+        parts.append(f"first alarm at step {of.first_alarm:,}")
+    if of.alarmed:
+        sizes = of.num_heads, of.num_layers
+        first = " and ".join(name_of(head, *sizes) for head in of.alarmed[:2])
+        more = f" and {len(of.alarmed) - 2} more" if len(of.alarmed) > 2 else ""
+        parts.append(f"in {first}{more}")
+    if of.departed is not None:
+        parts.append(f"loss diverged at step {of.departed:,}")
+        if of.lead is not None:
+            parts.append(f"lead {of.lead:,} steps")
+    if of.first_switch is not None:
+        to = " and ".join(of.stabilizers)
+        when = f"{', the first' * (of.switched > 1)} at step {of.first_switch:,}"
+        parts.append(f"{of.switched} switched to {to}{when}")
+    elif of.alarmed:
+        parts.append("nothing is switched")
+    return parts
