@@ -134,7 +134,7 @@ FELL = "logits of layer 1, head 2, fell from 40 to"
 SAVED = f"Saved: 1 of 12 heads alarmed at step 6,750, and switched: {MOVED}, {FELL}"
 NOT_KNOWN = "not known whether by the switch"
 IN_VAIN = f"Switched: 1 of 12 heads alarmed at step 6,750; {FELL} 20; {NOT_KNOWN}:"
-TOO_FEW = IN_VAIN.replace("6,750", "600") + " 8 samples before the switch and 5"
+TOO_FEW = IN_VAIN.replace("6,750", "600") + " 8 samples before the switch and 6"
 LEVEL = "no alarm up to step 10,000; the largest logit is"
 SINCE_3000 = "Alarmed: 1 of 12 heads since step 3,000"
 NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
@@ -157,7 +157,7 @@ NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
         ([], {"logit": step_to(10.0, 900.0, 9500)}, "Healthy: "),
         ([], {"loss": step_to(3, 3.09, 9000), "every": 10}, "Healthy: "),
         ([], {"loss": lambda step: 3.0 if step != 9500 else 5.0}, "Healthy: "),
-        # Saved needs a fall by a tenth, in five samples, of half of the alarmed heads.
+        # Saved needs a fall by a tenth, in six samples, of half of the alarmed heads.
         (SWITCHED, AFTER, f"{SAVED} 20, loss unharmed"),
         ([*SWITCHED, alarm(6800, 1)], AFTER, "Saved: 2 of 12 heads alarmed, the first at step 6,7"),
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 35.9, 6751)}, f"{SAVED} 35.9, loss unharmed"),

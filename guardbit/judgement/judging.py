@@ -44,7 +44,7 @@ HIGH_LOGIT, RISING_LOGIT = 4096.0, 1024.0
 #: The largest `key_common_mode` of `RISK_STEP` tells kinds of model apart: the study's kinds above
 #: the first limit were at risk, those below the second hardly (studies/rescue/README.md).
 AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
-#: A part of the heads beyond which alarms are no failure of single heads: of 93 recorded runs that
+#: A part of the heads beyond which alarms are no failure of single heads: of 87 recorded runs that
 #: rounding failed in, or might have, at most a third of the heads alarmed.
 EVERYWHERE = 0.5
 
@@ -222,7 +222,7 @@ def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
     if of.departed is not None:
         return "lost", say.lost(of)
     if not of.num_heads:
-        return "unclear", say.NO_HEAD
+        return "unclear", say.not_known(*since) if (since := _unjudged(of)) else say.NO_HEAD
     if not of.alarms:
         return _without_alarm(of)
     goes_on = [
@@ -313,7 +313,9 @@ def _is_everywhere(of: Facts) -> bool:
 def _severity(of: Facts, state: State) -> Severity:
     if state in ("healthy", "unclear", "saved"):
         return "none"
-    is_high = _is_high(of, math.nextafter(CRITICAL_LOGIT, math.inf)) and of.logits_have_grown
+    # Of logits that had grown before the first sample, as of a resumed run, the level tells.
+    had_grown = of.first_step is not None and (of.first_alarm or math.inf) < of.first_step
+    is_high = (of.largest_logit or 0.0) > CRITICAL_LOGIT and (of.logits_have_grown or had_grown)
     is_lost = of.departed is not None
     return "critical" if is_lost or is_high or (of.alarmed and of.loss_rise) else "warning"
 

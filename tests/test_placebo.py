@@ -1,0 +1,148 @@
+"""No word of praise that a switch which does nothing earns as well."""
+
+import csv
+import math
+import random
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from guardbit.dashboards.marks import events_of
+from guardbit.judgement import Evidence, judge
+from guardbit.records import Event, Sample
+from guardbit.store import read_events, read_metadata, read_run
+from guardbit.store.reading import samples_of
+
+STUDY = Path(__file__).parents[1] / "studies" / "rescue"
+READ = ["loss", "max_logit", "w_q_spectral_norm", "dq_coherent_error", "attention_entropy"]
+ROUNDING = {"rounding_share_low": 0.6, "rounding_share": 1.0, "rounding_share_high": 1.4}
+
+
+@cache
+def recorded():
+    """The study's runs by name: samples by step, alarms and switches."""
+    found = {}
+    for folder in sorted([*STUDY.glob("results/*/"), *STUDY.glob("other_models/*/")]):
+        events = events_of(read_events(folder))
+        if any(event.kind == "alarm" for event in events):
+            frame = read_run(folder)
+            samples = [*samples_of(frame[frame["indicator"].isin(READ)])]
+            steps = [[*group] for _, group in groupby(samples, key=lambda sample: sample.step)]
+            found[folder.name] = steps, events, read_metadata(folder)
+    return found
+
+
+def saved_at(steps, events, metadata, is_rounding=False):
+    """How many samples of heads after the first switch each look had that calls the run saved."""
+    switched = min(event.step for event in events if event.kind == "switch")
+    alarms = [event for event in events if event.kind == "alarm"]
+    evidence, found, looks = Evidence(), [], 0
+    for step in steps:
+        now = step[0].step
+        evidence.add(step)
+        if now <= switched or all(sample.indicator != "max_logit" for sample in step):
+            continue
+        looks += 1
+        if is_rounding:  # as if it were measured of all alarmed heads
+            evidence.shares = dict.fromkeys(evidence.first(alarms), (math.inf, ROUNDING))
+        happened = [event for event in events if event.step <= now]
+        if judge(evidence, happened, metadata).state == "saved":
+            found.append(looks)
+    return found
+
+
+@pytest.mark.parametrize("is_rounding", [False, True], ids=["as measured", "rounding as the cause"])
+def test_a_switch_written_at_the_alarm_saves_no_run_that_was_never_switched(is_rounding):
+    """At whatever step one looks; nor would it if rounding had been measured as the cause."""
+    saved, number = [], 0
+    for name, (steps, events, metadata) in recorded().items():
+        if any(event.kind == "switch" for event in events):
+            continue
+        first = min(event.step for event in events if event.kind == "alarm")
+        sites = {sample.site for step in steps for sample in step if sample.site}
+        placebo = [Event(first, "switch", one, (), "", stabilizer="exact_delta") for one in sites]
+        number += 1
+        if saved_at(steps, [*events, *placebo], metadata, is_rounding):
+            saved.append(name)
+    assert (saved, number) == ([], 87)
+
+
+#: Run -> samples of the heads after its first switch, 200 steps apart, until it is called saved.
+RESCUES = {
+    "rescue-compensated-cudnn-lr1.5e-03-seed10": 16,
+    "rescue-compensated-cudnn-lr1.5e-03-seed4": 28,
+    "rescue_all-compensated-cudnn-lr1.5e-03-seed9": 19,
+    "rescue_layer-exact_delta-cudnn-lr1.5e-03-seed9": 32,
+}
+#: Those that would be, if rounding's share had been measured.
+WITH_SHARE = {
+    **RESCUES,
+    "rescue_all-compensated-cudnn-lr1.5e-03-seed2": 41,
+    "rescue_all-compensated-cudnn-lr1.5e-03-seed4": 14,
+    "rescue_all-exact_delta-cudnn-lr1.5e-03-seed4": 23,
+}
+
+
+@pytest.mark.parametrize(
+    ("is_rounding", "rescues"), [(False, RESCUES), (True, WITH_SHARE)], ids=["audits", "share"]
+)
+def test_the_rescues_of_the_study_that_are_called_saved(is_rounding, rescues):
+    """All of them are runs that the study counts as held by an exact or a compensated delta."""
+    found = {}
+    for name, (steps, events, metadata) in recorded().items():
+        if name.startswith("rescue") and (saved := saved_at(steps, events, metadata, is_rounding)):
+            found[name] = saved[0]
+    assert found == rescues
+    failed = csv.DictReader((STUDY / "results" / "runs.csv").read_text().splitlines())
+    failed_at = {row["run"]: row["failed_at"] for row in failed}
+    assert all(failed_at[name] == "" and "row_max" not in name for name in found)
+
+
+def noise(kind, draw):
+    if kind == "heavy tails":
+        return math.exp(0.1 * draw.gauss(0, 1) / math.sqrt(draw.gammavariate(1.5, 1 / 1.5)))
+    return math.exp(draw.gauss(0, kind))
+
+
+@pytest.mark.parametrize("kind", [0.02, 0.15, 0.5, "heavy tails"])
+@pytest.mark.parametrize("after", [1, 5, 40])
+def test_noise_is_hardly_ever_saved_at_whatever_sample_one_looks(kind, after):
+    """Stationary logits, an alarm at a high sample, rounding as the cause, and no effect."""
+    saved = 0
+    for seed in range(100):
+        draw, evidence = random.Random(seed), Evidence()
+        values = [100 * noise(kind, draw) for _ in range(14 + after)]
+        alarm = max(range(8, 14), key=lambda i: min(values[i - 1], values[i]))
+        events = [Event(alarm, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
+                  Event(alarm, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
+        ever = False
+        for step in range(alarm + 1 + after):
+            evidence.add([Sample(step, "", -1, "loss", (3.0 + draw.gauss(0, 0.02),)),
+                          Sample(step, "a", 0, "max_logit", (values[step], 5.0))])  # fmt: skip
+            evidence.shares = {(0, 0): (step, ROUNDING)}
+            ever |= step > alarm and judge(evidence, events).state == "saved"
+        saved += ever
+    assert saved <= 2
+
+
+@pytest.mark.parametrize("after", [0.02, 0.3])
+def test_audits_after_the_switch_tell_whether_its_error_is_gone(after):
+    """The same fall, once with the error of dQ gone and once with it there as before."""
+    evidence = Evidence()
+    for step in range(20):
+        logit, error = (100.0, 0.4) if step < 12 else (20.0, after)
+        evidence.add([Sample(step, "", -1, "loss", (3.0,)),
+                      Sample(step, "a", 0, "max_logit", (logit, 5.0)),
+                      Sample(step, "a", 0, "attention_entropy", (0.5, 5.0)),
+                      Sample(step, "a", 0, "dq_coherent_error", (-error, math.nan))])  # fmt: skip
+    events = [Event(11, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
+              Event(11, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
+    found = judge(evidence, events)
+    assert (found.state, found.verdict) == (
+        ("saved", "rounding") if after == 0.02 else ("switched", "unclear")
+    )
+    # What `guardbit diagnose` has said of the head counts as well.
+    said = judge(evidence, events, diagnosed=[{"site": "a", "head": 0, "cause": "not rounding"}])
+    assert said.state == "switched"
