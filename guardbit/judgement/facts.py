@@ -176,7 +176,7 @@ def facts_of(
         not_watched=not_watched,
         watched_in_part=_watched_in_part(metadata),
         without_attention=without_attention_of(metadata),
-        has_policy=bool(_at(metadata, "settings", "stabilizer")),
+        has_policy=bool(at(metadata, "settings", "stabilizer")),
         first_switch=min((event.step for event in switched.values()), default=None),
         switched=len(switched),
         alarmed_and_switched=len(since),
@@ -299,7 +299,7 @@ def _alarming_again(
 # --- what the metadata say -----------------------------------------------------------------------
 
 
-def _at(metadata: object, *names: str) -> Any:
+def at(metadata: object, *names: str) -> Any:
     """What metadata, which may hold anything, have under nested names; None for nothing."""
     for name in names:
         metadata = metadata.get(name) if isinstance(metadata, Mapping) else None
@@ -311,7 +311,7 @@ def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
     indicators = evidence.indicators
     if evidence.head_steps[0] < 2:
         return False
-    judged_by = _at(metadata, "settings", "heads_judged_by")
+    judged_by = at(metadata, "settings", "heads_judged_by")
     judged_by = judged_by if isinstance(judged_by, Mapping) else _JUDGED_BY
     return any(
         all(isinstance(one, list | tuple) and any(x in indicators for x in one) for one in needed)
@@ -324,24 +324,24 @@ def not_watched_of(
     metadata: Mapping[str, Any] | None, measured: Collection[str]
 ) -> tuple[str, ...]:
     """The attention modules that a run's metadata name and that were not watched."""
-    sites, unseen = _at(metadata, "sites"), _at(metadata, "unseen")
+    sites, unseen = at(metadata, "sites"), at(metadata, "unseen")
     called = sites if isinstance(sites, Mapping) else {}
-    names = [name for name in called if name not in measured or _at(called, name, "unwatched")]
+    names = [name for name in called if name not in measured or at(called, name, "unwatched")]
     # What the first step passed by may have been called since, as an expert without tokens then.
     later = map(str, unseen if isinstance(unseen, list | tuple) else ())
     return tuple(dict.fromkeys([*map(str, names), *(name for name in later if name not in called)]))
 
 
 def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
-    sites = _at(metadata, "sites")
+    sites = at(metadata, "sites")
     names = sites if isinstance(sites, Mapping) else ()
-    of_several = [name for name in names if _at(sites, name, "several_calls")]
-    return sum(not _at(sites, name, "unwatched") for name in of_several)
+    of_several = [name for name in names if at(sites, name, "several_calls")]
+    return sum(not at(sites, name, "unwatched") for name in of_several)
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
     """In how many sampled steps no call of watched modules was measured, and the first of them."""
-    samples, first = (_at(metadata, "without_attention", name) for name in ("samples", "first"))
+    samples, first = (at(metadata, "without_attention", name) for name in ("samples", "first"))
     if isinstance(samples, int) and isinstance(first, int):
         return samples, first
     return 0, None
@@ -349,7 +349,7 @@ def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int |
 
 def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
     """Why attention of a run is next to free of rounding; "" where it is not."""
-    precision = _at(metadata, "precision")
+    precision = at(metadata, "precision")
     if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
         return f"attention runs in {' and '.join(map(str, precision))}"
     return ""
@@ -357,7 +357,7 @@ def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
 
 def delta_not_rounded(metadata: Mapping[str, Any] | None) -> str:
     """How a run computes attention where none of it rounds delta; "" elsewhere."""
-    sites = _at(metadata, "sites")
+    sites = at(metadata, "sites")
     ways = {_unrounded(module) for module in (sites.values() if isinstance(sites, Mapping) else ())}
     if not ways or "" in ways:
         return ""
@@ -365,12 +365,7 @@ def delta_not_rounded(metadata: Mapping[str, Any] | None) -> str:
 
 
 def _unrounded(module: object) -> str:
-    if _at(module, "kernels") == ["MATH"]:
+    if at(module, "kernels") == ["MATH"]:
         return "runs in PyTorch's math kernel"
-    is_written_out = "written out" in str(_at(module, "not_switchable"))
+    is_written_out = "written out" in str(at(module, "not_switchable"))
     return "is written out in PyTorch" if is_written_out else ""
-
-
-def rounding_unmeasured(metadata: Mapping[str, Any] | None) -> str:
-    """Why rounding's share was not measured, "" where that is not known."""
-    return str(_at(metadata, "rounding_unmeasured") or "")

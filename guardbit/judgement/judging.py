@@ -19,11 +19,11 @@ from guardbit.judgement.evidence import (
 from guardbit.judgement.facts import (
     CRITICAL_LOGIT,
     Facts,
+    at,
     delta_not_rounded,
     facts_of,
     leaves_at_once,
     nothing_to_correct,
-    rounding_unmeasured,
 )
 from guardbit.records import Event, Verdict
 
@@ -61,7 +61,9 @@ class Cause(NamedTuple):
     @property
     def sentence(self) -> str:
         """What was measured, or why nothing was."""
-        return say.cause(self)
+        if self.share is None or self.interval is None:
+            return self.why
+        return say.SHARE.format(self.share, *self.interval)
 
 
 class Risk(NamedTuple):
@@ -76,7 +78,7 @@ class Risk(NamedTuple):
     @property
     def sentence(self) -> str:
         """What is known, and why."""
-        return say.risk(self)
+        return say.RISK.format(self.what, self.why)
 
 
 _VERDICTS: dict[str, Verdict] = {
@@ -120,7 +122,8 @@ class Judgement:
     @property
     def why(self) -> str:
         """Why the verdict is what it is."""
-        return say.together(self._facts) if self.state == "learning-rate" else self.cause.sentence
+        together = say.TOGETHER.format(self.numbers["first_alarm"] or 0)
+        return together if self.state == "learning-rate" else self.cause.sentence
 
     @property
     def verdict_and_advice(self) -> str:
@@ -194,7 +197,7 @@ def judge(
     risk = risk_of(evidence, metadata)
     cause = cause_of(evidence, [event for event in events if event.kind == "alarm"], metadata)
     if cause.what == "not measured" and facts.error_gone and _has_fallen(facts):
-        cause = Cause("rounding", say.error_gone(*facts.error_gone))
+        cause = Cause("rounding", say.ERROR_GONE.format(*facts.error_gone))
     state, clause = _outcome(facts, cause)
     return Judgement(
         state,
@@ -202,7 +205,12 @@ def judge(
         risk,
         _severity(facts, state),
         ended,
-        "; ".join([say.sentence(state, clause), *_limits(facts, state, ended)]),
+        "; ".join(
+            [
+                f"{say.TITLES.get(state, state.capitalize())}: {clause}",
+                *_limits(facts, state, ended),
+            ]
+        ),
         say.advice(state, facts, cause, risk, ended, _is_everywhere(facts)),
         {field.name: getattr(facts, field.name) for field in fields(facts)},
     )
@@ -212,36 +220,43 @@ def _limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
     since = _unjudged(of)
     is_unsaid = since is not None and state not in ("healthy", "unclear", "lost")
     is_level = _is_high(of, HIGH_LOGIT) and not of.logits_have_grown
-    return say.limits(of, say.not_known(*since) if since and is_unsaid else "", is_level, ended)
+    return say.limits(
+        of, say.FROM_STEP.format(*since) if since and is_unsaid else "", is_level, ended
+    )
 
 
 def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
     """The first state whose condition holds, and what is said of a run in it."""
     if of.leaves_at_once and of.loss_is_finite:
-        return "learning-rate", say.rate(of)
+        together = say.TOGETHER.format(of.first_alarm)
+        lost = of.departed is not None
+        return "learning-rate", say.THEN_LOST.format(together, of.departed) if lost else together
     if of.departed is not None:
         return "lost", say.lost(of)
     if not of.num_heads:
-        return "unclear", say.not_known(*since) if (since := _unjudged(of)) else say.NO_HEAD
+        return "unclear", say.FROM_STEP.format(*since) if (since := _unjudged(of)) else say.NO_HEAD
     if not of.alarms:
         return _without_alarm(of)
+    if not of.alarmed:
+        return "alarmed", say.NOT_HEADS.format(of.first_alarm)
+    since = f"{say.counted(of)} since step {of.first_alarm or 0:,}"
     goes_on = [
-        (not of.alarmed, ""),
-        (of.still_growing, f"{of.still_growing} still growing after the switch"),
-        (of.alarming_again, f"{of.alarming_again} still alarming after the switch"),
+        (of.still_growing, say.STILL.format(of.still_growing, "growing")),
+        (of.alarming_again, say.STILL.format(of.alarming_again, "alarming")),
         (cause.what == "not rounding", say.NOT_ROUNDING),
         (_is_everywhere(of) and cause.what != "rounding", say.EVERYWHERE),
-        (of.unknown_before, f"{of.unknown_before} not measured before the alarm"),
+        (of.unknown_before, say.NOT_MEASURED.format(of.unknown_before, "before the alarm")),
     ]
     for holds, why in goes_on:
         if holds:
-            return "alarmed", say.alarmed(of, why)
+            return "alarmed", f"{since}; {why}"
     if of.alarmed_and_switched < len(of.alarmed) or of.loss_rise:
         loss = _rising(of) or of.missing_loss or say.NO_LOSS_ALARM
-        return "alarmed", say.not_switched(of, loss)
+        number = of.alarmed_and_switched or "none"
+        return "alarmed", f"{since}, {say.NOT_SWITCHED.format(number, loss)}"
     if why := _not_saved(of, cause):
-        return "switched", say.switched(of, why)
-    return "saved", say.saved(of, cause)
+        return "switched", f"{say.alarmed_when(of)}; {why}"
+    return "saved", say.SAVED.format(say.alarmed_when(of), cause.sentence, say.fall(of))
 
 
 def _has_fallen(of: Facts) -> bool:
@@ -252,7 +267,7 @@ def _has_fallen(of: Facts) -> bool:
 def _not_saved(of: Facts, cause: Cause) -> str:
     """Why nobody can say that a switch has saved a run, "" where one can."""
     if of.not_measured_since:
-        return f"{of.not_measured_since} not measured since the switch"
+        return say.NOT_MEASURED.format(of.not_measured_since, "since the switch")
     if of.broken is not None or of.missing_loss:
         return of.missing_loss or say.rising(of)
     if say.fall(of) == say.NOT_FALLEN:
@@ -260,13 +275,13 @@ def _not_saved(of: Facts, cause: Cause) -> str:
     since = _unjudged(of)
     reasons = [
         (of.growing or (of.logits_rise and _is_high(of, RISING_LOGIT)), say.GROWING),
-        (since is not None, since and f"nothing is known {say.not_known(*since)}"),
+        (since, since and say.NOTHING.format(say.FROM_STEP.format(*since))),
         (not _has_fallen(of) and not of.are_enough, say.TOO_FEW),
         (not _has_fallen(of), say.WITHIN_SCATTER),
         (of.refuted, say.OTHERWISE),
         (cause.what != "rounding", cause.sentence),
     ]
-    return next((say.unknown_effect(of, str(why)) for holds, why in reasons if holds), "")
+    return next((say.NOT_BY_SWITCH.format(say.fall(of), why) for so, why in reasons if so), "")
 
 
 def _without_alarm(of: Facts) -> tuple[State, str]:
@@ -274,13 +289,13 @@ def _without_alarm(of: Facts) -> tuple[State, str]:
     if not of.is_judged and not is_short:
         return "unclear", say.NO_RULE
     if of.is_judged and (what := _rising(of)):
-        return "warning", say.warning(what)
+        return "warning", say.WARNING.format(what)
     if (since := _unjudged(of)) is not None:
-        return "unclear", say.not_known(*since)
+        return "unclear", say.FROM_STEP.format(*since)
     if is_short:
-        return "unclear", say.too_short(of)
+        return "unclear", say.TOO_SHORT.format(say.number(of.head_samples, "sample"))
     # W_Q alone may be seen to grow, no more.
-    return "healthy" if of.has_calls else "unclear", say.no_alarm(of)
+    return "healthy" if of.has_calls else "unclear", say.NO_ALARM.format(of.last_head_step or 0)
 
 
 def _unjudged(of: Facts) -> tuple[int, str] | None:
@@ -325,8 +340,7 @@ def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
     if not alarms:
         return "stable", "no rule has fired"
     if leaves_at_once(alarms):
-        first = min(event.step for event in alarms)
-        return "learning-rate", f"all layers diverged together, at step {first:,}"
+        return "learning-rate", say.TOGETHER.format(min(event.step for event in alarms))
     return _VERDICTS[cause.what], cause.sentence
 
 
@@ -349,7 +363,8 @@ def cause_of(
             return cause_by(*(measured[name] for name in SHARES))
     if nothing := nothing_to_correct(metadata):
         return Cause("not rounding", nothing)
-    return Cause("not measured", say.unmeasured(rounding_unmeasured(metadata)))
+    why = str(at(metadata, "rounding_unmeasured") or "")
+    return Cause("not measured", f"{say.UNMEASURED}{f': {why}' * bool(why)}")
 
 
 def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:

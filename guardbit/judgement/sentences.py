@@ -46,8 +46,43 @@ _ADVICE: dict[State, str] = {
 _RATE = "Look at the learning rate and the data: switching does not help."
 
 
-def _s(count: int) -> str:
-    return "s" * (count != 1)
+# Clauses, from those that need nothing to those that others fill.
+EVERYWHERE = "so many at once are no failure of single heads"
+NOT_ROUNDING = "rounding is not the cause"
+NOT_FALLEN = "logits and W_Q have not fallen yet"
+NO_HEAD = "no head was watched"
+NO_RULE = "no rule could judge the heads"
+NO_LOSS_ALARM = "no alarm on the loss"
+BAD_GRADIENTS = "the gradients are not finite"
+NO_SAMPLES = "no head was measured"
+TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
+WITHIN_SCATTER = f"not all of the last {FALL_AFTER} samples lie below all {FALL_BEFORE} before it"
+GROWING = "other logits grow"
+OTHERWISE = "guardbit diagnose says that rounding is not the cause"
+NOT_MEASURED = "{} not measured {}"
+STILL = "{} still {} after the switch"
+NOT_HEADS = "an alarm at step {:,} names no measured head"
+TOGETHER = "all layers diverged together, at step {:,}"
+THEN_LOST = "{}; the loss diverged at step {:,}"
+NOT_SWITCHED = "{} switched; {}"
+NOT_BY_SWITCH = "{}; not known whether by the switch: {}"
+SAVED = "{}, and switched: {}, {}, loss unharmed"
+WARNING = "no alarm, but {}"
+FROM_STEP = "from step {:,} on, because {}"
+NOTHING = "nothing is known {}"
+TOO_SHORT = f"too short to judge: {{}}, {LOSS_SAMPLES} needed"
+NO_ALARM = "no alarm up to step {:,}"
+ERROR_GONE = "{:.2g} of dQ was wrong along W_Q before the switch, at most {:.2g} after it"
+SHARE = "rounding's share of W_Q's changes is {:z.2f} ({:z.2f} to {:z.2f})"
+UNMEASURED = "what rounding adds to W_Q was not measured"
+RISK = "By its keys the model is {}: {}."
+
+
+TITLES = {"learning-rate": "Learning rate too high"}
+
+
+def number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _value(x: float) -> str:
@@ -58,31 +93,18 @@ def _value(x: float) -> str:
 
 
 def counted(of: Facts) -> str:
-    """How many heads alarmed; one value a layer may be the largest over its heads."""
-    total, noun = (
-        (of.num_heads, "head") if of.num_heads > of.num_layers else (of.num_layers, "layer")
-    )
-    return f"{len(of.alarmed):,} of {total:,} {noun}{_s(total)}"
+    # One value a layer may be the largest over its heads.
+    by_head = of.num_heads > of.num_layers
+    total = number(of.num_heads, "head") if by_head else number(of.num_layers, "layer")
+    return f"{len(of.alarmed):,} of {total}"
 
 
-def _alarmed_when(of: Facts) -> str:
+def alarmed_when(of: Facts) -> str:
     first = ", the first" * (len(of.alarmed) > 1)
     return f"{counted(of)} alarmed{first} at step {of.first_alarm or 0:,}"
 
 
-def together(of: Facts) -> str:
-    """Why the verdict is the learning rate."""
-    return f"all layers diverged together, at step {of.first_alarm or 0:,}"
-
-
-def rate(of: Facts) -> str:
-    """What is said of a rate that is too high."""
-    lost = f"; the loss diverged at step {of.departed:,}" if of.departed is not None else ""
-    return together(of) + lost
-
-
 def lost(of: Facts) -> str:
-    """How the loss was lost."""
     departed = of.departed or 0
     said = f"the loss is not finite (NaN or infinity) from step {departed:,}"
     if of.loss_is_finite:
@@ -102,30 +124,7 @@ def lost(of: Facts) -> str:
     return f"{said}; the first such value was seen in {where}"
 
 
-def alarmed(of: Facts, why: str, separator: str = "; ") -> str:
-    """What is said of heads that are alarmed, and why they still count as that."""
-    if not of.alarmed:
-        return f"an alarm at step {of.first_alarm:,} names no measured head"
-    return f"{counted(of)} since step {of.first_alarm or 0:,}{separator}{why}"
-
-
-def not_switched(of: Facts, loss: str) -> str:
-    """What is said of alarmed heads that nobody has switched."""
-    return alarmed(of, f"{of.alarmed_and_switched or 'none'} switched; {loss}", ", ")
-
-
-EVERYWHERE = "so many at once are no failure of single heads"
-NOT_ROUNDING = "rounding is not the cause"
-NOT_FALLEN = "logits and W_Q have not fallen yet"
-NO_HEAD = "no head was watched"
-NO_RULE = "no rule could judge the heads"
-NO_LOSS_ALARM = "no alarm on the loss"
-BAD_GRADIENTS = "the gradients are not finite"
-NO_SAMPLES = "no head was measured"
-
-
 def fall(of: Facts) -> str:
-    """What fell most, and by how much."""
     if of.largest_fall is None or of.largest_fall.after > FALLEN * of.largest_fall.before:
         return NOT_FALLEN
     (layer, head), name, before, after, *_ = of.largest_fall
@@ -133,29 +132,7 @@ def fall(of: Facts) -> str:
     return f"{_NAMES[name]} of layer {layer}{which} fell from {_value(before)} to {_value(after)}"
 
 
-def unknown_effect(of: Facts, why: str) -> str:
-    """What fell after a switch, and why nobody knows whether that is the switch's work."""
-    return f"{fall(of)}; not known whether by the switch: {why}"
-
-
-TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
-WITHIN_SCATTER = f"not all of the last {FALL_AFTER} samples lie below all {FALL_BEFORE} before it"
-GROWING = "other logits grow"
-OTHERWISE = "guardbit diagnose says that rounding is not the cause"
-
-
-def switched(of: Facts, why: str) -> str:
-    """What is said of switched heads of which nothing else is known."""
-    return f"{_alarmed_when(of)}; {why}"
-
-
-def saved(of: Facts, cause: Cause) -> str:
-    """What is said of a run that a switch has saved: the cause, the fall, and the loss."""
-    return f"{_alarmed_when(of)}, and switched: {cause.sentence}, {fall(of)}, loss unharmed"
-
-
 def rising(of: Facts) -> str:
-    """What rises, or is not finite, a clause."""
     if of.loss_rise:
         return f"the loss is {of.loss_rise:.2g} above its best"
     if of.broken is not None:
@@ -165,13 +142,7 @@ def rising(of: Facts) -> str:
     return f"the largest logit is {of.largest_logit or 0:,.0f}{since}"
 
 
-def warning(what: str) -> str:
-    """What is said where something rises without an alarm."""
-    return f"no alarm, but {what}"
-
-
 def failed(text: str) -> str:
-    """Why a run is not judged after an error of GuardBit's, by its event's text."""
     stage, _, error = text.partition(":")
     what = stage if " " in stage else f"the stage '{stage}' failed"
     error = error.strip()
@@ -179,36 +150,13 @@ def failed(text: str) -> str:
     return f"{what} ({cut})" if cut else what
 
 
-def not_known(step: int, why: str) -> str:
-    """What is said of a run that is not judged from a step on."""
-    return f"from step {step:,} on, because {why}"
-
-
-def too_short(of: Facts) -> str:
-    """What is said of a run with few samples."""
-    samples = f"{of.head_samples} sample{_s(of.head_samples)}"
-    return f"too short to judge: {samples}, {LOSS_SAMPLES} needed"
-
-
-def no_alarm(of: Facts) -> str:
-    """What is said of a run without an alarm."""
-    return f"no alarm up to step {of.last_head_step or 0:,}"
-
-
 # --- the headline --------------------------------------------------------------------------------
 
 
-def sentence(state: State, clause: str) -> str:
-    """A state and what it rests on."""
-    title = "Learning rate too high" if state == "learning-rate" else state.capitalize()
-    return f"{title}: {clause}"
-
-
 def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> list[str]:
-    """What the sentence does not say: how the run broke off, and what was not watched."""
     found = [_ENDS[ended]] if ended in _ENDS else []
     if unjudged:
-        found.append(f"nothing is known {unjudged}")
+        found.append(NOTHING.format(unjudged))
     if of.num_heads and of.not_watched:
         watched, were = of.num_watched, "was" if of.num_watched == 1 else "were"
         if watched:
@@ -237,7 +185,6 @@ def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> lis
 def advice(
     state: State, of: Facts, cause: Cause, risk: Risk, ended: Ended | None, is_everywhere: bool
 ) -> str:
-    """What to do, and how to go on with a run that broke off."""
     going_on = _GOING_ON.get(ended, "").format(of.last_step or 0)
     said = _advice(state, of, cause, risk, is_everywhere)
     if going_on and state in ("healthy", "switched", "saved"):
@@ -283,36 +230,12 @@ def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bo
 # --- cause, risk, and the line of facts ----------------------------------------------------------
 
 
-def cause(of: Cause) -> str:
-    """What was measured, or why nothing was."""
-    if of.share is None or of.interval is None:
-        return of.why
-    low, high = of.interval
-    return f"rounding's share of W_Q's changes is {of.share:z.2f} ({low:z.2f} to {high:z.2f})"
-
-
-def error_gone(before: float, after: float) -> str:
-    """Why rounding is the cause although its share was not measured."""
-    return f"{before:.2g} of dQ was wrong along W_Q before the switch, at most {after:.2g} after it"
-
-
-def unmeasured(why: str) -> str:
-    """Why the cause is not known."""
-    return f"what rounding adds to W_Q was not measured{f': {why}' if why else ''}"
-
-
-def risk(of: Risk) -> str:
-    """What is known of the kind of model, and why."""
-    return f"By its keys the model is {of.what}: {of.why}."
-
-
 def keys(
     step: int, largest: float, layers: list[int], when: str, at_risk: float, hardly: float
 ) -> str:
-    """Why the risk is what it is."""
     why = (
         f"the largest key_common_mode at step {step:,}{when and f', which is {when},'} is"
-        f" {largest:.3f} (layer{_s(len(layers))} {', '.join(map(str, layers))})"
+        f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
     )
     if when == "early":
         return f"{why}; it tells from step {RISK_STEP:,} on"
@@ -323,13 +246,11 @@ def keys(
 
 
 def name_of(head: Head, num_heads: int, num_layers: int) -> str:
-    """A head's layer and number; one value a layer may be the largest over its heads."""
     layer, number = head
     return f"layer {layer}{f', head {number}' if num_heads > num_layers else ''}"
 
 
 def facts(of: Facts) -> list[str]:
-    """What the headline rests on, in one line's worth of parts: alarms, lead, what was done."""
     parts = []
     if of.first_alarm is not None:
         parts.append(f"first alarm at step {of.first_alarm:,}")
