@@ -33,6 +33,14 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data" / "golden"
 
 
+#: Of a judgement; the rest are sentences, or follow from these and from the telemetry.
+OUTCOME = (
+    "outcome", "verdict", "severity", "ended", "cause", "first_alarm", "alarmed", "departed", "lead",
+    "first_switch", "switched", "fallen", "still_growing", "alarming_again", "missing_loss",
+    "loss_rise", "largest_logit", "logit_before", "bad_gradients_since", "nonfinite",
+)  # fmt: skip
+
+
 def recorded_runs() -> list[Path]:
     """All committed runs, relative to the checkout."""
     below = ("guardbit/recorded", "studies/rescue", "examples")
@@ -47,14 +55,13 @@ def judged(run: Path) -> dict[str, Any]:
     frame, metadata = read_run(path), read_metadata(path)
     found, events = replay(frame, normalised=normalised_sites(metadata)), read_events(path)
     outcome = judgement_of(frame, events, metadata).as_json()
-    del outcome["headline"], outcome["advice"], outcome["risk"]
     kept = ("step", "kind", "site", "heads", "rule", "stabilizer", "verdict")
     return {
         "verdict": found.judgement(metadata=metadata).verdict,
         "alarms": [[a.step, a.rule, a.site, list(a.heads)] for a in found.alarms],
         "advisories": [[a.step, a.rule, a.site, list(a.heads)] for a in found.advisories],
         "events": [[_plain(event[name]) for name in kept] for _, event in events.iterrows()],
-        "outcome": outcome,
+        "outcome": {name: outcome[name] for name in OUTCOME},
         "samples": len(frame),
         "sum": float(f"{frame['value'].abs().where(lambda x: x < 1e30).sum():.6g}"),
     }

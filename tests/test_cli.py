@@ -312,7 +312,7 @@ def test_replay_takes_other_thresholds():
     ("threshold", "message"),
     [
         ("head_growth=3", "--threshold must be RULE.NAME=NUMBER, got 'head_growth=3'; there are "),
-        ("no_rule.slope=3", "got 'no_rule.slope=3'; there are head_growth."),
+        ("no_rule.slope=3", "got 'no_rule.slope=3'; there are model_logits."),
         ("head_growth.name=3", "got 'head_growth.name=3'"),
         ("head_growth.norm=steep", "head_growth.norm must be a number, got 'steep'"),
         ("head_growth.norm=nan", "head_growth.norm must be a number, got 'nan'"),

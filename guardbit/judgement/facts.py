@@ -6,10 +6,9 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from guardbit.judgement.evidence import LOSS_SAMPLES, Evidence, Fall, Head, Nonfinite
+from guardbit.judgement.evidence import LOSS_SAMPLES, Evidence, Fall, Head
 from guardbit.records import Event
 
 #: A switched head counts as still alarming if it alarmed in this many last steps of the run, and
@@ -35,60 +34,105 @@ _WIDE = ("float32", "float64")
 _JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
 
 
-@dataclass(frozen=True, slots=True)
 class Facts:
     """What is known of a run; None where something was not measured or did not happen."""
 
-    first_step: int | None  # of the samples
-    last_step: int | None
-    alarms: tuple[dict[str, Any], ...]  # step, site, heads, rule and severity of each
-    first_alarm: int | None  # its step
-    leaves_at_once: bool  # whether the whole model left before single heads did
-    alarmed: tuple[Head, ...]  # in the order of their first alarm
-    num_heads: int  # that were measured
-    num_layers: int
-    head_samples: int  # steps at which heads were measured
-    call_samples: int  # those of them at which their calls were
-    last_head_step: int | None  # the last of them
-    head_samples_every: int  # the most steps between two of them
-    is_judged: bool  # whether a rule reads what was measured of heads
-    # Step and text of each error that ended or interrupted GuardBit's work.
-    errors: tuple[tuple[int, str], ...]
-    bad_gradients_since: int | None  # the first of the last samples without finite gradients
-    num_modules: int  # attention modules that were measured or that the run's metadata name
-    # Names of those that called no attention that could be watched, and of those of which no head
-    # was measured. Of some of them the weights were measured all the same.
-    not_watched: tuple[str, ...]
-    watched_in_part: int  # modules of whose several calls in a forward only one is measured
-    # Number of sampled steps in which no watched module called attention, and the first of them.
-    without_attention: tuple[int, int | None]
-    has_policy: bool
-    first_switch: int | None  # step of the first switch to a stabilizer
-    switched: int  # number of heads that are switched at the end
-    alarmed_and_switched: int  # number of these that alarmed
-    stabilizers: tuple[str, ...]  # what they were switched to
-    alarming_again: int  # number of switched heads that go on alarming at the end
-    still_growing: int  # number of alarmed heads that have grown since their switch or alarm
-    not_measured_since: int  # number of alarmed and switched heads without a sample since then
-    # Number of those without a sample up to their alarm, as in the folder of a resumed run: what
-    # the switch does to them cannot be seen.
-    unknown_before: int
-    fallen: int  # number of those that fell by more than they scatter
-    are_enough: bool  # whether all of those have the samples that this needs
-    growing: int  # number of those whose logit has grown
-    largest_fall: Fall | None
-    error_gone: tuple[float, float] | None  # part of dQ that was wrong, before the switch and after
-    refuted: tuple[Head, ...]  # alarmed heads of which `guardbit diagnose` says "not rounding"
-    missing_loss: str  # why it cannot be said that the loss is sound, or ""
-    loss_rise: float  # of the last losses above the best ones
-    loss_is_finite: bool  # whether the last loss is a number
-    departed: int | None  # step at which the loss diverged, unless it has come back
-    lead: int | None  # steps from the first alarm on a head to that one, None if that is earlier
-    largest_logit: float | None  # of the last sample
-    logit_before: float | None  # of the last sample RISE_STEPS before it
-    first_logit: float | None  # of the first sample
-    broken: int | None  # the last step, if a forward of attention has NaN or infinity in it
-    nonfinite: Nonfinite | None  # the first NaN or infinity in a call of attention
+    def __init__(
+        self,
+        evidence: Evidence,
+        events: Sequence[Event],
+        metadata: Mapping[str, Any] | None,
+        diagnosed: Iterable[Mapping[str, Any]],
+    ) -> None:
+        alarms = [event for event in events if event.kind == "alarm"]
+        alarmed, switched = evidence.first(alarms), evidence.switched(events)
+        # A head may have grown soundly from its switch to its alarm, as when all switched at 0.
+        since = {
+            head: max(event.step, switched[head].step)
+            for head, event in alarmed.items()
+            if head in switched
+        }
+        growths = [evidence.growth(head, step) for head, step in since.items()]
+        falls = [evidence.falls(head, step) for head, step in since.items()]
+        gone = (evidence.error_gone(head, step) for head, step in since.items())
+        grades = severities(evidence, (event.step for event in alarms))
+        refuted = {f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _NOT}
+        logits = sorted(evidence.logits.items())
+        earlier = [x for step, x in logits if step <= logits[-1][0] - RISE_STEPS]
+
+        self.first_step, self.last_step = evidence.steps or (None, None)
+        self.alarms = tuple(
+            {"step": e.step, "site": e.site, "heads": e.heads, "rule": e.rule,
+             "severity": grades[e.step]}
+            for e in alarms
+        )  # fmt: skip
+        self.first_alarm = min((event.step for event in alarms), default=None)
+        self.leaves_at_once = leaves_at_once(alarms)
+        self.alarmed = tuple(alarmed)  # heads, in the order of their first alarm
+        self.num_heads = sum(map(len, evidence.heads.values()))  # those that were measured
+        self.num_layers = len(evidence.layers)
+        # Steps at which heads were measured, the last of them, and the most steps between two.
+        self.head_samples, self.last_head_step, self.head_samples_every = evidence.head_steps
+        self.call_samples = evidence.call_steps[0]  # those of them at which their calls were
+        self.is_judged = is_judged(metadata, evidence)  # whether a rule reads what was measured
+        # Step and text of each error that ended or interrupted GuardBit's work.
+        self.errors = tuple((event.step, event.why) for event in events if is_failure(event))
+        self.bad_gradients_since = _bad_gradients(evidence)  # up to the last sample
+        # Names of those that called no attention that could be watched, and of those of which no
+        # head was measured. Of some of them the weights were measured all the same.
+        self.not_watched = not_watched_of(metadata, evidence.layers)
+        # That were measured or that the run's metadata name.
+        self.num_modules = len({*self.not_watched, *evidence.layers})
+        self.watched_in_part = _watched_in_part(metadata)  # one of several calls in a forward
+        # Sampled steps in which no watched module called attention: how many, and the first.
+        self.without_attention = without_attention_of(metadata)
+        self.has_policy = bool(at(metadata, "settings", "stabilizer"))
+        self.first_switch = min((event.step for event in switched.values()), default=None)
+        self.switched = len(switched)  # heads, at the end
+        self.alarmed_and_switched = len(since)
+        self.stabilizers = tuple(dict.fromkeys(event.stabilizer for event in switched.values()))
+        self.alarming_again = len(_alarming_again(evidence, alarms, switched))
+        self.still_growing = sum(bool(of) and min(of.values()) > STILL_GROWING for of in growths)
+        self.growing = sum(of.get("max_logit", 0.0) > STILL_GROWING for of in growths)
+        self.not_measured_since = sum(evidence.span(h)[1] <= step for h, step in since.items())
+        # Those without a sample up to their alarm, as in the folder of a resumed run: what the
+        # switch does to them cannot be seen.
+        self.unknown_before = sum(evidence.span(head)[0] > alarmed[head].step for head in since)
+        self.fallen = sum(any(fall.is_beyond for fall in of) for of in falls)
+        self.are_enough = all(any(fall.is_enough for fall in of) for of in falls)  # of samples
+        self.largest_fall: Fall | None = min(
+            (fall for of in falls for fall in of if 0 < fall.before < math.inf),
+            key=lambda fall: (not fall.is_beyond, fall.after / fall.before),
+            default=None,
+        )
+        # The part of dQ that was wrong, before the switch and after.
+        self.error_gone = next(filter(None, gone), None)
+        # Alarmed heads of which `guardbit diagnose` says that rounding does not move them.
+        sites = {layer: site for site, layer in evidence.layers.items()}
+        self.refuted = tuple(h for h in alarmed if f"{sites[h[0]]} {h[1]}" in refuted)
+        self.missing_loss = _missing_loss(evidence, alarms, switched)
+        self.loss_rise = evidence.loss.rise  # of the last losses above the best ones
+        self.loss_is_finite = evidence.loss.lost is None  # whether the last one is
+        self.departed = departed(alarms, evidence)  # unless the loss has come back
+        first_of_head = min((event.step for event in alarmed.values()), default=math.inf)
+        left = -1 if self.departed is None else self.departed
+        # From the first alarm on a head to the departure.
+        self.lead = int(left - first_of_head) if first_of_head <= left else None
+        # Of the last sample, of the last one RISE_STEPS before it, and of the first.
+        self.largest_logit = logits[-1][1] if logits else None
+        self.logit_before = earlier[-1] if earlier else None
+        self.first_logit = logits[0][1] if logits else None
+        # The last step, if a forward of attention has NaN or infinity in it.
+        is_broken = evidence.last_broken == evidence.call_steps[1]
+        self.broken = evidence.last_broken if is_broken else None
+        self.nonfinite = evidence.nonfinite  # the first NaN or infinity in a call of attention
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any]) -> Facts:
+        """The facts again, from what `vars` makes of them."""
+        facts = cls.__new__(cls)
+        vars(facts).update(numbers)
+        return facts
 
     @property
     def logits_rise(self) -> bool:
@@ -117,104 +161,8 @@ class Facts:
         return self.num_modules - len(self.not_watched)
 
 
-def facts_of(
-    evidence: Evidence,
-    events: Sequence[Event],
-    metadata: Mapping[str, Any] | None,
-    diagnosed: Iterable[Mapping[str, Any]],
-) -> Facts:
-    """The facts of a run by its samples, its events in their order, and the rest."""
-    alarms = [event for event in events if event.kind == "alarm"]
-    alarmed, switched = evidence.first(alarms), evidence.switched(events)
-    not_watched, measured = not_watched_of(metadata, evidence.layers), len(evidence.layers)
-    # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
-    since = {
-        head: max(event.step, switched[head].step)
-        for head, event in alarmed.items()
-        if head in switched
-    }
-    growths = [evidence.growth(head, step) for head, step in since.items()]
-    falls = {head: evidence.falls(head, step) for head, step in since.items()}
-    gone = (evidence.error_gone(head, step) for head, step in since.items())
-    grades = severities(evidence, (event.step for event in alarms))
-    left, loss = departed(alarms, evidence), evidence.loss
-    first_alarm = min((event.step for event in alarms), default=None)
-    first_of_head = min((event.step for event in alarmed.values()), default=None)
-    lead = None if left is None or first_of_head is None else left - first_of_head
-    first_step, last_step = evidence.steps or (None, None)
-    last_sample = max(evidence.logits, default=-1)
-    before = max((s for s in evidence.logits if s <= last_sample - RISE_STEPS), default=-1)
-    refuted = {
-        f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _OTHERWISE
-    }
-    return Facts(
-        first_step=first_step,
-        last_step=last_step,
-        alarms=tuple(
-            {
-                "step": e.step,
-                "site": e.site,
-                "heads": e.heads,
-                "rule": e.rule,
-                "severity": grades[e.step],
-            }
-            for e in alarms
-        ),
-        first_alarm=first_alarm,
-        leaves_at_once=leaves_at_once(alarms),
-        alarmed=tuple(alarmed),
-        num_heads=sum(map(len, evidence.heads.values())),
-        num_layers=measured,
-        head_samples=evidence.head_steps[0],
-        call_samples=evidence.call_steps[0],
-        last_head_step=evidence.head_steps[1],
-        head_samples_every=evidence.head_steps[2],
-        is_judged=is_judged(metadata, evidence),
-        errors=tuple((event.step, event.why) for event in events if is_failure(event)),
-        bad_gradients_since=_bad_gradients(evidence),
-        num_modules=measured + len(set(not_watched) - evidence.layers.keys()),
-        not_watched=not_watched,
-        watched_in_part=_watched_in_part(metadata),
-        without_attention=without_attention_of(metadata),
-        has_policy=bool(at(metadata, "settings", "stabilizer")),
-        first_switch=min((event.step for event in switched.values()), default=None),
-        switched=len(switched),
-        alarmed_and_switched=len(since),
-        stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
-        alarming_again=len(_alarming_again(evidence, alarms, switched)),
-        still_growing=sum(bool(of) and min(of.values()) > STILL_GROWING for of in growths),
-        not_measured_since=sum(evidence.span(head)[1] <= step for head, step in since.items()),
-        unknown_before=sum(evidence.span(head)[0] > alarmed[head].step for head in since),
-        fallen=sum(any(fall.is_beyond for fall in of) for of in falls.values()),
-        are_enough=all(any(fall.is_enough for fall in of) for of in falls.values()),
-        growing=sum(of.get("max_logit", 0.0) > STILL_GROWING for of in growths),
-        largest_fall=min(
-            (fall for of in falls.values() for fall in of if 0 < fall.before < math.inf),
-            key=lambda fall: (not fall.is_beyond, fall.after / fall.before),
-            default=None,
-        ),
-        error_gone=next(filter(None, gone), None),
-        refuted=tuple(
-            (layer, head)
-            for site, layer in evidence.layers.items()
-            for head in sorted(evidence.heads[site])
-            if (layer, head) in alarmed and f"{site} {head}" in refuted
-        ),
-        missing_loss=_missing_loss(evidence, alarms, switched),
-        loss_rise=loss.rise,
-        loss_is_finite=loss.lost is None,
-        departed=left,
-        lead=None if lead is None or lead < 0 else lead,
-        largest_logit=evidence.logits.get(last_sample),
-        logit_before=evidence.logits.get(before),
-        first_logit=evidence.logits[min(evidence.logits)] if evidence.logits else None,
-        broken=evidence.last_broken if evidence.last_broken == evidence.call_steps[1] else None,
-        nonfinite=evidence.nonfinite,
-    )
-
-
 #: What `guardbit diagnose` may say of a head that rounding does not move.
-_OTHERWISE = ("not rounding", "fault")
+_NOT = ("not rounding", "fault")
 
 
 def is_failure(event: Event) -> bool:

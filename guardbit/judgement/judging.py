@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from guardbit.judgement import sentences as say
@@ -21,7 +21,6 @@ from guardbit.judgement.facts import (
     Facts,
     at,
     delta_not_rounded,
-    facts_of,
     leaves_at_once,
     nothing_to_correct,
 )
@@ -60,7 +59,6 @@ class Cause(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What was measured, or why nothing was."""
         if self.share is None or self.interval is None:
             return self.why
         return say.SHARE.format(self.share, *self.interval)
@@ -77,7 +75,6 @@ class Risk(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What is known, and why."""
         return say.RISK.format(self.what, self.why)
 
 
@@ -108,7 +105,7 @@ class Judgement:
     ended: Ended | None  # None where that is not known
     headline: str  # the judgement in a sentence, most important first, with what limits it
     advice: str  # what to do
-    numbers: dict[str, Any]  # the fields of `Facts`
+    numbers: dict[str, Any]  # `Facts`, by their names
 
     @property
     def verdict(self) -> Verdict:
@@ -121,13 +118,11 @@ class Judgement:
 
     @property
     def why(self) -> str:
-        """Why the verdict is what it is."""
         together = say.TOGETHER.format(self.numbers["first_alarm"] or 0)
         return together if self.state == "learning-rate" else self.cause.sentence
 
     @property
     def verdict_and_advice(self) -> str:
-        """The verdict on alarms, if there are any, and what to do."""
         verdict = f"Verdict {self.verdict}: {self.why}. " if self.numbers["alarms"] else ""
         return f"{verdict}{self.advice}"
 
@@ -138,7 +133,6 @@ class Judgement:
 
     @property
     def sentence(self) -> str:
-        """The headline without what limits it."""
         return self.headline.removesuffix("".join(f"; {limit}" for limit in self.limits))
 
     @property
@@ -148,18 +142,16 @@ class Judgement:
 
     @property
     def headline_running(self) -> str:
-        """The headline of a run that goes on."""
         so_far = self.headline_so_far
         return f"Running, {so_far[0].lower()}{so_far[1:]}"
 
     @property
     def facts(self) -> list[str]:
-        """What the headline rests on, in one line's worth of parts."""
         return say.facts(self._facts)
 
     @property
     def _facts(self) -> Facts:
-        return Facts(**self.numbers)
+        return Facts.of(self.numbers)
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state."""
@@ -193,7 +185,7 @@ def judge(
 ) -> Judgement:
     """Judges a run; `diagnosed` is what `guardbit diagnose` has said of heads."""
     events = sorted(events, key=lambda event: event.step)
-    facts = facts_of(evidence, events, metadata, diagnosed)
+    facts = Facts(evidence, events, metadata, diagnosed)
     risk = risk_of(evidence, metadata)
     cause = cause_of(evidence, [event for event in events if event.kind == "alarm"], metadata)
     if cause.what == "not measured" and facts.error_gone and _has_fallen(facts):
@@ -212,7 +204,7 @@ def judge(
             ]
         ),
         say.advice(state, facts, cause, risk, ended, _is_everywhere(facts)),
-        {field.name: getattr(facts, field.name) for field in fields(facts)},
+        vars(facts),
     )
 
 
