@@ -35,8 +35,8 @@ DATA = ROOT / "tests" / "data" / "golden"
 
 #: Of a judgement; the rest are sentences, or follow from these and from the telemetry.
 OUTCOME = (
-    "outcome", "verdict", "severity", "ended", "cause", "first_alarm", "alarmed", "departed", "lead",
-    "first_switch", "switched", "fallen", "still_growing", "alarming_again", "missing_loss",
+    "outcome", "verdict", "severity", "ended", "cause", "first_alarm", "alarmed", "departed",
+    "lead", "first_switch", "switched", "fallen", "still_growing", "alarming_again", "missing_loss",
     "loss_rise", "largest_logit", "logit_before", "bad_gradients_since", "nonfinite",
 )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """The judgement of a run, from made-up runs whose judgement is known by construction."""
 
+import json
 import math
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -750,3 +751,86 @@ def test_in_json_it_is_plain():
     assert fields["outcome"] in STATES and fields["headline"].startswith("Saved: ")
     assert fields["alarmed"] == ((1, 2),) and "state" not in fields
     assert fields["advice"] == "Go on training."
+
+
+def gradients(steps, indicator="nonfinite"):
+    """Samples whose gradients, of attention (16 is dO) or their norm, are not finite."""
+    bad = [Sample(step, SITE, 1, indicator, (16.0,) * 4) for step in steps]
+    if indicator == "grad_norm":
+        every = range(0, LAST + 1, 100)
+        bad = [
+            Sample(step, "", -1, indicator, (np.inf if step in steps else 1.0,)) for step in every
+        ]
+    return sorted([*samples(), *bad], key=lambda sample: sample.step)
+
+
+@pytest.mark.parametrize("indicator", ["nonfinite", "grad_norm"])
+@pytest.mark.parametrize(
+    ("steps", "since"),
+    [
+        (range(7000, LAST + 1, 100), 7000),
+        (range(LAST - 200, LAST + 1, 100), LAST - 200),
+        (range(LAST - 100, LAST + 1, 100), None),  # as a loss scale seeks its value
+        (range(0, 1000, 100), None),
+        (range(0, LAST + 1, 200), None),
+        ([1000, *range(9000, LAST + 1, 100)], 9000),
+    ],
+)
+def test_steps_that_are_skipped_for_ever_are_not_healthy(indicator, steps, since):
+    """The loss is finite all the time."""
+    found = judged(of=gradients(steps, indicator))
+    assert found.numbers["bad_gradients_since"] == since
+    if since is None:
+        assert found.state == "healthy"
+    else:
+        said = f"Unclear: from step {since:,} on, because the gradients are not finite"
+        assert found.headline == said and "steps are skipped" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("alarmed", "is_everywhere"), [(12, True), (7, True), (6, False), (1, False)]
+)
+def test_alarms_of_most_heads_are_no_head_s_failure(alarmed, is_everywhere):
+    heads = [(n, head) for n in range(3) for head in range(4)][:alarmed]
+    alarms = [alarm(5000, head, site=f"h.{n}.attn") for n, head in heads]
+    found = judged(*alarms)
+    assert found.state == "alarmed" and ("so many at once" in found.headline) == is_everywhere
+    assert ("switching does not help" in found.advice) == is_everywhere
+    assert ("Switch" in found.advice) != is_everywhere
+    # Nor do switches save what they did not fail of.
+    switches = [switch(5000, site=f"h.{n}.attn") for n in range(3)]
+    assert judged(*alarms, *switches).state == ("alarmed" if is_everywhere else "switched")
+
+
+def test_no_advice_says_to_attach_a_policy_where_one_is():
+    made = [{}, {"logit": step_to(10, 5000, 2000)}, {"loss": rising_from(5000)}, AFTER, NAN]
+    events = [[], [alarm(6750)], SWITCHED, [alarm(6750, site="")], [loss_alarm(6750)]]
+    for one, happened in [(one, of) for one in made for of in events]:
+        with_policy = {"settings": {"stabilizer": "exact_delta"}}
+        assert "ttach" not in judged(*happened, metadata=with_policy, **one).advice
+    assert "ttach" in judged(*events[1]).advice and "ttach" in judged(**made[1]).advice
+
+
+def test_a_level_is_no_growth():
+    """Fine-tuning from large weights: what is high from the first sample on has not grown."""
+    level = judged(logit=lambda step: 22_750.0)
+    assert (level.state, level.verdict, level.severity) == ("healthy", "stable", "none")
+    assert level.headline.endswith(
+        "the largest logit is 22,750, and was 22,750 at the first sample"
+    )
+    assert judged(logit=step_to(10, 22_750, 5000)).severity == "critical"
+    # An alarm on another head is not critical for it; growth of the level itself is.
+    other = alarm(5000, head=0, site="h.0.attn")
+    assert judged(other, logit=lambda step: 22_750.0).severity == "warning"
+    assert judged(other, logit=step_to(22_750, 32_000, 5000)).severity == "critical"
+    evidence = Evidence()
+    evidence.add(samples(logit=step_to(22_750, 32_000, 5000)))
+    assert severities(evidence, [4900, 5000]) == {4900: "warning", 5000: "critical"}
+
+
+def test_the_record_is_small():
+    names = [field.name for field in fields(judged())]
+    assert names == [
+        "state", "cause", "risk", "severity", "ended", "headline", "advice", "numbers",
+    ]  # fmt: skip
+    assert json.loads(json.dumps(judged(*SWITCHED, **AFTER).as_json()))["outcome"] == "saved"
