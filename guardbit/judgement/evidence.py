@@ -326,7 +326,8 @@ class Evidence:
         if len(before) < AUDITS or len(after) < FALL_AFTER:
             return None
         wrong = statistics.median(before)
-        return (wrong, max(after)) if wrong >= WRONG and max(after) < LEFT * wrong else None
+        is_gone = WRONG <= wrong < math.inf and max(after) < LEFT * wrong
+        return (wrong, max(after)) if is_gone else None
 
     def heads_of(self, event: Event) -> list[Head]:
         """The measured heads that an event concerns."""

@@ -136,19 +136,16 @@ class Facts:
 
     @property
     def logits_rise(self) -> bool:
-        """Whether the largest logit is `RISE` times that of `RISE_STEPS` before."""
         now, before = self.largest_logit, self.logit_before
         return now is not None and before is not None and now > RISE * before
 
     @property
     def logits_have_grown(self) -> bool:
-        """Whether the largest logit is `RISE` times that of the first sample."""
         now, first = self.largest_logit, self.first_logit
         return now is not None and first is not None and now > RISE * first
 
     @property
     def has_calls(self) -> bool:
-        """Whether half of the samples, and enough, have calls of attention; of a few, any."""
         enough = LOSS_SAMPLES if self.head_samples >= LOSS_SAMPLES else 1
         lacking = self.without_attention[0]
         # Where nothing but weights is recorded, the samples that lack calls tell.
@@ -157,7 +154,6 @@ class Facts:
 
     @property
     def num_watched(self) -> int:
-        """In how many attention modules calls were watched."""
         return self.num_modules - len(self.not_watched)
 
 

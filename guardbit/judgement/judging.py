@@ -78,12 +78,7 @@ class Risk(NamedTuple):
         return say.RISK.format(self.what, self.why)
 
 
-_VERDICTS: dict[str, Verdict] = {
-    "rounding": "rounding",
-    "not rounding": "not-rounding",
-    "not settled": "unclear",
-    "not measured": "unclear",
-}
+_VERDICTS: dict[str, Verdict] = {"rounding": "rounding", "not rounding": "not-rounding"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,7 @@ class Judgement:
             return "learning-rate"
         if not self.numbers["alarms"]:
             return "unclear" if self.state in ("unclear", "lost") else "stable"
-        return _VERDICTS[self.cause.what]
+        return _VERDICTS.get(self.cause.what, "unclear")
 
     @property
     def why(self) -> str:
@@ -333,7 +328,7 @@ def verdict_of(alarms: Sequence[Event], cause: Cause) -> tuple[Verdict, str]:
         return "stable", "no rule has fired"
     if leaves_at_once(alarms):
         return "learning-rate", say.TOGETHER.format(min(event.step for event in alarms))
-    return _VERDICTS[cause.what], cause.sentence
+    return _VERDICTS.get(cause.what, "unclear"), cause.sentence
 
 
 def cause_by(share: float, low: float, high: float) -> Cause:

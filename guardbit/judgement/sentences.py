@@ -43,6 +43,10 @@ _ADVICE: dict[State, str] = {
     "lost": "Resume from a checkpoint before the first alarm, with the alarmed heads switched.",
     "learning-rate": "Resume from before the alarm with a lower rate or a longer warm-up.",
 }
+_LOST = (
+    "Resume from a checkpoint before the loss diverged, with a lower rate; look at the data there."
+)
+_LOOK = "Look at the loss, the largest logits and NaN."
 _RATE = "Look at the learning rate and the data: switching does not help."
 
 
@@ -76,8 +80,6 @@ ERROR_GONE = "{:.2g} of dQ was wrong along W_Q before the switch, at most {:.2g}
 SHARE = "rounding's share of W_Q's changes is {:z.2f} ({:z.2f} to {:z.2f})"
 UNMEASURED = "what rounding adds to W_Q was not measured"
 RISK = "By its keys the model is {}: {}."
-
-
 TITLES = {"learning-rate": "Learning rate too high"}
 
 
@@ -87,9 +89,6 @@ def number(count: int, noun: str) -> str:
 
 def _value(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
-
-
-# --- the clause after the state ------------------------------------------------------------------
 
 
 def counted(of: Facts) -> str:
@@ -127,9 +126,9 @@ def lost(of: Facts) -> str:
 def fall(of: Facts) -> str:
     if of.largest_fall is None or of.largest_fall.after > FALLEN * of.largest_fall.before:
         return NOT_FALLEN
-    (layer, head), name, before, after, *_ = of.largest_fall
-    which = f", head {head}," if of.num_heads > of.num_layers else ""
-    return f"{_NAMES[name]} of layer {layer}{which} fell from {_value(before)} to {_value(after)}"
+    head, name, before, after, *_ = of.largest_fall
+    what = f"{_NAMES[name]} of {name_of(head, of)}"
+    return f"{what} fell from {_value(before)} to {_value(after)}"
 
 
 def rising(of: Facts) -> str:
@@ -148,9 +147,6 @@ def failed(text: str) -> str:
     error = error.strip()
     cut = error if len(error) <= _MOST_OF_ERROR else f"{error[: _MOST_OF_ERROR - 3]}..."
     return f"{what} ({cut})" if cut else what
-
-
-# --- the headline --------------------------------------------------------------------------------
 
 
 def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> list[str]:
@@ -179,9 +175,6 @@ def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> lis
     return found
 
 
-# --- what to do ----------------------------------------------------------------------------------
-
-
 def advice(
     state: State, of: Facts, cause: Cause, risk: Risk, ended: Ended | None, is_everywhere: bool
 ) -> str:
@@ -196,12 +189,7 @@ def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bo
     # Without a key_common_mode this says that delta is not rounded, see `risk_of`.
     is_exact = risk.what == "hardly at risk" and risk.key_common_mode is None
     if state == "warning" or (state == "alarmed" and not of.alarmed):
-        look = "look at the loss, the largest logits and NaN."
-        return (
-            look.capitalize().replace("nan", "NaN")
-            if of.has_policy or is_exact
-            else _ADVICE["warning"]
-        )
+        return _LOOK if of.has_policy or is_exact else _ADVICE["warning"]
     if state == "alarmed":
         if cause.what == "not rounding" or is_exact or is_everywhere:
             return _RATE
@@ -220,14 +208,8 @@ def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bo
     if state == "unclear" and not (of.num_heads and of.has_calls):
         return "Little is judged before attention is watched: the log says what is missing."
     if state == "lost" and (of.lead is None or cause.what == "not rounding"):
-        return (
-            "Resume from a checkpoint before the loss diverged, with a lower rate; look at the"
-            " data there."
-        )
+        return _LOST
     return _ADVICE[state]
-
-
-# --- cause, risk, and the line of facts ----------------------------------------------------------
 
 
 def keys(
@@ -245,9 +227,9 @@ def keys(
     )
 
 
-def name_of(head: Head, num_heads: int, num_layers: int) -> str:
+def name_of(head: Head, of: Facts) -> str:
     layer, number = head
-    return f"layer {layer}{f', head {number}' if num_heads > num_layers else ''}"
+    return f"layer {layer}{f', head {number}' if of.num_heads > of.num_layers else ''}"
 
 
 def facts(of: Facts) -> list[str]:
@@ -255,8 +237,7 @@ def facts(of: Facts) -> list[str]:
     if of.first_alarm is not None:
         parts.append(f"first alarm at step {of.first_alarm:,}")
     if of.alarmed:
-        sizes = of.num_heads, of.num_layers
-        first = " and ".join(name_of(head, *sizes) for head in of.alarmed[:2])
+        first = " and ".join(name_of(head, of) for head in of.alarmed[:2])
         more = f" and {len(of.alarmed) - 2} more" if len(of.alarmed) > 2 else ""
         parts.append(f"in {first}{more}")
     if of.departed is not None:
