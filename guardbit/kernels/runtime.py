@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _TorchDispatchModeKey as _ModeKey
+from torch.fx import _symbolic_trace
 
 from guardbit.guard import then_undo
 from guardbit.kernels.reference import Dropout
@@ -454,10 +456,18 @@ def number_of(site: Tensor) -> int:
         return int(site)
 
 
+# Modes that record a graph, or make tensors fake; exports have theirs on a stack of its own.
+_TRACERS = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
+_num_of_exports = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", int)
+
+
 def is_traced() -> bool:
-    """Whether `torch.jit.trace` records, which is to see the model alone, or tensors are fake."""
-    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return is_fake or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    """Whether a tracer records, which is to see the model alone, or tensors are fake."""
+    if _symbolic_trace._is_fx_tracing_flag or torch.jit.is_tracing():  # pyright: ignore
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+    return _num_of_exports() > 0
 
 
 #: The one of this process. Ops get numbers and tensors and no objects, so they find it here.

@@ -29,7 +29,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
-from guardbit.monitor.interception import unchanged
+from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
 from guardbit.monitor.notices import Notices
@@ -120,7 +120,7 @@ class Session(Guarded):
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
         url = os.environ.get(VARIABLE) if ranks.rank() == 0 else None
         self.alerts = Alerts(os.fspath(settings.dirpath or "a run without a folder"), url)
-        self._stages = Stages(self._strict, self._report_failure)
+        self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
         self._journal = Journal(
             settings.dirpath, settings.described(), self._stages, _advice(settings)
         )
@@ -184,6 +184,8 @@ class Session(Guarded):
         self._journal.open(step, lambda: self._switching.events(step, is_resumed), is_resumed)
         if is_new:
             self.instrumentation.begin_step()
+        if is_new and self._schedule.is_sampled:
+            self._stages.begin_sample()
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
             self._measurement.begin()
             self._are_heard = False
@@ -207,7 +209,7 @@ class Session(Guarded):
     @property
     @guard.method(lambda _: frozenset({_WATCHING}))
     def stages_off(self) -> frozenset[str]:
-        """The stages that an error of the monitor has turned off."""
+        """The stages that are off after an error of the monitor, some until a later sample."""
         return frozenset(self._stages.off)
 
     @property
@@ -520,6 +522,7 @@ class Session(Guarded):
             self._tell_end,
             self._schedule.close,
             lambda: self._journal.close(end),
+            self._stages.end_sample,
             self._write_what_is_left,
             self._report_what_ran_last,
             self._drop_calls,
@@ -671,7 +674,7 @@ class Session(Guarded):
                 self._measurement.consume(call)
                 self.attempt("snapshots", lambda: self._snapshots.consume(call))
         except Exception as error:
-            self._capture_failed(error)
+            self._capture_failed(of_call(error, call.site))
 
     # --- leaving the model -----------------------------------------------------------------------
 
@@ -821,9 +824,12 @@ class Session(Guarded):
 
     def _rest_unless(self, is_sampled: bool, step: int) -> bool:
         """Leaves calls alone unless the step is sampled; returns whether they are wanted."""
-        unfit = self._stages.off & {_WATCHING, "capture", "metrics"}
+        off = self._stages.off
+        if not self._schedule.is_within_step:
+            off = off - self._stages.rested  # at the next sample
+        unfit = off & {_WATCHING, "capture", "metrics"}
         wanted = bool(self._measurement.plan.calls) and not unfit and not self._has_given_up
-        bursts = () if unfit | (self._stages.off & {"burst"}) else self._burst.heads
+        bursts = () if unfit | (off & {"burst"}) else self._burst.heads
         self.instrumentation.rest(
             not (is_sampled and wanted), bursts, are_counted=self._schedule.is_counted(step)
         )
@@ -849,19 +855,27 @@ class Session(Guarded):
         finally:
             self._give_up()
 
-    def _report_failure(self, stage: str, error: Exception) -> None:
+    def _report_recovery(self, stage: str) -> None:
+        why = f"the stage '{stage}' works again"
+        self._journal.record_own(Event(self._latest_step, "monitor_error", "", (), why))
+
+    def _report_failure(self, stage: str, why: str) -> None:
         where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage in ("burst", "capture", _WATCHING, "ranks"):
             _quietly(self._burst.fail)
             _quietly(self._note_burst)
-        now = self._schedule.last_ended if self._schedule.step is None else self._schedule.step
-        event = Event(now or 0, "monitor_error", "", (), f"{where}: {text_of(error)}")
+        event = Event(self._latest_step, "monitor_error", "", (), f"{where}: {why}")
         if stage == "store":
             self._journal.store_failed(event)
         else:
             self._journal.record_own(event)
         if stage in (_WATCHING, "ranks"):
             self._give_up()
+
+    @property
+    def _latest_step(self) -> int:
+        step = self._schedule.step
+        return step if step is not None else self._schedule.last_ended or 0
 
     def _give_up(self) -> None:
         """Leaves the model alone for good; what is recorded stays."""

@@ -1,4 +1,4 @@
-"""The stages of a monitor, each of which runs until it fails, and the monitor's log."""
+"""The stages of a monitor, which are tried again after failures, and the monitor's log."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 
 
 def text_of(error: Exception) -> str:
-    """Returns an error's text, or its name: some, such as MemoryError, have no text."""
-    return str(error) or type(error).__name__
+    """Returns an error's text, or its name: some, such as MemoryError, have none; and its notes."""
+    notes = getattr(error, "__notes__", ())
+    return ", ".join((str(error) or type(error).__name__, *map(str, notes)))
 
 
 log = _Log(logging.getLogger("guardbit"))
@@ -58,13 +59,32 @@ class FailedElsewhereError(RuntimeError):
     """Raised when a stage has failed on another rank."""
 
 
-class Stages:
-    """Runs the stages of a monitor, each until it fails."""
+# For how many samples a stage rests after each failure, before it is tried again.
+_RESTS = (0, 3, 15)
 
-    def __init__(self, strict: bool, on_failure: Callable[[str, Exception], None]) -> None:
+# What has tries of its own, or what nothing can follow.
+_LASTING = frozenset({"watching", "ranks", "store", "state", "close"})
+
+#: How an event ends by which a stage is off for good, and how one that will be tried again.
+FOR_GOOD, FOR_NOW = "it is off for the rest of the run", "it is tried again at later samples"
+
+
+class Stages:
+    """Runs the stages of a monitor; one that fails is tried again at later samples."""
+
+    def __init__(
+        self,
+        strict: bool,
+        on_failure: Callable[[str, str], None],
+        on_recovery: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.strict = strict
-        self.off: set[str] = set()  # those that have failed
-        self._on_failure = on_failure
+        self.off: set[str] = set()  # those that have failed and do not run for now
+        self._ailing: set[str] = set()  # those that have not succeeded since they failed
+        self._ran: set[str] = set()  # those of them that succeeded in the sample that is under way
+        self._failures: dict[str, int] = {}
+        self._rests: dict[str, int] = {}  # samples before the next try; none of those off for good
+        self._on_failure, self._on_recovery = on_failure, on_recovery
 
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
         """Runs a function of a stage; returns None if the stage is off or the function fails."""
@@ -73,26 +93,59 @@ class Stages:
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off, as closing must always be tried."""
         try:
-            return function()
+            found = function()
         except Exception as error:
             self.fail(stage, error)
             return None
+        if stage in self._ailing - self.off:
+            self._ran.add(stage)
+        return found
+
+    def begin_sample(self) -> None:
+        """Lets stages whose rest is over be tried again."""
+        self.end_sample()
+        self.off -= self.rested
+        self._rests = {stage: rest - 1 for stage, rest in self._rests.items() if rest > 0}
+
+    def end_sample(self) -> None:
+        """Reports stages that were tried again and did not fail."""
+        recovered, self._ran = self._ran - self.off, set()
+        self._ailing -= recovered
+        for stage in sorted(recovered):
+            with suppress(Exception):
+                self._on_recovery(stage)
+
+    @property
+    def rested(self) -> set[str]:
+        """Stages that are off and are tried again at the next sample."""
+        return {stage for stage, rest in self._rests.items() if rest == 0}
 
     def fail(self, stage: str, error: Exception) -> None:
-        """Turns a stage off until the run ends; reports it once, or raises if `strict`."""
+        """Turns a stage off for some samples or for good, or raises if `strict`."""
         if self.strict:
             raise error
         if stage in self.off:
             return
         self.off.add(stage)
+        is_elsewhere = isinstance(error, FailedElsewhereError)  # where its tries are counted
+        num_failures = self._failures.get(stage, 0) + (not is_elsewhere)
+        self._failures[stage] = num_failures
+        is_last = stage in _LASTING or num_failures > len(_RESTS)
+        if not is_last:
+            self._rests[stage] = 0 if is_elsewhere else _RESTS[num_failures - 1]
+        if stage in self._ailing and not is_last:
+            return
+        self._ailing.add(stage)
         means = " (telemetry is not kept from here on; alarms and switches go on)"
         log.warning(
-            "the stage '%s' failed and is off for the rest of the run, which goes on%s: %s",
+            "the stage '%s' failed and %s; the run goes on%s: %s",
             stage,
+            (FOR_GOOD if is_last else FOR_NOW).removeprefix("it "),
             means if stage == "store" else "",
             text_of(error),
             # Errors of the system name their file or address themselves.
             exc_info=not isinstance(error, FailedElsewhereError | OSError),
         )
         with suppress(Exception):
-            self._on_failure(stage, error)
+            until = "" if stage in _LASTING else f"; {FOR_GOOD if is_last else FOR_NOW}"
+            self._on_failure(stage, text_of(error) + until)

@@ -15,9 +15,9 @@ from torch._dynamo.eval_frame import skip_code
 
 from guardbit import guard
 from guardbit.guard import Args, Kwargs
-from guardbit.kernels.runtime import is_recomputing, runtime
+from guardbit.kernels.runtime import NO_SITE, is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.frames import drop_all, frame_stack
+from guardbit.monitor.interception.frames import drop_all, frame_stack, place_of_caller
 from guardbit.monitor.stages import log
 
 P = ParamSpec("P")
@@ -39,8 +39,21 @@ def unlisten(listener: Callable[[Exception], None]) -> None:
 _reported: set[type[Exception]] = set()
 
 
+def of_call(error: Exception, number: int | None = None) -> Exception:
+    """Adds to an error of GuardBit's in whose call it came."""
+    with suppress(Exception):
+        if number is None and runtime.running:
+            number = number_of(runtime.current)
+        name = runtime.site(NO_SITE if number is None else number).name
+        what = f"attention module '{name}'" if name else "no attention module"
+        if not hasattr(error, "__notes__"):
+            error.add_note(f"in a call of {what} at {place_of_caller()}")
+    return error
+
+
 def report(error: Exception) -> None:
     """Reports an error to all sessions; without one, logs it once."""
+    of_call(error)
     if listeners:
         for listener in list(listeners):
             listener(error)
@@ -60,6 +73,7 @@ def _leave_call_alone(error: Exception) -> None:
 
 
 def _lose_place(error: Exception) -> None:
+    of_call(error)  # while it is known
     drop_all()
     report(error)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -77,6 +80,22 @@ class Frame:
 
 #: Modules that are running eagerly, outermost first, in step with `runtime.running`.
 frame_stack: list[Frame] = []
+
+
+# Of the frames of a call, those in here are not what the user has written.
+_LIBRARIES = tuple(
+    f"{Path(file).parent}{os.sep}"
+    for file in (torch.__file__, sys.modules["guardbit"].__file__)
+    if file
+)
+
+
+def place_of_caller() -> str:
+    """File and line of the innermost frame outside PyTorch and GuardBit."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def site_of(module: nn.Module) -> Tensor:

@@ -8,14 +8,11 @@ has other names, nothing is recorded, and training goes on.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +29,7 @@ from guardbit.monitor.interception.frames import (
     count_call,
     drop_stale,
     frame_stack,
+    place_of_caller,
     site_modules,
     site_number,
 )
@@ -436,13 +434,6 @@ def _describe_variable(variable: Any) -> Any:
 
 # --- calls outside the modules --------------------------------------------------------------------
 
-# Of the calls' frames, those in here are not what the user has written.
-_LIBRARIES = tuple(
-    f"{Path(file).parent}{os.sep}"
-    for file in (torch.__file__, sys.modules["guardbit"].__file__)
-    if file
-)
-
 
 class OutsideCalls:
     """The calls of one thread that no instrumented module makes, from `start` to `stop`."""
@@ -473,12 +464,4 @@ def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:
         for counting in list(_counting):
             if counting.thread == threading.get_ident():
                 counting.count += 1
-                counting.where = counting.where or f"{name} at {_place()}"
-
-
-def _place() -> str:
-    """File and line of the innermost frame outside PyTorch and GuardBit."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                counting.where = counting.where or f"{name} at {place_of_caller()}"

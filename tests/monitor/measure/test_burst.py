@@ -30,7 +30,7 @@ from guardbit.monitor.measure.burst import (
 )
 from guardbit.monitor.policy import Policy
 from guardbit.records import Sample
-from tests.toys import Attention, Fires, Model, instrumented
+from tests.toys import Attention, Fires, Model, instrumented, recorded
 
 SITE = "layers.0"
 
@@ -368,7 +368,7 @@ def test_until_it_is_measured_that_is_said_and_an_error_ends_it(tmp_path, monkey
         monkeypatch.setattr(session._measurement, "consume", lambda *_: 1 / 0)
     run(model, 12, session)
     session.close()
-    assert stage in session.stages_off
+    assert any(stage in why for (why,) in recorded(tmp_path, "monitor_error", "why"))
     assert session.judgement.cause.why.endswith("an error of GuardBit's ended it")
     assert not session._burst.is_on and session._burst._unhook is None
 

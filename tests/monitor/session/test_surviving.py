@@ -64,7 +64,8 @@ def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
     assert sum(f"the stage '{stage}' failed" in message for message in caplog.messages) == 1
     assert len(events_of(tmp_path / "run", "verdict")) == (stage == "policy")
     (error,) = events_of(tmp_path / "run", "monitor_error").itertuples()
-    assert (error.step, error.why) == (0, f"{stage}: on purpose")
+    assert error.step == 0 and error.why.startswith(f"{stage}: on purpose")
+    assert error.why.endswith("; it is tried again at later samples")
     with pytest.raises(ArithmeticError, match="on purpose"):
         Loop(strict=True, **settings).run(range(2))
 
@@ -75,8 +76,9 @@ def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
         broken.setattr(measurement, "Transfer", fail)
         loop.run([1, 2], close=False)
     assert sum("the stage 'samples' failed" in message for message in caplog.messages) == 1
-    loop.run([3, 4, 5], close=False)
-    assert loop.session.state_dict()["all"][0]["measurement"] is None
+    assert loop.session.stages_off == {"samples"}
+    loop.run([3], close=False)
+    assert len(loop.session._measurement.run.state_dict()["scalars"]) <= 2
     loop.session.close()
 
 
@@ -90,7 +92,8 @@ def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_p
 
     monkeypatch.setattr(dispatch, "delta_bias", fails_at_the_second_site)
     loop.run(range(2, 5))
-    assert len(calls) == 2, "the first of the two sites was measured, the second was not"
+    # The first of the two sites was measured, the second was not; then there was one more try.
+    assert len(calls) == 3
     assert sampled(tmp_path) == [0, 1]
     assert sorted(values(tmp_path, "loss")) == [0, 1, 2, 3, 4]
     assert sorted(values(tmp_path, "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.fx import Proxy, _symbolic_trace
 from torch.overrides import handle_torch_function
 
 from guardbit.guard import Args, Around, Kwargs, Result
@@ -90,6 +91,10 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
+    is_traced = _symbolic_trace._is_fx_tracing_flag
+    proxies = [x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)] if is_traced else []
+    if proxies:  # by itself PyTorch would name the stand-in in the graph
+        return Around(args, kwargs, function=partial(handle_torch_function, original, proxies))
     return None if base.is_taken_over(_tensors(args, kwargs)) else base.before(SDPA, args, kwargs)
 
 
