@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,13 +36,18 @@ class Diagnosed(NamedTuple):
 
 
 def read_diagnosed(folder: Path) -> Diagnosed:
-    """Reads a `Diagnosed` from a run's folder; an answer that cannot be read counts as none."""
+    """Reads a `Diagnosed` from a run's folder; answers that cannot be read are left out."""
+    heads: list[dict[str, Any]] = []
     try:
-        heads = json.loads((folder / DIAGNOSIS).read_text(encoding="utf-8"))["heads"]
-        complete = [one for one in heads if {"site", "head", "answer", "left", "steps"} <= {*one}]
-    except (OSError, ValueError, TypeError, KeyError):
-        complete = []
-    return Diagnosed(len(list(folder.glob("snapshot-*.pt"))), complete)
+        with open(folder / DIAGNOSIS, "rb") as file:
+            heads = files.checked_diagnosis(file.read(files.MAX_DIAGNOSIS + 1))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (*files.UNREADABLE, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(
+            f"left out {folder / DIAGNOSIS}, which cannot be read: {error!r}", stacklevel=3
+        )
+    return Diagnosed(len(list(folder.glob("snapshot-*.pt"))), heads)
 
 
 def read(path: str | os.PathLike[str]) -> LoadedRun:

@@ -13,7 +13,7 @@ ran, and the engine's the others. `guardbit.flash_attention` runs our kernels in
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,10 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, engines
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs, LibraryEngine
+from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
-from guardbit.kernels.reference import Dropout
+from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.runtime import SiteState, is_recomputing, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant
@@ -249,20 +250,9 @@ def forward(
         # Runs first, so that it draws the same random numbers as without GuardBit.
         found = _by_engine(call, state, engine, random, generator_state)
     if plan.own:
+        run = partial(_by_own, call, plan, random, is_part=found is not None)
         try:
-            on_triton = dispatch.on_triton(dispatch.BACKENDS[call.backend], q)
-            if spec.dropout_p > 0:
-                random[2].random_()
-            own = dispatch.launcher("forward", on_triton)(
-                *call[:3],
-                causal=spec.causal,
-                scale=spec.scale,
-                stabilizers=plan.own_names,
-                beta=call.beta,
-                eps=call.eps,
-                head_ids=None if found is None else plan.own,
-                dropout=dropout_of(call, plan, random),
-            )
+            own, on_triton = drawing_once(run, q.device, spec.dropout_p > 0)
         except Exception as error:
             if engine is None:
                 raise
@@ -294,6 +284,24 @@ def forward(
     if training:
         state.note(names, why)
     return out, lse, residual, Ran(engine, shares_backward, on_triton, names)
+
+
+def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forward, bool]:
+    """Runs our kernel, in some heads if it is but a part; returns whether it ran in Triton too."""
+    on_triton = dispatch.on_triton(dispatch.BACKENDS[call.backend], call.q)
+    if call.spec.dropout_p > 0:
+        random[2].random_()
+    found = dispatch.launcher("forward", on_triton)(
+        *call[:3],
+        causal=call.spec.causal,
+        scale=call.spec.scale,
+        stabilizers=plan.own_names,
+        beta=call.beta,
+        eps=call.eps,
+        head_ids=plan.own if is_part else None,
+        dropout=dropout_of(call, plan, random),
+    )
+    return found, on_triton
 
 
 def _by_engine(

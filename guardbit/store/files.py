@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import warnings
@@ -47,6 +48,13 @@ MAX_STEP = 2**53
 MAX_LAYERS = MAX_HEADS = 1024
 #: Most bytes of an event, and of an unpacked CSV.
 MAX_EVENT, MAX_CSV = 1 << 20, 8 << 30
+#: Most bytes of the file in which `guardbit diagnose` keeps its answer.
+MAX_DIAGNOSIS = 64 << 20
+#: Most rows of a segment: a row of a CSV has some 32 bytes.
+MAX_ROWS = MAX_CSV // 32
+#: From this number of rows on a segment needs a byte for every four. Values, which are measured,
+#: take eight bytes each before they are packed, and several after.
+MANY_ROWS, ROWS_PER_BYTE = 1_000_000, 4
 
 #: Why rows are left out.
 OUT_OF_BOUNDS = (
@@ -250,6 +258,28 @@ def good_rows(rows: Rows) -> Rows:
     of_run = compute.equal(rows["site"], "")
     good = compute.and_(from_0("step", MAX_STEP), compute.or_(of_head, of_run))
     return rows.filter(compute.and_(good, compute.is_valid(rows["indicator"])))
+
+
+def check_rows(rows: int, size: int) -> None:
+    """Raises an error if a file of a size, in bytes, cannot hold so many measured rows."""
+    if rows > MAX_ROWS or rows > max(MANY_ROWS, ROWS_PER_BYTE * size):
+        raise ValueError(f"it unpacks {size:,} bytes to {rows:,} rows, which no run has written")
+
+
+def checked_diagnosis(text: bytes) -> list[dict[str, Any]]:
+    """Returns the answers that `guardbit diagnose` has kept of single heads."""
+    if len(text) > MAX_DIAGNOSIS:
+        raise ValueError(f"it is larger than {MAX_DIAGNOSIS >> 20} MiB")
+    heads = json.loads(text)["heads"]
+    for one in heads:
+        lists = (one["answer"], str), (one["steps"], int), ([*one["left"].values()], float | int)
+        is_right = isinstance(one["site"], str) and isinstance(one["head"], int) and one["steps"]
+        for values, kind in lists:
+            is_right = is_right and isinstance(values, list)
+            is_right = is_right and all(isinstance(value, kind) for value in values)
+        if not is_right:
+            raise ValueError(f"it holds {one!r}"[:200])
+    return heads
 
 
 def warn_of_rows(left_out: int, rows: int, path: Path) -> None:

@@ -134,6 +134,7 @@ def _load_samples(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
         open(path, "rb") as source,
         pq.ParquetFile(source, read_dictionary=["site", "indicator"]) as file,
     ):
+        files.check_rows(file.metadata.num_rows, os.fstat(source.fileno()).st_size)
         files.check_columns(file.schema_arrow.names, COLUMNS, path)
         for batch in file.iter_batches(_BATCH, columns=COLUMNS):
             good = files.good_rows(batch.select(COLUMNS).cast(BATCHES))

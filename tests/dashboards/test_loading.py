@@ -1,6 +1,7 @@
 """A run in a notebook."""
 
 import io
+import json
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from PIL import Image
 import guardbit
 from guardbit.dashboards import figures
 from guardbit.dashboards.figures.style import pixels
+from guardbit.dashboards.loading import read_diagnosed
 from guardbit.records import Sample
 from guardbit.store import RunWriter
 from guardbit.store.files import place_of_run
@@ -118,3 +120,31 @@ def test_a_run_is_called_after_its_log_directory(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     assert place_of_run(Path()).name == "version_0"
+
+
+ANSWER = {"site": "a", "head": 1, "answer": ["Why."], "left": {"none": 1.0}, "steps": [3]}
+
+
+@pytest.mark.parametrize("change", [
+    {"head": "one"}, {"head": None}, {"site": 3}, {"answer": "Why."}, {"answer": [3]},
+    {"left": {"none": "all"}}, {"left": ["none"]}, {"steps": [[3]]}, {"steps": 3}, {"steps": []},
+], ids=str)  # fmt: skip
+def test_a_diagnosis_of_other_kinds_is_left_out_with_a_sentence(tmp_path, change):
+    with RunWriter(tmp_path) as writer:
+        writer.add([Sample(3, "a", 0, "max_logit", (1.0, 2.0))])
+    path = tmp_path / "diagnosis" / "diagnosis.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"heads": [ANSWER]}))
+    assert guardbit.load(tmp_path).diagnosed.heads == [ANSWER]
+    path.write_text(json.dumps({"heads": [ANSWER, ANSWER | change]}))
+    with pytest.warns(UserWarning, match="left out .*diagnosis.json, which cannot be read"):
+        run = guardbit.load(tmp_path)
+    assert run.diagnosed.heads == []
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"heads": 3}', '{"heads": [3]}', "[" * 10**5, "{"])
+def test_no_diagnosis_ends_a_report(tmp_path, text):
+    (tmp_path / "diagnosis").mkdir()
+    (tmp_path / "diagnosis" / "diagnosis.json").write_text(text)
+    with pytest.warns(UserWarning, match="which cannot be read"):
+        assert read_diagnosed(tmp_path).heads == []

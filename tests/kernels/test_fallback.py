@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from guardbit import flash_attention
-from guardbit.kernels import dispatch
+from guardbit.kernels import dispatch, engines, heads, op
 from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
 from tests.kernels.switched import in_force, switchable_attention
@@ -168,9 +168,37 @@ def test_with_dropout_the_forward_falls_back(names, site, broken):
     torch.manual_seed(1)
     found = switched(site, dropout_p=0.5)
     torch.manual_seed(1)
-    if names == ALL:  # the number that ours drew before it failed
-        torch.empty((), dtype=torch.int64).random_()
     assert same(found, plain(dropout_p=0.5))
+
+
+@pytest.mark.parametrize("part", ["the engine", "what is kept of it", "choosing"])
+def test_what_pytorch_draws_in_our_place_is_what_it_would_have_drawn(part, site, monkeypatch):
+    def fails(original):
+        def run(*arguments, **options):
+            original(*arguments, **options)  # which draws, unless it chooses
+            raise RuntimeError("afterwards")
+
+        return run
+
+    owner, name = {
+        "the engine": (heads, "_by_engine"),
+        "what is kept of it": (op, "_packed"),
+        "choosing": (engines, "choose"),
+    }[part]
+    original, faults = getattr(owner, name), []
+    monkeypatch.setattr(runtime, "on_fault", faults.append)
+
+    def once(*arguments, **options):
+        monkeypatch.setattr(owner, name, original)
+        return fails(original)(*arguments, **options)
+
+    torch.manual_seed(1)
+    expected, after = plain(dropout_p=0.5), torch.rand(3)
+    monkeypatch.setattr(owner, name, once)
+    torch.manual_seed(1)
+    found = switched(site, dropout_p=0.5)
+    assert same(found, expected) and torch.equal(torch.rand(3), after)
+    assert [str(fault) for fault in faults] == ["afterwards"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

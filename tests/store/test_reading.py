@@ -6,6 +6,7 @@ import errno
 import gzip
 import math
 import os
+import random
 import re
 import warnings
 from pathlib import Path
@@ -440,3 +441,43 @@ def read_whole(folder: Path, text: bytes) -> pd.DataFrame:
     path = folder / "whole.csv"
     path.write_bytes(text[: text.rindex(b"\n") + 1])
     return read_run(path)
+
+
+def packed(folder, num_rows):
+    """A segment of equal rows, which takes a byte for some forty of them."""
+    write(folder, loss(0))
+    path = segment(folder)
+    table = pq.read_table(path)
+    rows = table.take(pa.array([0]).take(pa.array([0] * num_rows)))
+    pq.write_table(rows, path, compression="zstd")
+    return path
+
+
+def test_a_segment_that_unpacks_to_more_rows_than_a_run_writes_is_left_out(tmp_path, monkeypatch):
+    path = packed(tmp_path, 300_000)
+    size = path.stat().st_size
+    assert len(read_run(tmp_path)) == 1, "equal keys"
+    assert size < 300_000 / files.ROWS_PER_BYTE
+    monkeypatch.setattr(files, "MANY_ROWS", 100_000)
+    with (
+        pytest.warns(UserWarning, match=f"unpacks {size:,} bytes to 300,000 rows, which no run"),
+        pytest.raises(ValueError, match="none of the 1 segments of samples"),
+    ):
+        read_run(tmp_path)
+    monkeypatch.setattr(files, "ROWS_PER_BYTE", 300_000)
+    assert len(read_run(tmp_path)) == 1
+    monkeypatch.setattr(files, "MAX_ROWS", 200_000)
+    with pytest.warns(UserWarning), pytest.raises(ValueError):
+        read_run(tmp_path)
+
+
+def test_measured_values_are_no_such_segment(tmp_path):
+    # Norms, which do not compress, beside maxima that are zero at every step.
+    drawn = random.Random(0)
+    samples = [
+        Sample(n, "a", 0, "max_logit", tuple(drawn.random() for _ in range(100)))
+        for n in range(100)
+    ]
+    samples += [Sample(n, "a", 0, "multiple_maxima", (0.0,) * 100) for n in range(100)]
+    write(tmp_path, *samples)
+    assert files.ROWS_PER_BYTE * segment(tmp_path).stat().st_size > 20_000 * 10
