@@ -557,6 +557,10 @@ def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
     turns = judged(of=often, metadata={"without_attention": {"samples": 20, "first": 50}})
     assert turns.state == "healthy"
     norms = [replace(one, indicator="w_q_spectral_norm") for one in often if one.site]
+    # Of twenty samples that have calls, and as many or more that lack them.
+    for lacking, state in ((20, "healthy"), (21, "unclear")):
+        told = {"without_attention": {"samples": lacking, "first": 50}}
+        assert judged(of=often, metadata=told).state == state
     for lacking, state in ((1, "healthy"), (15, "unclear")):
         told = {"without_attention": {"samples": lacking, "first": 0}}
         assert judged(of=norms, metadata=told).state == state
@@ -823,6 +827,9 @@ def test_a_level_is_no_growth():
     other = alarm(5000, head=0, site="h.0.attn")
     assert judged(other, logit=lambda step: 22_750.0).severity == "warning"
     assert judged(other, logit=step_to(22_750, 32_000, 5000)).severity == "critical"
+    # Of a run that goes on after its alarm nobody knows what it had grown from.
+    late = [one for one in samples(logit=lambda step: 22_750.0) if one.step > 6000]
+    assert judged(alarm(5000), of=late).severity == "critical"
     evidence = Evidence()
     evidence.add(samples(logit=step_to(22_750, 32_000, 5000)))
     assert severities(evidence, [4900, 5000]) == {4900: "warning", 5000: "critical"}

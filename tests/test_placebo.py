@@ -127,22 +127,25 @@ def test_noise_is_hardly_ever_saved_at_whatever_sample_one_looks(kind, after):
     assert saved <= 2
 
 
-@pytest.mark.parametrize("after", [0.02, 0.3])
-def test_audits_after_the_switch_tell_whether_its_error_is_gone(after):
-    """The same fall, once with the error of dQ gone and once with it there as before."""
+@pytest.mark.parametrize(
+    ("after", "fallen", "entropy"),
+    [(0.02, 20.0, 0.5), (0.3, 20.0, 0.5), (0.02, 100.0, 0.5), (0.02, 20.0, 1e-4)],
+    ids=["gone", "error there as before", "logits as before", "saturated: says nothing"],
+)
+def test_audits_tell_whether_the_switch_took_the_error_and_the_growth(after, fallen, entropy):
     evidence = Evidence()
     for step in range(20):
-        logit, error = (100.0, 0.4) if step < 12 else (20.0, after)
+        logit, error = (100.0, 0.4) if step < 12 else (fallen, after)
         evidence.add([Sample(step, "", -1, "loss", (3.0,)),
                       Sample(step, "a", 0, "max_logit", (logit, 5.0)),
-                      Sample(step, "a", 0, "attention_entropy", (0.5, 5.0)),
+                      Sample(step, "a", 0, "attention_entropy", (entropy, 5.0)),
                       Sample(step, "a", 0, "dq_coherent_error", (-error, math.nan))])  # fmt: skip
     events = [Event(11, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
               Event(11, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
     found = judge(evidence, events)
-    assert (found.state, found.verdict) == (
-        ("saved", "rounding") if after == 0.02 else ("switched", "unclear")
-    )
+    is_saved = (after, fallen, entropy) == (0.02, 20.0, 0.5)
+    said = ("saved", "rounding") if is_saved else ("switched", "unclear")
+    assert (found.state, found.verdict) == said
     # What `guardbit diagnose` has said of the head counts as well.
     said = judge(evidence, events, diagnosed=[{"site": "a", "head": 0, "cause": "not rounding"}])
     assert said.state == "switched"
