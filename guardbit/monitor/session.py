@@ -54,7 +54,7 @@ from guardbit.records import (
 T = TypeVar("T")
 
 # Of a state. Raise it when states that were taken before no longer fit.
-_FORMAT = 8
+_FORMAT = 9
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"

@@ -81,11 +81,22 @@ def test_model_logits_need_three_quarters_of_the_layers():
     ("abc", [100.0] * 3 + [6500.0] * 3, 40),
     ("ab", [1.0, 1.0, 9e4, 9e4], None),  # of two layers one is no majority
     ("abc", [1.0, 9e4, 1.0, 1.0], None),  # one extreme batch
-    ("abc", [9000.0] * 3, 10),  # what is saturated need not have grown
+    ("abc", [22750.0] * 9, None),  # a checkpoint's level is no growth, however large
+    ("abc", [22750.0] * 3 + [1.5e6] * 3, 40),
 ])  # fmt: skip
-def test_model_logits_go_by_growth_and_saturation(sites, logits, first):
+def test_model_logits_go_by_growth_alone(sites, logits, first):
     alarms = alarms_in(ModelLogits(), {(site, LOGIT): logits for site in sites})
     assert [(a.step, a.site) for a in alarms[:3]] == [(first, s) for s in sites if first]
+
+
+def test_layers_that_do_not_train_are_none_of_the_model():
+    """A frozen tower of five layers, whose logits stay, before three at too high a rate."""
+    series = {(f"frozen.{i}", LOGIT): [50.0] * 6 for i in range(5)}
+    series |= {(f"frozen.{i}", "w_k_spectral_norm"): [3.0] * 6 for i in range(5)}
+    series |= {(f"h.{i}", LOGIT): [5.0] * 3 + [2000.0] * 3 for i in range(3)}
+    series |= {(f"h.{i}", "w_k_spectral_norm"): [3.0 + 0.01 * n for n in range(6)] for i in (0, 1)}
+    alarms = alarms_in(ModelLogits(), series)
+    assert [(a.step, a.site) for a in alarms] == [(40, "h.0"), (40, "h.1"), (40, "h.2")]
 
 
 def loss_alarms(losses, every=20):
@@ -128,8 +139,9 @@ def mixed_run(seed=0):
     for index in range(45):
         step = 100 + 20 * index
         grown = max(1.0, (step / 500) ** 6)
-        norms = {"a": [2.0 * grown, 1.0], "b": [1.0, 1.0], "c": [1.0, NAN]}
-        tops = {"a": [5.0 * grown**6, 10.0], "b": [1.0, 20.0], "c": [9.0, 20.0]}
+        drift = 1.0 + 1e-5 * index  # all heads train
+        norms = {"a": [2.0 * grown, drift], "b": [drift, drift], "c": [drift, NAN]}
+        tops = {"a": [5.0 * grown**6, 10.0], "b": [1.0, 20.0 + index], "c": [9.0, 20.0]}
         if index > 38:
             tops["b"], tops["c"] = [1.0, 4000.0], [3000.0, 20.0]
         samples = [Sample(step, "", -1, "loss", (9.0 if index > 30 else 3.0,))]
@@ -245,8 +257,9 @@ def test_an_alarm_describes_a_head_that_it_names(indicator, small, large):
     told = {}
     for step in range(0, 2000, 10):
         heads = [large[0] if step >= 100 else small, large[1] if step >= 1000 else small]
-        samples = [sample(step, indicator, heads, "a")]
-        samples += [sample(step, indicator, [small] * 2, site) for site in "bc"]
+        drift = 1 + 1e-6 * step  # all heads train
+        samples = [sample(step, indicator, [drift * x for x in heads], "a")]
+        samples += [sample(step, indicator, [drift * small] * 2, site) for site in "bc"]
         for alarm in detectors.update(samples):
             told[alarm.heads] = alarm.why.split(";")[0]
     assert told.keys() == {(0,), (1,)}

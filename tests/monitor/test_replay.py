@@ -200,7 +200,7 @@ def test_no_alarm_in_runs_resampled_from_the_stable_ones():
     # Half of the default thresholds still spares every stable run: the margin is two.
     [
         HeadGrowth(norm=0.315, logit=1.925, together=1.2),
-        ModelLogits(growth=32.0, saturated=4096.0),
+        ModelLogits(growth=32.0),
         LossDeparture(rise=0.5, spread=1.5),
     ],
 )

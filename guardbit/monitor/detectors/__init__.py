@@ -19,6 +19,7 @@ import numpy as np
 from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import rules
 from guardbit.monitor.detectors.rule import (
+    BEGUN,
     OVERFLOW,
     Finding,
     Rule,
@@ -72,6 +73,13 @@ __all__ += rules.__all__
 #: rounding makes up for.
 RESTLESS = 256.0
 
+#: A head trains if its W_Q or W_K has moved in so many of its last samples: some optimizers are
+#: stepped less often than others.
+STILL = 5
+_WEIGHTS = ("w_q_spectral_norm", "w_k_spectral_norm")
+# A norm that is computed anew may differ in its last bits.
+_UNMOVED = 1e-6
+
 
 class Detectors:
     """Samples in, alarms out; one object for a live run and for a replay."""
@@ -107,6 +115,10 @@ class Detectors:
             "rules": {name: {} for name in names},
             "last_step": {},  # indicator -> site -> step
             "widths": {},  # site -> number of heads
+            "begun": {name: {} for name in BEGUN},  # indicator -> site -> first values
+            "moved": {name: {} for name in _WEIGHTS},  # norm -> site -> the one it last moved to
+            "still": {},  # site -> samples for which neither has moved
+            "trains": {},  # site -> whether each head trains, see `STILL`
             # Rule -> site -> head (-1: the whole run), as text for JSON -> step of the last alarm.
             "fired": {name: {} for name in names},
         }
@@ -184,7 +196,42 @@ class Detectors:
             latest = self._latest.setdefault(sample.indicator, {})
             before = padded(latest.get(sample.site, values), len(values))
             latest[sample.site] = np.where(np.isnan(values), before, values)
-        return Snapshot(step, now, self._latest, self.normalised)
+        trains = self._training(now)
+        return Snapshot(step, now, self._latest, self.normalised, trains, self._begun())
+
+    def _training(self, now: Mapping[str, Mapping[str, Values]]) -> dict[str, np.ndarray]:
+        """Returns for each site of which weights are known which heads train."""
+        still, moved = self._memory["still"], self._memory["moved"]
+        for site in dict.fromkeys(site for name in _WEIGHTS for site in now.get(name, {})):
+            width, is_new = self._memory["widths"][site], site not in still
+            moves, known = np.zeros(width, bool), np.zeros(width, bool)
+            for name in _WEIGHTS:
+                norms = padded(now.get(name, {}).get(site, np.empty(0)), width)
+                before = from_plain(moved[name].get(site, []), width)
+                moves |= (has_moved := np.abs(norms - before) > _UNMOVED * np.abs(before))
+                known |= ~np.isnan(norms)
+                moved[name][site] = to_plain(np.where(has_moved | np.isnan(before), norms, before))
+            # What has not moved from the first sample to the second does not train yet.
+            counts = np.array([*still.get(site, []), *[STILL] * width][:width])
+            counts = np.where(moves, 0, np.minimum(counts + known, STILL))
+            still[site] = counts.tolist()
+            self._memory["trains"][site] = ((counts < STILL) | is_new | ~known).tolist()
+        widths = self._memory["widths"]
+        return {
+            site: np.array([*trains, *[True] * (widths[site] - len(trains))], bool)
+            for site, trains in self._memory["trains"].items()
+        }
+
+    def _begun(self) -> dict[str, dict[str, Values]]:
+        """Returns what heads had when they were measured first."""
+        found: dict[str, dict[str, Values]] = {}
+        for name, sites in self._memory["begun"].items():
+            for site, values in self._latest.get(name, {}).items():
+                first = from_plain(sites.get(site, []), len(values))
+                first = np.where(np.isnan(first), values, first)
+                sites[site] = to_plain(first)
+                found.setdefault(name, {})[site] = first
+        return found
 
     def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:
         """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""

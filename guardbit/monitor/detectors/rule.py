@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +42,11 @@ def padded(values: Values, heads: int) -> Values:
     return np.concatenate([values, np.full(missing, math.nan)]) if missing else values
 
 
+#: By so much a head's largest logit, or its W_Q norm, has grown when it is not what it was when the
+#: run began: more than they scatter from sample to sample in a head that does not learn.
+BEGUN = MappingProxyType({"max_logit": 2.0, "w_q_spectral_norm": 1.2})
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that was measured at one step."""
@@ -54,6 +60,10 @@ class Snapshot:
     latest: Mapping[str, Mapping[str, Values]]
     # Sites where the size of W_Q does not reach the scores, as under QK norm.
     normalised: frozenset[str] = frozenset()
+    # Site -> whether each head's W_Q or W_K changes; sites of which neither is known are absent.
+    trains: Mapping[str, NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
+    # Indicator -> site -> what each head had when it was measured first, of `BEGUN`.
+    begun: Mapping[str, Mapping[str, Values]] = dataclasses.field(default_factory=dict)
 
     def of(self, indicator: str) -> Mapping[str, Values]:
         """Returns site -> this step's values; empty where the indicator was not measured."""
@@ -62,6 +72,25 @@ class Snapshot:
     def last_of(self, indicator: str, site: str, heads: int) -> Values:
         """Returns a site's last known values, `heads` of them, NaN where nothing is known."""
         return padded(self.latest.get(indicator, {}).get(site, np.empty(0))[:heads], heads)
+
+    def of_trained(self, indicator: str) -> dict[str, Values]:
+        """Returns site -> this step's values; NaN for heads that do not train."""
+        found = {}
+        for site, values in self.of(indicator).items():
+            trains = self.trains.get(site)
+            found[site] = values if trains is None else np.where(trains, values, np.nan)
+        return found
+
+    def has_moved(self, site: str, heads: int) -> NDArray[np.bool_]:
+        """Whether heads are no longer as they were at first; true where nothing is known."""
+        known, moved = np.zeros(heads, bool), np.zeros(heads, bool)
+        for name, factor in BEGUN.items():
+            begun = self.begun.get(name, {}).get(site, np.empty(0))
+            bound = factor * np.abs(padded(begun, heads)[:heads])
+            sizes = np.abs(self.last_of(name, site, heads))
+            known |= ~np.isnan(sizes)
+            moved |= sizes >= bound
+        return moved | ~known
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +179,15 @@ MODULES = 3
 
 
 def growth_of_model(state: State, snapshot: Snapshot) -> float:
-    """Returns how much larger most modules' largest logits are than at first, 1 if unknown.
+    """Returns by how much most modules' largest logits have grown, 1 if unknown.
 
-    It is the lower quartile over the modules, and what is below `FLAT` counts as that.
+    It is the lower quartile over the modules that train, since each was measured first.
     """
-    sites = snapshot.latest.get("max_logit", {})
-    # NaN is a head that was not measured.
-    tops = sorted(top for v in sites.values() if (top := float(np.fmax.reduce(v))) == top)
-    if len(tops) < MODULES:
-        return 1.0
-    quartile = tops[(len(tops) - 1) // 4]
-    return quartile / state.setdefault("first_quartile", max(quartile, FLAT))
+    growths = []
+    for site, logits in snapshot.latest.get("max_logit", {}).items():
+        trains = snapshot.trains.get(site, np.ones(len(logits), bool))
+        # NaN is a head that was not measured.
+        top = float(np.fmax.reduce(np.abs(logits)))
+        if top == top and trains.any():
+            growths.append(top / state.setdefault("first", {}).setdefault(site, max(top, FLAT)))
+    return sorted(growths)[(len(growths) - 1) // 4] if len(growths) >= MODULES else 1.0

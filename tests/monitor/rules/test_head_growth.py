@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from guardbit.monitor.detectors import HeadGrowth
+from guardbit.monitor.detectors import Detectors, HeadGrowth
+from guardbit.records import Sample
 from tests.monitor.rules.series import alarms_in, beside
 
 INF, NAN = math.inf, math.nan
@@ -171,3 +172,47 @@ def test_a_head_that_came_after_the_last_norm_is_named_by_its_logits():
     flat = [[], *[(20.0, 0.0)] * (len(AGE) - 1)]
     found = named(alarms_in(HeadGrowth(), norms | beside(LOGIT, own, flat), STEPS))
     assert found == [("a", (1,))]
+
+
+def grown(frozen, is_late=False, logits=True):
+    """Alarms of four trained heads that all grow, beside frozen ones or a teacher never called."""
+    steps, series = range(60), {}
+    for site, trains in {"a": True, "b": True, **{f"c.{i}": False for i in range(frozen)}}.items():
+        rows = [(1.03 ** (max(0, n - 30) if is_late and site == "b" else n),) * 2 for n in steps]
+        series[site, "w_q_spectral_norm"] = rows if trains else [(1.0, 1.0)] * len(steps)
+        if logits and trains:
+            series[site, "max_logit"] = [(40.0, 40.0)] * len(steps)
+    detectors = Detectors((HeadGrowth(),))
+    return [
+        alarm
+        for n in steps
+        for alarm in detectors.update(
+            Sample(n, site, 0, name, rows[n]) for (site, name), rows in series.items()
+        )
+    ]
+
+
+@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize("frozen", [0, 3, 30])
+def test_heads_that_do_not_train_are_nobodys_peers(frozen, logits):
+    assert grown(frozen, logits=logits) == []
+    # One that is unfrozen later grows from then on, no faster than its peers.
+    assert grown(frozen, is_late=True, logits=logits) == []
+
+
+def test_where_no_head_trains_none_grows():
+    detectors = Detectors((HeadGrowth(),))
+    for n in range(20):
+        samples = [Sample(n, s, 0, "w_q_spectral_norm", (1.0,)) for s in "ab"]
+        samples += [Sample(n, s, 0, "max_logit", (20.0 * 2 ** (n * (s == "a")),)) for s in "ab"]
+        assert detectors.update(samples) == []
+
+
+def test_an_average_of_the_weights_is_no_peer():
+    """A teacher follows at a hundredth of the pace, and is never called in a backward."""
+    detectors = Detectors((HeadGrowth(),))
+    for n in range(60):
+        samples = [Sample(n, s, 0, "w_q_spectral_norm", (1.03**n,)) for s in "ab"]
+        samples += [Sample(n, s, 0, "max_logit", (40.0,)) for s in "ab"]
+        samples += [Sample(n, s, 0, "w_q_spectral_norm", (1.0003**n,)) for s in "cdef"]
+        assert detectors.update(samples) == []

@@ -51,10 +51,10 @@ def counted_errors(snapshot: Snapshot, state: State) -> dict[str, Values]:
     """Returns site -> the sizes of the audited errors of dQ, up to 1; NaN where none counts."""
     is_models = growth_of_model(state, snapshot) >= MODEL_GROWTH
     counted = {}
-    for site, errors in snapshot.of("dq_coherent_error").items():
+    for site, errors in snapshot.of_trained("dq_coherent_error").items():
         entropy = snapshot.last_of("attention_entropy", site, len(errors))
-        sizes = np.minimum(np.abs(errors), 1.0)
-        counted[site] = np.where(is_models | (entropy < SATURATED), np.nan, sizes)
+        counts = ~(entropy < SATURATED) & snapshot.has_moved(site, len(errors)) & (not is_models)
+        counted[site] = np.where(counts, np.minimum(np.abs(errors), 1.0), np.nan)
     return counted
 
 
@@ -66,7 +66,9 @@ class GradientError:
     direction, summed over the rows with its sign, as a part of the sum of the sizes of dQ along it.
     The sign is that of the direction, which is arbitrary, so the size counts, up to 1: the whole
     gradient. The rule needs no peers. The size does not count where attention is saturated, see
-    `SATURATED`, nor where the whole model's logits run away, see `MODEL_GROWTH`.
+    `SATURATED`, where the whole model's logits run away, see `MODEL_GROWTH`, in heads that do not
+    train, and in those whose logits and W_Q are what they were when the run began: a checkpoint's
+    large errors are its level, and no growth.
 
     `tolerated`: in the sound runs no head's mean is above 0.007. Half of it would warn by up to
     5,000 steps earlier in five of twelve runs, and alarm 20 instead of 12 of 70 runs in heads that

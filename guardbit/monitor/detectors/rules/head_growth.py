@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from guardbit.monitor.detectors.rule import (
+    FLAT,
     OVERFLOW,
     Finding,
     Snapshot,
@@ -97,10 +98,6 @@ def restart(state: State, site: str, heads: tuple[int, ...]) -> None:
 OVER_PEERS = 2.5
 NORM_DRIFT, LOGIT_DRIFT = 0.05, 0.3
 
-#: A logit is a difference of logarithms of probabilities, in nats. In any model smaller ones are
-#: noise, and count as this.
-FLAT = 16.0
-
 
 @dataclass(frozen=True, slots=True)
 class HeadGrowth:
@@ -110,7 +107,8 @@ class HeadGrowth:
     logits (arXiv 2510.04212, section 3.2, figures 3 and 11). In the runs we have it begins in heads
     whose norm is small: they catch up with the others, and overtake them a thousand steps later. So
     growth counts from wherever it begins, see `outrun`, and no level does. The peers are
-    the clock: in a young run, or at a high rate, all heads grow fast.
+    the clock: in a young run, or at a high rate, all heads grow fast. Heads whose weights stand
+    still are nobody's peers, and do not count.
 
     Either may be bounded, or not known. So each counts by itself, and both together for less.
     Where queries are normalised between W_Q and the scores, the norm says nothing, and nothing
@@ -145,14 +143,16 @@ class HeadGrowth:
         last, norm_state, logit_state = (
             state.setdefault(name, {}) for name in ("last", "norm", "logit")
         )
+        called = snapshot.latest.get("max_logit")
         norms = {
             site: values
-            for site, values in snapshot.of("w_q_spectral_norm").items()
-            if site not in snapshot.normalised
+            for site, values in snapshot.of_trained("w_q_spectral_norm").items()
+            # A teacher, or an average of weights, is never called in a backward.
+            if site not in snapshot.normalised and (called is None or site in called)
         }
         logits = {
             site: np.maximum(smaller_of_last_two(last, site, np.abs(values)), FLAT)
-            for site, values in snapshot.of("max_logit").items()
+            for site, values in snapshot.of_trained("max_logit").items()
         }
         by_norm = outrun(norm_state, snapshot.step, norms, OVER_PEERS, NORM_DRIFT)
         by_logit = outrun(logit_state, snapshot.step, logits, OVER_PEERS, LOGIT_DRIFT)
