@@ -81,6 +81,8 @@ def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, normed):
     )
     for step in range(0, 1500, 50):
         with loop.session.step(step), torch.no_grad():
+            for layer in loop.model.layers:  # all heads train
+                layer.q_proj[0].weight *= 1.01
             loop.model.layers[1].q_proj[0].weight[16:32] *= 1.08
             with torch.enable_grad():
                 loop.backward(step)

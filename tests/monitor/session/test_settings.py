@@ -31,7 +31,7 @@ def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     ]),
     ({"indicators": ["w_q_spectral_norm", "loss", "delta_bias"]}, [
         "some rules cannot raise an alarm, because indicators that they need are not measured:"
-        " gradient_error lacks dq_coherent_error; model_logits lacks max_logit"
+        " model_logits lacks max_logit; gradient_error lacks dq_coherent_error"
     ]),
     ({"rules": ()}, ["rules is empty: no alarm can come, and a policy has nothing to act on"]),
 ])  # fmt: skip
