@@ -73,8 +73,8 @@ __all__ += rules.__all__
 #: rounding makes up for.
 RESTLESS = 256.0
 
-#: A head trains if its W_Q or W_K has moved in its last so many samples: some optimizers are stepped
-#: less often than others, and norms that were recorded in three digits do not always show it.
+#: A head trains if its W_Q or W_K has moved in its last so many samples: some optimizers are
+#: stepped less often than others, and norms recorded in three digits do not always show it.
 STILL = 10
 _WEIGHTS = ("w_q_spectral_norm", "w_k_spectral_norm")
 # A norm that is computed anew may differ in its last bits.
