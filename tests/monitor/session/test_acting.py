@@ -219,3 +219,10 @@ def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     refused, made = events_of(tmp_path, "refusal"), events_of(tmp_path, "switch")
     assert refused[["step", "stabilizer"]].to_numpy().tolist() == [[0, "compensated"]]
     assert made[["step", "stabilizer"]].to_numpy().tolist() == [[2, "compensated"]]
+
+
+def test_without_on_alarm_no_alarm_is_an_error(tmp_path):
+    Loop(rules=(Always(),), dirpath=tmp_path).run(range(3))
+    assert len(events_of(tmp_path, "alarm"))
+    kinds = read_events(tmp_path).kind
+    assert "monitor_error" not in set(kinds)
