@@ -24,7 +24,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch._C import _autograd as autograd
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -306,6 +308,54 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
     """Calls a function inside a context manager."""
     with context:
         return function()
+
+
+# Restores what `apart` takes off.
+_Restore = Callable[[], object]
+
+
+def apart(function: Callable[[], T]) -> T:
+    """Calls a function of GuardBit's without what is in force in the user's code.
+
+    That is not meant for GuardBit's work: modes would count it or stop it, and a device be another.
+    What is not in force costs a look.
+    """
+    to_restore: list[Callable[[], object]] = []
+    try:
+        _take_off(to_restore)
+        return function()
+    finally:
+        undo_all(to_restore)
+
+
+def _take_off(to_restore: list[Callable[[], object]]) -> None:
+    def later(function: Callable[..., object], *args: Any) -> None:
+        to_restore.append(functools.partial(function, *args))
+
+    def enter(context: AbstractContextManager[Any]) -> None:
+        context.__enter__()
+        later(context.__exit__, None, None, None)
+
+    if autograd._profiler_enabled():
+        autograd._enable_record_function(False)
+        later(autograd._enable_record_function, True)
+    if torch._C._is_any_autocast_enabled():
+        enter(torch._C._DisableAutocast())
+    if torch.is_inference_mode_enabled():
+        enter(torch.inference_mode(False))
+    while torch._C._len_torch_function_stack() > 0:  # one of them is of the default device
+        later(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
+    if torch._C._len_torch_dispatch_stack() > 0:
+        enter(_disable_current_modes())
+    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        autograd._pop_saved_tensors_default_hooks()
+        later(autograd._push_saved_tensors_default_hooks, *hooks)
+    if torch.is_anomaly_enabled():
+        later(torch.set_anomaly_enabled, True, torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(False)
+    if torch._C._get_deterministic_fill_uninitialized_memory():
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
+        later(torch._C._set_deterministic_fill_uninitialized_memory, True)
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

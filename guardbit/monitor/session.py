@@ -659,22 +659,25 @@ class Session(Guarded):
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
         try:
-            if call.q.numel() == 0 or call.k.numel() == 0:
-                return
-            with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
-                if (calls := self._examinations.calls) is not None:
-                    given = call.q, call.k, call.v, call.spec, call.kernel
-                    self.attempt("preflight", lambda: calls.take(*given))
-                if self._burst.is_on:
-                    self.attempt("burst", lambda: self._burst.consume(call))
-                if not self._schedule.is_sampled:
-                    return
-                self._are_heard = True
-                self._precisions.add(_precision_of(call.q))
-                self._measurement.consume(call)
-                self.attempt("snapshots", lambda: self._snapshots.consume(call))
+            guard.apart(partial(self._take_call, call))
         except Exception as error:
             self._capture_failed(of_call(error, call.site))
+
+    @torch.no_grad()
+    def _take_call(self, call: AttentionCall) -> None:
+        if call.q.numel() == 0 or call.k.numel() == 0:
+            return
+        if (calls := self._examinations.calls) is not None:
+            given = call.q, call.k, call.v, call.spec, call.kernel
+            self.attempt("preflight", lambda: calls.take(*given))
+        if self._burst.is_on:
+            self.attempt("burst", lambda: self._burst.consume(call))
+        if not self._schedule.is_sampled:
+            return
+        self._are_heard = True
+        self._precisions.add(_precision_of(call.q))
+        self._measurement.consume(call)
+        self.attempt("snapshots", lambda: self._snapshots.consume(call))
 
     # --- leaving the model -----------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
+from guardbit.guard import apart
+
 T = TypeVar("T")
 
 
@@ -93,7 +95,8 @@ class Stages:
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off, as closing must always be tried."""
         try:
-            found = function()
+            # A preflight runs the user's model, as it would run.
+            found = function() if stage == "preflight" else apart(function)
         except Exception as error:
             self.fail(stage, error)
             return None
