@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from guardbit.judgement import delta_not_rounded, nothing_to_correct
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
@@ -29,6 +30,9 @@ Stabilizers = dict[str, list[str]]
 #: Steps that a change must last before it is reported, from a module's third change on. Otherwise
 #: alternating calls would fill the journal.
 LASTING = 100
+
+#: What to do about a head that grows where no rounding can be corrected.
+OTHERWISE = "a lower learning rate, QK norm or qk_clip bounds its growth"
 
 #: A head that is clipped again and again is reported once in so many steps.
 REPORTED_EVERY = 1000
@@ -50,6 +54,7 @@ class Switching:
         self._policy, self._dry_run, self._record = policy, dry_run, record
         # Module, of any rank -> why none of its calls could be switched so far, or None.
         self.refusals: dict[str, str | None] = {}
+        self._needless: dict[str, str] = {}  # module -> why there is nothing to correct in it
         self.asked_elsewhere: Stabilizers = {}  # in modules that only other ranks hold
         # Modules that are absent: not called yet, or no longer instrumented.
         self._loaded: Stabilizers = {}
@@ -93,6 +98,15 @@ class Switching:
             if switched:
                 self._record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
 
+    def know(self, facts: Mapping[str, Mapping[str, Any]], precision: Sequence[str]) -> None:
+        """Takes how modules run: a policy switches none in which nothing is rounded."""
+        if self._policy is None or self._policy.stabilizer != "exact_delta":
+            return  # somebody has chosen what it is switched to
+        whole = nothing_to_correct({"precision": precision})
+        for site, module in facts.items():
+            why = whole or delta_not_rounded({"sites": {site: module}})
+            self._needless[site] = why and f"{why}: nothing to correct; {OTHERWISE}"
+
     def decide(
         self,
         alarms: list[Alarm],
@@ -119,7 +133,8 @@ class Switching:
     def _act(self, decision: Decision, policy: Policy, step: int) -> None:
         site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
         asked = self.asked_elsewhere[decision.site] if site is None else site.asked
-        refusal, heads, why = self.refusals.get(decision.site), decision.heads, decision.why
+        refusal = self._needless.get(decision.site) or self.refusals.get(decision.site)
+        heads, why = decision.heads, decision.why
         if site is not None and site.mixed_heads is not None:
             heads = tuple(range(site.num_heads))
         if decision.stabilizer == "none" and not self._dry_run:

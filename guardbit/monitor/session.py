@@ -386,6 +386,8 @@ class Session(Guarded):
             self._journal.note({"precision": precision})
         if facts.keys() <= self.instrumentation.sites.keys():  # else others' precision is unknown
             self._notices.report_nothing_to_correct(facts, precision)
+        # A rank that made no call knows no precision, and all ranks must decide alike.
+        self._switching.know(facts, precision if ranks.world_size() == 1 else ())
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = normalised_sites({"sites": facts})
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from guardbit import read_events, read_run
+from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.measure import weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
@@ -20,7 +20,7 @@ from tests.monitor.session.plain_loop import (
     events_of,
     sampled,
 )
-from tests.toys import Model
+from tests.toys import Attention, Model
 
 
 def test_a_verdict_is_recorded_once(tmp_path):
@@ -226,3 +226,30 @@ def test_without_on_alarm_no_alarm_is_an_error(tmp_path):
     assert len(events_of(tmp_path, "alarm"))
     kinds = read_events(tmp_path).kind
     assert "monitor_error" not in set(kinds)
+
+
+@pytest.mark.parametrize("kind, why", [
+    ("float32", "attention runs in float32"), ("math", "attention runs in PyTorch's math kernel"),
+    ("bfloat16", ""),
+])  # fmt: skip
+def test_where_nothing_is_rounded_a_policy_switches_nothing_and_says_what_else_to_do(
+    tmp_path, monkeypatch, kind, why
+):
+    if kind == "math":
+        monkeypatch.setattr(Attention, "dropout_p", 0.1)
+    loop = Loop(rules=(Always(),), policy=Policy(), dirpath=tmp_path)
+    if kind == "float32":
+        loop.session.close()
+        loop.model.float()
+        loop.session = MonitorSession(
+            loop.model, every_n_train_steps=1, rules=(Always(),), policy=Policy(), dirpath=tmp_path
+        )
+        backward = loop.model.forward
+        loop.model.forward = lambda x: backward(x.float())
+    loop.run(range(3))
+    events = read_events(tmp_path)
+    assert (events.kind == "switch").any() == (not why)
+    reasons = events[events.kind == "refusal"].why
+    assert bool(len(reasons)) is bool(why)
+    assert reasons.str.contains(why, regex=False).all()
+    assert reasons.str.contains("a lower learning rate, QK norm or qk_clip", regex=False).all()
