@@ -11,7 +11,6 @@ import torch
 
 import guardbit
 from guardbit import Policy, read_run
-from guardbit.store import read_metadata
 from tests.monitor.session import plain_loop
 from tests.monitor.session.plain_loop import Always, Loop, switches
 
@@ -68,7 +67,7 @@ def test_a_run_is_the_same_under_any_default(stabilizer, change_default, tmp_pat
         loop = Loop(
             lambda: copy.deepcopy(model),
             every_n_train_steps=1, rules=(Always(since=2),), dirpath=tmp_path / name, strict=True,
-            policy=Policy(stabilizer=stabilizer), preflight=30,
+            policy=Policy(stabilizer=stabilizer),
         )  # fmt: skip
         return loop.run(range(6))
 
@@ -79,5 +78,3 @@ def test_a_run_is_the_same_under_any_default(stabilizer, change_default, tmp_pat
     tables = [read_run(tmp_path / name) for name in ("plain", "other")]
     pd.testing.assert_frame_equal(*tables, check_exact=True)
     assert switches(tmp_path / "other") == switches(tmp_path / "plain") != []
-    (said,) = read_metadata(tmp_path / "other")["preflight"]
-    assert said.startswith("preflight at the model's own shapes and masks: Sound:")

@@ -24,7 +24,7 @@ STEPS = 12
 #: Those that a run without alarms goes through at every sampled step.
 STAGES = (
     "capture", "metrics", "samples", "scalars", "judgement", "burst", "notices", "detectors",
-    "alarms", "policy", "clip", "switch", "coverage", "proofs", "ranks", "snapshots", "preflight",
+    "alarms", "policy", "clip", "switch", "coverage", "proofs", "ranks", "snapshots",
     "loss", "store", "monitor",
 )  # fmt: skip
 

@@ -33,17 +33,17 @@ NAMES = [
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, log_layers=False,"
     " sites=None, indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
-    " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
+    " snapshot_megabytes=64, audit_repeats=False, on_alarm=None,"
     " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
     " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
+    " snapshot_megabytes=64, audit_repeats=False, on_alarm=None,"
     " strict=False",
     "MonitorSession": "model, *, writer=None, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
+    " snapshot_megabytes=64, audit_repeats=False, on_alarm=None,"
     " strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
@@ -77,7 +77,6 @@ MEMBERS = {
         "loss",
         "judgement",
         "num_alarmed_heads",
-        "preflight",
         "record",
         "snapshot",
         "stages_off",

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from guardbit import guard
 from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.doctor.preflight import Preflight
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import OFF, SHARES, Judgement, nothing_to_correct
 from guardbit.kernels.runtime import AttentionCall, may_recompile
@@ -33,10 +32,9 @@ from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
 from guardbit.monitor.notices import Notices
-from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule
-from guardbit.monitor.settings import PREFLIGHT_SECONDS, Settings, warn_of_settings
+from guardbit.monitor.settings import Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
@@ -134,9 +132,6 @@ class Session(Guarded):
         self._ended: RunEnd | None = None
         self._precisions: set[str] = set()  # of the calls of sampled steps
         self._are_heard = True  # whether any came in the latest one that calls are wanted of
-        self._examinations = Examinations(
-            model, self.instrumentation, self._journal, settings.preflight_seconds
-        )
         self._has_given_up = False
         self.instrumentation.listen(self._capture_failed)
 
@@ -329,8 +324,6 @@ class Session(Guarded):
             send = partial(self._measurement.send, columns or {}, step, self.loss_scale, usable)
             self._unjudged = step, self.attempt("samples", send)
         alarms = alarms if self._may_wait() else [*alarms, *self.catch_up()]
-        # Last, since rank 0 may examine for longer than others wait in an exchange.
-        self.attempt("preflight", lambda: self._examinations.step(step))
         return alarms
 
     @guard.method(lambda _: [])
@@ -632,32 +625,6 @@ class Session(Guarded):
         with refusing():
             self._snapshots.want(site, heads)
 
-    @guard.method()
-    def preflight(self, batch: Any, seconds: float = PREFLIGHT_SECONDS) -> Preflight | None:
-        """Examines the engines that could serve the model's attention, before training.
-
-        The model runs forward once without gradients: `model(**batch)` of a mapping, of a tuple or
-        a list `model(*batch)`, else `model(batch)`. Afterwards its parameters, buffers, attributes
-        and random generators are as before; what it changes elsewhere, as in a global variable, it
-        changes as any forward does. What is found is logged in a line and recorded. On several
-        ranks all call it alike, because the forward may need them, and rank 0 examines.
-
-        Args:
-            batch: What the model takes.
-            seconds: After how long nothing more is begun.
-
-        Returns:
-            What was found; None on other ranks, within a step, or after an error, which is logged.
-        """
-        if self._is_closed or self._schedule.is_within_step:
-            log.warning("preflight: nothing is examined within a step or after the end")
-            return None
-        examine = partial(self._examinations.batch, batch, seconds, self._schedule.last_ended)
-        try:
-            return self.attempt("preflight", examine)
-        finally:
-            self._rest_between_steps()
-
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
         try:
@@ -669,9 +636,6 @@ class Session(Guarded):
     def _take_call(self, call: AttentionCall) -> None:
         if call.q.numel() == 0 or call.k.numel() == 0:
             return
-        if (calls := self._examinations.calls) is not None:
-            given = call.q, call.k, call.v, call.spec, call.kernel
-            self.attempt("preflight", lambda: calls.take(*given))
         if self._burst.is_on:
             self.attempt("burst", lambda: self._burst.consume(call))
         if not self._schedule.is_sampled:

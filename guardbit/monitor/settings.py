@@ -19,9 +19,6 @@ from guardbit.monitor.policy import Policy, check_settings, is_whole, says_what_
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm, nearest
 
-#: Seconds after which an examination begins nothing more, by default.
-PREFLIGHT_SECONDS = 60.0
-
 F = TypeVar("F", bound=Callable[..., None])
 
 _OF_POLICY = tuple(inspect.signature(Policy).parameters)
@@ -67,7 +64,6 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda n: _is_amount(n) and not isinstance(n, bool),
         "a number from 0 on, 0 for none",
     ),
-    "preflight": (_is_amount, "True, False, or a number of seconds from 0 on"),
     "sites": (_are_names, "a list of names, at least one, or None for all"),
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
     "audit_repeats": (lambda flag: isinstance(flag, bool), "True or False"),
@@ -102,9 +98,6 @@ class Settings:
             `guardbit diagnose`; 0 for nothing.
         audit_repeats: Whether to run the backward of sampled calls a second time, and to report
             where it differs: a race, or additions in any order.
-        preflight: Whether the engines are examined at the calls of the first sampled step, when it
-            has ended, on the first rank, see `guardbit doctor`; True for a minute at most, or a
-            number of seconds.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
             a mail or a message; training waits for it. Its errors end nothing: the first is
             recorded, and it is called again at the next alarm.
@@ -122,7 +115,6 @@ class Settings:
     dirpath: str | os.PathLike[str] | None = None
     snapshot_megabytes: float = 64
     audit_repeats: bool = False
-    preflight: bool | float = False
     on_alarm: Callable[[Alarm], object] | None = None
     strict: bool = False
 
@@ -142,11 +134,6 @@ class Settings:
                     f"{nearest(name, INDICATORS)}"
                 )
         Detectors(self.rules)
-
-    @property
-    def preflight_seconds(self) -> float:
-        """After how long the examination of the first step begins nothing more; 0 for none."""
-        return PREFLIGHT_SECONDS if self.preflight is True else float(self.preflight)
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -95,8 +95,7 @@ class Stages:
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off, as closing must always be tried."""
         try:
-            # A preflight runs the user's model, as it would run.
-            found = function() if stage == "preflight" else apart(function)
+            found = apart(function)
         except Exception as error:
             self.fail(stage, error)
             return None

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 
 from guardbit import guard
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, is_recomputing, number_of, runtime
-from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.frames import drop_all, frame_stack, place_of_caller
 from guardbit.monitor.stages import log
 
@@ -26,9 +24,6 @@ T = TypeVar("T")
 #: Called with every error, one listener a session: the failing code may not know which model it
 #: runs for.
 listeners: list[Callable[[Exception], None]] = []
-
-#: Called with q, k, v, the spec and the library's name, or "", of every eager call inside a site.
-recorders: list[Callable[[Tensor, Tensor, Tensor, AttentionSpec, str], None]] = []
 
 
 def unlisten(listener: Callable[[Exception], None]) -> None:

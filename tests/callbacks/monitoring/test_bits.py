@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit import AttentionMonitor, AutoStabilizer, read_metadata, read_run
+from guardbit import AttentionMonitor, AutoStabilizer, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from tests.callbacks.conftest import TinyGPT
 from tests.callbacks.monitoring.reading import values
@@ -37,14 +37,12 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
 
 def test_examinations_leave_the_bits_and_are_recorded(trains, same_weights, tmp_path):
     plain, _ = trains.fit(max_steps=3)
-    asked = {"audit_repeats": True, "preflight": 20, "num_audited_heads": 2}
+    asked = {"audit_repeats": True, "num_audited_heads": 2}
     monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True, **asked)
     watched, _ = trains.fit(monitor, max_steps=3)
     assert same_weights(plain, watched)
     found = set(read_run(tmp_path / "run")["indicator"])
     assert "repeat_difference" in found
-    (said,) = read_metadata(tmp_path / "run")["preflight"]
-    assert said.startswith("preflight at the model's own shapes and masks: ")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own

@@ -34,7 +34,7 @@ from guardbit.kernels.op import attention_at_site, has_tangent
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import is_autocast
-from guardbit.monitor.interception.errors import named, recorders, report, reporting, stand_in
+from guardbit.monitor.interception.errors import named, report, reporting, stand_in
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import (
     CAPTURED,
@@ -262,10 +262,6 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
     if probe.site is None:
         state.begin_forward()
     found = entry.bind(*args, **kwargs)
-    for record in recorders:
-        if isinstance(found, Bound):
-            library = found.library
-            record(found.q, found.k, found.v, found.spec, library.name if library else "")
     q, k = found.q, found.k
     # A re-run must not look like a call of the model.
     if q is not None and k is not None and (is_empty(q, k) or probe.note_call(number, q, k)):
