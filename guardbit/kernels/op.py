@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from guardbit import guard
 from guardbit.kernels import engines, heads
@@ -139,16 +140,26 @@ def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def is_direct(*tensors: Tensor) -> bool:
-    """Whether the op's implementation may be called directly: no mode or subclass intercepts it."""
+def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
+    """Whether the op's implementation may be called directly: nothing must see the op itself.
+
+    Modes of the user's, such as a FLOP counter, then see what an engine runs, as without GuardBit;
+    but if they got the op already, `by_op`, they go on with it.
+    """
     return (
-        torch._C._len_torch_dispatch_stack() == 0
+        (torch._C._len_torch_dispatch_stack() == 0 or not (by_op or is_traced() or _is_selective()))
         and not torch._C._are_functorch_transforms_active()
         and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
     )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_selective() -> bool:
+    """Whether a checkpoint by a policy records a forward, or repeats it."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -547,15 +558,15 @@ class _Attention(torch.autograd.Function):
     # every call, which doubles the host's time for a forward (425 against 226 us). `apply` looks at
     # each argument, so all that has no gradient is inside `call`.
     @staticmethod
-    def forward(ctx, q, k, v, mask, sinks, call):
-        saved = _below_autograd(call)
+    def forward(ctx, q, k, v, mask, sinks, call, by_op):
+        saved = _below_autograd(call, by_op)
         tensors = _tensors(call)
         # A plain tensor: saved tensors may be offloaded to disk.
         ctx.save_for_backward(*tensors[:-1], call.site.detach(), *saved)
         ctx.numbers = _numbers(call)
         ctx.mark_non_differentiable(*saved[1:])
         ctx.set_materialize_grads(False)
-        ctx.read = None
+        ctx.read, ctx.by_op = None, by_op
         return tuple(saved)
 
     @staticmethod
@@ -563,7 +574,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, *d_outputs):
         d_out = d_outputs[0]
         if d_out is None:
-            return (None,) * 6
+            return (None,) * 7
         compute, release = partial(_differentiated, ctx, d_out), partial(_release, ctx)
         return guard.then_finish(compute, release, runtime.tell_fault)
 
@@ -575,12 +586,12 @@ def _differentiated(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     call, saved = _unflattened(read[:_NUM_TENSORS], numbers), Saved(*read[_NUM_TENSORS:])
     if torch.is_grad_enabled():
         gradients = _backward_of_create_graph(d_out, call, saved)
-    elif is_direct(d_out, *read[:3]):
+    elif is_direct(d_out, *read[:3], by_op=ctx.by_op):
         gradients = run_backward(call, d_out, saved)
     else:
         gradients = _backward(d_out, *read, *numbers)
     d_mask = gradients[3] if call.wants_mask else None
-    return (*gradients[:3], d_mask, gradients[4] if ctx.needs_input_grad[4] else None, None)
+    return (*gradients[:3], d_mask, gradients[4] if ctx.needs_input_grad[4] else None, None, None)
 
 
 def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -589,9 +600,9 @@ def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | N
     return gradients
 
 
-def _below_autograd(call: Call) -> Saved:
+def _below_autograd(call: Call, by_op: bool) -> Saved:
     with torch._C._AutoDispatchBelowAutograd():
-        if is_direct(call.q, call.k, call.v):
+        if is_direct(call.q, call.k, call.v, by_op=by_op):
             return run_forward(call)
         return Saved(*_op_of(call)(*_flattened(call)))
 
@@ -610,7 +621,7 @@ def _tell_unless_refused(error: Exception) -> None:
 
 # Once more after an error, because a compiler that traces the op gives up at one.
 @guard.again(_tell_unless_refused)
-def _differentiable(call: Call) -> tuple[Tensor, ...]:
+def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
     # A compiled graph runs its forward without autograd: that would take a third of the call.
     q, k, v, spec = call[:4]
     if has_tangent(q, k, v):
@@ -625,11 +636,11 @@ def _differentiable(call: Call) -> tuple[Tensor, ...]:
                 "guardbit.flash_attention cannot be differentiated by torch.func; use"
                 " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
             )
-        run = partial(_Attention.apply, *inputs, call)
+        run = partial(_Attention.apply, *inputs, call, by_op)
     else:
-        run = partial(_below_autograd, call)
+        run = partial(_below_autograd, call, by_op)
     # A compiler that traces the op draws nothing.
-    return drawing_once(run, q.device, spec.dropout_p > 0 and is_direct(q, k, v))
+    return drawing_once(run, q.device, spec.dropout_p > 0 and is_direct(q, k, v, by_op=by_op))
 
 
 def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[Any, ...]:
@@ -675,7 +686,7 @@ for _name, _fake in (
     _library.impl(
         _name, lambda *x: tuple(run_forward(_call_of_forward(x))), "CompositeExplicitAutograd"
     )
-    _library.impl(_name, lambda *x: tuple(_differentiable(_call_of_forward(x))), "Autograd")
+    _library.impl(_name, lambda *x: tuple(_differentiable(_call_of_forward(x), True)), "Autograd")
     torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
 _library.impl(
     "attention_gradients",

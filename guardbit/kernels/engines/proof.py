@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from guardbit.guard import apart
 from guardbit.kernels.engines.base import Engine, Inputs
 from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.reference.common import cap_slope, float32_products
@@ -126,7 +127,7 @@ def _prove(
             why = "PyTorch pads its heads and gives no access to its backward"
         return Proof(engine.name, configuration, math.nan, math.nan, why)
     try:
-        same, predicted = _measured(engine, q, k, v, spec, wants_mask)
+        same, predicted = apart(partial(_measured, engine, q, k, v, spec, wants_mask))
     except Exception as error:
         lacked_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         failure = f"it failed: {error}"
