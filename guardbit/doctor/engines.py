@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.doctor.exact import Exact
 from guardbit.doctor.inputs import ExaminedCall
-from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, flash_attention
+from guardbit.kernels.attention import flash_attention
+from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
 from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, op
+from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.heads import Call
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.kernels.tensors import autocast_tensors
 from guardbit.records import STABILIZERS
-
-#: Head sizes every backend supports.
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

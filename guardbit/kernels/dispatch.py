@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 BACKENDS = ("auto", "torch", "triton")
 
+#: The head sizes that the kernels are written for; plain torch takes all.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
 # Compute capability from which on the Triton kernels are compiled and tested: BF16 products.
 _OLDEST_CAPABILITY = (8, 0)
 
@@ -74,7 +77,8 @@ def launcher(name: str, triton: bool) -> Callable[..., Any]:
 
 def _suits_triton(q: Tensor, spec: AttentionSpec | None = None, dropout: Any = None) -> bool:
     has_functions = spec is not None and spec.has_functions
-    return dropout is None and not has_functions and on_triton("auto", q)
+    fits = MIN_HEAD_DIM <= q.size(-1) <= MAX_HEAD_DIM
+    return dropout is None and not has_functions and fits and on_triton("auto", q)
 
 
 def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from guardbit.guard import Args, Kwargs, then_undo
 from guardbit.kernels.runtime import runtime
+from guardbit.monitor.interception.axes import in_four_axes
 from guardbit.monitor.interception.frames import Frame, Place, frame_stack
 from guardbit.monitor.module_copy import Copier, Copiers, runnable_copy
 
@@ -52,6 +53,14 @@ class TensorSpec:
     values: Tensor | None  # if they are kept
 
 
+class JaggedSpec(NamedTuple):
+    """Describes a jagged tensor among a module's inputs."""
+
+    packed: TensorSpec
+    offsets: Tensor
+    axis: int  # of the tokens
+
+
 #: Whether a module is run in BF16, on what is no data as well, and on one sequence.
 Attempt = tuple[bool, bool, bool]
 
@@ -67,7 +76,9 @@ def describe(x: Any) -> Any:
 
     def copier_of(kind: type) -> Copier | None:
         if issubclass(kind, Tensor):
-            return lambda x, _: _describe_tensor(x)
+            return lambda x, _: (
+                _describe_jagged(x) if x.layout is torch.jagged else _describe_tensor(x)
+            )
         return _itself if issubclass(kind, _AS_THEY_ARE) else None
 
     with Copiers(copier_of).in_use():
@@ -76,6 +87,13 @@ def describe(x: Any) -> Any:
 
 def _itself(x: Any, _: object) -> Any:
     return x
+
+
+def _describe_jagged(x: Any) -> JaggedSpec | None:
+    packed = None if torch.compiler.is_compiling() else _describe_tensor(x.values())
+    if packed is None or x._lengths is not None:
+        return None
+    return JaggedSpec(packed, x.offsets().clone(), x._ragged_idx)
 
 
 def _describe_tensor(x: Tensor) -> TensorSpec | None:
@@ -105,6 +123,8 @@ def make_up(
     def copier_of(kind: type) -> Copier | None:
         if issubclass(kind, TensorSpec):
             return lambda x, _: _made(x, batch, generator)
+        if issubclass(kind, JaggedSpec):
+            return lambda x, _: _made_jagged(x, generator)
         if issubclass(kind, _AS_THEY_ARE):
             return _itself
         return None if with_objects or issubclass(kind, _CONTAINERS) else lambda x, _: None
@@ -141,6 +161,13 @@ def _made(x: TensorSpec, batch: int | None, generator: torch.Generator) -> Tenso
     return fill(shape, dtype=x.dtype, device=device)
 
 
+def _made_jagged(x: JaggedSpec, generator: torch.Generator) -> Tensor:
+    offsets = x.offsets.to(generator.device)
+    return torch.nested.nested_tensor_from_jagged(
+        _made(x.packed, None, generator), offsets, jagged_dim=x.axis
+    )
+
+
 @dataclass
 class Probe:
     """The re-run in progress."""
@@ -160,7 +187,7 @@ class Probe:
 
 
 def _here(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    return in_four_axes(x.to_local() if isinstance(x, DTensor) else x)
 
 
 probe = Probe()

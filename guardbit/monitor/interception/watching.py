@@ -18,6 +18,7 @@ from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import AttentionCall, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import autocast_tensors
+from guardbit.monitor.interception.axes import in_four_axes, spec_in_four_axes
 from guardbit.monitor.interception.errors import report, reporting
 
 #: Why attention that is written out is not switched.
@@ -30,8 +31,9 @@ WRITTEN_OUT = (
 class Watch:
     """One call that is watched; the observer hears of it when dQ has been computed."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, batch: tuple[int, ...] | None = None) -> None:
         self._number = number
+        self._batch = batch  # if the tensors have other axes than four, see `axes.batch_of`
         self._waits_for_dq = False
         self._is_dq_of_attention = True
         # Filled during the backward: dO, q, k, v and, where delta is taken from it, O.
@@ -40,7 +42,7 @@ class Watch:
         self._made: dict[str, Tensor] = {}
 
     def query(self, q: Tensor) -> Tensor:
-        """Returns what the call gets as queries `(B, H, N, D)`, with a hook on their gradient."""
+        """Returns what the call gets as queries, with a hook on their gradient."""
         observed = self._hooked(q, self._report)
         self._waits_for_dq = observed is not q
         return observed
@@ -81,7 +83,8 @@ class Watch:
         self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
     ) -> Tensor:
         # Not O itself, which the caller may write to.
-        size = torch.linalg.vector_norm(out.detach(), torch.inf, (0, 2, 3), keepdim=True)
+        made = self._read(out.detach())
+        size = torch.linalg.vector_norm(made, torch.inf, (0, 2, 3), keepdim=True)
         self._made = {"out": size}
         return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
@@ -100,20 +103,26 @@ class Watch:
         saved, self._saved = self._saved, ()
         if not saved:
             return
-        d_out, q, k, v, *out = saved
-        heads, dropout_p = q.size(1), self._spec.dropout_p
+        spec = self._spec
+        if self._batch is not None:
+            spec = spec_in_four_axes(spec, saved[1], saved[2], self._batch)
+        d_out, q, k, v, *out = map(self._read, saved)
+        heads, dropout_p = q.size(1), spec.dropout_p
         dropped = None
         if dropout_p > 0:  # PyTorch does not say which entries it dropped
             dropped = Dropout(
                 dropout_p, torch.zeros((), dtype=torch.int64, device="cpu"), (), heads
             )
         hand_to_observer(
-            self._number, q, k, v, self._spec, ("none",) * heads, dropout=dropped,
+            self._number, q, k, v, spec, ("none",) * heads, dropout=dropped,
             out=out[0].detach() if out else None,
             made=self._made,
             d_out=d_out.detach().to(q.dtype),
-            dq=dq.detach() if dq is not None and self._is_dq_of_attention else None,
+            dq=self._read(dq.detach()) if dq is not None and self._is_dq_of_attention else None,
         )  # fmt: skip
+
+    def _read(self, x: Tensor) -> Tensor:
+        return x if self._batch is None else in_four_axes(x, self._batch)
 
 
 def hand_to_observer(

@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack, has_torch_function
 from torch.utils._device import DeviceContext
 
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
-from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given
 from guardbit.kernels.engines.proof import proof_of
@@ -58,7 +58,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Why a call, of latent attention for example, can be watched but not switched.
 OTHER_WIDTH = "its values have another head size than its keys, and a switch needs one for both"
 
-_NESTED = "its inputs are nested"
 _DTENSORS = (
     "it is called with DTensors, which GuardBit reads in eager calls of"
     " F.scaled_dot_product_attention only"
@@ -76,6 +75,8 @@ class Bound(NamedTuple):
     library: LibraryEngine | None = None  # None for PyTorch's own choice
     # The caller's queries if its tensors are DTensors, of which q, k and v are the local parts.
     shared: tuple[DTensor, Share] | None = None
+    # Of a call that is only watched, if its tensors have other axes: see `axes.batch_of`.
+    batch: tuple[int, ...] | None = None
 
 
 class Refusal(NamedTuple):
@@ -280,7 +281,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
     if bound is None or state.is_unobserved or not torch.is_grad_enabled():
         return None
     state.native_dropout_p = bound.spec.dropout_p
-    return Watched(Watch(number), bound)
+    return Watched(Watch(number, bound.batch), bound)
 
 
 def _why_broken(bound: Bound) -> str | None:
@@ -311,9 +312,12 @@ def is_empty(q: Tensor, k: Tensor) -> bool:
 
 def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
     """Query heads, key heads and head size; zeros where the tensors do not show them."""
-    if q is None or k is None or q.is_nested or q.dim() != 4 or k.dim() != 4:
+    if q is None or k is None or min(q.dim(), k.dim()) < 2:
         return 0, 0, 0
-    return q.size(1), k.size(1), q.size(3)
+    if any(x.is_nested and (x.layout is torch.strided or x.dim() != 4) for x in (q, k)):
+        return 0, 0, 0
+    heads, key_heads = (x.size(-3) if x.dim() > 3 else 1 for x in (q, k))
+    return heads, key_heads, q.size(-1)
 
 
 @reporting
@@ -330,46 +334,63 @@ def note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
 def why_call(
     q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor | None], dropout_p: float = 0.0
 ) -> str | None:
-    """Returns why a call that may have masks and dropout stays with the original, or None."""
+    """Returns why a call that may have masks and dropout cannot be watched, or None."""
+    return why_options(masks, dropout_p) or why_tensors(q, k, v) or why_now(q, k, v)
+
+
+def why_options(masks: Sequence[Tensor | None], dropout_p: float) -> str | None:
     for mask in masks:
         if (why := why_mask(mask)) is not None:
             return why
-    return why_dropout(dropout_p) or why_tensors(q, k, v) or why_now(q, k, v)
+    return why_dropout(dropout_p)
 
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if isinstance(q, DTensor) or isinstance(k, DTensor):
-        return _DTENSORS
+    """Returns why a call of tensors with four axes cannot be computed from them, or None."""
+    if (why := why_kind(q, k, v)) is not None:
+        return why
     if q.is_nested or k.is_nested or v.is_nested:
-        return _NESTED
+        return "its inputs are nested"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
-    if (why := why_head(q, q.size(3))) is not None:
-        return why
-    if not q.dtype == k.dtype == v.dtype and not is_autocast(q):
-        return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"
-    if k.shape[:3] != v.shape[:3]:
-        return "its keys and values differ in shape"
-    if q.size(0) != k.size(0) or q.size(3) != k.size(3):
-        return "its queries and keys differ in batch or head size"
-    return None if k.size(3) == v.size(3) else why_head(v, v.size(3))
+    if q.size(0) != k.size(0) or k.size(0) != v.size(0):
+        return "its queries, keys and values differ in batch"
+    return why_unlike(q, k, v)
 
 
-def why_head(q: Tensor, head_dim: int) -> str | None:
-    """Returns why a call with queries of any shape and this head size stays, or None."""
-    if isinstance(q, DTensor):
+def why_kind(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if isinstance(q, DTensor) or isinstance(k, DTensor):
         return _DTENSORS
-    if q.is_nested:
-        return _NESTED
     if q.dtype not in _DTYPES:
         return f"it computes in {q.dtype}"
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-        return f"its head size {head_dim} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if not q.dtype == k.dtype == v.dtype and not is_autocast(q):
+        return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"
+    return None
+
+
+def why_unlike(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Returns why tensors of as many axes cannot be queries, keys and values, or None."""
+    if q.size(-1) != k.size(-1):
+        return "its queries and keys differ in head size"
+    if k.size(-2) != v.size(-2) or (k.dim() > 3 and k.size(-3) != v.size(-3)):
+        return "its keys and values differ in shape"
+    return None
+
+
+def why_size(*tensors: Tensor) -> str | None:
+    """Returns why a call that is watched cannot be switched, because of its head sizes, or None."""
+    for size in (x.size(-1) for x in tensors):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return (
+                f"its head size {size} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, which a switch"
+                " needs"
+            )
     return None
 
 
 def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
-    if q.size(1) != k.size(1) and not (are_allowed and q.size(1) % k.size(1) == 0):
+    heads, key_heads, _ = heads_of(q, k)
+    if heads != key_heads and not (are_allowed and heads % key_heads == 0):
         return "it broadcasts keys over heads"
     return None
 

@@ -55,7 +55,7 @@ def bind(
     **_: Any,
 ) -> base.Bound | base.Refusal:
     """Binds a call, see `base.EntryPoint`. What its functions ask for is known only at run time."""
-    why = base.why_tensors(query, key, value)
+    why = base.why_tensors(query, key, value) or base.why_size(query, value)
     if why is None and kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
         why = "flex_attention's FLASH backend has an LSE of another unit"
     home: Any = sys.modules[_HOME]

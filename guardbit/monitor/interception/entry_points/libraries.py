@@ -310,7 +310,11 @@ def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it computes in {q.dtype}"
     if q.size(3) % 8:
         return f"its head size {q.size(3)} is no multiple of 8, so that the library pads it"
-    return base.why_tensors(q, k, v) or (None if k.size(3) == v.size(3) else base.OTHER_WIDTH)
+    return (
+        base.why_tensors(q, k, v)
+        or base.why_size(q)
+        or (None if k.size(3) == v.size(3) else base.OTHER_WIDTH)
+    )
 
 
 def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:

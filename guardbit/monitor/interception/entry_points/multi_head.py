@@ -22,7 +22,7 @@ from guardbit.monitor.interception.entry_points.base import (
     EntryPoint,
     Refusal,
     is_genuine,
-    why_head,
+    why_kind,
     why_now,
 )
 from guardbit.monitor.interception.errors import report, stand_in
@@ -93,6 +93,10 @@ def _heads_of_module(args: Args, kwargs: Kwargs) -> Heads:
     return num_heads, num_heads, _given("embed_dim_to_check", args, kwargs) // num_heads
 
 
+def _why_query(query: Tensor) -> str | None:
+    return "its inputs are nested" if query.is_nested else why_kind(query, query, query)
+
+
 def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     """Records an eager call; returns what watches it if there is an observer."""
     if not runtime.is_inside_site():
@@ -109,7 +113,7 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     number = int(runtime.current)
     heads = _heads_of_module(args, kwargs)
     query = _given("query", args, kwargs)
-    why = _why_misread or why_head(query, heads[2]) or why_now(query)
+    why = _why_misread or _why_query(query) or why_now(query)
     refusal = _RETURNS_WEIGHTS if why is None else f"{_RETURNS_WEIGHTS}; nor is it watched: {why}"
     note_call(number, heads, refusal, _NAME, watched=why is None)
     state = runtime.site(number)

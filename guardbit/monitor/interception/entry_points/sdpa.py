@@ -18,6 +18,7 @@ from guardbit.kernels import engines
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.kernels.tensors import autocast_tensors
+from guardbit.monitor.interception.axes import batch_of, why_kept
 from guardbit.monitor.interception.entry_points import base
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
@@ -47,13 +48,18 @@ def bind(
         shared = query, share
         query, key, value = (cast(DTensor, x).to_local() for x in (query, key, value))
     why = _TWO_MASKS if attn_mask is not None and is_causal else None
-    why = why or base.why_call(query, key, value, (attn_mask,), dropout_p)
+    why = why or base.why_options((attn_mask,), dropout_p) or base.why_kind(query, key, value)
+    why = why or base.why_now(query, key, value)
+    batch = None if why else batch_of(query, key, value)
+    why = batch if isinstance(batch, str) else why or base.why_unlike(query, key, value)
     # PyTorch's math kernel serves calls with one key head for all query heads.
     broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
-    if broadcasts is not None and key.size(1) != 1:
+    if broadcasts is not None and key.size(-3) != 1:
         why = broadcasts
-    if why is not None:
-        return base.Refusal(why, query, key)
+    if query.is_nested and (attn_mask is not None or (is_causal and query.size(2) != key.size(2))):
+        why = why or "its inputs are nested, with a mask of them"
+    if why is not None or isinstance(batch, str):
+        return base.Refusal(why or "", query, key)
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
@@ -61,13 +67,16 @@ def bind(
         spec = _without_mask(scale, causal, dropout_p)
     else:
         spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
-    bound = base.Bound(query, key, value, spec, shared=shared)
-    if broadcasts is None and key.size(3) == value.size(3):
+    bound = base.Bound(query, key, value, spec, shared=shared, batch=batch)
+    why = None if batch is None else why_kept(query)
+    why = why or base.why_size(query, value)
+    if why is None and broadcasts is not None:
+        why = f"{broadcasts}, {_BY_MATH}"
+    elif why is None and key.size(3) != value.size(3):
+        why = base.OTHER_WIDTH if shared is not None else _why_width(bound)
+    if why is None:
         return bound
-    why = _why_width(bound) if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
-    if shared is not None:
-        return base.Refusal(why or base.OTHER_WIDTH, query, key)
-    return bound if why is None else base.Refusal(why, query, key, bound)
+    return base.Refusal(why, query, key, bound if shared is None else None)
 
 
 def _why_width(bound: base.Bound) -> str | None:
