@@ -7,8 +7,9 @@ do not repeat.
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guardbit.judgement import delta_not_rounded, nothing_to_correct
@@ -73,6 +74,9 @@ class Notices:
         self._sampled, self._met = deque([-1], maxlen=PATIENCE), set[str]()
         self._since: dict[str, int] = {}
         self._is_over = False
+        # Names without their numbers of the modules that the latest sampled steps called, and
+        # whether one called some of a name and not others, as where layers are dropped at random.
+        self._kinds, self._is_partial = deque[set[str]](maxlen=PATIENCE), False
         # Whether any call was measured; until then, the latest sampled steps that had calls.
         self._is_heard, self._unheard = False, list[int]()
         # What stood in the place of attention functions when a module was last met.
@@ -82,6 +86,7 @@ class Notices:
         # The modules that look like attention and were not seen to call it, and how much is
         # watched: both are known once attention was called.
         self._unseen: list[Site] = []
+        self.known: Collection[str] = ()  # the modules of the state that was loaded
         self._table: dict[str, dict[str, Any]] = {}
         self.outside = interception.OutsideCalls()  # calls outside all modules, since its start
         self._switch_reports = SwitchReports(instrumentation)
@@ -142,7 +147,17 @@ class Notices:
         """Reports, once, attention that a sampled step called outside the model."""
         outside = self.outside
         outside.stop()
-        if outside.count and self.first("outside"):
+        added = {} if self._instrumentation.lost() else self._instrumentation.added()
+        names = [n for n, module in added.items() if looks_like_attention(module, n)]
+        names = names or (list(added) if outside.count else [])
+        if new := [name for name in names if self.first(f"added: {name}")]:
+            self._tell(
+                step,
+                f"{_named(new)} {'was' if len(new) == 1 else 'were'} added to the model after the"
+                " monitor began, and nothing of that is watched by itself or switched: give the"
+                " model as it is now a monitor of its own",
+            )
+        if outside.count and not names and self.first("outside"):
             self._tell(
                 step,
                 f"attention was called outside the modules of the watched model, {outside.count}"
@@ -164,6 +179,11 @@ class Notices:
         share = f"{watched} of {total} attention modules{which} {verb} watched"
         if ranks.rank() == 0:
             log.tell(f"GuardBit: {share}: {', '.join(self._table)}")
+            if new := [name for name in called if self.known and name not in self.known]:
+                log.warning(
+                    "%s: not in the state that was loaded; sums and baselines begin here",
+                    _named(new),
+                )
         sentences = list(_replaced(called))
         if unseen:
             looks, was, them = ("looks", "was", "it") if len(unseen) == 1 else _SEVERAL
@@ -200,6 +220,10 @@ class Notices:
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
         met = {name for name, latest in called.items() if latest == now}
+        kinds = {name: _numbered(name) for name in called}
+        self._kinds.append({kinds[name] for name in met})
+        missed = (n for n, at in called.items() if at >= 0 and n not in met)
+        self._is_partial |= any(kinds[name] in self._kinds[-1] for name in missed)
         latest, previous = max(called.values(), default=-1), self._sampled[-1]
         self._met |= met
         begun = {name: previous for name, latest in called.items() if latest >= 0}
@@ -222,7 +246,9 @@ class Notices:
                 f" every_n_train_steps={self._other_cadence} may meet",
             ]
             likely = reasons[::-1] if latest > previous else reasons
-            why = f". Likely: (1) {likely[0]}; (2) {likely[1]}"
+            dropped = "its layers are dropped at random, and this step dropped all of them"
+            likely.insert(0 if self._is_partial else len(likely), dropped)
+            why = f". Likely: {'; '.join(f'({i}) {one}' for i, one in enumerate(likely, 1))}"
         none = (
             "no watched module called attention in this sampled step, so at most weights were"
             " measured"
@@ -258,6 +284,8 @@ class Notices:
             why = "it was called, and in no sampled step"
         else:
             return None
+        if any(_numbered(name) in kinds for kinds in self._kinds):
+            return f"{why}; others of its kind ran there, as where layers are dropped at random"
         return f"{why}; where networks take turns, try every_n_train_steps={self._other_cadence}"
 
     def site_facts(self) -> dict[str, dict[str, Any]]:
@@ -387,7 +415,7 @@ def _table(
 ) -> dict[str, dict[str, Any]]:
     """How much is watched of what calls each function, as the run's metadata holds it."""
     rows: dict[str, dict[str | None, list[str]]] = {}
-    whys = {s.name: s.unwatched or s.sharded or why_passed_by(s) for s in called}
+    whys = {s.name: s.unmeasured or s.sharded or why_passed_by(s) for s in called}
     whys |= {site.name: "it was not seen to call attention" for site in unseen}
     entries = [(site.entry, site.name) for site in called]
     for entry, name in [*entries, *(("never seen", site.name) for site in unseen)]:
@@ -422,6 +450,10 @@ def _kinds(sites: Sequence[Site]) -> str:
 def _named(names: Sequence[str]) -> str:
     more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
     return ", ".join([*names[:_NAMED], *more])
+
+
+def _numbered(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _counted(sites: Sequence[Site], noun: str) -> str:

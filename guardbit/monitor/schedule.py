@@ -95,6 +95,14 @@ class Schedule:
             self._not_measured(f"steps have begun, up to step {self._last}, and none has ended")
 
     def _follow(self, step: int) -> None:
+        if self.last_ended is not None and step < self.last_ended:
+            self._once(
+                "set back",
+                f"step {step} begins after step {self.last_ended} has ended: samples of one number"
+                " replace each other, but sums over the run (delta_bias_cumulative) and the rules'"
+                " baselines keep the steps that were thrown away, unless the session loads the"
+                " state that it had before them (load_state_dict)",
+            )
         if not (self._is_open and step == self._last):
             self._not_ended += self._is_open
             if not self._was_abandoned:

@@ -775,6 +775,7 @@ class Session(Guarded):
         self._schedule.last_ended = state["last_step"]
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
+            self._notices.known = state["measurement"]["layers"]
         self._findings.load_state_dict(state)
         self._unheeded = self._findings.alarms if known is None else []
         self._burst.why_not = state.get("why_no_share", "")

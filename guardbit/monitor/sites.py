@@ -33,6 +33,8 @@ from guardbit.records import STABILIZERS, nearest
 
 T = TypeVar("T")
 
+_FROZEN = "its calls have no gradient, as it is frozen or runs without"
+
 _NEVER_CALLED = SiteRecord([], StepCalls(bypass="it has not been called yet"))
 
 
@@ -111,6 +113,13 @@ class Site:
         """Why nothing is measured in the latest step's calls, or None."""
         calls = self.calls
         return None if calls.is_watched else calls.bypass
+
+    @property
+    def unmeasured(self) -> str | None:
+        """Why nothing is measured of the latest training step's calls, frozen ones included."""
+        record = self.record
+        is_trained = record.calls.has_gradient if record.with_gradients else self.state.ran_at >= 0
+        return self.unwatched or (None if is_trained or not self.was_called else _FROZEN)
 
     @property
     def lasting_refusal(self) -> str | None:
@@ -411,7 +420,7 @@ def metadata_of(
             "kernels": sorted({kernel for _, kernel in site.launches}),
             "entry": site.entry,
             "not_switchable": site.lasting_refusal,
-            "unwatched": site.unwatched or why_passed_by(site),
+            "unwatched": site.unmeasured or why_passed_by(site),
             "unstabilizable": site.unstabilizable,
             "weights_unavailable": without_query,
             # That of W_K alone.
@@ -514,6 +523,7 @@ class Instrumentation:
     ) -> None:
         self._model, self.is_selection = model, is_selection
         self._sites: dict[str, Site] = {}
+        self._modules = set(model.modules())
         self._wrappers = {m: set(m.modules()) for m in model.modules() if _wrapped_in(m)}
         self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
         self._clock = Clock()
@@ -568,6 +578,12 @@ class Instrumentation:
         """The called sites whose module was replaced or removed from the model."""
         present = self._present()
         return [s for name, s in self._sites.items() if name not in present and s.was_called]
+
+    def added(self) -> dict[str, nn.Module]:
+        """The modules that came into the model later and could call attention."""
+        if self.is_selection or self._modules.issuperset(self._model.modules()):
+            return {}
+        return {n: m for n, m in candidates_of(self._model) if m not in self._modules}
 
     def alike(self, names: Iterable[str]) -> list[str]:
         types = {type(self._sites[name].module) for name in names}

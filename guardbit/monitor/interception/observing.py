@@ -317,7 +317,8 @@ def _hear(
         return None
     causal, scale, mask = asked
     why = why_call(q, k, v, (mask,)) or why_groups(q, k)
-    why = note_call(number, heads_of(q, k), why, entry)
+    is_trained = any(x.requires_grad for x in (q, k, v))
+    why = note_call(number, heads_of(q, k), why, entry, has_gradient=is_trained)
     if why is not None:
         return None
     spec = AttentionSpec(1.0 / math.sqrt(q.size(-1)) if scale is None else scale, causal, mask)

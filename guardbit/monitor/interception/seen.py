@@ -66,6 +66,7 @@ class StepCalls:
     conflict: str | None = None  # why calls that can be switched one by one cannot together
     was_switchable: bool = False  # in this step or an earlier one
     is_watched: bool = False
+    has_gradient: bool = False  # whether some call is differentiated, so that it is measured
     per_forward: int = 0  # the most calls in one forward of the module
 
     @property
@@ -73,12 +74,20 @@ class StepCalls:
         """Why none of the calls can be switched, or None."""
         return self.conflict or (None if self.is_switchable else self.bypass)
 
-    def note(self, step: int, heads: Heads, refusal: str | None, watched: bool = False) -> None:
+    def note(
+        self,
+        step: int,
+        heads: Heads,
+        refusal: str | None,
+        watched: bool = False,
+        has_gradient: bool = True,
+    ) -> None:
         """Adds a call; the first one of another step begins anew."""
         if step != self.step or refusal is CAPTURED:
             self.step, self.is_switchable, self.bypass, self.conflict = step, False, None, None
-            self.is_watched = False
+            self.is_watched = self.has_gradient = False
             self.was_switchable &= refusal is not CAPTURED
+        self.has_gradient |= has_gradient
         self.is_watched |= watched or refusal is None
         if refusal is None:
             if self.is_switchable and (heads[0], heads[2]) != (self.heads[0], self.heads[2]):
@@ -151,6 +160,7 @@ def note_call(
     entry: str,
     watched: bool = False,
     share: Share | None = None,
+    has_gradient: bool = True,
 ) -> str | None:
     """Records an eager call; returns why it cannot be switched, or None."""
     if number not in site_modules:  # a copy of an instrumented module
@@ -173,7 +183,9 @@ def note_call(
     state.is_observed = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
         record.entry = entry
-        record.calls.note(state.clock.now, heads, refusal, watched and record.sharded is None)
+        record.calls.note(
+            state.clock.now, heads, refusal, watched and record.sharded is None, has_gradient
+        )
         record.calls.per_forward = max(record.calls.per_forward, calls)
     return refusal
 
@@ -302,7 +314,10 @@ def _compiled(
     step: int, num_heads: int, can: bool, could: bool, bypass: str | None = None
 ) -> StepCalls:
     """Describes compiled calls, of which those that can be switched are watched."""
-    return StepCalls(step, (num_heads, 0, 0), can, bypass, was_switchable=could, is_watched=can)
+    return StepCalls(
+        step, (num_heads, 0, 0), can, bypass, was_switchable=could, is_watched=can,
+        has_gradient=True,
+    )  # fmt: skip
 
 
 def ran(number: int, module: nn.Module) -> bool:

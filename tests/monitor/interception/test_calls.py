@@ -33,11 +33,11 @@ def odd_calls():
 
     return {
         "dropout 1.0": ((q(1, 2, 5, 16),) * 3, {"dropout_p": 1.0}),
-        "not of shape": ((q(2, 5, 16),) * 3, {}),
+        "its inputs have 3 axes": ((q(2, 5, 16),) * 3, {}),
         "computes in torch.float64": ((q(1, 2, 5, 16, dtype=torch.float64),) * 3, {}),
         "values differ in shape": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 1, 5, 16)), {}),
         "another head size": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 2, 5, 32)), {}),
-        "batch or head size": ((q(2, 2, 5, 16), *(q(1, 2, 5, 16),) * 2), {}),
+        "shared by sequences": ((q(2, 2, 5, 16), *(q(1, 2, 5, 16),) * 2), {}),
         "head size 8 is outside 16 to 256": ((q(1, 2, 5, 8),) * 3, {}),
         "broadcasts keys": ((q(1, 2, 5, 16), *(q(1, 1, 5, 16),) * 2), {}),
     }

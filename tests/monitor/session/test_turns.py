@@ -92,7 +92,107 @@ def test_one_that_is_not_in_training_is_passed_by_by_nothing(tmp_path, caplog):
         with torch.no_grad():
             model["D"](torch.randn(2, 8, 32))
     session.close()
-    assert told(caplog) == []
+    (line,) = told(caplog)
+    assert "at D.layers.0: its calls have no gradient" in line
+    assert session.coverage == (1, 2)
+
+
+class Encoded(nn.Module):
+    """A frozen encoder before layers that train."""
+
+    def __init__(self, with_gradients):
+        super().__init__()
+        self.encoder = Model(Attention(), Attention(), Attention()).requires_grad_(False)
+        self.layers = Model(Attention(), Attention())
+        self.with_gradients = with_gradients
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.with_gradients):
+            x = self.encoder(x)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_frozen_encoder_of_which_nothing_is_measured_is_not_counted(
+    tmp_path, caplog, with_gradients
+):
+    model = Encoded(with_gradients)
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+    for step in range(12):
+        with session.step(step):
+            model(torch.randn(2, 8, 32)).square().mean().backward()
+        if step == 5:
+            assert session.coverage == (2, 5)
+            model.encoder.requires_grad_(True)
+            model.with_gradients = True
+    assert session.coverage == (5, 5), "once it trains it is"
+    (line,) = told(caplog)
+    assert line.startswith("nothing of the calls is watched at encoder.layers.0, encoder.layers.1")
+    session.close()
+
+
+class Dropping(Model):
+    """Runs the layers that a test names."""
+
+    kept = ()
+
+    def forward(self, x):
+        for number in self.kept:
+            x = self.layers[number](x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kept", "cause"),
+    [
+        ([(0, 1), (0,), ()], "Likely: (1) its layers are dropped at random"),
+        ([(0, 1), (), ()], "; (3) its layers are dropped at random"),
+        (
+            [(0,), (0, 1)] * 6,
+            "others of its kind ran there, as where layers are dropped at random",
+        ),
+    ],
+    ids=["all after some", "all", "one, between samples"],
+)
+def test_layers_that_are_dropped_are_among_the_causes(tmp_path, caplog, kept, cause):
+    torch.manual_seed(0)
+    model = Dropping(Attention(), Attention())
+    every = 1 if () in kept else 2
+    session = MonitorSession(model, every_n_train_steps=every, dirpath=tmp_path)
+    for step, model.kept in enumerate(kept):
+        with session.step(step):
+            x = torch.randn(2, 8, 32, requires_grad=True)
+            model(x).square().mean().backward()
+    session.close()
+    (line,) = [m for m in caplog.messages if "Likely" in m or "passed it by" in m]
+    assert cause in line
+
+
+def test_a_layer_that_comes_later_is_named(tmp_path, caplog):
+    """In the run, and in the one that goes on with it, whose state does not have it."""
+    torch.manual_seed(0)
+    model = Model(Attention(), Attention())
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+
+    def train(steps):
+        for step in steps:
+            with session.step(step):
+                model(torch.randn(2, 8, 32)).square().mean().backward()
+
+    train(range(2))
+    model.layers.append(Attention())
+    train(range(2, 4))
+    state = session.state_dict()
+    session.close()
+    (line,) = [m for m in caplog.messages if "layers.2 was added to the model after" in m]
+    assert "step 2: monitor_error" in line
+    caplog.clear()
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+    session.load_state_dict(state)
+    train(range(4, 6))
+    session.close()
+    (line,) = [m for m in caplog.messages if "not in the state" in m]
+    assert line == "layers.2: not in the state that was loaded; sums and baselines begin here"
 
 
 def swapped(path, at, steps=range(10)):

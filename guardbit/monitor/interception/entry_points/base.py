@@ -273,15 +273,25 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
         if not state.is_idle:
             why = _why_broken(found) or entry.why_other(found, args, kwargs)
         share = None if found.shared is None else found.shared[1]
-        why = note_call(number, heads, why, entry.name, share=share)
+        why = note_call(
+            number, heads, why, entry.name, share=share, has_gradient=has_gradient(found)
+        )
         # The op costs the host 0.2 ms, so it runs only where it is needed.
         return None if why or state.is_idle else found
     bound = found.bound
-    note_call(number, heads, found.why, entry.name, watched=bound is not None)
+    note_call(
+        number, heads, found.why, entry.name,
+        watched=bound is not None, has_gradient=bound is None or has_gradient(bound),
+    )  # fmt: skip
     if bound is None or state.is_unobserved or not torch.is_grad_enabled():
         return None
     state.native_dropout_p = bound.spec.dropout_p
     return Watched(Watch(number, bound.batch), bound)
+
+
+def has_gradient(bound: Bound) -> bool:
+    """Whether a call is differentiated, as one of frozen layers is not."""
+    return bound.q.requires_grad or bound.k.requires_grad or bound.v.requires_grad
 
 
 def _why_broken(bound: Bound) -> str | None:
@@ -321,11 +331,12 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
 
 
 @reporting
-def note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
+def note_flash_call(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
     number = int(runtime.current)
     if not probe.note_call(number, q, k):
-        note_call(number, heads_of(q, k), None, "guardbit.flash_attention")
+        is_trained = q.requires_grad or k.requires_grad or v.requires_grad
+        note_call(number, heads_of(q, k), None, "guardbit.flash_attention", has_gradient=is_trained)
 
 
 # --- why calls stay with the original, as all entry points have it --------------------------------

@@ -115,7 +115,9 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     query = _given("query", args, kwargs)
     why = _why_misread or _why_query(query) or why_now(query)
     refusal = _RETURNS_WEIGHTS if why is None else f"{_RETURNS_WEIGHTS}; nor is it watched: {why}"
-    note_call(number, heads, refusal, _NAME, watched=why is None)
+    given = (*args, *kwargs.values())
+    is_trained = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    note_call(number, heads, refusal, _NAME, watched=why is None, has_gradient=is_trained)
     state = runtime.site(number)
     state.begin_forward()
     if why is not None or state.is_unobserved or not torch.is_grad_enabled():
