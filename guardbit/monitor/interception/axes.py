@@ -34,7 +34,7 @@ def batch_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...] | str | None:
     if any(x.is_nested for x in tensors):
         are_jagged = all(x.layout is torch.jagged and x.dim() == 4 for x in tensors)
         is_known = are_jagged and all(x._ragged_idx == 2 and x._lengths is None for x in tensors)
-        return () if is_known and k.offsets() is v.offsets() else _NESTED
+        return () if is_known and tensors[1].offsets() is tensors[2].offsets() else _NESTED
     if q.dim() == k.dim() == v.dim() == 4 and q.size(0) == k.size(0) == v.size(0):
         return None
     if not q.dim() == k.dim() == v.dim() >= 2:
@@ -46,7 +46,7 @@ def batch_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...] | str | None:
     return tuple(before[0])
 
 
-def in_four_axes(x: Tensor, batch: Sequence[int] = ()) -> Tensor:
+def in_four_axes(x: Any, batch: Sequence[int] = ()) -> Tensor:
     """Returns a tensor of a call as `(B, H, N, D)`, repeated over a batch."""
     if x.is_nested:
         return x.values()[None]
