@@ -1,7 +1,6 @@
 """Sessions of two ranks: both judge the same samples, and heads that they exchange are told."""
 
 import sys
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
-from guardbit.monitor import ranks
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import FOR_NOW
@@ -108,26 +106,6 @@ def test_where_one_rank_cannot_read_its_numbers_all_ranks_stop_sampling_and_say_
     errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
     # It was tried again at step 3.
     assert errors == [[4, f"samples: the stage failed on another rank; {FOR_NOW}"]]
-
-
-def examining(folder):
-    begin("cpu")
-    rank, ranks.PATIENCE = dist.get_rank(), 5.0
-    loop = Loop(dirpath=folder / "run")
-    if rank == 0:
-        loop.session._examinations.step = lambda step: time.sleep(0 if step else 8)
-    for step in range(3):
-        with loop.session.step(step) as record:
-            record.loss(loop.backward(step))
-        dist.barrier()  # as training's own exchange
-    loop.session.close()
-    keep(folder, ["found"], lambda *_: sorted(loop.session.stages_off))
-
-
-def test_an_examination_may_take_longer_than_ranks_wait_for_one_another(tmp_path):
-    launch(examining, 2, tmp_path)
-    assert seen(tmp_path / "found") == [[], []]
-    assert sampled(tmp_path / "run") == [0, 1, 2]
 
 
 class InParts(Attention):
