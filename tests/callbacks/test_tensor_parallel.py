@@ -268,8 +268,10 @@ def test_the_store_has_all_heads_by_their_numbers_over_both_ranks(shared):
     kernels = read_metadata(folder / "watched")["sites"][SITE]["kernels"]
     assert way != "dtensor" or kernels == ["MATH"]
     assert found("delta_bias").shape == ((0, 0) if kernels == ["MATH"] else (STEPS, HEADS))
-    # Audited in turn, from the second step on, when directions are known.
-    assert set(frame[frame.indicator == "dq_relative_error"]["head"]) == {1, 2, 3}
+    # From the second step on, when directions are known, one of the four heads at each.
+    audits = frame[frame.indicator == "dq_relative_error"]
+    assert audits["step"].tolist() == list(range(1, STEPS))
+    assert set(audits["head"]) <= set(range(HEADS))
     assert ranks[0]["samples"] and str(ranks[0]["samples"]) == str(ranks[1]["samples"])
 
 
