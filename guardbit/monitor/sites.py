@@ -581,7 +581,7 @@ class Instrumentation:
 
     def added(self) -> dict[str, nn.Module]:
         """The modules that came into the model later and could call attention."""
-        if self.is_selection or self._modules.issuperset(self._model.modules()):
+        if self.is_selection or self._modules >= self._modules_now():
             return {}
         return {n: m for n, m in candidates_of(self._model) if m not in self._modules}
 
@@ -672,8 +672,11 @@ class Instrumentation:
         self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
 
     def _present(self) -> dict[str, Site]:
-        modules = once(self._user, lambda: set(self._model.modules()))
-        return {name: site for name, site in self._sites.items() if site.module in modules}
+        present = self._modules_now()
+        return {name: site for name, site in self._sites.items() if site.module in present}
+
+    def _modules_now(self) -> set[nn.Module]:
+        return once(self._user, lambda: set(self._model.modules()))
 
     def begin_step(self) -> None:
         """Begins a training step. Without it, each call of the model counts as a step."""
