@@ -117,7 +117,7 @@ BELOW = {
     "call: its state": (base, "runtime", "site"),
     "call: recomputing": (installation, "push"),
     "call in backward": (AttentionMetric, "update"),
-    "watched call: its refusal": (multi_head, "why_head"),
+    "watched call: its refusal": (multi_head, "why_kind"),
     "watched call: its output": (watching, "autocast_tensors"),
     "watched call in backward": (watching, "AttentionCall"),
 }
