@@ -300,7 +300,8 @@ class Session(Guarded):
         if not self._is_closed:
             self.attempt("switch", self.instrumentation.end_step)
             if was_sampled:
-                self.attempt("coverage", lambda: self._notices.report_outside(step))
+                with unchanged():
+                    self.attempt("coverage", lambda: self._notices.report_outside(step))
             self.attempt("coverage", lambda: self._notices.report_unseen(step))
             self.attempt("switch", lambda: self._notices.report_runs(step))
             self.attempt("proofs", self._notices.report_proofs)

@@ -129,7 +129,7 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
     assert shape == (23 * 2 * 4 + 3 * 6 + 3 + 1,)
 
 
-def test_a_sampled_step_looks_at_the_model_once_to_measure_and_once_to_judge(monkeypatch):
+def test_a_sampled_step_looks_at_the_model_to_measure_to_judge_and_for_new_modules(monkeypatch):
     loop = Loop(every_n_train_steps=3, strict=True)
     loop.run(range(3), close=False)
     walks, original = [], type(loop.model).modules
@@ -137,7 +137,7 @@ def test_a_sampled_step_looks_at_the_model_once_to_measure_and_once_to_judge(mon
     with loop.session.step(3):
         loop.backward(3)
         walks.clear()
-    assert walks == [loop.model] * 2
+    assert walks == [loop.model] * 3
     # What is exchanged between two steps is known at once.
     before = loop.session.instrumentation.sites
     loop.model.layers[1] = nn.Identity()
