@@ -2,8 +2,8 @@
 
     python -m studies.rescue.shares studies/rescue/results
 
-`push.py` has measured what rounding adds to log sigma of every head, r, and what log sigma did, c,
-summed over ten steps each. From these rounding's share comes as the product finds it
+The files `push-*.csv.gz` hold what rounding adds to log sigma of every head, r, and what log sigma
+did, c, summed over ten steps each. From these rounding's share comes as the product finds it
 (`guardbit.monitor.measure.burst`). Copies of the same start (`doses.py --ways losses`) say what
 became of the heads of the corrected layer without rounding: `paired-heads.csv` holds the growth of
 log sigma in copies without a correction and in those on `exact_delta`, which

@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> Path:
     is_cuda = options.device == "cuda"
     model = Model(size, tokens, options.rate, steps, options.seed, compiled=is_cuda)
     folder = options.folder / run_name(options.arm, options.rate, options.seed)
-    monitor = AttentionMonitor(options.every, dirpath=folder)
+    monitor = AttentionMonitor(options.every, dirpath=folder, snapshot_megabytes=0)
     evaluation = HeldOut(held_out.long(), EVALUATE_EVERY, steps)
     callbacks: list[L.Callback] = [monitor, evaluation]
     if options.arm == "exact":

@@ -81,8 +81,8 @@ def test_a_second_try_draws_the_same(monkeypatch):
     *qkv, d_out = inputs()
     below, errors = op._below_autograd, [MemoryError("on purpose")]
 
-    def compute(request):
-        found = below(request)
+    def compute(*request):
+        found = below(*request)
         if errors:
             raise errors.pop()
         return found

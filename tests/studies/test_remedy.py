@@ -46,7 +46,8 @@ def test_runs_of_a_seed_are_read_up_to_the_last_common_step():
     assert found.loc["its", "above"] == pytest.approx(0.05) and math.isnan(found.above["exact"])
     # Half of 25 losses and more lie 0.2 nats above: the thirteenth from 6,500 on.
     assert found.loc["fails", "departs"] == 6740 and math.isnan(found.departs["its"])
-    assert found.alarm["fails"] <= found.alarm["its"] and math.isnan(found.alarm["exact"])
+    # All heads of these tables grow alike, and none ahead of its peers.
+    assert found["alarm"].isna().all()
 
 
 def test_beside_a_corrected_run_that_ended_earlier_it_is_read_once_more():
