@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from guardbit.kernels import engines
 from guardbit.kernels.engines import proof as proofs
@@ -72,8 +73,11 @@ def what_earlier_tests_left_is_put_aside():
 
 @pytest.fixture(autouse=True)
 def attention_is_given_back():
-    """No test leaves its instrumentation to the next."""
+    """No test leaves its instrumentation, or what hears optimizers' steps, to the next."""
     yield
+    heard = list(_global_optimizer_post_hooks.values())
+    _global_optimizer_post_hooks.clear()
+    assert not heard
     given_back = F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     if not given_back:
         from guardbit.monitor.interception import installation
