@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
 from guardbit.records import Alarm, Event, line_of, printable
 
@@ -23,19 +21,13 @@ PATIENCE = 10.0
 #: Characters of a message.
 MOST_CHARACTERS = 600
 
-#: Severity -> level of W&B and Trackio.
-_LEVELS = {"none": "INFO", "warning": "WARN", "critical": "ERROR"}
-
 
 class Alerts:
-    """Alerts of one run: to a webhook, and to the runs that W&B and Trackio have open."""
+    """Tells a run's webhook, if it has one, of its alarms and its end."""
 
     def __init__(self, name: str, url: str | None) -> None:
-        #: Returns further runs, which get alerts if they take them as W&B's do.
-        self.runs: Callable[[], Iterable[Any]] = tuple
         self._name = name
         self._webhook: Webhook | None = None
-        self._is_failing = False
         try:
             self._webhook = Webhook(url) if url else None
         except ValueError:  # which quotes the address, mostly a secret
@@ -43,37 +35,14 @@ class Alerts:
 
     def alarms(self, alarms: Sequence[Alarm]) -> None:
         """Sends one message for some alarms."""
-        is_critical = any(alarm.severity == "critical" for alarm in alarms)
-        severity = "critical" if is_critical else "warning"
-        self._send(f"GuardBit: {severity} alarm", message(self._name, alarms), severity)
+        if self._webhook is not None:
+            self._webhook.tell(self._name, alarms)
 
-    def end(self, how: str, headline: str, severity: str) -> None:
+    def end(self, how: str, headline: str) -> None:
         """Sends how the run ended, and waits a moment for what is still to be sent."""
-        title = f"GuardBit: run {how}"
-        text = printable(f"{title}. {headline}; {self._name}")
-        self._send(title, text, "critical" if how == "crashed" else severity)
         if self._webhook is not None:
+            self._webhook.send(printable(f"GuardBit: run {how}. {headline}; {self._name}"))
             self._webhook.close()
-
-    def _send(self, title: str, text: str, severity: str) -> None:
-        if self._webhook is not None:
-            self._webhook.send(text)
-        try:
-            self._tell_trackers(title, text, _LEVELS[severity])
-        except Exception as error:  # whatever a tracker does
-            if not self._is_failing:
-                log.warning("a tracker did not take an alert: %r", error)
-            self._is_failing = True
-
-    def _tell_trackers(self, title: str, text: str, level: str) -> None:
-        wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
-        trackios = trackio and trackio.context_vars.current_run.get()
-        if trackio and trackios and hasattr(trackio, "alert"):  # since 0.18
-            trackio.alert(title, text, trackio.AlertLevel[level])
-        open_runs = {id(run): run for run in (getattr(wandb, "run", None), *self.runs())}
-        for run in open_runs.values():
-            if run not in (None, trackio, trackios) and hasattr(run, "alert"):
-                run.alert(title=title, text=text, level=level, wait_duration=60)
 
 
 class Webhook:
@@ -96,7 +65,7 @@ class Webhook:
         self._is_failing = False
         self._thread.submit(self._post, None)
 
-    def tell(self, name: str, alarms: Sequence[Event]) -> None:
+    def tell(self, name: str, alarms: Sequence[Alarm | Event]) -> None:
         """Sends a line about new alarms of a run; returns at once."""
         self.send(message(name, alarms))
 

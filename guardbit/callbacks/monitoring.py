@@ -150,9 +150,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             self.strict, lambda: Session(pl_module, **{**vars(self.settings), **own})
         )
         if self.session is not None:
-            self.session.alerts.runs = lambda: [
-                getattr(logger, "experiment", None) for logger in trainer.loggers
-            ]
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 

@@ -531,7 +531,7 @@ class Session(Guarded):
         judgement = self.judgement
         if ranks.rank() == 0 and judgement is not None and self._notices.first("end"):
             how, said = self._ended or "finished", judgement.headline_so_far
-            self.attempt("alerts", lambda: self.alerts.end(how, said, judgement.severity))
+            self.attempt("alerts", lambda: self.alerts.end(how, said))
 
     def _drop_calls(self) -> None:
         self._burst.stop()

@@ -1,24 +1,22 @@
-"""Alarms and the end of a run, as a webhook, W&B, Trackio and a function are told of them."""
+"""Alarms and the end of a run, as a webhook and a function are told of them."""
 
 import http.server
 import json
-import sys
 import threading
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.loggers import WandbLogger
 
 from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_events
-from guardbit.alerts import MOST_CHARACTERS, VARIABLE, Alerts, Webhook, message
-from guardbit.records import Alarm, Event
-from tests.callbacks.monitoring.reading import SITES, Recorder
+from guardbit.alerts import MOST_CHARACTERS, VARIABLE, Webhook, message
+from guardbit.records import Event
+from tests.callbacks.monitoring.reading import SITES
 from tests.callbacks.test_huggingface import train
 from tests.monitor.session.plain_loop import Loop
 from tests.toys import Fires
 
-# Users do not turn warnings into errors, and frameworks and trackers give some.
+# Users do not turn warnings into errors, and frameworks give some.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -112,9 +110,9 @@ def test_slack_and_discord_each_get_their_field(monkeypatch, url, field):
     assert request.get_header("User-agent") == "GuardBit"
 
 
-def by_lightning(trains, folder, site="net.h.1.attn", max_steps=5, **settings):
+def by_lightning(trains, folder, site):
     monitor = AttentionMonitor(2, dirpath=folder, rules=(Fires(site),), strict=True)
-    trains.fit(monitor, max_steps=max_steps, **settings)
+    trains.fit(monitor, max_steps=5)
 
 
 def by_hugging_face(trains, folder, site):
@@ -159,120 +157,6 @@ def test_a_variable_that_holds_no_address_ends_nothing(monkeypatch, caplog):
     Loop(every_n_train_steps=2, rules=(Fires("layers.1"),), strict=True).run(range(3))
     assert sum(VARIABLE in line for line in caplog.messages) == 1
     assert "my secret" not in caplog.text
-
-
-class Run:
-    """Stands in for a run of W&B."""
-
-    def __init__(self):
-        self.alerts = []
-
-    def alert(self, title, text, level=None, wait_duration=None):
-        assert len(title) < 64 and wait_duration > 0
-        self.alerts.append((title, text, level))
-
-
-@pytest.mark.parametrize(
-    ("severities", "level"),
-    [(["warning"], "WARN"), (["critical"], "ERROR"), (["warning", "critical", "warning"], "ERROR")],
-)
-def test_severity_is_the_level(monkeypatch, severities, level):
-    run, other = Run(), Run()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
-    alerts = Alerts("runs/a", None)
-    alerts.runs = lambda: [run, other]  # the logger's is the open one, mostly
-    alarms = [
-        Alarm(5, "h.0", (head,), "rule", "it grew", severity=severity)
-        for head, severity in enumerate(severities)
-    ]
-    alerts.alarms(alarms)
-    ((title, text, got),) = run.alerts
-    assert other.alerts == run.alerts
-    worst = "critical" if "critical" in severities else "warning"
-    assert (title, got) == (f"GuardBit: {worst} alarm", level)
-    more = f" (and {len(alarms) - 1} more)" if len(alarms) > 1 else ""
-    assert text == f"GuardBit: step 5: alarm h.0 head 0: it grew{more}; runs/a"
-
-
-@pytest.mark.parametrize(
-    ("how", "severity", "level"),
-    [
-        ("finished", "none", "INFO"),
-        ("finished", "warning", "WARN"),
-        ("interrupted", "none", "INFO"),
-        ("crashed", "none", "ERROR"),
-    ],
-)
-def test_the_end_has_the_level_of_what_was_found(monkeypatch, how, severity, level):
-    run = Run()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
-    Alerts("runs/a", None).end(how, "Healthy", severity)
-    assert run.alerts == [(f"GuardBit: run {how}", f"GuardBit: run {how}. Healthy; runs/a", level)]
-
-
-def test_a_tracker_that_fails_ends_nothing_and_the_webhook_is_told(hook, monkeypatch, caplog):
-    url, got, _ = hook
-
-    def fails(**_):
-        raise OSError("no connection")
-
-    monkeypatch.setenv(VARIABLE, url)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(alert=fails)))
-    loop = Loop(every_n_train_steps=2, rules=(Fires("layers.1"),)).run(range(5))
-    assert len(loop.losses) == 5 and loop.session.stages_off == set()
-    assert caplog.text.count("no connection") == 1
-    alarm, end = (body["text"] for _, body in got)
-    assert "alarm layers.1" in alarm and "run finished" in end
-
-
-class Logs(Recorder):
-    """A logger whose run, like that of `WandbLogger(experiment=...)`, is not the open one."""
-
-    def __init__(self):
-        super().__init__()
-        self.run = Run()
-
-    @property
-    def experiment(self):
-        return self.run
-
-
-def test_a_lightning_logger_s_own_run_is_told(trains, tmp_path):
-    logs = Logs()
-    by_lightning(trains, tmp_path / "run", max_steps=3, logger=logs)
-    assert [(title, level) for title, _, level in logs.run.alerts] == [
-        ("GuardBit: warning alarm", "WARN"), ("GuardBit: run finished", "WARN"),
-    ]  # fmt: skip
-
-
-def test_wandb_s_own_file_holds_the_alerts(trains, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    logger = WandbLogger(project="p", save_dir=tmp_path)
-    file = logger.experiment.settings.sync_file
-    by_lightning(trains, tmp_path / "run", max_steps=3, logger=logger)
-    wandb.finish()
-    wandb.teardown()  # the file is whole once its process has ended
-    with open(file, "rb") as kept:
-        held = kept.read()
-    # A record of protobuf: title, text, level, each with its length before it.
-    assert b"GuardBit: warning alarm\x12" in held and b"\x1a\x04WARN" in held
-    assert b"GuardBit: run finished. Alarmed: 1 of 4 heads since step 0" in held
-
-
-def test_trackio_s_own_store_holds_the_alerts(trains, tmp_path, monkeypatch):
-    pytest.importorskip("trackio", reason="trackio is not installed")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    trackio.init(project="p", embed=False)
-    by_lightning(trains, tmp_path / "run", max_steps=3)
-    trackio.finish()
-    kept = {(alert["title"], alert["level"]) for alert in SQLiteStorage.get_alerts("p")}
-    assert kept == {("GuardBit: warning alarm", "warn"), ("GuardBit: run finished", "warn")}
 
 
 # --- a function of the user's ---------------------------------------------------------------------
