@@ -9,4 +9,6 @@ from tests.monitor.session.plain_loop import Loop
 def loops_are_closed():
     yield
     while Loop.made:
-        Loop.made.pop().session.instrumentation.remove()
+        session = Loop.made.pop().session
+        session.instrumentation.remove()
+        session._burst.stop()
