@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is to be used from her
     from guardbit.cli import load as load
     from guardbit.kernels.attention import flash_attention as flash_attention
     from guardbit.monitor.interception.observing import observe as observe
-    from guardbit.monitor.interception.observing import watch_attention as watch_attention
     from guardbit.monitor.layouts import LayoutUnavailable as LayoutUnavailable
     from guardbit.monitor.policy import Policy as Policy
     from guardbit.monitor.sites import Instrumentation as Instrumentation
@@ -50,7 +49,6 @@ _HOMES = {
     "read_events": "guardbit.store",
     "read_metadata": "guardbit.store",
     "read_run": "guardbit.store",
-    "watch_attention": "guardbit.monitor.interception.observing",
 }
 
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

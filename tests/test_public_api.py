@@ -26,7 +26,6 @@ NAMES = [
     "read_events",
     "read_metadata",
     "read_run",
-    "watch_attention",
 ]
 
 #: Parameters in their order; those after "*" by name only.
@@ -55,8 +54,6 @@ PARAMETERS = {
     "read_events": "path",
     "read_metadata": "path",
     "read_run": "path",
-    "watch_attention": "module, *, q='q', k='k', v='v', mask=None, out=None, causal=False,"
-    " scale=None, layout='BHND', fused=False",
 }
 
 #: Methods, properties and attributes of the objects users hold.

@@ -26,8 +26,7 @@ from guardbit.records import Alarm, Event, Sample
 
 _HOW_TO_SHOW = (
     "Attention that is written out in PyTorch has no rounded delta, so nothing in it needs a"
-    " correction; to have it watched, or a kernel of its own, show it by guardbit.observe or"
-    " guardbit.watch_attention"
+    " correction; to have it watched, or a kernel of its own, show it by guardbit.observe"
 )
 
 _FUNCTIONS = (
@@ -120,8 +119,7 @@ class Notices:
             return (
                 "no attention was found in this model, so nothing is watched: no module of it has"
                 f" called {_FUNCTIONS}, and none is called attention; if it has attention under"
-                " another name and in a kernel of its own, show it by guardbit.observe or"
-                " guardbit.watch_attention"
+                " another name and in a kernel of its own, show it by guardbit.observe"
             )
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])

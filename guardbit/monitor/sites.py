@@ -388,10 +388,7 @@ class Site:
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
         if self.entry == OBSERVE:
-            return (
-                f"{OBSERVE} shows the inputs of attention, but neither its output nor"
-                " gradients; guardbit.watch_attention shows these too"
-            )
+            return f"{OBSERVE} shows the inputs of attention, but neither its output nor gradients"
         dropout_p = self.state.native_dropout_p
         if dropout_p == 0 or "none" not in self.asked:
             return None

@@ -221,7 +221,7 @@ def test_where_nothing_is_seen_the_likely_reasons_are_said(tmp_path):
     why = str(error.value)
     assert "(1) its attention is written out" in why
     assert "0 (WrittenOutAttention) ran" in why
-    assert "attn_implementation" in why and "guardbit.watch_attention" in why
+    assert "attn_implementation" in why and "guardbit.observe" in why
     assert NO_NEED in why and "scaled_dot_product_attention" not in why
     with pytest.raises(NoAttentionSeenError) as error:
         watched(tmp_path / "copy", Attention(), run=copy.deepcopy)

@@ -121,12 +121,10 @@ def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
     runtime.enter(site)
 
 
-def count_call(own: nn.Module | None = None) -> int:
-    """Counts a call, if given only in the frame of `own`; returns how many its forward has now."""
+def count_call() -> int:
+    """Counts a call; returns how many its forward has now."""
     # Compiled modules in between have no frame, nor has a call outside any forward.
     if not frame_stack or len(frame_stack) != len(runtime.running):
-        return 1
-    if own is not None and frame_stack[-1].module is not own:
         return 1
     frame_stack[-1].calls += 1
     return frame_stack[-1].calls

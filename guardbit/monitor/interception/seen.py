@@ -49,7 +49,7 @@ T = TypeVar("T")
 Heads = tuple[int, int, int]
 
 #: The functions that show a user's own attention, as users call them.
-OBSERVE, WATCH = "guardbit.observe", "guardbit.watch_attention"
+OBSERVE = "guardbit.observe"
 
 #: Why a captured call keeps PyTorch's function. Later calls are replays and are not seen.
 CAPTURED = "it is captured in a CUDA graph, which replays the kernel of the capture"
@@ -178,8 +178,7 @@ def note_call(
         record = SiteRecord(modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
-    # A hook of `watch_attention` may run before ours, which makes the module's own frame.
-    calls = count_call(site_modules[number] if entry == WATCH else None)
+    calls = count_call()
     state.is_observed = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
         record.entry = entry
@@ -188,15 +187,6 @@ def note_call(
         )
         record.calls.per_forward = max(record.calls.per_forward, calls)
     return refusal
-
-
-def refuse_call(number: int, refusal: str) -> None:
-    """Records why a call that was noted cannot be watched, where its output shows that."""
-    record = _known.get(number, _NOTHING).eager
-    if record is not None and torch.is_grad_enabled() == record.with_gradients:
-        calls = record.calls
-        calls.is_switchable = calls.was_switchable = calls.is_watched = False
-        calls.bypass = refusal
 
 
 def weighted_module(number: int) -> nn.Module:

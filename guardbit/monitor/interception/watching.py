@@ -36,7 +36,7 @@ class Watch:
         self._batch = batch  # if the tensors have other axes than four, see `axes.batch_of`
         self._waits_for_dq = False
         self._is_dq_of_attention = True
-        # Filled during the backward: dO, q, k, v and, where delta is taken from it, O.
+        # Filled during the backward: dO, q, k and v.
         self._saved: tuple[Tensor, ...] = ()
         self._spec = AttentionSpec(1.0)
         self._made: dict[str, Tensor] = {}
@@ -62,31 +62,21 @@ class Watch:
         x.register_hook(hook)
         return x
 
-    def output(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        keeps_output: bool = False,
-    ) -> Tensor:
+    def output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Returns what the caller gets as output, with a hook on its gradient."""
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
         self._spec = spec
-        hear = functools.partial(self._observed_output, out, q, k, v, *[out] * keeps_output)
+        hear = functools.partial(self._observed_output, out, q, k, v)
         return guard.then_finish(hear, functools.partial(_either, out), report)
 
     @reporting
-    def _observed_output(
-        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
-    ) -> Tensor:
+    def _observed_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Not O itself, which the caller may write to.
         made = self._read(out.detach())
         size = torch.linalg.vector_norm(made, torch.inf, (0, 2, 3), keepdim=True)
         self._made = {"out": size}
-        return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
+        return _Output.apply(out, self, *autocast_tensors(q, k, v))
 
     @reporting
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
@@ -106,7 +96,7 @@ class Watch:
         spec = self._spec
         if self._batch is not None:
             spec = spec_in_four_axes(spec, saved[1], saved[2], self._batch)
-        d_out, q, k, v, *out = map(self._read, saved)
+        d_out, q, k, v = map(self._read, saved)
         heads, dropout_p = q.size(1), spec.dropout_p
         dropped = None
         if dropout_p > 0:  # PyTorch does not say which entries it dropped
@@ -115,7 +105,6 @@ class Watch:
             )
         hand_to_observer(
             self._number, q, k, v, spec, ("none",) * heads, dropout=dropped,
-            out=out[0].detach() if out else None,
             made=self._made,
             d_out=d_out.detach().to(q.dtype),
             dq=self._read(dq.detach()) if dq is not None and self._is_dq_of_attention else None,

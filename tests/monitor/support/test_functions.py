@@ -157,20 +157,9 @@ def llama() -> nn.Module:
     return test_transformers_eager.build("Llama")
 
 
-class Shown(test_observing.Attention):
-    """A class of its own: what was compiled is remembered by class."""
-
-
-def observed(by: str) -> Callable[[], tuple[nn.Module, Tensor]]:
-    def build() -> tuple[nn.Module, Tensor]:
-        if by == "observe":
-            model = test_observing.build()
-        else:
-            model, _ = test_observing.shown()
-            model[1].__class__ = Shown
-        return model, torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
-
-    return build
+def observing() -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return test_observing.build(), torch.randn(2, 9, 32, generator=generator)
 
 
 PYTORCH = "PyTorch on the CPU"
@@ -214,12 +203,8 @@ CASES = [
         "transformer_engine.FusedAttnFunc", lambda: test_transformer_engine.build("sbh3d"),
         of_transformer_engine(0), of_transformer_engine(1), SIGNATURES, breaks_graph=True,
     ),
-    *(
-        Case(
-            f"guardbit.{by}", observed(by), of_observing(0), of_observing(1), PYTORCH,
-            "centered_keys",
-        )
-        for by in ("observe", "watch_attention")
+    Case(
+        "guardbit.observe", observing, of_observing(0), of_observing(1), PYTORCH, "centered_keys"
     ),
 ]  # fmt: skip
 
@@ -300,7 +285,6 @@ TITLE = "Functions"
 UNMEASURED = {
     "F.multi_head_attention_forward": ("delta_",),
     "transformers' eager attention": ("delta_",),
-    "guardbit.watch_attention": ("delta_",),  # unless it is said to be fused
     "guardbit.observe": ("delta_", "dq_"),
 }
 CACHED = [entry for entry in ENTRY_POINTS if entry.attribute.endswith("_with_kvcache")]
