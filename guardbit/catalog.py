@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
-Probe = Literal[
-    "weights", "rows", "keys", "delta", "gradient_audit", "burst", "repeats", "finite", "run"
-]
+Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "burst", "finite", "run"]
 
 #: What `nonfinite` adds up, in the order in which a training step makes these tensors.
 NONFINITE = {"q": 1, "k": 2, "v": 4, "O": 8, "dO": 16, "dQ": 32, "dK": 64, "dV": 128}
@@ -39,7 +37,7 @@ class Indicator:
     # does not. Stable, as dashboards are built on it.
     logged_key: str | None = None
     sum_of: str | None = None  # whose running sum over the sampled steps it is, if it is one
-    is_occasional: bool = False  # recorded only where it was asked for, or something is wrong
+    is_occasional: bool = False  # recorded only where something may be wrong
 
     @property
     def is_of_run(self) -> bool:
@@ -182,15 +180,6 @@ CATALOG: tuple[Indicator, ...] = (
             is_occasional=True,
         )
         for name, end in (("low", "lower"), ("high", "upper"))
-    ),
-    Indicator(
-        name="repeat_difference",
-        probe="repeats",
-        label="difference of a second backward",
-        meaning="norm of the difference of two backwards on the same tensors over that of the"
-        " gradient, the largest of dQ, dK and dV; only with `audit_repeats`",
-        unit="half units in the last place, of FP32 those of FP16",
-        is_occasional=True,
     ),
     Indicator(
         name="nonfinite",

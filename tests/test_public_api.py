@@ -32,18 +32,15 @@ NAMES = [
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, log_layers=False,"
     " sites=None, indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
-    " snapshot_megabytes=64, audit_repeats=False, on_alarm=None,"
-    " strict=False",
+    " snapshot_megabytes=64, on_alarm=None, strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
     " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, audit_repeats=False, on_alarm=None,"
-    " strict=False",
+    " snapshot_megabytes=64, on_alarm=None, strict=False",
     "MonitorSession": "model, *, writer=None, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, audit_repeats=False, on_alarm=None,"
-    " strict=False",
+    " snapshot_megabytes=64, on_alarm=None, strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
@@ -132,7 +129,6 @@ def test_the_indicators_and_stabilizers_are_these():
         "rounding_share",
         "rounding_share_low",
         "rounding_share_high",
-        "repeat_difference",
         "nonfinite",
         "loss",
         "grad_norm",

@@ -457,12 +457,10 @@ def _report(
     if state.observer is None:
         return
 
-    def again(ran: Ran = ran) -> tuple[Tensor, Tensor, Tensor]:
-        with state.uncounted():
-            return heads.backward(call, d_out, saved, ran)[0][:3]
-
     def uncorrected() -> Tensor:
-        return again(ran._replace(names=("none",) * call.heads))[0]
+        with state.uncounted():
+            plain = ran._replace(names=("none",) * call.heads)
+            return heads.backward(call, d_out, saved, plain)[0][0]
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
     plan, used = heads.plan_of(names, call.native), carried
@@ -483,7 +481,6 @@ def _report(
             stabilizers=names,
             dropout=heads.dropout_of(call, plan, saved.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
-            again=again,
             made={"out": saved.out},
             # Where our forward ran, what the kernel's O and its dropout would have been is unknown.
             uncorrected=uncorrected if heads.OWN_FORWARD.isdisjoint(ran.names) else None,

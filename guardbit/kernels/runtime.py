@@ -69,9 +69,6 @@ class AttentionCall:
     dropout: Dropout | None = None
     # What ran the backward: an engine's name, "guardbit" for our own kernel, "" where unknown.
     kernel: str = ""
-    # Runs the same backward again on the same tensors and returns dq, dk and dv; None where that is
-    # not possible.
-    again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
     # What attention made, or only each head's largest size of it, where "out" or "dq" is not that.
     made: Mapping[str, Tensor] | None = None
     # Runs the backward as if no head were switched, and returns dq; None where that cannot be.

@@ -1,15 +1,14 @@
 """What a user must know of a run besides its samples, each reported once.
 
 That is attention that is not watched, sampled steps that no watched attention was called in,
-switched heads that run something else, engines without a proof, the first NaN, and backwards that
-do not repeat.
+switched heads that run something else, engines without a proof, and the first NaN.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from guardbit.judgement import delta_not_rounded, nothing_to_correct
@@ -42,10 +41,6 @@ PATIENCE = 3
 _NAMED = 3
 
 _SEVERAL = "look", "were", "them"
-
-# Two orders of additions round a part of the numbers to the other side: by two half units in the
-# last place at most, and of few of them. A race changes more.
-_OF_ORDER = 2.0
 
 _WHENCE = {
     "q": "it came into attention with the queries, from the layer's input or its weights",
@@ -347,16 +342,12 @@ class Notices:
             log.tell(f"GuardBit: {why}: nothing to correct here")
 
     def report_samples(self, samples: Sequence[Sample], loss_scale: float) -> None:
-        """Reports the first NaN, and backwards that do not repeat."""
+        """Reports the first NaN."""
         sites = self._instrumentation.sites
         # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
         found = first_nonfinite(samples)
         if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
             self._journal.record(_nonfinite(found, kernel_of(sites.get(found.site))))
-        for is_race, (largest, sample) in _worst_repeats(samples).items():
-            if self.first(f"race: {is_race}"):
-                kernel = kernel_of(sites.get(sample.site))
-                self._journal.record(_not_repeated(is_race, largest, sample, kernel))
 
     def announce(self, alarm: Alarm) -> None:
         """Hands an alarm to the user's function, which may fail without ending anything."""
@@ -466,32 +457,3 @@ def _nonfinite(found: Nonfinite, kernel: str) -> Event:
         " samples are not looked at"
     )
     return Event(found.step, "advisory", found.site, found.heads, why, rule="nonfinite")
-
-
-def _worst_repeats(samples: Iterable[Sample]) -> dict[bool, tuple[float, Sample]]:
-    """The largest differences that are a race, and that are an order of additions."""
-    worst: dict[bool, tuple[float, Sample]] = {}
-    for sample in samples:
-        if sample.indicator == "repeat_difference":
-            largest = max((value for value in sample.values if value == value), default=0.0)
-            is_race = largest > _OF_ORDER
-            if largest > 0 and largest > worst.get(is_race, (0.0, sample))[0]:
-                worst[is_race] = largest, sample
-    return worst
-
-
-def _not_repeated(is_race: bool, largest: float, sample: Sample, kernel: str) -> Event:
-    least = _OF_ORDER if is_race else 0.0
-    heads = tuple(h for h, value in enumerate(sample.values) if value > least)
-    what = (
-        "more than another order of additions can: it is a race; let `guardbit doctor` examine the"
-        " kernel, and use another"
-        if is_race
-        else "as another order of additions makes it (atomics): the run does not repeat to the bit,"
-        " and no more"
-    )
-    why = (
-        f"two backwards on the same tensors differ{f' in {kernel}' if kernel else ''}, at worst by"
-        f" {largest:.2g} half units in the last place, {what}"
-    )
-    return Event(sample.step, "advisory", sample.site, heads, why, rule="repeatability")

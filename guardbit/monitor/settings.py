@@ -66,7 +66,6 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "sites": (_are_names, "a list of names, at least one, or None for all"),
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
-    "audit_repeats": (lambda flag: isinstance(flag, bool), "True or False"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
     "policy": (lambda p: p is None or isinstance(p, Policy), "a guardbit.Policy, or None"),
     "on_alarm": (lambda f: f is None or takes(f, 1), "a function of one alarm, or None"),
@@ -96,8 +95,6 @@ class Settings:
         dirpath: Folder of the telemetry.
         snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
             `guardbit diagnose`; 0 for nothing.
-        audit_repeats: Whether to run the backward of sampled calls a second time, and to report
-            where it differs: a race, or additions in any order.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
             a mail or a message; training waits for it. Its errors end nothing: the first is
             recorded, and it is called again at the next alarm.
@@ -114,7 +111,6 @@ class Settings:
     dry_run: bool = False
     dirpath: str | os.PathLike[str] | None = None
     snapshot_megabytes: float = 64
-    audit_repeats: bool = False
     on_alarm: Callable[[Alarm], object] | None = None
     strict: bool = False
 
@@ -141,9 +137,7 @@ class Settings:
 
     def described(self) -> dict[str, Any]:
         """Returns what is kept of them with a run, as plain data."""
-        numbers = (
-            "every_n_train_steps", "num_rows", "num_audited_heads", "audit_repeats", "dry_run",
-        )  # fmt: skip
+        numbers = "every_n_train_steps", "num_rows", "num_audited_heads", "dry_run"
         return {
             **{name: getattr(self, name) for name in numbers},
             "indicators": list(self.measured),

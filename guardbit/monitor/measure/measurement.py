@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from guardbit.catalog import HEAD_INDICATORS, SUMS, of_probe
+from guardbit.catalog import HEAD_INDICATORS, SUMS
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
@@ -58,8 +58,7 @@ class Measurement:
 
     def __init__(self, instrumentation: Instrumentation, settings: Settings) -> None:
         self._instrumentation, self._settings = instrumentation, settings
-        unasked = () if settings.audit_repeats else of_probe("repeats")
-        self.plan = plan_for([name for name in settings.measured if name not in unasked])
+        self.plan = plan_for(settings.measured)
         self.run = RunProbe(self.plan.wanted)  # the scalars of the whole run
         self.audits = Audits(settings.num_audited_heads)
         self._metric: AttentionMetric | None = None

@@ -334,49 +334,6 @@ def gradient_error(
     )
 
 
-_PARTS = ("dq", "dk", "dv")
-
-# Half a unit in the last place of 1 in FP16.
-_FINEST = 2.0**-11
-
-
-class RepeatProbe(CallProbe):
-    """By how much two backwards on the same tensors differ; a head has its group's keys."""
-
-    name = "repeats"
-    sums = tuple(f"{part}_{name}" for name in _PARTS for part in ("repeat_change", "repeat_size"))
-
-    def update(self, view: CallView) -> Sequence[Tensor]:
-        call, heads = view.call, view.call.q.size(1)
-        nothing = [call.q.new_zeros(heads, dtype=torch.float64)] * len(self.sums)
-        if call.again is None or call.dq is None:
-            return nothing
-        # Sums are in FP32 at best: of FP32 tensors their order changes many of the last bits.
-        unit = max(torch.finfo(call.q.dtype).eps / 2, _FINEST)
-        values: list[Tensor] = []
-        of_queries, of_keys = call.spec.starts
-        of_parts = of_queries, of_keys, of_keys
-        before = call.dq, call.dk, call.dv
-        for first, second, starts in zip(before, call.again(), of_parts, strict=True):
-            if first is None:
-                return nothing
-            # Squares of tiny gradients would vanish in FP32.
-            for x in ((second - first) / unit, first):
-                size = norm_of(x, starts, dtype=torch.float64)
-                values.append(size.square().repeat_interleave(heads // x.size(1)))
-        return values
-
-    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
-        """See `CallProbe.compute`; NaN where no backward was run again."""
-        shares = []
-        for name in _PARTS:
-            size = state[f"repeat_size_{name}"]
-            share = (state[f"repeat_change_{name}"] / size).sqrt()
-            shares.append(share.where(size > 0, torch.nan))
-        largest = torch.stack(shares).nan_to_num(-1.0).amax(0)
-        return {name: largest.where(largest >= 0, torch.nan) for name in self.indicators}
-
-
 _FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}
 _OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 
@@ -417,7 +374,7 @@ def _largest(call: AttentionCall, field: str) -> Tensor:
 
 #: The probes of attention calls, in the order in which they look at one.
 CALL_PROBES: tuple[type[CallProbe], ...] = (
-    RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
+    RowProbe, KeyProbe, DeltaProbe, GradientAudit, FiniteProbe,
 )  # fmt: skip
 
 

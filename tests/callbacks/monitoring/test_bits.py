@@ -35,16 +35,6 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
     assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator), "it must really have measured"
 
 
-def test_examinations_leave_the_bits_and_are_recorded(trains, same_weights, tmp_path):
-    plain, _ = trains.fit(max_steps=3)
-    asked = {"audit_repeats": True, "num_audited_heads": 2}
-    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True, **asked)
-    watched, _ = trains.fit(monitor, max_steps=3)
-    assert same_weights(plain, watched)
-    found = set(read_run(tmp_path / "run")["indicator"])
-    assert "repeat_difference" in found
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own
 def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
     def model():

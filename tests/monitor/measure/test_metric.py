@@ -260,10 +260,7 @@ def test_tokens_behind_the_last_document_do_not_count():
     }
 
     def measured(tensors):
-        def again():
-            return tuple(tensors[name] * 1.5 for name in ("dq", "dk", "dv"))
-
-        call = replace(call_of(q, k, v, d_out), spec=spec, again=again, **tensors)
+        call = replace(call_of(q, k, v, d_out), spec=spec, **tensors)
         metric = AttentionMetric(PROBES, 1, 4)
         metric.update(0, CallView(call, None, [0, 2], torch.eye(4, 16)))
         return metric.measured()
@@ -321,7 +318,7 @@ def measure_on_rank(folder):
 def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     calls = [call_of(*sink_inputs(batch=1 + i, seed=20 + i)) for i in range(3)]
     # What runs a backward again stays in its process.
-    calls = [replace(call, again=None, uncorrected=None) for call in calls]
+    calls = [replace(call, uncorrected=None) for call in calls]
     for rank, share in enumerate([calls[:1], calls[1:]]):
         torch.save(share, tmp_path / f"calls{rank}.pt")
     launch(measure_on_rank, 2, tmp_path)

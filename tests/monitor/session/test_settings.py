@@ -130,7 +130,6 @@ def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog
         ({"rules": "head_growth"}, "rules is 'head_growth'; it must be a tuple of rules"),
         ({"dry_run": "no"}, "dry_run is 'no'; it must be True or False"),
         ({"dry_run": None}, "dry_run is None; it must be True or False"),
-        ({"audit_repeats": 1}, "audit_repeats is 1; it must be True or False"),
         ({"every_n_train_steps": True}, "every_n_train_steps is True; it must be a whole number"),
         ({"snapshot_megabytes": True}, "snapshot_megabytes is True; it must be a number from 0"),
         ({"snapshot_megabytes": -1}, "snapshot_megabytes is -1; it must be a number from 0"),
