@@ -641,22 +641,20 @@ def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
 
 
 def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[Any, ...]:
-    """Returns gradients as differentiable as PyTorch's; stabilized ones keep their values."""
+    """Returns gradients as differentiable as PyTorch's; they have no stabilizer."""
     ran = ran_of(call, saved)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
     # Our forward drops other entries than PyTorch's.
     is_alike = not is_switched or call.spec.dropout_p == 0
-    found = None
     if is_alike and isinstance(engine, AutogradEngine) and engine.backend == SDPBackend.MATH:
+        if is_switched:
+            refusal = NotImplementedError("stabilizers have no second derivative")
+            runtime.site(int(call.site)).fall_back(refusal)
         inputs = inputs_of(call, saved.random, saved.generator_state)
-        found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)[:4]
-        if not is_switched:
-            return (*found, None)
+        found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)
+        return (*found[:4], None)
     with torch.no_grad():
         gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))
-    if found is not None:
-        both = zip(gradients[:4], found, strict=True)
-        return (*(g if x is None else g + (x - x.detach()).nan_to_num() for g, x in both), None)
     if is_switched:
         why = "GuardBit: heads with a stabilizer have no second derivative here; others have one"
     else:
