@@ -570,7 +570,6 @@ def diagnose(
                 found.roots.row_push.flatten().tolist(),
                 found.roots.key_push.sum(0).tolist(),
                 found.roots.column_push.tolist(),
-                found.row,
             ).savefig(place)
             typer.echo(f"Figure: {printable(str(place))}\n")
         if output is None and not as_json:

@@ -254,50 +254,6 @@ def common_mode(k: Tensor) -> float:
     return float((means / squares.clamp(min=1e-300)).sqrt())
 
 
-class RowError(NamedTuple):
-    """The error of a row's output, by columns, and that of one column's sum, by keys."""
-
-    position: int  # of the row in its sequence
-    d_out: list[float]  # dO, of each column of V
-    # O as the kernel has it less the exact one, of each column. The error of delta is the sum of
-    # their products.
-    out_error: list[float]
-    column: int  # the one whose product is largest in size
-    first: int  # position of the first key below
-    values: list[float]  # that column of V, by key
-    weights: list[float]  # exp(S - m), rounded as the kernel rounds it, by key; the largest are 1
-    # The error of the sum of their products so far, by key: in FP32, then rounded to the inputs'
-    # dtype, less the exact sum (equation 5).
-    adding_up: list[float]
-
-
-def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int) -> RowError:
-    """Computes the `RowError` of a row."""
-    chunk = Chunk(head.take(slice(row, row + 1)))
-    out = chunk.forward(arithmetic) if chunk.own_out is None else chunk.own_out
-    error = (out - chunk.exact.out)[sequence, 0]
-    d_out = chunk.wide("d_out")[sequence, 0]
-    column = int((d_out * error).abs().argmax())
-
-    dtype = head.q.dtype
-    numerators, _, _ = chunk.softmax
-    seen = (chunk.added > -torch.inf).expand(numerators.shape)[sequence, 0]
-    weights = arithmetic.rounded("P", numerators[sequence, 0][seen], dtype)
-    values = head.v[sequence, seen, column].double()
-    terms = weights * values
-    so_far = terms.float().cumsum(0).to(dtype).double()
-    return RowError(
-        int(head.rows[row]),
-        d_out.tolist(),
-        error.tolist(),
-        column,
-        int(seen.nonzero()[0]) if bool(seen.any()) else 0,
-        values.tolist(),
-        weights.tolist(),
-        (so_far - terms.cumsum(0)).tolist(),
-    )
-
-
 @dataclass(frozen=True)
 class Diagnosis:
     """The diagnosis of one head."""
@@ -313,7 +269,6 @@ class Diagnosis:
     without: Mapping[str, Measures]  # the error without each of the roundings, by operation
     remedies: Mapping[str, Measures]  # what is left with each remedy, by name
     roots: Roots  # rows, keys and columns of the last sample
-    row: RowError  # the row of that sample with the largest push, taken apart
     samples: int  # their number
     rows: int  # number of rows in all samples
 
@@ -335,10 +290,7 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
     with float32_products():
         found = [recognize(sample) for sample in samples]
         measured = [measure(head, way) for head, (way, _) in zip(samples, found, strict=True)]
-        last = samples[-1], found[-1][0]
-        roots = find_roots(*last)
-        sequence, place = divmod(int(roots.row_push.abs().argmax()), roots.row_push.size(1))
-        row = take_apart(*last, sequence, place)
+        roots = find_roots(samples[-1], found[-1][0])
     sums = {
         name: reduce(add, (each[name] for each in measured))
         for name in measured[0]
@@ -368,7 +320,6 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
         without,
         by_name("remedy"),
         roots,
-        row,
         len(samples),
         sum(sample.q.size(0) * sample.q.size(1) for sample in samples),
     )

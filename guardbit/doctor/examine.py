@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.doctor.attention import EXACT, Chunk, spread
+from guardbit.doctor.attention import Chunk
 from guardbit.doctor.engines import Results, backward, run, run_carried
 from guardbit.doctor.exact import (
     OF_KEYS,
@@ -44,8 +44,6 @@ _SURE = 6.0
 # Rows from which on their spread says something: of 64 normal deviates 1e-7 exceed six of its
 # standard errors.
 _ENOUGH_ROWS = 64
-# Queries of a unit that a scale is fitted to.
-_ROWS = 64
 # Most calls to read a mask with.
 _READS = 256
 
@@ -64,9 +62,8 @@ _SENTENCES = {
 #: What a finding can be. "fails" to "off" break training; "order" is how an engine works; an engine
 #: with a "carrier" finding gets no `exact_delta`.
 FaultName = Literal[
-    "fails", "nonfinite", "race", "mask", "scale", "factor", "truncation", "delta", "off",
-    "carrier", "order",
-]  # fmt: skip
+    "fails", "nonfinite", "race", "mask", "truncation", "delta", "off", "carrier", "order"
+]
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,7 @@ class Examination:
         # What is wrong on each kind of inputs: nonfinite, race, order, off.
         self._noted: dict[str, dict[str, _Heads]] = {}
         self._failures: dict[str, list[str]] = {}  # a sentence, and on which kinds of inputs
-        self._causes: dict[FaultName, str] = {}  # a wrong mask or scale in a sentence
-        self._factors: dict[str, float] = {}
+        self._wrong_mask = ""  # in a sentence
         self._truncated: _Heads = {}
         self._delta_fit: DeltaFit | None = None
         self._carrier: tuple[str, bool] | None = None
@@ -163,40 +159,26 @@ class Examination:
             self._add_row(kind, mine, broken, units, name not in changed)
         if race:
             return
-        if kind in COUNTED and off and "mask" not in self._causes:
+        if kind in COUNTED and off and not self._wrong_mask:
             worst = max((gap for gap in found if gap.tensor in off), key=lambda gap: gap.largest)
             self._look_at_mask(call, worst.exact.unit)
         if nonfinite:
             return
         if kind == DRAWN:
-            self._look_at_slopes(found, call.q.dtype)
-        bad = [gap for gap in found if gap.tensor in ("out", "lse") and gap.largest > 1]
-        if bad and kind not in COUNTED and "scale" not in self._causes:
-            worst = max(bad, key=lambda gap: gap.largest)
-            if (scale := scale_used(call, worst.exact, results)) is not None:
-                said = f"scores are scaled by {scale:.3g} times the scale asked for."
-                self._causes["scale"] = said
+            for gap in found:
+                if gap.tensor != "lse" and is_truncated(gap, call.q.dtype):
+                    heads = _heads(gap.exact, gap.tensor)
+                    self._truncated.setdefault(gap.tensor, set()).update(heads)
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
             self._delta_fit = fit_delta(call, dq, results)
             self._look_at_carrier(call, results, exacts)
 
-    def _look_at_slopes(self, found: Iterable[Gap], dtype: torch.dtype) -> None:
-        u = torch.finfo(dtype).eps / 2
-        for gap in found:
-            if gap.tensor == "lse":
-                continue
-            value = factor(gap)
-            if value is not None and abs(value - 1) > 4 * u:
-                self._factors.setdefault(gap.tensor, value)
-            elif is_truncated(gap, dtype):
-                self._truncated.setdefault(gap.tensor, set()).update(_heads(gap.exact, gap.tensor))
-
     def _look_at_mask(self, call: ExaminedCall, unit: Unit) -> None:
         for where in ("forward", "backward"):
             said = read_mask(self.engine, call, unit, where == "backward")
             if said is not None:
-                self._causes["mask"] = f"the mask of its {where} is wrong: {said}."
+                self._wrong_mask = f"the mask of its {where} is wrong: {said}."
                 return
 
     def _look_at_carrier(
@@ -290,13 +272,8 @@ class Examination:
         """Returns the cause of results outside their bounds, or of a bias within them, or None."""
         off = self._gathered("off")
         kinds, tensors = off or ((), {})
-        for fault in ("mask", "scale"):
-            if fault in self._causes:
-                return self._finding(fault, kinds, tensors, self._causes[fault])
-        if self._factors:
-            say = ", ".join(f"{_WORDS[x]} {value:.3g} times" for x, value in self._factors.items())
-            names = {name: tensors.get(name, set()) for name in self._factors}
-            return self._finding("factor", (DRAWN,), names, f"returned is {say} the exact one.")
+        if self._wrong_mask:
+            return self._finding("mask", kinds, tensors, self._wrong_mask)
         if self._truncated:
             names = self._truncated
             return self._finding("truncation", (DRAWN,), names, _say("truncation", names))
@@ -427,22 +404,6 @@ def _where(tensors: _Heads) -> str:
 # --- what is wrong, by how results differ from FP64 ---------------------------------------------
 
 
-def factor(gap: Gap) -> float | None:
-    """Returns the factor that makes a tensor wrong by itself, or None if there is none.
-
-    The error is taken as share * exact + a rest; rows are taken as independent.
-    """
-    size = gap.value.square().sum()
-    if size == 0 or gap.value[..., 0].numel() < _ENOUGH_ROWS:
-        return None
-    products = (gap.error * gap.value).sum(-1)
-    share = products.sum() / size
-    deviations = (products - share * gap.value.square().sum(-1)).square().sum().sqrt() / size
-    left = (gap.error - share * gap.value).square().sum()
-    is_factor = abs(share) > _SURE * deviations and left < 0.1 * gap.error.square().sum()
-    return 1 + share.item() if is_factor else None
-
-
 def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
     """Whether results are smaller as truncated ones are: once, twice, or three times truncated.
 
@@ -456,25 +417,6 @@ def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
         return False
     share, deviations = shares.mean().item(), (shares.std() / math.sqrt(shares.numel())).item()
     return abs(share) > _SURE * deviations and -3 * u < share < -_TRUNCATED * u
-
-
-def scale_used(call: ExaminedCall, exact: Exact, results: Results) -> float | None:
-    """Returns the factor of the scale that explains an output, or None if none does."""
-    rows = spread(call.q.size(2), _ROWS, call.q.device)
-    head = head_of_unit(call, exact.unit).take(rows)
-    found = exact.part(results, "out")[:, rows]
-
-    def distance(factor: float) -> float:
-        out = Chunk(replace(head, scale=head.scale * factor)).forward(EXACT)
-        return (out - found).square().sum().item()
-
-    best, width = 0.0, 5.0  # of the factor's logarithm to base 2
-    for _ in range(4):  # each time in steps of 1/40 of the last
-        grid = torch.linspace(best - width, best + width, 81, dtype=torch.float64, device="cpu")
-        best = min(grid.tolist(), key=lambda power: distance(2**power))
-        width /= 40
-    explained = distance(2**best) < 0.1 * distance(1.0)
-    return 2**best if explained and abs(2**best - 1) > 0.005 else None
 
 
 @torch.no_grad()

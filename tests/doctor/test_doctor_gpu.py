@@ -121,8 +121,7 @@ FAULTS = {
     "nonfinite": lambda: {"results": nan_in_head},
     "race": lambda: {"results": Racing()},
     "mask": lambda: {"call": unmasked},
-    "scale": lambda: {"call": scaled(1.1)},
-    "factor": lambda: {"results": lambda found: found._replace(dq=1.05 * found.dq)},
+    "off": lambda: {"call": scaled(1.1)},
 }
 
 

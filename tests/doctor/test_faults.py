@@ -51,10 +51,10 @@ FAULTS = {
         lambda: Written("more backward", hide_backward=one_key_more),
         "mask", "backward is wrong: query 40 of head 1 sees key",
     ),
-    "scale": (lambda: Wrapped("scale", call=scaled(1.1)), "scale", "by 1.1 times"),
-    "scale 1 / D": (lambda: Wrapped("1 / D", call=scaled(0.125)), "scale", "by 0.125 times"),
+    "scale": (lambda: Wrapped("scale", call=scaled(1.1)), "off", "outside the bounds"),
+    "scale 1 / D": (lambda: Wrapped("1 / D", call=scaled(0.125)), "off", "outside the bounds"),
     "scale of the gradient": (
-        lambda: Written("scale backward", scale_backward=1.05), "factor", "dQ 1.05 times",
+        lambda: Written("scale backward", scale_backward=1.05), "off", "dQ .*outside the bounds",
     ),
     "output truncated": (lambda: Written("O", out=truncate), "truncation", "the output is too"),
     "P truncated": (lambda: Written("P", p=truncate), "truncation", "the output is too small"),
