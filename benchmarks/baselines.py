@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/baselines.py
 
-Every threshold is the smallest that alarms none of the study's sound runs, so all have the same
-false alarms there. What carries over to another kind of model is told by the corrected twins of
-`studies/rescue/other_models`: an alarm in these is a false one. A lead is the number of steps from
-the first alarm to the step at which the loss diverged; a failure without an alarm counts as lead 0.
+Every threshold is the smallest that alarms neither one of the study's sound runs nor one of the
+corrected twins of other kinds of model (`studies/rescue/other_models`). A lead
+is the number of steps from the first alarm to the step at which the loss diverged; a failure
+without an alarm counts as lead 0.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def first_steps(runs: list[Watched]) -> Iterator[tuple[str, list[float | None]]]
         yield name, [alarms[0].step if alarms else None for alarms in found]
     for name, score in SCORES.items():
         scores = [score(each.frame) for each in runs]
-        sound = (s.max() for s, each in zip(scores, runs, strict=True) if each.kind == "sound")
-        threshold = max(sound)
+        negatives = [each.kind in ("sound", "twins") for each in runs]
+        threshold = max(s.max() for s, is_one in zip(scores, negatives, strict=True) if is_one)
         above = [s.index[s > threshold] for s in scores]
         yield f"{name} > {threshold:.4g}", [steps[0] if len(steps) else None for steps in above]
 
