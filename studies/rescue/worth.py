@@ -56,7 +56,9 @@ def gains(pairs: list[tuple[Run, Run]]) -> pd.DataFrame:
         for begin, end in WINDOWS:
             if end <= sound_until:
                 mean = excess.loc[begin:end].mean()
-                rows.append({"window": f"{begin:,} to {end:,}", "seed": run.facts["seed"], "gain": mean})
+                rows.append(
+                    {"window": f"{begin:,} to {end:,}", "seed": run.facts["seed"], "gain": mean}
+                )
     by_seed = pd.DataFrame(rows).groupby(["window", "seed"])["gain"].mean()
     found = by_seed.groupby("window").agg(["mean", "min", "max", "count"])
     return found.loc[[f"{begin:,} to {end:,}" for begin, end in WINDOWS]]
