@@ -18,8 +18,9 @@ def run_of(name, arm, above=0.0, departs=10**6, fall=0.3, **facts):
     ]
     logits = [(step, "h.1", head, "max_logit", head) for step in (0, 8000) for head in (1, 3)]
     frame = pd.DataFrame(losses + logits, columns=["step", "site", "head", "indicator", "value"])
+    stabilizer = None if arm == "stock" else "compensated"
     told = {"seed": 1, "arm": arm, "backend": "cudnn", "learning_rate": 1.5e-3,
-            "branched_from": None, "stabilizer": None if arm == "stock" else "compensated"}  # fmt: skip
+            "branched_from": None, "stabilizer": stabilizer}  # fmt: skip
     return Run(name, told | facts, frame, pd.DataFrame({"kind": []}))
 
 
