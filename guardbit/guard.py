@@ -310,10 +310,6 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
         return function()
 
 
-# Restores what `apart` takes off.
-_Restore = Callable[[], object]
-
-
 def apart(function: Callable[[], T]) -> T:
     """Calls a function of GuardBit's without what is in force in the user's code.
 

@@ -26,7 +26,6 @@ STABILIZERS: tuple[str, ...] = (
 )
 
 EventKind = Literal["alarm", "advisory", "switch", "clip", "refusal", "verdict", "monitor_error"]
-EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 #: What a rule can judge: single heads, the whole model at once, or the loss.
 Subject = Literal["head", "model", "loss"]

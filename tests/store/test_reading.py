@@ -10,6 +10,7 @@ import random
 import re
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 import pyarrow as pa
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.records import EVENT_KINDS, Event, Sample
+from guardbit.records import Event, EventKind, Sample
 from guardbit.store import (
     RunFollower,
     RunWriter,
@@ -93,7 +94,7 @@ def test_samples_come_back_as_they_were(tmp_path_factory, samples, size):
 _EVENTS = st.builds(
     Event,
     step=st.integers(0, 20),
-    kind=st.sampled_from(EVENT_KINDS),
+    kind=st.sampled_from(get_args(EventKind)),
     site=_NAMES,
     heads=st.lists(st.integers(0, 99), max_size=3).map(tuple),
     why=_NAMES,

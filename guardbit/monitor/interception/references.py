@@ -235,9 +235,7 @@ def _attributes_of(x: Any) -> Iterator[str]:
     yield from list(getattr(x, "__dict__", ()))
     for cls in type(x).__mro__:
         slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
+        yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _module_of(variables: dict[Any, Any]) -> str:
