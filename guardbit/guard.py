@@ -19,6 +19,7 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -310,6 +311,15 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
         return function()
 
 
+class _Records(threading.local):
+    """Whether `apart` hides what runs from profilers, which PyTorch does not tell."""
+
+    are_off = False
+
+
+_records = _Records()
+
+
 def apart(function: Callable[[], T]) -> T:
     """Calls a function of GuardBit's without what is in force in the user's code.
 
@@ -332,9 +342,11 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
         context.__enter__()
         later(context.__exit__, None, None, None)
 
-    if autograd._profiler_enabled():
-        autograd._enable_record_function(False)
+    if autograd._profiler_enabled() and not _records.are_off:
+        later(setattr, _records, "are_off", False)
         later(autograd._enable_record_function, True)
+        _records.are_off = True
+        autograd._enable_record_function(False)
     if torch._C._is_any_autocast_enabled():
         enter(torch._C._DisableAutocast())
     if torch.is_inference_mode_enabled():

@@ -38,7 +38,7 @@ from torch.fx import GraphModule, Node
 
 from guardbit import guard
 from guardbit.kernels import dispatch, reference
-from guardbit.kernels.runtime import AttentionCall, log, runtime
+from guardbit.kernels.runtime import AttentionCall, log, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant
 from guardbit.records import STABILIZERS
@@ -222,7 +222,7 @@ class _BackwardArguments(NamedTuple):
 
     @property
     def stabilizers(self) -> tuple[str, ...]:
-        return tuple(STABILIZERS[code] for code in self.names.tolist())
+        return tuple(STABILIZERS[code] for code in read(self.names))
 
     @property
     def exact_heads(self) -> tuple[int, ...]:
@@ -244,7 +244,7 @@ def _begin(
     blocks: Tensor, q: Tensor, site: Tensor, obstacle: str, training: bool
 ) -> tuple[Tensor, Tensor]:
     """Looks the site up before the forward; returns `blocks` and each head's stabilizer."""
-    state = runtime.site(int(site))
+    state = runtime.site(number_of(site))
     state.requested = ("none",) * q.size(1)
     state.native_dropout_p, state.is_masked = 0.0, False
     # Compiled forwards without gradients, such as a backward runs again, do not come here.
@@ -288,7 +288,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     head_ids = call.exact_heads
     if not head_ids:
         return found
-    state = runtime.site(int(call.site))
+    state = runtime.site(number_of(call.site))
     try:
         natural = call.lse * _LN2
         delta = dispatch.exact_delta(
@@ -308,7 +308,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
 def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
     """Reports a call to the observer of its attention module."""
     call = _BackwardArguments(*arguments)
-    state = runtime.site(int(call.site))
+    state = runtime.site(number_of(call.site))
     state.launches["backward", KERNEL] += 1
     if state.observer is None:
         return
@@ -326,7 +326,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             d_out = call.d_out.index_select(1, index)
             carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
         seen = AttentionCall(
-            site=int(call.site),
+            site=number_of(call.site),
             q=call.q,
             k=call.k,
             v=call.v,

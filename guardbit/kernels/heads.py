@@ -26,7 +26,7 @@ from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
 from guardbit.kernels.reference import Dropout, Forward
-from guardbit.kernels.runtime import SiteState, is_recomputing, runtime
+from guardbit.kernels.runtime import SiteState, is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant
 
@@ -356,7 +356,7 @@ def backward(
     call: Call, d_out: Tensor, saved: Saved, ran: Ran
 ) -> tuple[Gradients, Tensor, tuple[str, ...]]:
     """Runs a call backward; returns gradients, the O that delta was taken from, and what ran."""
-    state, engine = runtime.site(int(call.site)), ran.engine
+    state, engine = runtime.site(number_of(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)
     call = call._replace(k=keys.k)

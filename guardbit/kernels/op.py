@@ -43,7 +43,7 @@ from guardbit.kernels.engines import (
 )
 from guardbit.kernels.engines.base import drawing_once, generator_of
 from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
-from guardbit.kernels.runtime import AttentionCall, is_traced, runtime
+from guardbit.kernels.runtime import AttentionCall, is_traced, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
 from guardbit.kernels.tensors import autocast_tensors, device_constant, is_autocast
 from guardbit.records import STABILIZERS
@@ -285,7 +285,7 @@ def _stabilizer_names(codes: tuple[int, ...]) -> tuple[str, ...]:
 def ran_of(call: Call, saved: Saved) -> Ran:
     """Decodes the `Ran` of a forward."""
     q = call.q
-    return _decoded(tuple(saved.ran_codes.tolist()), call.library, q.is_cuda, q.size(-1))
+    return _decoded(tuple(read(saved.ran_codes)), call.library, q.is_cuda, q.size(-1))
 
 
 @lru_cache(maxsize=1024)
@@ -379,7 +379,7 @@ def _rows_first(call: Call) -> bool:
 
 def _forward(call: Call) -> Saved:
     q, dropout_p = call.q, call.spec.dropout_p
-    state = runtime.site(int(call.site))
+    state = runtime.site(number_of(call.site))
     state.requested = _stabilizer_names(tuple(call.stabilizers))
     state.native_dropout_p = dropout_p if call.native else 0.0
     state.is_masked = call.spec.mask is not None
@@ -429,7 +429,7 @@ def run_forward(call: Call) -> Saved:
     try:
         return drawing_once(partial(_forward, call), call.q.device, call.spec.dropout_p > 0)
     except Exception as error:
-        state = runtime.site(int(call.site))
+        state = runtime.site(number_of(call.site))
         if {*state.running} - {"none"}:
             state.fall_back(error)
         raise
@@ -453,7 +453,7 @@ def _report(
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
-    state = runtime.site(int(call.site))
+    state = runtime.site(number_of(call.site))
     if state.observer is None:
         return
 
@@ -471,7 +471,7 @@ def _report(
         used = carried.index_fill(1, index, torch.nan) if plan.own else None
     state.observer(
         AttentionCall(
-            int(call.site),
+            number_of(call.site),
             *call[:3],
             used,
             saved.residual if keeps_residual else None,

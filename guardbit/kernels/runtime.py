@@ -316,7 +316,7 @@ class Runtime:
 
     def here(self) -> Tensor:
         """Number of the state for an eager call, without observer if the call is not observed."""
-        number = int(self.current)
+        number = number_of(self.current)
         state = self.site(number)
         if state.is_observed:
             return self.current
@@ -447,10 +447,17 @@ def _log_fault(error: Exception) -> None:
     log.warning("a call of attention failed in GuardBit and went to PyTorch: %s", error)
 
 
+def read(numbers: Tensor) -> Any:
+    """Returns what a small CPU tensor holds, unseen by modes, one of which may forbid to read."""
+    if torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() == 0:
+        return numbers.tolist()
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return numbers.tolist()
+
+
 def number_of(site: Tensor) -> int:
-    """Returns the number of a site, unseen by dispatch modes."""
-    with torch._C._DisableTorchDispatch():
-        return int(site)
+    """Returns the number of a site."""
+    return read(site)
 
 
 # Modes that record a graph, or make tensors fake; exports have theirs on a stack of its own.

@@ -1,5 +1,6 @@
 """What is in force in the user's code counts, changes and ends nothing of GuardBit's work."""
 
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -25,11 +26,21 @@ class NoNaN(TorchDispatchMode):
         return out
 
 
+class NoWaiting(TorchDispatchMode):
+    """Stops at what lets a host wait for its device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::item"), func
+        return func(*args, **(kwargs or {}))
+
+
 class Refusing(TorchFunctionMode):
     """Lets through what a model calls, and nothing that only GuardBit would."""
 
+    REFUSED = ("linalg_eigvalsh", "logsumexp", "item", "tolist", "__int__", "__bool__")
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert getattr(func, "__name__", "") not in ("linalg_eigvalsh", "logsumexp"), func
+        assert getattr(func, "__name__", "") not in self.REFUSED, func
         return func(*args, **(kwargs or {}))
 
 
@@ -45,6 +56,7 @@ def filled():
 MODES = {
     "none": nullcontext,
     "NaN finder": NoNaN,
+    "no waiting": NoWaiting,
     "function mode": Refusing,
     "FLOP counter": lambda: FlopCounterMode(display=False),
     "default device": lambda: torch.device("meta"),
@@ -97,6 +109,34 @@ def test_a_mode_around_the_loop_changes_neither_the_run_nor_what_is_measured(mod
 def test_a_flop_counter_counts_the_model_alone():
     (_, _, plain), (_, _, watched) = (trained("FLOP counter", watch) for watch in (False, True))
     assert watched.get_total_flops() == plain.get_total_flops() > 0
+
+
+# What the op does around a kernel: it computes nothing.
+COPIES = {
+    "_fused_sdp_choice", "clone", "contiguous", "copy_", "detach", "detach_", "empty",
+    "empty_like", "lift_fresh", "resolve_conj", "resolve_neg", "to",
+}  # fmt: skip
+
+
+def test_a_profiler_records_the_model_and_its_kernels_alone():
+    (_, _, plain), (_, _, watched) = (trained("profiler", watch) for watch in (False, True))
+    plain, watched = (Counter(e.name for e in x.function_events) for x in (plain, watched))
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert watched[kernel] == plain[kernel] > 0
+    added = {name[6:] for name in watched - plain if name.startswith("aten::")}
+    assert added <= COPIES
+
+
+def test_a_profiler_sees_nothing_of_work_within_work():
+    def work():
+        apart(lambda: torch.ones(2).exp())
+        torch.ones(2).exp()
+
+    with torch.autograd.profiler.profile() as profile:
+        apart(work)
+        torch.ones(2).cos()
+    names = {e.name for e in profile.function_events}
+    assert "aten::cos" in names and "aten::exp" not in names
 
 
 def in_force():

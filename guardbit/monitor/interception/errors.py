@@ -63,7 +63,7 @@ runtime.on_fault = report
 def _leave_call_alone(error: Exception) -> None:
     """Leaves a call to PyTorch's function, also when its forward is repeated."""
     if runtime.running and not is_recomputing():
-        runtime.site(int(runtime.current)).leave_alone(error)
+        runtime.site(number_of(runtime.current)).leave_alone(error)
     report(error)
 
 

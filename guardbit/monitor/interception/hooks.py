@@ -16,6 +16,7 @@ from guardbit.kernels.runtime import (
     is_recomputing,
     is_traced,
     number_of,
+    read,
     runtime,
 )
 from guardbit.monitor.interception import seen
@@ -111,7 +112,7 @@ _leave = MethodType(hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
 # they are inlined.
 for _function in (
     _enter_traced, _leave_traced, _begin_step, _end_step, push, pop, drop_stale, drop_all,
-    site_number, site_of, _site_of, number_of, is_recomputing, is_traced, Runtime.enter,
+    site_number, site_of, _site_of, number_of, read, is_recomputing, is_traced, Runtime.enter,
     Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site,
     Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from guardbit import guard
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
-from guardbit.kernels.runtime import is_recomputing, is_traced, runtime
+from guardbit.kernels.runtime import is_recomputing, is_traced, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
 from guardbit.monitor.interception.errors import report, reporting
@@ -106,7 +106,7 @@ def _number(module: nn.Module | None) -> int | None:
         # What is run again to find W_Q is a copy, which carries the number.
         is_known = is_attached(module) if probe.site is None else hasattr(module, SITE_ATTRIBUTE)
         return site_number(module) if is_known else None
-    return int(runtime.current) if runtime.is_inside_site() else None
+    return number_of(runtime.current) if runtime.is_inside_site() else None
 
 
 def _note_traced(module: nn.Module | None, heads: Heads) -> None:

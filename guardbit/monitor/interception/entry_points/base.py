@@ -31,7 +31,7 @@ from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site, has_tangent
-from guardbit.kernels.runtime import runtime
+from guardbit.kernels.runtime import number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import is_autocast
 from guardbit.monitor.interception.errors import named, report, reporting, stand_in
@@ -235,7 +235,7 @@ def is_unread() -> bool:
         not torch.compiler.is_compiling()
         and runtime.is_inside_site()
         and probe.site is None
-        and runtime.site(int(runtime.current)).is_idle
+        and runtime.site(number_of(runtime.current)).is_idle
     )
 
 
@@ -258,7 +258,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
     if not runtime.is_inside_site():
         note_outside(entry.name, args, kwargs)
         return None
-    number = int(runtime.current)
+    number = number_of(runtime.current)
     state = runtime.site(number)
     if probe.site is None:
         state.begin_forward()
@@ -333,7 +333,7 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
 @reporting
 def note_flash_call(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
-    number = int(runtime.current)
+    number = number_of(runtime.current)
     if not probe.note_call(number, q, k):
         is_trained = q.requires_grad or k.requires_grad or v.requires_grad
         note_call(number, heads_of(q, k), None, "guardbit.flash_attention", has_gradient=is_trained)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
-from guardbit.kernels.runtime import is_traced, runtime
+from guardbit.kernels.runtime import is_traced, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points.base import (
     EntryPoint,
@@ -110,7 +110,7 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
         return None
     if not _given("need_weights", args, kwargs, True):
         return None
-    number = int(runtime.current)
+    number = number_of(runtime.current)
     heads = _heads_of_module(args, kwargs)
     query = _given("query", args, kwargs)
     why = _why_misread or _why_query(query) or why_now(query)
