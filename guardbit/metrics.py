@@ -15,7 +15,7 @@ All metrics take:
 - `kind`: what the class measures, if it is more than one thing; None for the first.
 - `heads`: "all" for values `(H,)`, "largest" for the one of largest size, `()`, as loggers need it.
 - `causal`, `scale`: as `guardbit.flash_attention` (not `SpectralNorm`).
-- the options of `torchmetrics.Metric`.
+- the options of `torchmetrics.Metric`, whose `compute`, `reset` and `plot` they have.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ from guardbit.catalog import BY_NAME, SUMS, of_probe
 from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.runtime import NO_SITE, AttentionCall
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.monitor.measure.probes import (
-    CallProbe,
-    CallView,
-    DeltaProbe,
-    GradientAudit,
-    RowProbe,
-)
+from guardbit.monitor.measure import probes
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 
 Heads = Literal["all", "largest"]
@@ -125,11 +119,12 @@ class SpectralNorm(_HeadMetric):
 
     Kinds: "w_q", "w_k" (of the key head that a query head uses), "qk".
 
-    >>> w_q = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[0.0, 2.0], [0.0, 0.0]]])
-    >>> SpectralNorm(2)(w_q).tolist()
-    [3.0, 2.0]
-    >>> SpectralNorm(2, "qk")(w_q, w_k=w_q[:1]).tolist()
-    [9.0, 6.0]
+    Examples:
+        >>> w_q = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[0.0, 2.0], [0.0, 0.0]]])
+        >>> SpectralNorm(2)(w_q).tolist()
+        [3.0, 2.0]
+        >>> SpectralNorm(2, "qk")(w_q, w_k=w_q[:1]).tolist()
+        [9.0, 6.0]
     """
 
     kinds: ClassVar = {name: f"{name}_spectral_norm" for name in ("w_q", "w_k", "qk")}
@@ -160,7 +155,7 @@ class SpectralNorm(_HeadMetric):
 class _CallMetric(_HeadMetric):
     """An indicator of attention calls, which a probe of the monitor measures."""
 
-    probe: ClassVar[CallProbe]
+    probe: ClassVar[probes.CallProbe]
 
     def __init__(
         self,
@@ -179,6 +174,7 @@ class _CallMetric(_HeadMetric):
     def _state_names(self) -> tuple[Sequence[str], Sequence[str]]:
         return self.probe.sums, self.probe.maxima
 
+    @float32_products()
     def _measure(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **others: Any) -> None:
         known = {name: others.pop(name, None) for name in ("out", "d_out", "dq")}
         spec = AttentionSpec(
@@ -188,7 +184,7 @@ class _CallMetric(_HeadMetric):
             NO_SITE, q, k, v, **known, residual=None, dk=None, dv=None,
             spec=spec, stabilizers=("none",) * q.size(1),
         )  # fmt: skip
-        self._take(self.probe.update(CallView(call, **others)))
+        self._take(self.probe.update(probes.CallView(call, **others)))
 
     def _of_heads(self) -> Tensor:
         state = {name: getattr(self, name) for names in self._state_names() for name in names}
@@ -198,9 +194,8 @@ class _CallMetric(_HeadMetric):
 class _RowMetric(_CallMetric):
     """A statistic of the rows of P; each has the states of all, which a collection shares."""
 
-    probe = RowProbe(of_probe("rows"))
+    probe = probes.RowProbe(of_probe("rows"))
 
-    @float32_products()
     def update(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> None:
         """Takes a call, whose values do not matter."""
         self._measure(q, k, k, mask)
@@ -209,14 +204,15 @@ class _RowMetric(_CallMetric):
 class MultipleMaxima(_RowMetric):
     """Share of the rows that have several scores within 0.001 of their maximum.
 
-    Such rows have several entries of P that are 1, and P V is rounded to one side (paper, section
-    3.3.2 and figure 13). A share from 0 to 1, of the rows that see a key.
+    Several entries of exp(S - m) are then 1, and their products with V are rounded to one side
+    (paper, section 3.3.2 and figure 13). A share from 0 to 1 of the rows that see a key.
 
     Kinds: "fp32" counts scores in FP32, "bf16" those rounded to BF16 first.
 
-    >>> q, k = torch.ones(1, 1, 2, 1), torch.tensor([[[[3.0], [3.002], [1.0]]]])
-    >>> MultipleMaxima(1)(q, k).item(), MultipleMaxima(1, "bf16")(q, k).item()
-    (0.0, 1.0)
+    Examples:
+        >>> q, k = torch.ones(1, 1, 2, 1), torch.tensor([[[[3.0], [3.002], [1.0]]]])
+        >>> MultipleMaxima(1)(q, k).item(), MultipleMaxima(1, "bf16")(q, k).item()
+        (0.0, 1.0)
     """
 
     kinds: ClassVar = {"fp32": "multiple_maxima", "bf16": "multiple_maxima_bf16"}
@@ -226,10 +222,11 @@ class MaxLogit(_RowMetric):
     """Largest scale * q.k in size, of keys that count for their row.
 
     What masks and position biases add is no logit. Logits that grow are a learning rate that is too
-    large (arXiv 2302.05442, section 2), or a head that rounding drives. No unit.
+    large (arXiv 2309.14322), or a head that rounding drives. No unit.
 
-    >>> MaxLogit(1, causal=True)(torch.ones(1, 1, 2, 4), -torch.ones(1, 1, 2, 4)).item()
-    2.0
+    Examples:
+        >>> MaxLogit(1, causal=True)(torch.ones(1, 1, 2, 4), -torch.ones(1, 1, 2, 4)).item()
+        2.0
     """
 
     kinds: ClassVar = {"size": "max_logit"}
@@ -240,9 +237,10 @@ class AttentionEntropy(_RowMetric):
 
     It falls where a head attends to single keys (arXiv 2303.06296).
 
-    >>> entropy = AttentionEntropy(1)(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 8, 4))
-    >>> f"{entropy.exp().item():.3f}"  # eight keys, all alike
-    '8.000'
+    Examples:
+        >>> entropy = AttentionEntropy(1)(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 8, 4))
+        >>> f"{entropy.exp().item():.3f}"  # eight keys, all alike
+        '8.000'
     """
 
     kinds: ClassVar = {"mean": "attention_entropy"}
@@ -258,11 +256,12 @@ class DeltaBias(_CallMetric):
     Kinds: "mean" of a row, "sizes" (the sum of the sizes), "cumulative" (the sum with sign, over
     all updates).
 
-    >>> q = k = v = d_out = torch.ones(1, 1, 2, 4)
-    >>> DeltaBias(1)(q, k, v, out=v + 0.25, d_out=d_out).item()  # four times 0.25
-    1.0
-    >>> DeltaBias(1, "cumulative")(q, k, v, out=v + 0.25, d_out=d_out).item()
-    2.0
+    Examples:
+        >>> q = k = v = d_out = torch.ones(1, 1, 2, 4)
+        >>> DeltaBias(1)(q, k, v, out=v + 0.25, d_out=d_out).item()  # four times 0.25
+        1.0
+        >>> DeltaBias(1, "cumulative")(q, k, v, out=v + 0.25, d_out=d_out).item()
+        2.0
     """
 
     kinds: ClassVar = {
@@ -270,11 +269,10 @@ class DeltaBias(_CallMetric):
         "sizes": "delta_bias_abs",
         "cumulative": "delta_bias_cumulative",
     }
-    probe = DeltaProbe(of_probe("delta"))
+    probe = probes.DeltaProbe(of_probe("delta"))
     delta_bias: Tensor
     delta_rows: Tensor
 
-    @float32_products()
     def update(
         self,
         q: Tensor,
@@ -304,17 +302,17 @@ class QueryGradientError(_CallMetric):
 
     Kinds: "relative" (norm of the error over that of dQ), "coherent" (NaN without `w_q`).
 
-    >>> q, k, v, d_out = torch.randn(4, 1, 1, 8, 16)
-    >>> q = q.detach().requires_grad_()
-    >>> torch.nn.functional.scaled_dot_product_attention(q, k, v).backward(d_out)
-    >>> f"{QueryGradientError(1)(q, k, v, d_out, dq=1.25 * q.grad).item():.4f}"
-    '0.2500'
+    Examples:
+        >>> q, k, v, d_out = torch.randn(4, 1, 1, 8, 16)
+        >>> q = q.detach().requires_grad_()
+        >>> torch.nn.functional.scaled_dot_product_attention(q, k, v).backward(d_out)
+        >>> f"{QueryGradientError(1)(q, k, v, d_out, dq=1.25 * q.grad).item():.4f}"
+        '0.2500'
     """
 
     kinds: ClassVar = {"relative": "dq_relative_error", "coherent": "dq_coherent_error"}
-    probe = GradientAudit(of_probe("gradient_audit"))
+    probe = probes.GradientAudit(of_probe("gradient_audit"))
 
-    @float32_products()
     def update(
         self,
         q: Tensor,
@@ -350,10 +348,11 @@ def attention_metrics(
 
     Its `update` takes by name what its metrics take.
 
-    >>> metrics = attention_metrics(2, causal=True, indicators=["max_logit", "attention_entropy"])
-    >>> metrics.update(q=torch.ones(1, 2, 1, 4), k=torch.ones(1, 2, 1, 4))
-    >>> {name: values.tolist() for name, values in metrics.compute().items()}
-    {'attention_entropy': [0.0, 0.0], 'max_logit': [2.0, 2.0]}
+    Examples:
+        >>> metrics = attention_metrics(2, indicators=["max_logit", "attention_entropy"])
+        >>> metrics.update(q=torch.ones(1, 2, 1, 4), k=torch.ones(1, 2, 1, 4))
+        >>> [(name, values.tolist()) for name, values in metrics.compute().items()]
+        [('attention_entropy', [0.0, 0.0]), ('max_logit', [2.0, 2.0])]
 
     Args:
         num_heads: Number of query heads H.

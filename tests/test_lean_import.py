@@ -54,7 +54,7 @@ def test_lean_modules_work_where_heavy_packages_are_missing():
 def test_the_session_loads_no_lightning_and_instrumenting_no_models_of_transformers():
     code = (
         "import sys, transformers, torch, guardbit\n"
-        "from guardbit import MonitorSession, instrument, flash_attention\n"
+        "from guardbit import MonitorSession, instrument, flash_attention, metrics\n"
         "sys.modules['transformers.masking_utils'] = None  # as a broken installation\n"
         "instrument(torch.nn.MultiheadAttention(16, 1)).remove()"
     )

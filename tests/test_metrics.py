@@ -16,7 +16,6 @@ from guardbit.catalog import of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.metrics import (
-    AttentionEntropy,
     DeltaBias,
     MaxLogit,
     MultipleMaxima,
@@ -151,16 +150,18 @@ def test_masks_are_those_of_attention(mask):
     check(updated(all_metrics(), [call]).compute(), [call])
 
 
-def test_one_call_is_returned_and_all_are_kept_under_autocast_and_no_graph_is():
+@pytest.mark.parametrize("name", metrics._BY_NAME)
+def test_one_call_is_returned_and_all_are_kept_under_autocast_and_no_graph_is(name):
     calls = [inputs_of(seed) for seed in (0, 1)]
-    of_rows = MaxLogit, MultipleMaxima, AttentionEntropy
-    for metric in (kind(HEADS, causal=True, scale=SCALE) for kind in of_rows):
-        with torch.autocast("cpu", torch.bfloat16):
-            each = [metric(call["q"].requires_grad_(), call["k"].float()) for call in calls]
-        check({metric.indicator: each[0]}, calls[:1])
-        check({metric.indicator: each[1]}, calls[1:])
-        check({metric.indicator: metric.compute()}, calls)
-        assert not metric.compute().requires_grad
+    metric = all_metrics(indicators=[name])[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        each = [
+            metric(**metric._filter_kwargs(**{x: y.requires_grad_() for x, y in call.items()}))
+            for call in calls
+        ]
+    for found, of in zip((*each, metric.compute()), (calls[:1], calls[1:], calls), strict=True):
+        assert not found.requires_grad
+        check({name: found}, of)
 
 
 def test_what_several_metrics_share_is_computed_once(monkeypatch):

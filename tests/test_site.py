@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import guardbit
+from guardbit import metrics
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +42,9 @@ def test_the_reference_has_every_public_name(site):
     assert all(f"guardbit.{name}" in page for name in constants)
     # From the docstrings, not the names alone.
     assert "Cadence in optimizer steps" in page
+    page = (site / "metrics.html").read_text(encoding="utf-8")
+    updates = re.findall(r'<h3 id="guardbit\.metrics\.(\w+)\.update"', page)
+    assert set(updates) == {one.__name__ for one in metrics._CLASSES}
 
 
 def test_nothing_is_fetched_from_elsewhere(site):
