@@ -648,12 +648,20 @@ def test_a_share_of_before_the_alarm_is_no_cause_of_it():
     assert found.cause.what == "not measured" and found.cause.share is None
 
 
+def of_precision(*names):
+    return {"sites": {"a": {"precision": names, "kernels": ["FLASH_ATTENTION"]}}}
+
+
 def test_attention_in_fp32_is_moved_by_no_rounding():
-    found = judged(alarm(6750), switch(6750), logit=falling, metadata={"precision": ["float32"]})
+    found = judged(alarm(6750), switch(6750), logit=falling, metadata=of_precision("float32"))
     assert (found.verdict, found.state) == ("not-rounding", "alarmed")
-    assert found.headline.endswith("rounding is not the cause")
-    mixed = {"precision": ["bfloat16", "float32"]}
+    assert "rounding is not the cause" in found.headline
+    mixed = of_precision("bfloat16", "float32")
     assert judged(alarm(6750), metadata=mixed).verdict == "unclear"
+    mixed["sites"] = {"b": {"precision": ["float64"], "kernels": ["MATH"]}, **mixed["sites"]}
+    assert judged(alarm(6750), metadata=mixed).verdict == "unclear"
+    mixed["sites"]["a"]["unwatched"] = "its calls have no gradient"
+    assert judged(alarm(6750), metadata=mixed).verdict == "not-rounding"
 
 
 def test_a_table_is_judged_as_its_samples_are():
@@ -681,10 +689,11 @@ def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"precision": [["x"]]},
+        {"sites": {"a": {"precision": [["x"]]}}},
         {"settings": {"heads_judged_by": {"r": [1], "s": 3, "t": None}}},
         {"settings": [], "sites": "x", "unseen": {}},
-        {"sites": [1], "unseen": 3, "settings": 2, "precision": 4},
+        {"sites": [1], "unseen": 3, "settings": 2},
+        {"sites": {"a": {"precision": 4}}},
     ],
 )
 def test_metadata_of_any_kind_end_nothing(metadata):
@@ -717,7 +726,7 @@ def keys(step, layer, *modes):
          ("hardly at risk", 0.6, 2000, (0,))),
         ([keys(2000, 0, math.inf), keys(2001, 0, math.nan)], {},
          ("of unknown risk", None, None, ())),
-        ([keys(2000, 0, 0.99)], {"precision": ["float32"]}, ("hardly at risk", None, None, ())),
+        ([keys(2000, 0, 0.99)], of_precision("float32"), ("hardly at risk", None, None, ())),
         ([keys(2000, 0, 0.99)], {"sites": {"a": {"kernels": ["MATH"]}, "b": WRITTEN_OUT}},
          ("hardly at risk", None, None, ())),
         ([keys(2000, 0, 0.99)], {"sites": {"a": {"kernels": ["CUDNN"]}, "b": WRITTEN_OUT}},

@@ -3,7 +3,7 @@
 from guardbit.judgement.evidence import SHARES as SHARES
 from guardbit.judgement.evidence import Evidence as Evidence
 from guardbit.judgement.facts import OFF as OFF
-from guardbit.judgement.facts import delta_not_rounded as delta_not_rounded
+from guardbit.judgement.facts import PRECISE as PRECISE
 from guardbit.judgement.facts import departed as departed
 from guardbit.judgement.facts import is_failure as is_failure
 from guardbit.judgement.facts import nothing_to_correct as nothing_to_correct

@@ -30,6 +30,10 @@ BAD_IN_A_ROW = 3
 OFF = "the monitor is off, training goes on"
 
 _WIDE = ("float32", "float64")
+_MATH, _WRITTEN_OUT = "runs in PyTorch's math kernel", "is written out in PyTorch"
+#: How attention is computed where rounding changes next to nothing, and where delta is not rounded.
+PRECISE = tuple(f"runs in {precision}" for precision in _WIDE)
+UNROUNDED = (*PRECISE, _MATH, _WRITTEN_OUT)
 #: By what heads are judged where the metadata do not say it, as those of a table.
 _JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
 
@@ -291,25 +295,22 @@ def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int |
     return 0, None
 
 
-def nothing_to_correct(metadata: Mapping[str, Any] | None) -> str:
-    """Why attention of a run is next to free of rounding; "" where it is not."""
-    precision = at(metadata, "precision")
-    if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
-        return f"attention runs in {' and '.join(map(str, precision))}"
-    return ""
-
-
-def delta_not_rounded(metadata: Mapping[str, Any] | None) -> str:
-    """How a run computes attention where none of it rounds delta; "" elsewhere."""
+def nothing_to_correct(
+    metadata: Mapping[str, Any] | None, ways: Collection[str] = UNROUNDED
+) -> str:
+    """Why there is nothing to correct, if all attention is computed in these ways; else ""."""
     sites = at(metadata, "sites")
-    ways = {_unrounded(module) for module in (sites.values() if isinstance(sites, Mapping) else ())}
-    if not ways or "" in ways:
+    modules = sites.values() if isinstance(sites, Mapping) else ()
+    found = {_unrounded(module) for module in modules if not at(module, "unwatched")}
+    if not found or not found <= {*ways}:
         return ""
-    return f"attention {' or '.join(sorted(ways))}, which does not round delta"
+    return f"attention {' or '.join(sorted(found))}, where delta is not rounded"
 
 
 def _unrounded(module: object) -> str:
+    precision = at(module, "precision")
+    if isinstance(precision, list | tuple) and precision and all(x in _WIDE for x in precision):
+        return f"runs in {precision[0]}"
     if at(module, "kernels") == ["MATH"]:
-        return "runs in PyTorch's math kernel"
-    is_written_out = "written out" in str(at(module, "not_switchable"))
-    return "is written out in PyTorch" if is_written_out else ""
+        return _MATH
+    return _WRITTEN_OUT if "written out" in str(at(module, "not_switchable")) else ""

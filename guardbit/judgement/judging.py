@@ -18,9 +18,9 @@ from guardbit.judgement.evidence import (
 )
 from guardbit.judgement.facts import (
     CRITICAL_LOGIT,
+    PRECISE,
     Facts,
     at,
-    delta_not_rounded,
     leaves_at_once,
     nothing_to_correct,
 )
@@ -348,7 +348,7 @@ def cause_of(
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
             return cause_by(*(measured[name] for name in SHARES))
-    if nothing := nothing_to_correct(metadata):
+    if nothing := nothing_to_correct(metadata, PRECISE):
         return Cause("not rounding", nothing)
     why = str(at(metadata, "rounding_unmeasured") or "")
     return Cause("not measured", f"{say.UNMEASURED}{f': {why}' * bool(why)}")
@@ -356,7 +356,7 @@ def cause_of(
 
 def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
     """The risk by the largest `key_common_mode`, at the step that the study looked at."""
-    if nothing := nothing_to_correct(metadata) or delta_not_rounded(metadata):
+    if nothing := nothing_to_correct(metadata):
         return Risk("hardly at risk", nothing)
     step, modes = evidence.common_modes
     if not modes:

@@ -161,12 +161,17 @@ def resolve(
         ours, takes = "refuse", f"takes {_none_of(beyond_ours)}"
     if call.library is not None:
         ours, takes = "refuse", f"does not take the place of {call.library.title}"
-    delta_is_of_p = call.spec.dropout_p == 0 and engine.backend == SDPBackend.MATH
+    unrounded = ""
+    if call.q.dtype == torch.float32:
+        unrounded = "attention runs in float32"
+    elif engine.backend == SDPBackend.MATH:
+        unrounded = f"{engine.title} takes delta from P itself, not from the rounded output"
     settled: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys(asked):
         kind = "a delta" if name in DELTAS else name
-        says = "need not" if kind == "a delta" and delta_is_of_p else ours
-        runs, why = _SUBSTITUTES.get((kind, shares_backward, says), (name, ""))
+        runs, why = _SUBSTITUTES.get((kind, shares_backward, ours), (name, ""))
+        if kind == "a delta" and not shares_backward and unrounded:
+            runs, why = "none", f"{{name}} would mend nothing: {unrounded}"
         settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
     reasons = (unshifted, *(why for _, why in settled.values()))
     names = tuple(settled[name][0] for name in asked)
@@ -180,7 +185,6 @@ _SUBSTITUTES = {
     ("a delta", False, "take it"): (
         "compensated", "compensated runs instead of {name}: {obstacle}",
     ),
-    ("a delta", False, "need not"): ("none", "{name} would mend nothing: {obstacle}"),
     ("a delta", False, "have no room"): ("none", "{name} is not possible: {obstacle}"),
     ("a delta", False, "refuse"): (
         "none", "{name} is not possible: {obstacle}; no kernel takes its place",

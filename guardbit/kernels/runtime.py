@@ -146,6 +146,7 @@ class SiteState:
     # dropout, or where our kernels compute all heads.
     native_dropout_p: float = 0.0
     is_masked: bool = False  # whether the last call had an explicit mask
+    precisions: set[str] = field(default_factory=set)  # of the calls that were measured
     at_rest: bool = False  # whether nobody observes calls for now
     # Why switched heads last ran PyTorch's kernel; None unless they did, since a switch or success.
     failure: str | None = None

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from guardbit.judgement import delta_not_rounded, nothing_to_correct
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
@@ -54,7 +53,7 @@ class Switching:
         self._policy, self._dry_run, self._record = policy, dry_run, record
         # Module, of any rank -> why none of its calls could be switched so far, or None.
         self.refusals: dict[str, str | None] = {}
-        self._needless: dict[str, str] = {}  # module -> why there is nothing to correct in it
+        self.needless: dict[str, str] = {}  # module -> why there is nothing to correct, or ""
         self.asked_elsewhere: Stabilizers = {}  # in modules that only other ranks hold
         # Modules that are absent: not called yet, or no longer instrumented.
         self._loaded: Stabilizers = {}
@@ -98,15 +97,6 @@ class Switching:
             if switched:
                 self._record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
 
-    def know(self, facts: Mapping[str, Mapping[str, Any]], precision: Sequence[str]) -> None:
-        """Takes how modules run: a policy switches none in which nothing is rounded."""
-        if self._policy is None or self._policy.stabilizer != "exact_delta":
-            return  # somebody has chosen what it is switched to
-        whole = nothing_to_correct({"precision": precision})
-        for site, module in facts.items():
-            why = whole or delta_not_rounded({"sites": {site: module}})
-            self._needless[site] = why and f"{why}: nothing to correct; {OTHERWISE}"
-
     def decide(
         self,
         alarms: list[Alarm],
@@ -133,7 +123,9 @@ class Switching:
     def _act(self, decision: Decision, policy: Policy, step: int) -> None:
         site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
         asked = self.asked_elsewhere[decision.site] if site is None else site.asked
-        refusal = self._needless.get(decision.site) or self.refusals.get(decision.site)
+        refusal = self.refusals.get(decision.site)
+        if needless := self.needless.get(decision.site):
+            refusal = f"{needless}: nothing to correct; {OTHERWISE}"
         heads, why = decision.heads, decision.why
         if site is not None and site.mixed_heads is not None:
             heads = tuple(range(site.num_heads))

@@ -59,6 +59,7 @@ _ADVICE = {
     "model": "lower the learning rate, or warm up longer",
     "loss": "go back to a checkpoint before it",
 }
+_NEEDLESS = "delta is not rounded here: lower the rate, or use QK norm"
 
 #: Failures in a row after which the store gives up: what is pending fills the memory.
 PATIENCE = 100
@@ -141,6 +142,7 @@ class Journal:
     ) -> None:
         self._dirpath = dirpath
         self.advice = advice  # what the line of an alarm on heads ends with
+        self.needless: Mapping[str, str] = {}  # module -> why there is nothing to correct, or ""
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
@@ -288,7 +290,8 @@ class Journal:
             log.warning("%s", printable(f"GuardBit: {line}"))
             return
         log.info("%s", printable(line))
-        log.warning("%s", line_of(event, _ADVICE.get(event.judges, self.advice)))
+        on_heads = _NEEDLESS if self.needless.get(event.site) else self.advice
+        log.warning("%s", line_of(event, _ADVICE.get(event.judges, on_heads)))
 
     def add(self, samples: list[Sample]) -> None:
         """Takes samples, to be read at once; those of a failed write are written with the next."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.judgement import delta_not_rounded, nothing_to_correct
+from guardbit.judgement import nothing_to_correct
 from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
@@ -330,14 +330,9 @@ class Notices:
         self._told_proofs = len(proofs())
         self._journal.note({"proofs": [*dict.fromkeys(map(str, proofs()))]})
 
-    def report_nothing_to_correct(
-        self, facts: Mapping[str, Mapping[str, Any]], precision: list[str]
-    ) -> None:
+    def report_nothing_to_correct(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Says, once, that attention's delta is not rounded, if it runs like that."""
-        why = nothing_to_correct({"precision": precision})
-        if why:
-            why += ", which rounds next to nothing"
-        why = why or delta_not_rounded({"sites": facts})
+        why = nothing_to_correct({"sites": facts})
         if why and ranks.rank() == 0 and self.first("nothing to correct"):
             log.tell(f"GuardBit: {why}: nothing to correct here")
 

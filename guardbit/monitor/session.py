@@ -22,8 +22,8 @@ from guardbit import guard
 from guardbit.alerts import VARIABLE, Alerts
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import OFF, SHARES, Judgement, nothing_to_correct
-from guardbit.kernels.runtime import AttentionCall, may_recompile
+from guardbit.judgement import OFF, PRECISE, SHARES, Judgement, nothing_to_correct
+from guardbit.kernels.runtime import AttentionCall, may_recompile, runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
@@ -130,7 +130,6 @@ class Session(Guarded):
         self._exchange = Exchange(self.instrumentation, self._stages, self._journal)
         self._notices = Notices(self.instrumentation, self._journal, settings)
         self._ended: RunEnd | None = None
-        self._precisions: set[str] = set()  # of the calls of sampled steps
         self._are_heard = True  # whether any came in the latest one that calls are wanted of
         self._has_given_up = False
         self.instrumentation.listen(self._capture_failed)
@@ -375,13 +374,10 @@ class Session(Guarded):
         return columns
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
-        precision = sorted(self._precisions)
-        if precision != self._journal.metadata.get("precision") and ranks.world_size() == 1:
-            self._journal.note({"precision": precision})
-        if facts.keys() <= self.instrumentation.sites.keys():  # else others' precision is unknown
-            self._notices.report_nothing_to_correct(facts, precision)
-        # A rank that made no call knows no precision, and all ranks must decide alike.
-        self._switching.know(facts, precision if ranks.world_size() == 1 else ())
+        self._notices.report_nothing_to_correct(facts)
+        self._switching.needless = self._journal.needless = {
+            site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
+        }
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = normalised_sites({"sites": facts})
 
@@ -461,7 +457,7 @@ class Session(Guarded):
 
     def _begin_bursts(self, found: list[Alarm]) -> None:
         """Measures the heads of alarms and advisories at every step for a while."""
-        if nothing_to_correct(self._journal.metadata):
+        if nothing_to_correct(self._journal.metadata, PRECISE):
             return
         for alarm in found:
             if alarm.site and self._measurement.plan.wanted.issuperset(SHARES):
@@ -642,7 +638,7 @@ class Session(Guarded):
         if not self._schedule.is_sampled:
             return
         self._are_heard = True
-        self._precisions.add(_precision_of(call.q))
+        runtime.site(call.site).precisions.add(_precision_of(call.q))
         self._measurement.consume(call)
         self.attempt("snapshots", lambda: self._snapshots.consume(call))
 

@@ -416,6 +416,7 @@ def metadata_of(
             "heads": site.num_heads,
             "kernels": sorted({kernel for _, kernel in site.launches}),
             "entry": site.entry,
+            "precision": sorted(site.state.precisions),
             "not_switchable": site.lasting_refusal,
             "unwatched": site.unmeasured or why_passed_by(site),
             "unstabilizable": site.unstabilizable,

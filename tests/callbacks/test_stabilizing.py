@@ -103,7 +103,7 @@ def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path)
         "stabilizer": "row_max", "scope": "model", "agreeing_rules": 1, "agreement_steps": 70,
         "quiet_steps": 5,
     }  # fmt: skip
-    trains.fit(monitor, AutoStabilizer(**policy), max_steps=12)
+    trains.fit(monitor, AutoStabilizer(**policy), precision="bf16-mixed", max_steps=12)
     assert read_metadata(tmp_path / "run")["settings"].items() >= policy.items()
     assert events_of(tmp_path / "run", "alarm") == [(2, SITE, (1,), "")]
     assert events_of(tmp_path / "run", "switch") == [
@@ -123,13 +123,14 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
 
     rules = (Fires(SITE, sample=2, indicator="w_q_spectral_norm"),)
     monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, AutoStabilizer("compensated", scope="head"), model=Double())
+    settings = {"model": Double(), "precision": "bf16-mixed"}
+    trains.fit(monitor, AutoStabilizer("compensated", scope="head"), **settings)
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     refused = "not switched to compensated: it computes in torch.float64"
     assert why == f"{refused} (alarmed by fires)"
-    trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
+    trains.fit(monitor, AutoStabilizer("compensated", scope="model"), **settings)
     assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]
     frame = read_run(tmp_path / "run")
@@ -279,7 +280,8 @@ def test_a_run_that_is_resumed_with_another_stabilizer_acts(trains, tmp_path, be
     def fit(*stabilizer, **settings):
         monitor = AttentionMonitor(2, rules=rules, dirpath=tmp_path / "run", strict=True)
         kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5)
-        trains.fit(monitor, kept, *stabilizer, enable_checkpointing=True, **settings)
+        settings |= {"enable_checkpointing": True, "precision": "bf16-mixed"}
+        trains.fit(monitor, kept, *stabilizer, **settings)
 
     fit(*([AutoStabilizer("compensated", scope="head")] if before == "heads" else []), max_steps=6)
     assert len(events_of(tmp_path / "run", "alarm")) == 1

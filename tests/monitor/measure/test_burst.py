@@ -270,9 +270,10 @@ def test_what_a_kernel_would_have_dropped_is_not_measured(tmp_path):
     layer = Attention(2)
     layer.dropout_p = 0.1  # switched heads run our forward, which drops other entries
     model = Model(layer)
-    policy = Policy(scope="head", stabilizer="compensated")
-    session = session_of(model, tmp_path, policy=policy)
-    run(model, 31, session)
+    session = session_of(model, tmp_path)
+    run(model, 1, session)
+    session.switch(SITE, "compensated", [1])
+    run(model, range(1, 31), session)
     assert session.instrumentation.stabilizers()[SITE] == ["none", "compensated"]
     assert session.judgement.cause.why.endswith("its kernel cannot be run uncorrected once more")
     session.close()

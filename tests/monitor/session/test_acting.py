@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.measure import weights
 from guardbit.monitor.policy import Policy
+from guardbit.records import STABILIZERS
 from guardbit.store import read_metadata
 from tests.monitor.session.plain_loop import (
     SITES,
@@ -20,7 +21,7 @@ from tests.monitor.session.plain_loop import (
     events_of,
     sampled,
 )
-from tests.toys import Attention, Model
+from tests.toys import Attention, Fires, Model, MultiHead
 
 
 def test_a_verdict_is_recorded_once(tmp_path):
@@ -35,6 +36,35 @@ def test_a_verdict_is_recorded_once(tmp_path):
     assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
         [500, "unclear"]
     ]  # by then SGD was seen, of which nothing is measured
+
+
+@pytest.mark.parametrize("way", ["float32", "math kernel", "written out"])
+@pytest.mark.parametrize("name", STABILIZERS[1:])
+@pytest.mark.parametrize("always", [False, True])
+def test_no_policy_switches_where_delta_is_not_rounded(tmp_path, caplog, name, way, always):
+    def model_of():
+        layers = [Attention(), Attention()]
+        if way == "written out":
+            layers = [MultiHead(2, 32), MultiHead(2, 32)]
+        for layer in layers:
+            layer.dropout_p = 0.1 * (way == "math kernel")
+            if way == "float32":
+                layer.attend = lambda *x: F.scaled_dot_product_attention(
+                    *(y.float() for y in x)
+                ).bfloat16()
+        return Model(*layers)
+
+    sites = [f"{site}{'.attention' * (way == 'written out')}" for site in SITES]
+    settings = {"rules": (Fires(sites[1], why="it grows"),), "policy": Policy(name, always=always)}
+    loop = Loop(model_of, dirpath=tmp_path, **settings).run(range(3), close=False)
+    assert loop.session.instrumentation.asked() == dict.fromkeys(sites, ["none"] * 2)
+    loop.session.close()
+    assert events_of(tmp_path, "switch").empty
+    refused = events_of(tmp_path, "refusal")
+    assert set(refused.site) == {*sites[not always :]}
+    assert all(way in why and "a lower learning rate, QK norm" in why for why in refused.why)
+    (line,) = (line for line in caplog.messages if line.startswith("GuardBit: step 0: alarm"))
+    assert line.endswith("delta is not rounded here: lower the rate, or use QK norm")
 
 
 def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):

@@ -19,6 +19,7 @@ from tests.callbacks.several_ranks import begin, keep, launch, logged, refusal, 
 from tests.monitor.session.plain_loop import (
     LOUD,
     SITES,
+    Always,
     Loop,
     LoudRow,
     events_of,
@@ -84,6 +85,27 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
         largest = (q @ k.mT / 4).max().item()
     assert largest < LOUD / 10
     assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
+
+
+def in_float32(folder):
+    begin("cpu")
+    loop = Loop(rules=(Always(),), policy=Policy("compensated"), dirpath=folder / "run")
+    loop.model.float()
+    for step in range(3):
+        # Rank 1 makes its first call at the second step.
+        with loop.session.step(step):
+            if dist.get_rank() < 1 or step:
+                loop.model(torch.randn(2, 12, 32)).square().mean().backward()
+    asked = loop.session.instrumentation.asked()
+    loop.session.close()
+    keep(folder, ["found"], lambda *_: [asked, sorted(loop.session.stages_off)])
+
+
+def test_ranks_that_run_in_float32_switch_nothing(tmp_path):
+    launch(in_float32, 2, tmp_path)
+    for asked, off in seen(tmp_path / "found"):
+        assert (asked, off) == ({SITES[0]: ["none"] * 2, SITES[1]: ["none"] * 4}, [])
+    assert "runs in float32" in events_of(tmp_path / "run", "refusal").why.iloc[0]
 
 
 def unreadable(folder):

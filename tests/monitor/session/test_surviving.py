@@ -66,8 +66,10 @@ def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
     (error,) = events_of(tmp_path / "run", "monitor_error").itertuples()
     assert error.step == 0 and error.why.startswith(f"{stage}: on purpose")
     assert error.why.endswith("; it is tried again at later samples")
+    strict = Loop(strict=True, **settings)
     with pytest.raises(ArithmeticError, match="on purpose"):
-        Loop(strict=True, **settings).run(range(2))
+        strict.run(range(2))
+    strict.session.close()
 
 
 def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
