@@ -362,7 +362,7 @@ class Session(Guarded):
         self._exchange.agree_on_weights()
         if not self.instrumentation.sites:
             return {}
-        columns = self._measurement.of_weights()
+        columns = self._measurement.of_weights(step)
         are_heard = None if "capture" in self._stages.off else self._are_heard
         self._notices.end_sampled_step(step, are_heard)
         if self._burst.is_on:
@@ -416,6 +416,8 @@ class Session(Guarded):
         """Returns the samples of all ranks; every rank calls it."""
         own = sent and self.attempt("samples", partial(self._measurement.receive, sent))
         sent = None if own is None else sent
+        if self._measurement.parted and ranks.world_size() == 1:
+            self.attempt("metrics", lambda: self._record_facts(self._notices.site_facts()))
         # A rank that has nothing, and may have failed, takes part all the same.
         calls = self._stages.always("metrics", lambda: self._measurement.of_all_ranks(sent))
         # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose

@@ -204,6 +204,29 @@ class Site:
             raise self._unavailable(f"'{added[0]}' is added, and its size reaches the scores too")
         return [(rows, weights.plain(rows.parameter)) for rows in found]
 
+    def query_rows(self) -> tuple[HeadRows, list[nn.Parameter]]:
+        """Returns the rows of W_Q with their parameter and bias as trained; see `plain_rows`."""
+        layout, weights = self._settled_layout()
+        if layout.normalises_queries or layout.query.added:
+            raise self._unavailable("more than its rows makes its queries")
+        return layout.query, weights.plain(layout.query.parameter)
+
+    def makers(self) -> list[nn.Parameter]:
+        """Returns the trained parameters that may make its queries; W_Q is not looked for."""
+        found: Iterable[nn.Parameter] = ()
+        if self._layout is None:
+            modules = (module for module, _ in self.record.modules)
+            matrices = (m for m in modules if any(p.dim() >= 2 for p in m.parameters()))
+            found = next((m.parameters() for m in matrices), ())
+        elif not isinstance(self._layout, str):
+            with suppress(LayoutUnavailable):
+                found = self._layout[1].plain(self._layout[0].query.parameter)
+        return [parameter for parameter in found if parameter.requires_grad]
+
+    def take_back(self, why: str) -> None:
+        """Makes W_Q and W_K unavailable, until it has other parameters."""
+        self._layout = why
+
     @torch.no_grad()
     def scale_logits(self, scales: Tensor) -> None:
         """Scales each head's logits in place, half in W_Q and half in W_K, biases too."""

@@ -22,6 +22,7 @@ from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.audits import Audits
+from guardbit.monitor.measure.origins import Origins
 from guardbit.monitor.measure.probes import CallProbe, CallView, plan_for
 from guardbit.monitor.measure.weights import norms_of_sites
 from guardbit.monitor.settings import Settings
@@ -29,6 +30,9 @@ from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Sample
 
 _SUM_OF = {summed: name for name, summed in SUMS.items()}
+
+# The column of what `Origins` compares.
+_ORIGINS = "origins"
 
 #: Name, step and factor of a scalar of the run.
 Scalar = tuple[str, int, float]
@@ -70,8 +74,11 @@ class Measurement:
         self.directions: dict[str, Tensor] = {}
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
         self._running_sums = RunningSums()
+        self._origins = Origins()
+        self.parted: set[str] = set()  # the modules whose rows of W_Q made no queries at last
 
     def begin(self) -> None:
+        self._origins.forget()
         if self._metric is not None:
             self._metric.reset()
 
@@ -89,6 +96,8 @@ class Measurement:
         # It is unknown which heads these are, or they have changed since the sites were counted.
         if site is None or len(own) != call.q.size(1) or site.is_sharded:
             return
+        if self.plan.norms:
+            self._origins.consume(self._instrumentation.candidates[site.name], call)
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
@@ -110,11 +119,13 @@ class Measurement:
     def discard(self) -> None:
         """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
+        self._origins.forget()
 
-    def of_weights(self) -> dict[tuple[str, str], Tensor]:
+    def of_weights(self, step: int) -> dict[tuple[str, str], Tensor]:
         """Returns the spectral norms of this rank's sites, and ends a sampled step at the heads."""
-        columns: dict[tuple[str, str], Tensor] = {}
         sites = self._instrumentation.sites
+        compared = self._origins.columns(sites, step)
+        columns = {(name, _ORIGINS): values for name, values in compared.items()}
         self._without_directions = set(sites)
         for norms in norms_of_sites(sites, self.plan.norms):
             columns[norms.site, norms.indicator] = norms.values
@@ -160,7 +171,10 @@ class Measurement:
             Sample(sent.step, site, sent.layers[site], indicator, tuple(next(numbers).tolist()))
             for site, indicator in sent.columns
         ]
-        return [*samples, *samples_of(sent.scalars, map(float, numbers))]
+        compared = {one.site: one.values for one in samples if one.indicator == _ORIGINS}
+        self.parted = self._origins.judge(self._instrumentation.candidates, compared, sent.step)
+        kept = (x for x in samples if x.indicator != _ORIGINS and x.site not in self.parted)
+        return [*kept, *samples_of(sent.scalars, map(float, numbers))]
 
     def of_all_ranks(self, sent: Sent | None) -> tuple[AttentionMetric | None, list[KnownSite]]:
         """Returns what the calls of all ranks show, if all measured theirs, and the sites by place.

@@ -125,8 +125,9 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
     (shape,) = transfers
     # What calls add up in a table of two modules with room for four heads: five numbers of rows,
     # two of keys, three of delta, five of dQ and eight tensors that may not be finite. Three norms
-    # of each of the 2 + 4 heads, losses of steps 1 to 3, the gradient norm.
-    assert shape == (23 * 2 * 4 + 3 * 6 + 3 + 1,)
+    # of each of the 2 + 4 heads, two numbers of what made the queries of two modules, losses of
+    # steps 1 to 3, the gradient norm.
+    assert shape == (23 * 2 * 4 + 3 * 6 + 2 * 2 + 3 + 1,)
 
 
 def test_a_sampled_step_looks_at_the_model_to_measure_to_judge_and_for_new_modules(monkeypatch):

@@ -1,0 +1,133 @@
+"""Whether the rows that were found of W_Q still make the queries, asked at each sampled step.
+
+Queries are linear in their head's rows W and bias b, whatever comes before them, and positions and
+scales that come after them keep that. So, by Euler, over all calls of a step
+
+    sum of dW * W and of db * b  =  sum of dq * q.
+
+Where this holds over all heads and not head by head, heads came in another order than when their
+rows were found. Where W gets no gradient, other weights made q. Where it does not hold over all
+heads, W has another use too or a norm comes after it, and the module is not asked again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from guardbit import guard
+from guardbit.kernels.runtime import AttentionCall
+from guardbit.monitor.interception.errors import report
+from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+from guardbit.monitor.sites import Site
+
+#: By how much of the sums' size all heads together part at most, where BF16 leaves .004, and some
+#: head at least, where FP8 leaves .1 and heads in another order part by half of it.
+_TOGETHER, _PARTED = 2.0**-7, 2.0**-3
+#: Samples, this one included, in which all heads together have to agree: other sums do by chance.
+_LEAST = 3
+
+_REORDERED = (
+    "in step {} the gradients of its rows were not those of their heads' queries, but all together"
+    " were: the order of its heads is not the one in which the rows were found"
+)
+_OTHERS = "in step {} no gradient of its queries reached '{}': other weights made them"
+
+
+class Origins:
+    """Compares the gradients of queries and of W_Q, from a step's first backward to its end."""
+
+    def __init__(self) -> None:
+        self._agreed: Counter[str] = Counter()  # module -> samples; below 0 once it did not
+        self._hooked: dict[nn.Parameter, tuple[Any, Any]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        for _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+        # Module -> FP64 `(2, H)`: sums of dq * q, and of their squares.
+        self._calls: dict[str, Tensor] = {}
+        # The same of a parameter's features, for each axis that may be the input's.
+        self._made: dict[nn.Parameter, list[Tensor]] = {}
+
+    def consume(self, site: Site, call: AttentionCall) -> None:
+        """Takes a call inside its backward, before a gradient comes to what made its queries."""
+        if call.dq is None or self._agreed[site.name] < 0:
+            return
+        product = call.dq.float() * call.q.float()
+        sums = [x.sum((0, 2, 3), dtype=torch.float64) for x in (product, product.square())]
+        self._calls[site.name] = torch.stack(sums) + self._calls.get(site.name, 0)
+        for parameter in site.makers():
+            if parameter not in self._hooked and type(parameter) is nn.Parameter:
+                node = get_gradient_edge(parameter).node  # kept, as another one would lack the hook
+                handle = node.register_prehook(partial(self._hear, parameter))
+                self._hooked[parameter] = node, handle
+
+    @guard.function(report)
+    def _hear(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+        guard.apart(partial(self._add, parameter, gradients[0]))
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is None or gradient.is_sparse or gradient.shape != parameter.shape:
+            gradient = torch.full_like(parameter, torch.nan)  # as of a kernel that adds it itself
+        product = gradient.float() * parameter
+        both = zip(_along_axes(product), _along_axes(product.square()), strict=True)
+        known = self._made.get(parameter, [0.0] * product.dim())
+        self._made[parameter] = [
+            torch.stack(sums) + before for sums, before in zip(both, known, strict=True)
+        ]
+
+    def columns(self, sites: Mapping[str, Site], step: int) -> dict[str, Tensor]:
+        """Returns what `judge` reads of each module; takes back rows that got no gradient."""
+        found: dict[str, Tensor] = {}
+        for name, of_calls in self._calls.items():
+            with suppress(LayoutUnavailable):
+                rows, parameters = sites[name].query_rows()
+                if parameters[0] in self._made:
+                    found[name] = self._compared(rows, parameters, of_calls)
+                elif self._made and parameters[0] in self._hooked:
+                    sites[name].take_back(_OTHERS.format(step, rows.parameter))
+        self.forget()
+        return found
+
+    def _compared(
+        self, rows: HeadRows, parameters: Iterable[nn.Parameter], of_calls: Tensor
+    ) -> Tensor:
+        """Returns by how much all heads part together, and the head that parts most."""
+        weight, *biases = parameters
+        made = [self._made[weight][rows.input_axis]]
+        made += [self._made[bias][0] for bias in biases if bias in self._made]
+        of_rows = torch.stack([x[:, rows.rows].sum(-1, dtype=torch.float64) for x in made]).sum(0)
+        (own, squares), (of_queries, of_call) = of_rows, of_calls
+        size = squares.sqrt() + of_call.sqrt() + (own.abs() + of_queries.abs()) / 2
+        apart = own - of_queries
+        return torch.stack([apart.sum().abs() / size.norm(), (apart.abs() / size).max()])
+
+    def judge(
+        self, sites: Mapping[str, Site], columns: Mapping[str, tuple[float, ...]], step: int
+    ) -> set[str]:
+        """Returns the modules with heads in another order; takes their rows back if it is sure."""
+        parted: set[str] = set()
+        for name, (together, most) in columns.items():
+            if together == together:
+                self._agreed[name] = self._agreed[name] + 1 if together < _TOGETHER else -1
+            if together < _TOGETHER and most > _PARTED:
+                parted.add(name)
+                if self._agreed[name] >= _LEAST and name in sites:
+                    sites[name].take_back(_REORDERED.format(step))
+        return parted
+
+
+def _along_axes(product: Tensor) -> list[Tensor]:
+    if product.dim() < 2:
+        return [product]
+    return [product.sum(axis).flatten() for axis in range(product.dim())]
