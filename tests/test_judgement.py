@@ -523,6 +523,8 @@ def test_attention_that_was_not_watched_is_said():
     assert part.headline == f"Healthy: no alarm up to step 10,000{limit}"
     assert part.headline_running == f"Running, healthy: no alarm up to step 10,000{limit}"
     assert part.as_json()["not_watched"] == (SITE, "refused", "eager")
+    one_head = judged(alarm(500, site="h.0.attn"), metadata={"sites": sites})
+    assert one_head.headline.startswith("Alarmed: 1 of 8 heads"), "weights alone are not watched"
     # One that called none in the first step was called since.
     later = judged(metadata={"sites": sites, "unseen": ["eager", "h.0.attn"]})
     assert later.numbers["not_watched"] == (SITE, "refused", "eager")

@@ -73,8 +73,15 @@ class Facts:
         self.first_alarm = min((event.step for event in alarms), default=None)
         self.leaves_at_once = leaves_at_once(alarms)
         self.alarmed = tuple(alarmed)  # heads, in the order of their first alarm
-        self.num_heads = sum(map(len, evidence.heads.values()))  # those that were measured
-        self.num_layers = len(evidence.layers)
+        # Names of those that called no attention that could be watched, and of those of which no
+        # head was measured. Of some of them the weights were measured all the same.
+        self.not_watched = not_watched_of(metadata, evidence.layers)
+        # Heads are those of watched modules, unless there are none or an alarm named others.
+        named = {event.site for event in alarms}
+        counted = {n for n in evidence.heads if n in named or n not in self.not_watched}
+        counted = counted or evidence.heads.keys()
+        self.num_heads = sum(len(evidence.heads[name]) for name in counted)
+        self.num_layers = len(counted)
         # Steps at which heads were measured, the last of them, and the most steps between two.
         self.head_samples, self.last_head_step, self.head_samples_every = evidence.head_steps
         self.call_samples = evidence.call_steps[0]  # those of them at which their calls were
@@ -82,9 +89,6 @@ class Facts:
         # Step and text of each error that ended or interrupted GuardBit's work.
         self.errors = tuple((event.step, event.why) for event in events if is_failure(event))
         self.bad_gradients_since = _bad_gradients(evidence)  # up to the last sample
-        # Names of those that called no attention that could be watched, and of those of which no
-        # head was measured. Of some of them the weights were measured all the same.
-        self.not_watched = not_watched_of(metadata, evidence.layers)
         # That were measured or that the run's metadata name.
         self.num_modules = len({*self.not_watched, *evidence.layers})
         self.watched_in_part = _watched_in_part(metadata)  # one of several calls in a forward
