@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from guardbit import guard
 from guardbit.kernels import engines, heads
-from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.engines import (
     LIBRARIES,
     AutogradEngine,
@@ -45,7 +44,13 @@ from guardbit.kernels.engines.base import drawing_once, generator_of
 from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
 from guardbit.kernels.runtime import AttentionCall, is_traced, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
-from guardbit.kernels.tensors import autocast_tensors, device_constant, is_autocast
+from guardbit.kernels.tensors import (
+    aligned,
+    autocast_tensors,
+    device_constant,
+    is_autocast,
+    promise_aligned_outputs,
+)
 from guardbit.records import STABILIZERS
 
 _TENSORS = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from guardbit.kernels import alignment, op
+from guardbit.kernels import op, tensors
 from tests.toys import Attention, instrumented
 
 
@@ -34,7 +34,7 @@ def fresh(monkeypatch):
     from torch._inductor import lowering
 
     ops = (op._without_dropout, op._backward)
-    monkeypatch.setattr(alignment, "_promised", set())
+    monkeypatch.setattr(tensors, "_promised", set())
     for each in ops:
         monkeypatch.delitem(lowering.lowerings, each, raising=False)
     with (
@@ -51,7 +51,7 @@ def fresh(monkeypatch):
 def test_the_number_of_the_site_does_not_make_the_outputs_unaligned(device, fresh, monkeypatch):
     if device == "cpu":
         # On the CPU nothing is aligned for the compiler; tensors of numbers pass for a GPU's here.
-        monkeypatch.setattr(alignment, "_is_on_gpu", lambda x: x.get_dtype().is_floating_point)
+        monkeypatch.setattr(tensors, "_is_on_gpu", lambda x: x.get_dtype().is_floating_point)
     forward, backward = code_of_a_step(device)
     assert promised(forward)[0] >= 2 and promised(forward)[1] == 0
     # On the CPU dq, dk and dv are of the number 64, and of q, k, v, which are inputs.
@@ -61,7 +61,7 @@ def test_the_number_of_the_site_does_not_make_the_outputs_unaligned(device, fres
 
 
 def test_without_us_it_would(fresh, monkeypatch):
-    monkeypatch.setattr(alignment, "_is_on_gpu", lambda x: False)
+    monkeypatch.setattr(tensors, "_is_on_gpu", lambda x: False)
     forward, _ = code_of_a_step("cpu")
     assert promised(forward)[0] == 0 and promised(forward)[1] >= 2
 
@@ -69,7 +69,7 @@ def test_without_us_it_would(fresh, monkeypatch):
 def test_what_is_not_aligned_is_copied():
     memory = torch.arange(64, dtype=torch.float32)
     whole, shifted = memory[:8], memory[1:9]
-    assert alignment.aligned(whole) is whole
-    copy = alignment.aligned(shifted)
+    assert tensors.aligned(whole) is whole
+    copy = tensors.aligned(shifted)
     assert copy.data_ptr() % 16 == 0
     assert torch.equal(copy, shifted)
