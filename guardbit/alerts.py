@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -22,27 +23,14 @@ PATIENCE = 10.0
 MOST_CHARACTERS = 600
 
 
-class Alerts:
-    """Tells a run's webhook, if it has one, of its alarms and its end."""
-
-    def __init__(self, name: str, url: str | None) -> None:
-        self._name = name
-        self._webhook: Webhook | None = None
-        try:
-            self._webhook = Webhook(url) if url else None
-        except ValueError:  # which quotes the address, mostly a secret
-            log.warning("%s is no address like https://host/path: it gets no alarms", VARIABLE)
-
-    def alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Sends one message for some alarms."""
-        if self._webhook is not None:
-            self._webhook.tell(self._name, alarms)
-
-    def end(self, how: str, headline: str) -> None:
-        """Sends how the run ended, and waits a moment for what is still to be sent."""
-        if self._webhook is not None:
-            self._webhook.send(printable(f"GuardBit: run {how}. {headline}; {self._name}"))
-            self._webhook.close()
+def webhook_of_run() -> Webhook | None:
+    """The webhook that the environment names, if it names one."""
+    url = os.environ.get(VARIABLE)
+    try:
+        return Webhook(url) if url else None
+    except ValueError:  # which quotes the address, mostly a secret
+        log.warning("%s is no address like https://host/path: it gets no alarms", VARIABLE)
+        return None
 
 
 class Webhook:
@@ -68,6 +56,11 @@ class Webhook:
     def tell(self, name: str, alarms: Sequence[Alarm | Event]) -> None:
         """Sends a line about new alarms of a run; returns at once."""
         self.send(message(name, alarms))
+
+    def end(self, name: str, how: str, headline: str) -> None:
+        """Sends how a run ended, and waits a moment for what is still to be sent."""
+        self.send(printable(f"GuardBit: run {how}. {headline}; {name}"))
+        self.close()
 
     def send(self, text: str) -> Future[None]:
         """Sends a text; returns at once."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit import guard
-from guardbit.alerts import VARIABLE, Alerts
+from guardbit.alerts import webhook_of_run
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import OFF, PRECISE, SHARES, Judgement, nothing_to_correct
@@ -116,8 +116,8 @@ class Session(Guarded):
         # Those of a checkpoint that no policy has acted on: this run's may.
         self._unheeded: list[Alarm] = []
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
-        url = os.environ.get(VARIABLE) if ranks.rank() == 0 else None
-        self.alerts = Alerts(os.fspath(settings.dirpath or "a run without a folder"), url)
+        self._webhook = webhook_of_run() if ranks.rank() == 0 else None
+        self._name = os.fspath(settings.dirpath or "a run without a folder")
         self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
         self._journal = Journal(
             settings.dirpath, settings.described(), self._stages, _advice(settings)
@@ -452,8 +452,8 @@ class Session(Guarded):
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
                 self.news += [alarm] if is_new else []
-        if self.news and ranks.rank() == 0:
-            self.attempt("alerts", lambda: self.alerts.alarms(self.news))
+        if self.news and (webhook := self._webhook):
+            self.attempt("alerts", lambda: webhook.tell(self._name, self.news))
 
         self.attempt("burst", lambda: self._begin_bursts(found))
 
@@ -527,9 +527,9 @@ class Session(Guarded):
 
     def _tell_end(self) -> None:
         judgement = self.judgement
-        if ranks.rank() == 0 and judgement is not None and self._notices.first("end"):
-            how, said = self._ended or "finished", judgement.headline_so_far
-            self.attempt("alerts", lambda: self.alerts.end(how, said))
+        webhook, how = self._webhook, self._ended or "finished"
+        if webhook and judgement is not None and self._notices.first("end"):
+            self.attempt("alerts", lambda: webhook.end(self._name, how, judgement.headline_so_far))
 
     def _drop_calls(self) -> None:
         self._burst.stop()
