@@ -38,6 +38,8 @@ original_checkpoint = torch.utils.checkpoint.checkpoint
 
 # Where modules keep the hooks of their forward -> what is read there by code that looks at them.
 _HOOKS = {name: f"_guardbit{name}" for name in ("_forward_hooks", "_forward_pre_hooks")}
+# What does so outside of modules: it refuses to graph a module that is hooked.
+_GRAPHERS = (torch.cuda.make_graphed_callables, getattr(torch.xpu, "make_graphed_callables", None))
 # What such code calls if it changes them.
 _CHANGES = {"clear", "move_to_end", "pop", "popitem", "setdefault", "update"}
 
@@ -153,8 +155,10 @@ def _own_dicts() -> Iterator[dict[str, Any]]:
 
 def hide_hooks(types: Iterable[type[nn.Module]]) -> None:
     """Lets code of modules that looks at hooks, as for a fast path, see only those of others."""
-    found = {x for x in _functions_of(types) if _reads_hooks(x.__code__)}
-    for name, shown in _HOOKS.items() if found else ():
+    found = {
+        x for x in (*_functions_of(types), *filter(None, _GRAPHERS)) if _reads_hooks(x.__code__)
+    }
+    for name, shown in _HOOKS.items():
         if not hasattr(nn.Module, shown):
             setattr(nn.Module, shown, _OthersHooks(name))
             _restore.append(partial(delattr, nn.Module, shown))

@@ -91,12 +91,29 @@ def test_hooks_of_others_count():
         assert torch.equal(model(x), fast)
 
 
+def test_modules_that_others_have_hooked_are_not_graphed():
+    """Graphing looks at buffers after it has looked at hooks, and needs no device so far."""
+    model = Attention()
+    model.register_buffer("trained", torch.ones(1, requires_grad=True))
+
+    def refusal():
+        with pytest.raises(AssertionError) as refused:
+            torch.cuda.make_graphed_callables(model, (batch(),))
+        return str(refused.value)
+
+    with instrumented(model):
+        assert "buffers must have" in refusal()
+        model.register_forward_hook(lambda *_: None)
+        assert "must not have hooks" in refusal()
+
+
 def test_everything_is_given_back():
-    codes = [f.__code__ for f in (nn.TransformerEncoderLayer.forward, is_hooked)]
+    looking = nn.TransformerEncoderLayer.forward, is_hooked, torch.cuda.make_graphed_callables
+    codes = [f.__code__ for f in looking]
     before = dict(vars(nn.Module))
     with instrumented(nn.Sequential(encoder(), ByHelper())), instrumented(encoder()):
         assert nn.TransformerEncoderLayer.forward.__code__ is not codes[0]
-    assert [f.__code__ for f in (nn.TransformerEncoderLayer.forward, is_hooked)] == codes
+    assert [f.__code__ for f in looking] == codes
     assert dict(vars(nn.Module)) == before
 
 
