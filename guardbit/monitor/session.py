@@ -132,6 +132,8 @@ class Session(Guarded):
         self._ended: RunEnd | None = None
         self._are_heard = True  # whether any came in the latest one that calls are wanted of
         self._has_given_up = False
+        # Whether it is known how modules run, and so whether a switch is needless. Ranks must agree.
+        self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
 
     # --- the run's events ------------------------------------------------------------------------
@@ -374,6 +376,7 @@ class Session(Guarded):
         return columns
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
+        self._is_informed |= any(module["precision"] for module in facts.values())
         self._notices.report_nothing_to_correct(facts)
         self._switching.needless = self._journal.needless = {
             site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
@@ -395,20 +398,22 @@ class Session(Guarded):
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms, self.news = step, alarms, []
         self.attempt("alarms", lambda: self._record_alarms(found))
-        earlier, self._unheeded = self._unheeded, []
+        earlier, self._unheeded = [*self._unheeded, *alarms], []
 
         def decide() -> None:
             now = self._schedule.last_ended or 0
             self.attempt(
                 "policy",
                 lambda: self._switching.decide(
-                    [*earlier, *alarms], step, now, self.detectors.restless(),
-                    self._findings.way_back,
+                    earlier, step, now, self.detectors.restless(), self._findings.way_back
                 ),
-            )  # fmt: skip
+            )
             self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
 
-        self._after_step(decide)
+        if self._is_informed:
+            self._after_step(decide)
+        else:  # an error came in between
+            self._unheeded = earlier
         self.attempt("verdict", lambda: self._journal.report_verdict(ended, self._burst.is_on))
         return alarms
 

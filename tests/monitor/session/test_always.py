@@ -1,11 +1,16 @@
 """Sessions that correct every head from the first step on."""
 
 import pytest
+import torch
 from torch import nn
 
+from guardbit import MonitorSession
+from guardbit.kernels import dispatch
+from guardbit.monitor.measure import weights
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import ALL_HEADS, SITES, Loop, sampled, switches
+from tests.monitor.session.plain_loop import ALL_HEADS, SITES, Loop, fail, sampled, switches
+from tests.toys import Attention, Model, train
 
 
 @pytest.mark.parametrize("first", [0, 7])
@@ -58,3 +63,31 @@ def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
     assert [event[:3] for event in switches(tmp_path / "later")] == [
         (5, *which) for which in ALL_HEADS
     ]
+
+
+@pytest.mark.parametrize(
+    "broken", [(dispatch, "delta_bias"), (weights, "spectral_norms")], ids=["capture", "metrics"]
+)
+def test_nothing_is_switched_before_it_is_known_that_delta_is_rounded(
+    broken, tmp_path, monkeypatch
+):
+    """In FP32 it is not, which the first sample fails to say."""
+
+    def batch(step):
+        if step > 0:
+            monkeypatch.undo()
+        return torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step))
+
+    def model():
+        torch.manual_seed(0)
+        return Model(Attention(), Attention())
+
+    plain, watched = train(model(), 6, batch), model()
+    policy = Policy("exact_delta", always=True)
+    session = MonitorSession(watched, every_n_train_steps=2, dirpath=tmp_path, policy=policy)
+    monkeypatch.setattr(*broken, fail)
+    train(watched, 6, batch, session)
+    session.close()
+    assert switches(tmp_path) == []
+    assert {step for step, *_ in switches(tmp_path, "refusal")} == {2}
+    assert all(map(torch.equal, watched.parameters(), plain.parameters()))
