@@ -132,7 +132,7 @@ class Session(Guarded):
         self._ended: RunEnd | None = None
         self._are_heard = True  # whether any came in the latest one that calls are wanted of
         self._has_given_up = False
-        # Whether it is known how modules run, and so whether a switch is needless. Ranks must agree.
+        # Whether it is known how modules run, so that no switch is needless; ranks must agree.
         self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
 
@@ -376,7 +376,7 @@ class Session(Guarded):
         return columns
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
-        self._is_informed |= any(module["precision"] for module in facts.values())
+        self._is_informed |= "capture" not in self._stages.off
         self._notices.report_nothing_to_correct(facts)
         self._switching.needless = self._journal.needless = {
             site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
