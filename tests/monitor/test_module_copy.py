@@ -3,7 +3,6 @@
 import collections
 import copy
 import enum
-import gc
 import random
 import tempfile
 import threading
@@ -261,24 +260,6 @@ def test_what_cannot_be_copied_is_shared(kind):
         assert torch.equal(made(x), module(x))
     if kind == "copied elsewhere":
         assert isinstance(module.held.made, nn.Parameter)
-
-
-class Closing:
-    """Has something of the process, which it gives back."""
-
-    closed = 0
-
-    def __del__(self):
-        type(self).closed += 1
-
-
-def test_what_cleans_up_after_itself_is_not_copied():
-    module = Attention(Closing)
-    with copied(module) as made:
-        made(torch.randn(2, 5, WIDTH))
-    del made
-    gc.collect()
-    assert not Closing.closed
 
 
 # PyTorch says so of `torch.jit.script`, which libraries go on using.

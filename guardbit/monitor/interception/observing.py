@@ -6,7 +6,9 @@ Only stabilizers that change the keys and nothing else work there, such as `cent
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +33,6 @@ _ONLY_KEYS = (
 # Sites whose last ordinary forward ran without gradients. A reentrant checkpoint runs it again with
 # gradients, and the observer hears of that run.
 _to_be_observed: set[int] = set()
-
-
-class _Observed(NamedTuple):
-    number: int
-    tensors: tuple[Tensor, Tensor, Tensor]  # q, k and v
-    keys: Tensor  # to be returned
-    spec: AttentionSpec
-    listens: bool  # whether an observer wants the call
-    names: tuple[str, ...]  # what each head runs
 
 
 def observe(
@@ -90,12 +83,10 @@ def observe(
     if torch.compiler.is_compiling():
         _note_traced(module, heads_of(q, k))
         return q, k, v
-    observed = _hear(module, q, k, v, causal, scale, mask)
-    if observed is None:
-        return q, k, v
-    if observed.listens:
-        _report(observed)
-    return q, observed.keys, v
+    keys, hand_over = _hear(module, q, k, v, causal, scale, mask) or (k, None)
+    if hand_over is not None:
+        _report(hand_over)
+    return q, keys, v
 
 
 def _number(module: nn.Module | None) -> int | None:
@@ -125,8 +116,8 @@ def _hear(
     causal: Causal,
     scale: float | None,
     mask: Tensor | None,
-) -> _Observed | None:
-    """Records an eager call; returns it unless there is nothing to change or to report."""
+) -> tuple[Tensor, Callable[[], None] | None] | None:
+    """Records an eager call; returns the keys to give back, and what hands it to its observer."""
     number = _number(module)
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
         return None
@@ -147,7 +138,11 @@ def _hear(
         state.ran_at = state.clock.now
         state.note(names, "" if names == state.running else _ONLY_KEYS)
     keys = k if KEY_SHIFTS.keys().isdisjoint(names) else _Shifted.apply(k, names)
-    return _Observed(number, (q, k, v), keys, spec, is_training and not state.is_unobserved, names)
+    # Once, also under activation checkpointing.
+    is_due = not is_recomputing() or number in _to_be_observed
+    if not is_training or state.is_unobserved or not is_due:
+        return keys, None
+    return keys, partial(hand_to_observer, number, q, k, v, spec, names)
 
 
 class _Shifted(torch.autograd.Function):
@@ -164,7 +159,5 @@ class _Shifted(torch.autograd.Function):
 
 
 @reporting
-def _report(observed: _Observed) -> None:
-    """Reports a call to the observer in its forward: once, also under activation checkpointing."""
-    if not is_recomputing() or observed.number in _to_be_observed:
-        hand_to_observer(observed.number, *observed.tensors, observed.spec, observed.names)
+def _report(hand_over: Callable[[], None]) -> None:
+    hand_over()

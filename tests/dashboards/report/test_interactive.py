@@ -136,27 +136,6 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     assert page.evaluate(colours)[-1] == both[-1]
 
 
-def test_a_comparison_without_marks_has_no_key_and_a_long_run_whole_numbers(
-    visit, run, without_figures, tmp_path
-):
-    """The last step stands at the right end, in seven digits."""
-    well = run.frame[run.frame["layer"].isin([-1, 4, 5])]
-    well = well.assign(step=well["step"] * 1_000_000 // well["step"].max())
-    page = visit(write_reports([Run("well", well), Run("again", well)], tmp_path / "two.html"))
-    wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
-    assert "In the run’s colour" not in page.locator("p", has_text="One line is").inner_text()
-    room, width = page.evaluate(
-        """() => {
-          const { plot } = document.querySelector("#overlays").charts[0], pen = plot.ctx;
-          const label = plot.axes[0]._values.at(-1);
-          pen.font = plot.axes[0].font[0];
-          const end = plot.valToPos(plot.axes[0]._splits.at(-1), "x", true);
-          return [label === "1,000,000" && pen.canvas.width - end, pen.measureText(label).width];
-        }"""
-    )
-    assert room is not False and room >= width / 2
-
-
 def test_a_long_name_of_a_module_pushes_no_column_off_the_page(visit, without_figures, tmp_path):
     frame = of_heads(*[[10.0] * 9] * 2).assign(site="_fsdp_wrapped_module." * 9 + "attn")
     page = visit(write_reports([Run("deep", frame)], tmp_path / "deep.html"))
