@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
+BUILD := .venv-build
+EMPTY := .venv-empty
 
-.PHONY: demo docs test test-gpu test-newest test-oldest lint check clean
+.PHONY: demo dist docs test test-gpu test-newest test-oldest lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
@@ -43,6 +45,22 @@ test-oldest:
 		--constraint $(OLDEST)/constraints.txt --editable ".[dev]"
 	$(OLDEST)/bin/pytest -n 2 --dist worksteal -rs
 
+# What a release publishes, in dist/: checked, and the wheel tried where nothing else is installed.
+dist: export PYTHONPATH :=
+dist:
+	rm -rf dist $(EMPTY)
+	test -x $(BUILD)/bin/python || $(PYTHON) -m venv $(BUILD)
+	$(BUILD)/bin/pip install --quiet --disable-pip-version-check "build>=1.2" "twine>=6.1"
+	$(BUILD)/bin/python -m build
+	$(BUILD)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(EMPTY)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt dist/*.whl pytest
+	cd $(EMPTY) && bin/guardbit --version && bin/guardbit demo --recorded
+	cd $(EMPTY) && bin/python -m pytest -c /dev/null --noconftest -p no:cacheprovider -q -rs \
+		../tests/test_lean_import.py
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +74,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) runs site
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(BUILD) $(EMPTY) dist runs site

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 HEAVY = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "triton", "transformers")
 
@@ -51,6 +54,7 @@ def test_lean_modules_work_where_heavy_packages_are_missing():
     assert loaded(code, ("guardbit.kernels",)) == "[]"
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `huggingface` is missing")
 def test_the_session_loads_no_lightning_and_instrumenting_no_models_of_transformers():
     code = (
         "import sys, transformers, torch, guardbit\n"
