@@ -25,10 +25,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch._C import _autograd as autograd
-from torch._guards import TracingContext
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import _StopRecomputationError
+
+from guardbit import private
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -41,7 +39,7 @@ Kwargs = dict[str, Any]
 Contain = Callable[[Exception], None]
 
 # Activation checkpointing ends a recomputation by it, from within whatever saves a tensor.
-_SIGNALS = (_StopRecomputationError,)
+_SIGNALS = (private.stop_recomputation,)
 
 # Inside a model an entry is tried twice. A forward and its repetition in activation checkpointing
 # must be alike, so an error that comes but once is not to change which way a call takes.
@@ -221,7 +219,7 @@ def stand_in(
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         # The compiler runs the graph that it has traced, with tensors that hold nothing. PyTorch
         # then looks its own functions up by name and finds the stand-in.
-        if _SAYS_TOO_LITTLE and TracingContext.try_get() is not None:
+        if _SAYS_TOO_LITTLE and private.tracing_context() is not None:
             return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         contains = (contain, give_up)
         taken = _tried(contains, _nothing, before, (args, kwargs), {})
@@ -342,28 +340,33 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
         context.__enter__()
         later(context.__exit__, None, None, None)
 
-    if autograd._profiler_enabled() and not _records.are_off:
+    is_profiled, record = private.profiler_records
+    if is_profiled() and not _records.are_off:
         later(setattr, _records, "are_off", False)
-        later(autograd._enable_record_function, True)
+        later(record, True)
         _records.are_off = True
-        autograd._enable_record_function(False)
-    if torch._C._is_any_autocast_enabled():
-        enter(torch._C._DisableAutocast())
+        record(False)
+    is_autocast, no_autocast = private.autocast
+    if is_autocast():
+        enter(no_autocast())
     if torch.is_inference_mode_enabled():
         enter(torch.inference_mode(False))
-    while torch._C._len_torch_function_stack() > 0:  # one of them is of the default device
-        later(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
-    if torch._C._len_torch_dispatch_stack() > 0:
-        enter(_disable_current_modes())
-    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
-        autograd._pop_saved_tensors_default_hooks()
-        later(autograd._push_saved_tensors_default_hooks, *hooks)
+    num_modes, push, pop = private.function_modes
+    while num_modes() > 0:  # one of them is of the default device
+        later(push, pop())
+    if private.num_dispatch_modes() > 0:
+        enter(private.without_dispatch_modes())
+    top, pop, push = private.saved_tensor_hooks
+    while (hooks := top(False)) is not None:
+        pop()
+        later(push, *hooks)
     if torch.is_anomaly_enabled():
         later(torch.set_anomaly_enabled, True, torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(False)
-    if torch._C._get_deterministic_fill_uninitialized_memory():
-        torch._C._set_deterministic_fill_uninitialized_memory(False)
-        later(torch._C._set_deterministic_fill_uninitialized_memory, True)
+    is_filled, fill = private.deterministic_fill
+    if is_filled():
+        fill(False)
+        later(fill, True)
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.torch_version import TorchVersion
 
+from guardbit import private
 from guardbit.doctor.engines import (
     Candidates,
     flex,
@@ -322,6 +323,9 @@ class Machine:
     cuda: str | None  # version of the CUDA that PyTorch was built with
     versions: dict[str, str]  # of installed packages, by pip's names, and cudnn
     known: list[KnownFault]  # known faults of these versions
+    missing: list[
+        str
+    ]  # of what PyTorch does not promise: what GuardBit goes without, a sentence each
 
 
 def this_machine() -> Machine:
@@ -337,6 +341,7 @@ def this_machine() -> Machine:
         cuda=torch.version.cuda,
         versions=versions,
         known=[fault for fault in known_faults() if fault.concerns(versions, capability)],
+        missing=[private.sentence(row) for row in private.missing()],
     )
 
 
@@ -346,7 +351,7 @@ def installed() -> dict[str, str]:
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    found["torch"] = str(torch.__version__)
+    found["torch"] = str(private.VERSION)
     if torch.cuda.is_available() and torch.backends.cudnn.is_available():
         number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
         found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -25,6 +25,7 @@ def describe_machine(machine: Machine) -> Iterator[str]:
     yield "Versions: " + ", ".join(f"{name} {number}" for name, number in machine.versions.items())
     for fault in machine.known or ["nothing bad."]:
         yield f"Known of these versions: {fault}"
+    yield from machine.missing
 
 
 def table(preflight: Preflight) -> Iterator[str]:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from guardbit import guard
+from guardbit import guard, private
 from guardbit.kernels import dispatch, reference
 from guardbit.kernels.runtime import AttentionCall, log, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -49,7 +49,6 @@ SITE = "guardbit_site"
 #: What `SiteState.launches` calls FlexAttention's kernels.
 KERNEL = "FLEX_ATTENTION"
 
-_HOME = "torch._higher_order_ops.flex_attention"
 _FUNCTION = "FlexAttentionAutogradOp"
 _CALL = "guardbit_call"
 _LN2 = math.log(2.0)
@@ -161,9 +160,7 @@ def _over_tiles(
 @cache
 def _indexing_mode() -> Any:
     """Lets tensors be indexed by vmapped positions, as FlexAttention does."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex
+    return private.flex_indexing
 
 
 def _result(graph: GraphModule) -> Any:
@@ -375,7 +372,7 @@ class _Began(NamedTuple):
 
 def is_supported() -> bool:
     """Whether this version of PyTorch computes FlexAttention as `install` needs it."""
-    original = getattr(importlib.import_module(_HOME), _FUNCTION, None)
+    original = private.flex_autograd
     if original is None:
         return False
     parameters = list(inspect.signature(original.forward).parameters)
@@ -388,7 +385,7 @@ def is_supported() -> bool:
 
 def install() -> Callable[[], None]:
     """Replaces PyTorch's autograd function by the sibling; returns a function that undoes it."""
-    home = importlib.import_module(_HOME)
+    home = importlib.import_module(private.FLEX_HOME)
     original = getattr(home, _FUNCTION)
     setattr(home, _FUNCTION, _sibling(home, original))
     return lambda: setattr(home, _FUNCTION, original)

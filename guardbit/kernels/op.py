@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from guardbit import guard
+from guardbit import guard, private
 from guardbit.kernels import engines, heads
 from guardbit.kernels.engines import (
     LIBRARIES,
@@ -152,8 +151,8 @@ def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
     but if they got the op already, `by_op`, they go on with it.
     """
     return (
-        (torch._C._len_torch_dispatch_stack() == 0 or not (by_op or is_traced() or _is_selective()))
-        and not torch._C._are_functorch_transforms_active()
+        (private.num_dispatch_modes() == 0 or not (by_op or is_traced() or _is_selective()))
+        and not private.is_transformed()
         and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
     )
 
@@ -163,7 +162,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _is_selective() -> bool:
     """Whether a checkpoint by a policy records a forward, or repeats it."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = private.dispatch_modes()
     return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
 
 
@@ -537,9 +536,7 @@ def _attention_with_dropout_fake(*arguments: Any) -> tuple[Tensor, ...]:
 @lru_cache
 def _forbid_merging() -> None:
     """Keeps the compiler from merging two equal calls, which the tag does not prevent."""
-    from torch._functorch.compile_utils import rand_ops
-
-    rand_ops.append(torch.ops.guardbit.attend_with_dropout)
+    private.random_ops.append(torch.ops.guardbit.attend_with_dropout)
 
 
 @guard.again(runtime.tell_fault)
@@ -603,7 +600,7 @@ def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | N
 
 
 def _below_autograd(call: Call, by_op: bool) -> Saved:
-    with torch._C._AutoDispatchBelowAutograd():
+    with private.below_autograd():
         if is_direct(call.q, call.k, call.v, by_op=by_op):
             return run_forward(call)
         return Saved(*_op_of(call)(*_flattened(call)))
@@ -611,7 +608,7 @@ def _below_autograd(call: Call, by_op: bool) -> Saved:
 
 def has_tangent(*tensors: Tensor) -> bool:
     """Whether one of the tensors has a forward-mode tangent."""
-    if forward_ad._current_level < 0:
+    if private.forward_level() < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
@@ -633,7 +630,7 @@ def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
         )
     inputs = q, k, v, spec.mask, spec.sinks
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        if torch._C._are_functorch_transforms_active():
+        if private.is_transformed():
             raise NotImplementedError(
                 "guardbit.flash_attention cannot be differentiated by torch.func; use"
                 " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"

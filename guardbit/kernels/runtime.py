@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _TorchDispatchModeKey as _ModeKey
-from torch.fx import _symbolic_trace
 
+from guardbit import private
 from guardbit.guard import then_undo
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.spec import AttentionSpec
@@ -265,7 +264,7 @@ class SiteState:
 
 def is_recomputing() -> bool:
     """Whether the caller runs inside a backward, as forwards do under activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
+    return private.graph_task() != -1
 
 
 # The thread, and the Python frame in it, that called the outermost of the running modules.
@@ -438,10 +437,9 @@ class Runtime:
 
 def may_recompile(is_new: bool) -> bool:
     """Whether a call may need another graph: users forbid that, or that one `is_new`."""
-    dynamo: Any = sys.modules["torch._dynamo"]  # the monitor imports it
-    stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", "default")
+    stance = getattr(private.stance(), "stance", "default")
     is_refused = stance == "fail_on_recompile" or (is_new and stance == "eager_on_recompile")
-    return not (dynamo.config.error_on_recompile or is_refused)
+    return not (getattr(private.dynamo_config, "error_on_recompile", False) or is_refused)
 
 
 def _log_fault(error: Exception) -> None:
@@ -450,9 +448,9 @@ def _log_fault(error: Exception) -> None:
 
 def read(numbers: Tensor) -> Any:
     """Returns what a small CPU tensor holds, unseen by modes, one of which may forbid to read."""
-    if torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() == 0:
+    if private.num_dispatch_modes() + private.function_modes[0]() == 0:
         return numbers.tolist()
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with private.no_torch_dispatch(), private.no_torch_function():
         return numbers.tolist()
 
 
@@ -461,18 +459,14 @@ def number_of(site: Tensor) -> int:
     return read(site)
 
 
-# Modes that record a graph, or make tensors fake; exports have theirs on a stack of its own.
-_TRACERS = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
-_num_of_exports = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", int)
-
-
 def is_traced() -> bool:
     """Whether a tracer records, which is to see the model alone, or tensors are fake."""
-    if _symbolic_trace._is_fx_tracing_flag or torch.jit.is_tracing():  # pyright: ignore
+    if private.is_symbolic_trace() or torch.jit.is_tracing():  # pyright: ignore
         return True
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
-    return _num_of_exports() > 0
+    if private.num_dispatch_modes() > 0:
+        mode_of, *tracers = private.traced_modes
+        return any(mode_of(key) is not None for key in tracers)
+    return private.num_export_modes() > 0  # exports have a stack of their own
 
 
 #: The one of this process. Ops get numbers and tensors and no objects, so they find it here.

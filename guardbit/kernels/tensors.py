@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
+
+from guardbit import private
 
 _log = logging.getLogger("guardbit")
 
 _CAST = (torch.bfloat16, torch.float16, torch.float32)
 
 _BYTES = 16
-_LOWERINGS = "torch._inductor.lowering"
-_promised: set[OpOverload] = set()
+_promised: set[Any] = set()
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -60,9 +59,9 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % _BYTES else x
 
 
-def promise_aligned_outputs(*ops: OpOverload) -> None:
+def promise_aligned_outputs(*ops: Any) -> None:
     """Lets Inductor, if there, load the outputs of some ops 16 bytes at a time."""
-    if _LOWERINGS not in sys.modules or _promised.issuperset(ops):
+    if private.INDUCTOR not in sys.modules or _promised.issuperset(ops):
         return
     _promised.update(ops)
     try:
@@ -72,14 +71,12 @@ def promise_aligned_outputs(*ops: OpOverload) -> None:
         _log.debug("Inductor does not take the promise of aligned outputs: %r", error)
 
 
-def _wrap(op: OpOverload) -> None:
+def _wrap(op: Any) -> None:
     """Wraps the lowering that Inductor makes for an op it does not know."""
-    from torch._inductor import lowering
-    from torch._library.utils import get_layout_constraint_tag
-
+    lowering, _, _, constraint_tag = private.inductor
     if op not in lowering.lowerings:
         constraint = lowering.tag_to_layout_constraint(
-            get_layout_constraint_tag(op, with_default=True)
+            constraint_tag(op, with_default=True)
         )  # fmt: skip
         lowering.make_fallback(op, layout_constraint=constraint, warn=False)
     lowering.lowerings[op] = _without_inputs_on_the_cpu(lowering.lowerings[op])
@@ -90,13 +87,11 @@ def _without_inputs_on_the_cpu(lower: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(lower)
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        from torch._inductor import ir
-        from torch._inductor.virtualized import V
-
-        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, ir.TensorBox)]
+        _, box, graphs, _ = private.inductor
+        tensors = [x for x in private.tree_leaves(args) if isinstance(x, box)]
         if not any(map(_is_on_gpu, tensors)):
             return lower(*args, **kwargs)
-        unaligned = V.graph.unaligned_buffers
+        unaligned = graphs.graph.unaligned_buffers
         names = [_name_of_input(x) for x in tensors if not _is_on_gpu(x)]
         hidden = [name for name in names if name is not None and name in unaligned]
         for name in hidden:

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import is_lazy
 
+from guardbit import private
 from guardbit.monitor.layouts import LayoutUnavailable
 
 #: Copies an object; the second argument is deepcopy's memo.
@@ -39,7 +39,7 @@ _MOST_BYTES = 2**30
 
 # Deepcopy shares what is of these packages, and drops Lightning's drivers of a whole run, to which
 # a module may refer.
-_SHARED_PACKAGES = ("torch.distributed", "torch._C._distributed_c10d", "torch.cuda")
+_SHARED_PACKAGES = ("torch.distributed", private.COLLECTIVES, "torch.cuda")
 _DRIVERS = frozenset({"Trainer", "Fabric"})
 
 # Those that compute weights, those of tensor parallelism, and GuardBit's own.
@@ -155,7 +155,7 @@ def _copied(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 
 
 def _copied_module(x: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(x, OptimizedModule):
+    if isinstance(x, private.optimized_module):
         return copy.deepcopy(x._orig_mod, memo)
     # No `__deepcopy__` of its own runs; made first, as modules may refer to each other.
     memo[id(x)] = made = object.__new__(type(x))
@@ -217,7 +217,7 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _process_kept(module: nn.Module) -> Iterator[None]:
     """Keeps what the copy shares with the process as it is, and out of what counts its runs."""
-    everywhere, kind = nn.modules.module, torch.jit.ScriptFunction
+    kind = torch.jit.ScriptFunction
     own_call = kind.__call__
 
     # As Python: TorchScript optimises a function by how often it has run.
@@ -228,7 +228,7 @@ def _process_kept(module: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         for space, names in _counters(module):
             undo.callback(space.update, names)
-        for hooks in (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks):
+        for hooks in private.global_forward_hooks:
             undo.callback(hooks.update, hooks.copy())
             hooks.clear()
         undo.callback(setattr, kind, "__call__", own_call)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from guardbit import private
 from guardbit.guard import undo_all
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.runtime import AttentionCall, Clock, SiteState, runtime
@@ -475,7 +476,7 @@ _ATTENTION_OF_TORCH = (
 
 # Wrappers around the module that matters, as Fabric's, which hand on the attributes they are given;
 # and what runs outside Python.
-_NEVER_CALL = (torch._dynamo.eval_frame.OptimizedModule, torch.jit.ScriptModule)
+_NEVER_CALL = (private.optimized_module, torch.jit.ScriptModule)
 
 
 def is_of_fabric(module: nn.Module) -> bool:

@@ -20,10 +20,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.attention import SDPBackend
 
+from guardbit import private
 from guardbit.kernels.engines.base import Engine, Gradients, Inputs, philox_of
 from guardbit.kernels.spec import AttentionSpec
 
@@ -95,13 +94,14 @@ def library_function(home: str, attribute: str) -> Callable[..., Any] | None:
 
 
 @lru_cache(maxsize=64)
-def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
+def parameters(function: Any) -> Mapping[str, bool]:
     """Returns a function's or an op's parameters, and for each whether it has a default."""
-    if isinstance(function, CustomOpDef):
+    defined, packet, overload = private.op_types
+    if isinstance(function, defined):
         function = function._opoverload
-    if isinstance(function, OpOverloadPacket):
+    if isinstance(function, packet):
         function = getattr(function, function.overloads()[0])
-    if isinstance(function, OpOverload):
+    if isinstance(function, overload):
         return {x.name: x.has_default_value() for x in function._schema.arguments}
     named = inspect.signature(function).parameters.items()
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

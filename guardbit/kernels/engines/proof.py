@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from guardbit import private
 from guardbit.guard import apart
 from guardbit.kernels.engines.base import Engine, Inputs
 from guardbit.kernels.reference import write_carrier
@@ -119,7 +120,7 @@ def _prove(
     activated = "" if _activated() is None else f", {_activated()} activated"
     configuration = (
         f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}"
-        f"{grouped}, {q.device.type}, torch {torch.__version__}{activated}"
+        f"{grouped}, {q.device.type}, torch {private.VERSION}{activated}"
     )
     if not engine.reads_out:
         why = "its backward takes delta from P itself, not from the rounded output"

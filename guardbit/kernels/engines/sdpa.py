@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from guardbit import private
 from guardbit.kernels.engines.base import (
     Engine,
     Gradients,
@@ -31,11 +32,11 @@ _aten = torch.ops.aten
 
 #: PyTorch's own function, from a place where nobody replaces it: `F.scaled_dot_product_attention`
 #: may be another function by now.
-scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention  # pyright: ignore
+scaled_dot_product_attention = private.sdpa
 
 # Until 2.11, PyTorch's own conversion for cuDNN replaces -inf by -65504, so that a row that sees no
 # key attends to all keys (pytorch #177842, fixed in 2.12).
-_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_RELEASE = tuple(int(part) for part in private.VERSION.split(".")[:2])
 _HIDDEN = -math.inf if _RELEASE >= (2, 12) else -65504.0
 
 # The kernel pads the rows of its logsumexp to a multiple of this (kAlignLSE in PyTorch's

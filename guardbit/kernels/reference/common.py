@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guardbit import private
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import random_halves
 
@@ -66,7 +67,7 @@ def float32_products() -> Iterator[None]:
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), private.autocast[1]():
             yield
     finally:
         for backend, precision in zip(backends, before, strict=True):

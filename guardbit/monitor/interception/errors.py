@@ -10,9 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from torch._dynamo.eval_frame import skip_code
-
-from guardbit import guard
+from guardbit import guard, private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, is_recomputing, number_of, runtime
 from guardbit.monitor.interception.frames import drop_all, frame_stack, place_of_caller
@@ -118,5 +116,5 @@ def stand_in(
 
 def _untraced(made: Any, inside: Any) -> Any:
     for python in (inside, made, guard._tried):
-        skip_code(python.__code__)
+        private.skip_code(python.__code__)
     return made

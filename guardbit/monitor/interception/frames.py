@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from guardbit import private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, number_of, runtime
 
@@ -30,7 +31,7 @@ class Place:
     def __init__(self, number: int) -> None:
         # Saved for backward, where hooks may write it to disk: a plain tensor, which cannot see to
         # its copies itself.
-        with torch._C._DisableTorchDispatch():  # a copy made of fake tensors keeps a real number
+        with private.no_torch_dispatch():  # a copy made of fake tensors keeps a real number
             self.site = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.has_run = False  # whether the module has run eagerly
 
@@ -85,7 +86,7 @@ frame_stack: list[Frame] = []
 # Of the frames of a call, those in here are not what the user has written.
 _LIBRARIES = tuple(
     f"{Path(file).parent}{os.sep}"
-    for file in (torch.__file__, sys.modules["guardbit"].__file__)
+    for file in (torch.version.__file__, sys.modules["guardbit"].__file__)
     if file
 )
 

@@ -7,8 +7,8 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 
+from guardbit import private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import (
     Clock,
@@ -116,7 +116,7 @@ for _function in (
     Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site,
     Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
 ):  # fmt: skip
-    skip_code(_function.__code__)
+    private.skip_code(_function.__code__)
 
 
 def attach(module: nn.Module, number: int) -> None:

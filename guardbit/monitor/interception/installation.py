@@ -17,10 +17,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
-from torch._dynamo import convert_frame, trace_rules
-from torch._dynamo.variables import builder
 
+from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import frames
@@ -31,9 +29,6 @@ from guardbit.monitor.interception.frames import Frame, drop_all, drop_stale, fr
 from guardbit.monitor.interception.references import Change, Own, replace_others, replace_variables
 from guardbit.monitor.interception.rerunning import probe
 
-#: TorchScript's compiler, which a later PyTorch may not have.
-_recursive: Any = getattr(torch.jit, "_recursive", None)
-_get_hook_stubs = getattr(_recursive, "get_hook_stubs", None)
 original_checkpoint = torch.utils.checkpoint.checkpoint
 
 # Where modules keep the hooks of their forward -> what is read there by code that looks at them.
@@ -100,15 +95,18 @@ def install(user: object) -> None:
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    if _get_hook_stubs is not None:
-        _replace(_recursive, "get_hook_stubs", partial(_hook_stubs_of_others, _get_hook_stubs))
+    home, hook_stubs = private.hook_stubs
+    if home is not None:
+        _replace(home, "get_hook_stubs", partial(_hook_stubs_of_others, hook_stubs))
     _put_in_place(found, {original_checkpoint: checkpoint})
-    config = torch._dynamo.config
-    _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     _restore.append(_drop_graphs)
     # To each graph come two, see `Runtime.rest`, or four where a checkpoint runs a block again.
+    config = private.dynamo_config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        _replace(config, name, _Limit(5 * getattr(config, name)))
+        if hasattr(config, name):
+            _replace(config, name, _Limit(5 * getattr(config, name)))
+    if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     _restore.append(partial(runtime.unlisten, note_flash_call))
     runtime.listen(note_flash_call)
 
@@ -146,7 +144,7 @@ def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
 
 def _own_dicts() -> Iterator[dict[str, Any]]:
     """Attributes of GuardBit's, and the compiler's table, that refer to originals and stay."""
-    yield getattr(trace_rules, "get_torch_obj_rule_map", dict)()
+    yield getattr(private.trace_rules[0], "get_torch_obj_rule_map", dict)()
     for entry in ENTRY_POINTS:
         yield vars(entry)
         yield vars(entry.stand_in)
@@ -209,17 +207,18 @@ def _renamed(code: CodeType) -> CodeType:
 
 def _drop_graphs() -> None:
     """Drops the graphs of watched models where, at the user's limit, they could be in the way."""
-    for code in filter(None, [seen() for seen in convert_frame.input_codes.seen]):
-        graphs = eval_frame._debug_get_cache_entry_list(code)
+    graphs_of, reset, known = private.graphs_of
+    for code in filter(None, [seen() for seen in getattr(known, "seen", ())]):
+        graphs = graphs_of(code)
         own = [x for x in graphs if x.code and "__import_guardbit" in " ".join(x.code.co_names)]
-        if own and len(graphs) + len(own) > torch._dynamo.config.recompile_limit:
-            eval_frame.reset_code(code)
+        if own and len(graphs) + len(own) > private.dynamo_config.recompile_limit:
+            reset(code)
 
 
 def _keep_compiler_rules() -> None:
     """Lets the compiler, which looks functions up by name, find PyTorch's and no stand-ins."""
-    load = getattr(trace_rules, "load_object", None)
-    if load is None:  # another version of PyTorch
+    rules, load = private.trace_rules
+    if rules is None:
         return
     originals = {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
     originals = Own({checkpoint: original_checkpoint, **originals})
@@ -228,8 +227,8 @@ def _keep_compiler_rules() -> None:
         found = load(name)
         return originals.get(found, found)
 
-    _replace(trace_rules, "load_object", load_original)
-    if hasattr(builder, "is_utils_checkpoint"):
+    _replace(rules, "load_object", load_original)
+    if (builder := private.checkpoint_builder[0]) is not None:
         _replace(builder, "is_utils_checkpoint", _is_checkpoint)
 
 

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
+from guardbit import private
 from guardbit.guard import Args, Kwargs, then_undo
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.axes import in_four_axes
@@ -101,7 +100,7 @@ def _describe_tensor(x: Tensor) -> TensorSpec | None:
         return None
     shape = tuple(present_size(n) for n in x.shape)
     is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-    is_real = type(x) in (Tensor, nn.Parameter) and not isinstance(x, FakeTensor)
+    is_real = type(x) in (Tensor, nn.Parameter) and not isinstance(x, private.fake_tensor)
     is_kept = is_whole and is_real and x.numel() <= _MOST_KEPT
     is_kept = is_kept and not torch.compiler.is_compiling()
     return TensorSpec(shape, x.dtype, x.detach().clone() if is_kept else None)
@@ -139,7 +138,7 @@ def _batch_of(inputs: ModuleInputs) -> int | None:
     args, kwargs = inputs
     for x in (*args, *kwargs.values()):
         try:
-            leaves = tree_leaves(x)
+            leaves = private.tree_leaves(x)
         except RecursionError:  # it contains itself
             continue
         for leaf in leaves:

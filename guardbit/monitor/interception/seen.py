@@ -17,10 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.comptime import comptime
-from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
-from guardbit import guard
+from guardbit import guard, private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import Clock, is_recomputing, is_traced, runtime
 from guardbit.monitor.interception.errors import report
@@ -332,7 +330,7 @@ def _has_begun(clock: Clock) -> bool:
 
 def drop_stale_traced() -> None:
     """Forgets modules that never ended, while the compiler traces."""
-    comptime(_drop_stale)
+    private.comptime(_drop_stale)
 
 
 # Doors: an error of theirs would end the compilation.
@@ -342,12 +340,12 @@ def _drop_stale(_: Any) -> None:
 
 
 def note_traced_inputs(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    comptime(_read_inputs)
+    private.comptime(_read_inputs)
 
 
 def note_traced_call(site: Tensor, heads: Heads, refusal: str | None, entry: str) -> None:
     """Records a call that is being traced: its function, and why it stays with that function."""
-    comptime(_read_call)
+    private.comptime(_read_call)
 
 
 @guard.function(report)
@@ -423,16 +421,17 @@ def _number_of(variable: Any) -> int:
 
 
 def _describe_variable(variable: Any) -> Any:
-    if isinstance(variable, LazyVariableTracker):
+    lazy, listed, tensor = private.traced_variables
+    if isinstance(variable, lazy):
         if not variable.is_realized():
             # The traced code has not looked at it; looking here would add guards.
             return describe(variable.original_value())
         variable = variable.realize()
     if variable.is_python_constant():
         return describe(variable.as_python_constant())
-    if isinstance(variable, BaseListVariable):
+    if isinstance(variable, listed):
         return tuple(_describe_variable(item) for item in variable.items)
-    if isinstance(variable, TensorVariable):
+    if isinstance(variable, tensor):
         return describe(variable.as_proxy().node.meta["example_value"])
     return None
 

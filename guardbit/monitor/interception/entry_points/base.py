@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import _get_current_function_mode_stack, has_torch_function
-from torch.utils._device import DeviceContext
+from torch.overrides import has_torch_function
 
+from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines.base import drawing_once
@@ -50,7 +50,7 @@ from guardbit.monitor.interception.watching import Watch
 #: What answers for tensors of PyTorch's own classes, and for those that leave it at that.
 _ORDINARY = (
     Tensor.__torch_function__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
-    torch._C._disabled_torch_function_impl,
+    private.ordinary_function,
 )
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -152,7 +152,7 @@ class EntryPoint:
         # A compiled function is named by what it compiles.
         found = inspect.unwrap(
             getattr(self.owner, self.name_there, None),  # pyright: ignore[reportArgumentType]
-            stop=lambda f: not _written_as(f)[0].startswith("torch._dynamo"),
+            stop=lambda f: not _written_as(f)[0].startswith(private.DYNAMO),
         )
         if found is None or found is self.original or found is self.stand_in:
             return None
@@ -428,7 +428,7 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
     """Returns why every eager call must stay with the original at this moment, or None."""
     if torch.compiler.is_compiling():
         return None
-    if torch._C._are_functorch_transforms_active():
+    if private.is_transformed():
         return "it runs under a torch.func transform"
     if has_tangent(q, *others):
         return "it is differentiated in forward mode"
@@ -450,5 +450,8 @@ def is_taken_over(tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor, or a mode that is active, takes a call of PyTorch's function for itself."""
     return has_torch_function(tensors) and (
         any(map(takes_over, tensors))
-        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        or any(
+            type(mode) is not private.function_mode_stack[1]
+            for mode in private.function_mode_stack[0]()
+        )
     )

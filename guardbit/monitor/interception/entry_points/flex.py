@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from guardbit import private
 from guardbit.guard import Args, Around, Kwargs
 from guardbit.kernels import flex
 from guardbit.kernels.runtime import runtime
@@ -147,7 +148,7 @@ class _Flex(base.EntryPoint):
         if self.original is not None or _HOME not in sys.modules:
             return None
         if not flex.is_supported():
-            return f"GuardBit does not know how PyTorch {torch.__version__} computes it"
+            return f"GuardBit does not know how PyTorch {private.VERSION} computes it"
         return None
 
     def find(self) -> bool:

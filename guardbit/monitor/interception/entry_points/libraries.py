@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from guardbit import private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
 from guardbit.kernels.engines.libraries import Layout, as_given, heads_first, parameters
@@ -167,7 +168,7 @@ class LibraryEntryPoint(base.EntryPoint):
     def _understand(self, *args: Any, **kwargs: Any) -> base.Bound | base.Refusal:
         if not base.is_unread():
             return self._bound(args, kwargs, is_unread=False)
-        with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
+        with private.below_autograd():  # recording views costs more than all else here
             return self._bound(args, kwargs, is_unread=True)
 
     def _bound(self, args: Args, kwargs: Kwargs, is_unread: bool) -> base.Bound | base.Refusal:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
 from guardbit.kernels.runtime import is_traced, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -143,7 +144,7 @@ class _Products:
         global _why_misread
         out, weights = found
         if not self._is_called:
-            _why_misread = f"PyTorch {torch.__version__} writes attention out in another way"
+            _why_misread = f"PyTorch {private.VERSION} writes attention out in another way"
             log.warning("%s: nothing is measured where weights are returned", _why_misread)
         return out, self._watch.weights(weights)
 

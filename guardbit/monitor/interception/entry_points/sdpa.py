@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.fx import Proxy, _symbolic_trace
+from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
+from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, Result
 from guardbit.kernels import engines
 from guardbit.kernels.engines import scaled_dot_product_attention as original
@@ -100,7 +101,7 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
-    is_traced = _symbolic_trace._is_fx_tracing_flag
+    is_traced = private.is_symbolic_trace()
     proxies = [x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)] if is_traced else []
     if proxies:  # by itself PyTorch would name the stand-in in the graph
         return Around(args, kwargs, function=partial(handle_torch_function, original, proxies))
