@@ -18,6 +18,7 @@ from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.attention import flash_attention
 from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
+from guardbit.kernels.engines.libraries import VarlenCuDNN, as_given, varlen_runs_on_cudnn
 from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier
 
@@ -162,7 +163,19 @@ def why_not(name: str, call: ExaminedCall) -> str | None:
         importlib.import_module(module)
     except Exception as error:  # broken installations raise anything
         return f"it cannot be imported: {error}"
-    return LIBRARIES[name](False).why_missing(is_packed=True)
+    why = LIBRARIES[name](False).why_missing(is_packed=True)
+    if why is None and LIBRARIES[name] is VarlenCuDNN and not _runs_on_cudnn(call):
+        return "PyTorch runs such a call on its flash kernels"
+    return why
+
+
+def _runs_on_cudnn(call: ExaminedCall) -> bool:
+    q, k, v = (as_given(x, "NHD") for x in (call.q, call.k, call.v))
+    spec = call.spec
+    assert spec.documents is not None
+    queries, keys, longest, _ = spec.documents
+    window = (-1, 0) if spec.causal is True else spec.window
+    return varlen_runs_on_cudnn(q, k, v, queries, keys, longest, window, True)
 
 
 @torch.no_grad()

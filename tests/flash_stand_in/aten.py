@@ -35,6 +35,30 @@ def aten_kernels():
         starts = cum_seq_q, cum_seq_k
         return backward(grad_out, query, key, value, out, logsumexp, *starts, asked)[:3]
 
+    def cudnn_forward(
+        query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
+        dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None, **others,
+    ):  # fmt: skip
+        assert attn_bias is None and compute_log_sumexp
+        out, lse, *rest = flash_forward(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+            return_debug_mask, scale=scale, window_size_left=-1, window_size_right=-1,
+        )  # fmt: skip
+        state = rest[0][:1]
+        return out, lse, cum_seq_q, cum_seq_k, max_q, max_k, state, state, rest[1]
+
+    def cudnn_backward(
+        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+        cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        return flash_backward(
+            grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+            dropout_p, is_causal, philox_seed, philox_offset, scale=scale, window_size_left=-1,
+            window_size_right=-1,
+        )  # fmt: skip
+
+    library.impl("_cudnn_attention_forward", cudnn_forward, "CPU")
+    library.impl("_cudnn_attention_backward", cudnn_backward, "CPU")
     library.impl("_flash_attention_forward", flash_forward, "CPU")
     library.impl("_flash_attention_backward", flash_backward, "CPU")
     return library._destroy

@@ -120,16 +120,10 @@ def call_library(function: Callable[..., Any] | None, **arguments: Any) -> Any:
 
 
 class Varlen(LibraryEngine):
-    """PyTorch's flash kernels for packed sequences, without dropout, of torch 2.11 to 2.13."""
+    """PyTorch's flash kernels for packed sequences, without dropout."""
 
     label = "varlen_attn"
     home = "torch.nn.attention.varlen"
-
-    def why_missing(self, is_packed: bool) -> str | None:
-        runs_on_cudnn = library_function(self.home, "_should_use_cudnn")
-        if runs_on_cudnn is not None and torch.cuda.is_available() and runs_on_cudnn(0):
-            return "varlen_attn runs on cuDNN, whose packed kernels GuardBit does not know"
-        return super().why_missing(is_packed)
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, _, _ = inputs
@@ -149,6 +143,62 @@ class Varlen(LibraryEngine):
             q.new_empty(0), **_range(spec),
         )  # fmt: skip
         return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
+
+
+class VarlenCuDNN(Varlen):
+    """cuDNN's kernels for packed sequences, which `varlen_attn` may run from torch 2.14 on."""
+
+    label = "varlen_attn on cuDNN"
+
+    def why_missing(self, is_packed: bool) -> str | None:
+        home = sys.modules.get(self.home)
+        if not (hasattr(home, "_select_backend") or hasattr(home, "_can_use_cudnn")):
+            return "this release of PyTorch runs varlen_attn on flash kernels"
+        return super().why_missing(is_packed)
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, _, _ = inputs
+        q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
+        out, lse, *_ = _aten._cudnn_attention_forward(
+            q, k, v, None, *_documents(spec), True, 0.0, spec.causal is True, False,
+            scale=spec.scale,
+        )  # fmt: skip
+        return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, drawn, _ = inputs
+        tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
+        philox = philox_of(drawn, q.device).view(torch.uint64)
+        gradients = _aten._cudnn_attention_backward(
+            *tensors, lse.squeeze(0), philox, philox, None, *_documents(spec), 0.0,
+            spec.causal is True, scale=spec.scale,
+        )  # fmt: skip
+        return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
+
+
+def varlen_runs_on_cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether PyTorch runs a call of `varlen_attn` on cuDNN, by its own selection.
+
+    Raises:
+        RuntimeError: If PyTorch refuses the call.
+    """
+    window = list(window_size)
+    if select := library_function(Varlen.home, "_select_backend"):  # from 2.15 on
+        chosen = select(query, key, value, cu_seq_q, cu_seq_k, max_q, window)
+        return chosen == SDPBackend.CUDNN_ATTENTION.value
+    if can_run := library_function(Varlen.home, "_can_use_cudnn"):  # of 2.14
+        return can_run(query, key, value, max_q, window, enable_gqa)
+    return False
 
 
 def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
@@ -407,7 +457,7 @@ LIBRARIES: dict[str, type[LibraryEngine]] = {
     engine.label: engine
     for engine in (
         Varlen, FlashAttn2, FlashAttn3, FlashAttn4, HubFlashAttn2, HubFlashAttn3, HubFlashAttn4,
-        TransformerEngine,
+        TransformerEngine, VarlenCuDNN,
     )
 }  # fmt: skip
 

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
-from torch.nn.attention import varlen
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
-from guardbit.kernels.engines.libraries import as_given
+from guardbit.kernels.engines.libraries import as_given, varlen_runs_on_cudnn
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
@@ -24,6 +25,7 @@ from tests.oracle import packed as packed_on
 
 #: An engine of another kind has a test of its own.
 ENGINES = tuple(name for name in LIBRARIES if flash_stand_in.is_of(name))
+CUDNN = "varlen_attn on cuDNN"
 TAKE_SINKS = tuple(name for name in ENGINES if name.endswith("flash_attn_4"))
 
 
@@ -50,9 +52,11 @@ def libraries(monkeypatch):
 
 #: What can be asked for -> the spec and the shape B, H, H_kv, N, M, and who takes it.
 CASES = {
-    "documents": (AttentionSpec(0.2, True, documents=packed(LENGTHS, LENGTHS)), 2, ENGINES),
+    "documents": (
+        AttentionSpec(0.2, True, documents=packed(LENGTHS, LENGTHS)), 2, (*ENGINES, CUDNN),
+    ),
     "other keys": (AttentionSpec(0.2, True, documents=packed(LENGTHS, OTHERS)), 2, ENGINES),
-    "all see all": (AttentionSpec(0.2, documents=packed(LENGTHS, OTHERS)), 1, ENGINES),
+    "all see all": (AttentionSpec(0.2, documents=packed(LENGTHS, OTHERS)), 1, (*ENGINES, CUDNN)),
     "window": (
         AttentionSpec(0.2, window=(20, 0), documents=packed(LENGTHS, LENGTHS)), 4, ENGINES,
     ),
@@ -184,12 +188,48 @@ def test_another_release_of_a_library_is_refused_with_what_it_lacks(monkeypatch)
     assert "no functions that GuardBit knows" in engine.why_missing(True)
 
 
-def test_packed_attention_on_cudnn_is_refused(monkeypatch):
-    engine = library_engine("varlen_attn", False)
-    assert engine.why_missing(True) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: True)
-    assert "runs on cuDNN" in engine.why_missing(True)
+def a_card(monkeypatch, capability, cudnn):
+    """Lets PyTorch see a card and a cuDNN; fake tensors on it take no memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    for name in ("_should_use_cudnn", "_cudnn_version_and_major_capability"):
+        if hasattr(varlen, name):
+            getattr(varlen, name).cache_clear()
+
+
+HOPPER, AMPERE, CAUSAL, FULL = (9, 0), (8, 0), (-1, 0), (-1, -1)
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+#: Card, cuDNN, window, key heads, longest -> the first release of PyTorch that runs it on cuDNN.
+CHOICES = [
+    (HOPPER, 91900, FULL, 4, 512, (2, 14)),
+    (HOPPER, 91900, CAUSAL, 4, 512, (2, 15)),
+    (HOPPER, 91900, FULL, 2, 512, (2, 15)),
+    (HOPPER, 91900, (20, 0), 4, 512, None),
+    (HOPPER, 91900, FULL, 4, 100, None),
+    (HOPPER, 91700, FULL, 4, 512, None),
+    (AMPERE, 91900, FULL, 4, 512, None),
+]
+
+
+@pytest.mark.parametrize(("card", "cudnn", "window", "kv_heads", "longest", "since"), CHOICES)
+def test_a_packed_call_runs_on_what_pytorch_chooses(
+    monkeypatch, card, cudnn, window, kv_heads, longest, since
+):
+    a_card(monkeypatch, card, cudnn)
+    with FakeTensorMode():
+        q, k = (torch.empty(600, h, 64, dtype=torch.bfloat16, device="cuda") for h in (4, kv_heads))
+        starts = torch.empty(3, dtype=torch.int32, device="cuda")
+        chosen = varlen_runs_on_cudnn(q, k, k, starts, starts, longest, window, kv_heads < 4)
+    assert chosen == (since is not None and since <= RELEASE)
+
+
+@pytest.mark.skipif(RELEASE < (2, 15), reason="this PyTorch chooses without sdpa_kernel")
+def test_a_packed_call_honours_sdpa_kernel(monkeypatch):
+    a_card(monkeypatch, HOPPER, 91900)
+    with FakeTensorMode(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        q = torch.empty(600, 4, 64, dtype=torch.bfloat16, device="cuda")
+        starts = torch.empty(3, dtype=torch.int32, device="cuda")
+        assert not varlen_runs_on_cudnn(q, q, q, starts, starts, 512)
 
 
 @pytest.mark.parametrize(

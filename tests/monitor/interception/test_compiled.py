@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
-from guardbit import MonitorSession, Policy
+from guardbit import MonitorSession, Policy, private
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
@@ -101,10 +101,9 @@ def test_graphs_of_objects_that_are_gone_are_passed_over(monkeypatch):
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     gone = types.SimpleNamespace(code=None)  # as PyTorch leaves it
     listed = []
-    monkeypatch.setattr(
-        installation.eval_frame, "_debug_get_cache_entry_list",
-        lambda code: listed.append(code) or [gone],
-    )  # fmt: skip
+    _, *others = private.graphs_of
+    of_gone = lambda code: listed.append(code) or [gone]  # noqa: E731
+    monkeypatch.setattr(private, "graphs_of", (of_gone, *others))
     installation._drop_graphs()
     assert listed
 

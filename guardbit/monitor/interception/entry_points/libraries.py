@@ -24,7 +24,13 @@ from torch import Tensor
 from guardbit import private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
-from guardbit.kernels.engines.libraries import Layout, as_given, heads_first, parameters
+from guardbit.kernels.engines.libraries import (
+    Layout,
+    as_given,
+    heads_first,
+    parameters,
+    varlen_runs_on_cudnn,
+)
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points import base
 
@@ -195,10 +201,16 @@ class LibraryEntryPoint(base.EntryPoint):
         )
         if why is not None:
             return base.Refusal(why, q, k)
-        engine = _ENGINES[self.engine, bool(asked.get("deterministic", False))]
+        label = self.engine
+        if label == "varlen_attn":
+            try:
+                label = "varlen_attn on cuDNN" if varlen_runs_on_cudnn(**given) else label
+            except RuntimeError as error:
+                return base.Refusal(f"PyTorch refuses it: {error}", q, k)
+        engine = _ENGINES[label, bool(asked.get("deterministic", False))]
         scheduling = tuple(-1 if (x := given.get(name)) is None else int(x) for name in SCHEDULING)
         if max(scheduling) > -1:
-            engine = library_engine(self.engine, engine.deterministic, scheduling)
+            engine = library_engine(label, engine.deterministic, scheduling)
         # A length on the device makes the host wait, so it is read only if it is needed.
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
         return base.Bound(q, k, v, spec, layout, engine)
