@@ -114,8 +114,8 @@ NAMES: dict[str, Private] = {
         "an export records GuardBit's stand-ins", (_always(0),),
     ),
     "is_symbolic_trace": Private(
-        ("torch.fx._symbolic_trace._is_fx_tracing_flag",),
-        "torch.fx traces GuardBit's stand-ins", (False,), is_read=True,
+        ("torch.fx._symbolic_trace.is_fx_symbolic_tracing",),
+        "torch.fx traces GuardBit's stand-ins", (_always(False),),
     ),
     "forward_level": Private(
         ("torch.autograd.forward_ad._current_level",),
