@@ -86,21 +86,6 @@ def test_one_value_a_layer_claims_no_head():
     assert axes.get_xlabel() == "one value a layer" and len(axes.get_xticks()) == 0
 
 
-def test_eighty_layers_of_sixty_four_heads_stay_legible():
-    rows = [
-        (step, "m", layer, head, "max_logit", 50.0 if (layer, head) == (33, 17) and step > 5 else 1)
-        for step in range(8)
-        for layer in range(80)
-        for head in range(64)
-    ]
-    figure = model_map(samples(rows))
-    axes = figure.axes[0]
-    assert np.unravel_index(cells_of(figure).argmax(), (80, 64)) == (33, 17)
-    box = axes.get_window_extent()
-    assert box.width / 64 >= 8 and box.height / 80 >= 8  # pixels a cell, at 1,000 pixels
-    assert len(axes.get_xticks()) <= 16 and len(axes.get_yticks()) <= 16
-
-
 def test_the_ramp_darkens_steadily_and_ends_in_ink():
     luminance = [to_rgb(stop) @ np.array([0.2126, 0.7152, 0.0722]) for stop in HEAT_STOPS]
     assert (np.diff(luminance) < -0.05).all()
