@@ -2,12 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NEWEST := .venv-newest
-OLDEST := .venv-oldest
+ON = .venv-$(TORCH)
 BUILD := .venv-build
 EMPTY := .venv-empty
 
-.PHONY: demo dist docs test test-gpu test-newest test-oldest lint check clean
+.PHONY: demo dist docs test test-gpu test-on lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
@@ -25,25 +24,16 @@ test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:benchmark -rs -n $$($(PYTHON) -c \
 		"import torch; print(max(1, torch.cuda.mem_get_info(0)[0] // (12 << 30)))") tests
 
-# The suite on the newest release of PyTorch, in an environment of its own; all else as pinned.
-test-newest:
-	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	grep -vE '^(torch|triton|setuptools|sympy|networkx)==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch
-	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check \
-		--constraint $(NEWEST)/constraints.txt --editable ".[dev]"
-	$(NEWEST)/bin/python -c "import torch; print('PyTorch', torch.__version__)"
-	$(NEWEST)/bin/pytest -n 2 --dist worksteal -rs
-
-# The suite on the oldest PyTorch and Triton that GuardBit takes. Triton 3.6 does not know NumPy 2.4, nor
-# PyTorch 2.11 setuptools 82; all else as pinned.
-test-oldest:
-	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	sed -E '/^setuptools==/d; s/^(torch==).*/\12.11.0/; s/^(triton==).*/\13.6.0/; s/^(numpy==).*/\12.3.5/' \
-		constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check \
-		--constraint $(OLDEST)/constraints.txt --editable ".[dev]"
-	$(OLDEST)/bin/pytest -n 2 --dist worksteal -rs
+# The suite on another release of PyTorch, `make test-on TORCH=2.15.0`, in an environment of its own. All else
+# is as pinned, but for what PyTorch itself pins; Triton 3.6, of PyTorch 2.11, does not know NumPy 2.4.
+test-on:
+	test -x $(ON)/bin/python || $(PYTHON) -m venv $(ON)
+	sed -E '/^(torch|triton|setuptools|sympy|networkx)==/d$(if $(filter 2.11.%,$(TORCH)),; s/^(numpy==).*/\12.3.5/)' \
+		constraints.txt > $(ON)/constraints.txt
+	$(ON)/bin/pip install --quiet --disable-pip-version-check "torch==$(TORCH)"
+	$(ON)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint $(ON)/constraints.txt --editable ".[dev]"
+	$(ON)/bin/pytest -n 2 --dist worksteal -rs
 
 # What a release publishes, in dist/: checked, and the wheel tried where nothing else is installed.
 dist: export PYTHONPATH :=
@@ -74,4 +64,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(BUILD) $(EMPTY) dist runs site
+	rm -rf $(VENV) .venv-2.* $(BUILD) $(EMPTY) dist runs site
