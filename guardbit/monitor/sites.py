@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -463,6 +464,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", 
 _HOLDERS = frozenset({
     "DistributedDataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module",
 })  # fmt: skip
+_PLACES = frozenset({*_WRAPPERS, "module"})
 
 # The modules of torch.nn that call attention themselves; its others never do.
 _ATTENTION_OF_TORCH = (
@@ -497,8 +499,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yields each module that is no wrapper, with its name and the one that PyTorch gives it."""
+def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields each module that is no wrapper, with a name without those of wrappers."""
     of_wrappers: set[str] = set()
     taken: set[str] = set()
     for full, module in model.named_modules():
@@ -511,12 +513,12 @@ def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, str, nn.Mod
         name = ".".join(kept) or type(module).__name__
         name = full if name in taken else name
         taken.add(name)
-        yield name, full, module
+        yield name, module
 
 
 def candidates_of(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Yields names and modules of a model that may call attention, in its order."""
-    for name, _, module in _named_without_wrappers(model):
+    for name, module in _named_without_wrappers(model):
         if type(module).__module__.startswith("torch.nn.modules."):
             if not isinstance(module, _ATTENTION_OF_TORCH):
                 continue
@@ -674,7 +676,8 @@ class Instrumentation:
             ValueError: If the model has no such module, or a name or the number of heads is wrong.
         """
         checked: dict[int, tuple[str, ...]] = {}
-        for name, names in stabilizers.items():
+        for given, names in stabilizers.items():
+            name = next(iter(matching(self._sites, given)), given)
             if name not in self._sites:
                 why = f"the model has no module '{name}' to switch: the state is of another model"
                 if self.is_selection and name in dict(candidates_of(self._model)):
@@ -813,8 +816,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     if sites is None:
         refuse_unseen(candidates)
     else:
-        names = [name for one in sites for name in _without_wrappers(model, candidates, one)]
-        candidates = select(candidates, names, "module that could call attention")
+        candidates = select(candidates, sites, "module that could call attention")
     if not candidates:
         raise UnseenAttentionError(
             f"{type(model).__name__} has no module that could call attention; GuardBit watches"
@@ -823,18 +825,22 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     return Instrumentation(model, candidates, is_selection=sites is not None)
 
 
-def _without_wrappers(model: nn.Module, named: Collection[str], pattern: str) -> list[str]:
-    """The modules that PyTorch's own names match, if no name without wrappers does."""
-    if pattern in named or fnmatch.filter(named, pattern):
-        return [pattern]
-    full_names = {name: full for name, full, _ in _named_without_wrappers(model) if name in named}
-    return [n for n, full in full_names.items() if fnmatch.fnmatchcase(full, pattern)] or [pattern]
+def matching(named: Collection[str], pattern: str) -> list[str]:
+    """Returns the names that a pattern matches, as it is or else without names of wrappers."""
+    parts = pattern.split(".")
+    places = [i for i, part in enumerate(parts) if part in _PLACES or (i, part) == (0, "*")]
+    for number in range(len(places) + 1):  # a part of the model may be called as a wrapper's is
+        for left in itertools.combinations(places, number):
+            one = ".".join(part for i, part in enumerate(parts) if i not in left)
+            if found := [one] if one in named else fnmatch.filter(named, one):
+                return found
+    return []
 
 
 def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
     selected: dict[str, T] = {}
     for pattern in patterns:
-        matches = [pattern] if pattern in named else fnmatch.filter(named, pattern)
+        matches = matching(named, pattern)
         if not matches:
             known = ", ".join(list(named)[:8]) or "none: no call of attention has been seen so far"
             raise ValueError(

@@ -7,6 +7,7 @@ the sampled steps after it. Training is not changed by it: what is kept are copi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from guardbit.doctor.attention import HeadInputs, head_of_call, spread
 from guardbit.doctor.snapshots import KeptHead, snapshot_files, write_snapshots
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor.settings import Settings
-from guardbit.monitor.sites import Instrumentation, checked_heads
+from guardbit.monitor.sites import Instrumentation, checked_heads, select
 
 #: How often a head is kept after its alarm: whether errors add up shows over several steps.
 STEPS = 4
@@ -57,15 +58,12 @@ class Snapshots:
         heads = checked_heads(heads)
         if self._folder is None:
             raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
-        found = self._instrumentation.sites.get(site)
-        if found is None:
-            known = ", ".join(self._instrumentation.sites) or "none yet"
-            raise ValueError(f"there is no attention module {site!r}; known are {known}")
-        for head in heads:
-            if not 0 <= head < found.num_heads:
-                raise IndexError(f"head {head} of {site} does not exist; it has {found.num_heads}")
-        for head in heads:
-            self._wanted.setdefault((site, head), 1)
+        found = select(self._instrumentation.sites, [site], "attention site")
+        for name, head in product(found, heads):
+            if not 0 <= head < (number := found[name].num_heads):
+                raise IndexError(f"head {head} of {name} does not exist; it has {number}")
+        for name, head in product(found, heads):
+            self._wanted.setdefault((name, head), 1)
 
     def consume(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step; of each head the first one of a step."""

@@ -127,7 +127,7 @@ def test_impossible_demands_are_refused(tmp_path):
     session = MonitorSession(model, dirpath=tmp_path)
     with session.step(0):
         model(torch.randn(1, 4, 32)).sum().backward()
-    with pytest.raises(ValueError, match=r"no attention module 'x'; known are layers\.0"):
+    with pytest.raises(ValueError, match=r"no attention site is called 'x'; there are layers\.0"):
         session.snapshot("x", [0])
     with pytest.raises(IndexError, match=r"head 9 of layers\.1 does not exist; it has 4"):
         session.snapshot(SITE, [9])

@@ -83,11 +83,24 @@ def test_a_part_of_the_user_called_module_keeps_its_name():
     inst.remove()
 
 
-@pytest.mark.parametrize("pattern", ["layers.1", "module.layers.1", "*.layers.1", "*ers.1"])
-def test_modules_are_selected_with_and_without_the_wrappers_name(pattern):
-    inst = instrument(DistributedDataParallel(model_of()), sites=[pattern])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "compiled ddp"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["layers.1", "module.layers.1", "_orig_mod.module.layers.1", "*.layers.1", "*ers.1"],
+)
+def test_modules_are_named_with_and_without_the_wrappers_names(tmp_path, wrapper, pattern):
+    loop = Loop(lambda: WRAPPERS[wrapper](model_of()), dirpath=tmp_path, sites=[pattern])
+    inst = loop.session.instrumentation
     assert list(inst.candidates) == ["layers.1"]
-    inst.remove()
+    inst.load_stabilizers({pattern: ["none", "compensated", "none", "none"]})
+    loop.run(range(1), close=False)
+    assert inst.asked() == {"layers.1": ["none", "compensated", "none", "none"]}
+    loop.session.switch(pattern, "exact_delta", heads=[0])
+    assert inst.asked() == {"layers.1": ["exact_delta", "compensated", "none", "none"]}
+    loop.session.snapshot(pattern, [1])
+    with pytest.raises(ValueError, match="called 'module"):
+        loop.session.switch("module.layers.2", "none")
+    loop.session.close()
 
 
 @pytest.mark.parametrize("after", ["plain", "ddp", "compiled", "ddp of compiled layers"])
