@@ -547,7 +547,8 @@ class Instrumentation:
     ) -> None:
         self._model, self.is_selection = model, is_selection
         self._sites: dict[str, Site] = {}
-        self._modules = set(model.modules())
+        # By identity: the hash of a torchmetric is that of what it has measured.
+        self._modules = {id(module): module for module in model.modules()}
         self._wrappers = {m: set(m.modules()) for m in model.modules() if _wrapped_in(m)}
         self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
         self._clock = Clock()
@@ -605,9 +606,9 @@ class Instrumentation:
 
     def added(self) -> dict[str, nn.Module]:
         """The modules that came into the model later and could call attention."""
-        if self.is_selection or self._modules >= self._modules_now():
+        if self.is_selection or self._modules.keys() >= self._modules_now():
             return {}
-        return {n: m for n, m in candidates_of(self._model) if m not in self._modules}
+        return {n: m for n, m in candidates_of(self._model) if id(m) not in self._modules}
 
     def alike(self, names: Iterable[str]) -> list[str]:
         types = {type(self._sites[name].module) for name in names}
@@ -698,10 +699,10 @@ class Instrumentation:
 
     def _present(self) -> dict[str, Site]:
         present = self._modules_now()
-        return {name: site for name, site in self._sites.items() if site.module in present}
+        return {name: site for name, site in self._sites.items() if id(site.module) in present}
 
-    def _modules_now(self) -> set[nn.Module]:
-        return once(self._user, lambda: set(self._model.modules()))
+    def _modules_now(self) -> set[int]:
+        return once(self._user, lambda: {id(module) for module in self._model.modules()})
 
     def begin_step(self) -> None:
         """Begins a training step. Without it, each call of the model counts as a step."""
