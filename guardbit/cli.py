@@ -535,7 +535,7 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
-    from guardbit.dashboards.figures.diagnosis import head_diagnosis
+    from guardbit.dashboards.figures.heads import head_diagnosis
     from guardbit.dashboards.loading import DIAGNOSIS, read_diagnosed
     from guardbit.dashboards.marks import judgement_of
     from guardbit.doctor import text

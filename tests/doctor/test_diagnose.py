@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.dashboards.figures import diagnosis
+from guardbit.dashboards.figures import heads
 from guardbit.doctor.snapshots import KeptHead, write_snapshots
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -34,7 +34,7 @@ def head(tensors, stabilizer="none"):
 @pytest.fixture
 def empty_figures(monkeypatch):
     """For tests of what is said; a figure takes a second to draw."""
-    monkeypatch.setattr(diagnosis, "head_diagnosis", lambda *_: Figure((1, 1)))
+    monkeypatch.setattr(heads, "head_diagnosis", lambda *_: Figure((1, 1)))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from guardbit.dashboards.figures.diagnosis import head_diagnosis
+from guardbit.dashboards.figures.heads import head_diagnosis
 from guardbit.dashboards.figures.style import pixels
 
 
