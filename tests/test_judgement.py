@@ -442,6 +442,11 @@ def test_a_run_in_which_no_head_was_measured_is_unclear():
             [*range(0, 400, 50)],
             "Unclear: from step 351 on, because no head was measured",
         ),
+        # Most steps lie between two samples.
+        (
+            [*range(0, 350, 50), *range(9700, 10_001, 50)],
+            "Unclear: from step 301 on, because no head was measured up to step 9,700",
+        ),
         # The next sample was due at 10,050 and at 10,100.
         ([*range(0, 10_000, 50)], "Healthy: no alarm up to step 9,950"),
         ([*range(0, 10_000, 300)], "Healthy: no alarm up to step 9,900"),
@@ -683,9 +688,11 @@ def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():
     evidence = Evidence()
     evidence.add(made)
     # The end is the middle of the last three that are kept, of which one in 16 is.
-    assert evidence.growth((1, 2), 0) == {"max_logit": pytest.approx(LAST + 1.0, rel=0.01)}
+    (change,) = evidence.changes((1, 2), 0)
+    assert change.after / change.at == pytest.approx(LAST + 1.0, rel=0.01)
     # From the middle on, to a part in ten.
-    assert evidence.growth((1, 2), 5000) == {"max_logit": pytest.approx(2.0, rel=0.1)}
+    (change,) = evidence.changes((1, 2), 5000)
+    assert change.after / change.at == pytest.approx(2.0, rel=0.1)
 
 
 @pytest.mark.parametrize(

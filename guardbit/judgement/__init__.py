@@ -1,15 +1,15 @@
 """One judgement of a run, which every view shows."""
 
+from guardbit.judgement.evidence import AT_RISK as AT_RISK
+from guardbit.judgement.evidence import HARDLY_AT_RISK as HARDLY_AT_RISK
 from guardbit.judgement.evidence import SHARES as SHARES
 from guardbit.judgement.evidence import Evidence as Evidence
 from guardbit.judgement.facts import OFF as OFF
 from guardbit.judgement.facts import PRECISE as PRECISE
+from guardbit.judgement.facts import RECOVERED as RECOVERED
 from guardbit.judgement.facts import departed as departed
-from guardbit.judgement.facts import is_failure as is_failure
 from guardbit.judgement.facts import nothing_to_correct as nothing_to_correct
 from guardbit.judgement.facts import severities as severities
-from guardbit.judgement.judging import AT_RISK as AT_RISK
-from guardbit.judgement.judging import HARDLY_AT_RISK as HARDLY_AT_RISK
 from guardbit.judgement.judging import STATES as STATES
 from guardbit.judgement.judging import Cause as Cause
 from guardbit.judgement.judging import Ended as Ended

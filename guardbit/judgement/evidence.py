@@ -48,8 +48,11 @@ _KEPT, _KEPT_OF = 512, frozenset({*GROWING, "dq_coherent_error", "attention_entr
 SHARES = of_probe("burst")
 #: What is measured of heads in steps without a call of them.
 _OF_WEIGHTS = frozenset({*of_probe("weights"), *SHARES})
-#: The step at which the keys of kinds of model are compared.
+#: The step at which the keys of kinds of model are compared. The study's kinds whose largest
+#: `key_common_mode` was above the first limit were at risk, those below the second hardly
+#: (studies/rescue/README.md).
 RISK_STEP = 2000
+AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
 
 
 class Nonfinite(NamedTuple):
@@ -61,15 +64,17 @@ class Nonfinite(NamedTuple):
     heads: tuple[int, ...]
 
 
-class Fall(NamedTuple):
+class Change(NamedTuple):
     """What became of one of `GROWING` after a switch."""
 
     head: Head
-    indicator: str
-    before: float  # the median of the last three samples up to the switch
-    after: float  # the median of the last three after it
+    name: str
+    at: float  # the last sample up to the switch
+    # The middle of the last three up to it, and after it: one batch may be out of the ordinary.
+    before: float
+    after: float
     is_enough: bool  # whether there are `FALL_BEFORE` samples before, and `FALL_AFTER` after
-    is_beyond: bool  # whether the fall goes beyond the samples' scatter
+    is_fall: bool  # whether it has fallen by more than the samples scatter
 
 
 class _Streak:
@@ -186,8 +191,8 @@ class Evidence:
         self.layers: dict[str, int] = {}  # attention module -> its layer
         self.heads: dict[str, set[int]] = {}  # attention module -> its heads that were measured
         self.indicators: set[str] = set()  # what was measured of heads
-        # How often heads were measured, when last, and the most steps between two times.
-        self.head_steps: tuple[int, int | None, int] = 0, None, 0
+        # How often heads were measured, when last, and where most steps lie between two times.
+        self.head_steps: tuple[int, int | None, tuple[int, int]] = 0, None, (0, 0)
         # How often calls were measured, when last, and when before.
         self.call_steps: tuple[int, int, int] = 0, -1, -1
         # Steps at which gradients of attention, and the gradients' norm, were not finite.
@@ -247,9 +252,11 @@ class Evidence:
                 first, _ = self._measured.get((layer, head), (step, step))
                 self._measured[layer, head] = first, step
         self.indicators.add(name)
-        count, last, every = self.head_steps
+        count, last, hole = self.head_steps
         if last is None or step > last:
-            self.head_steps = count + 1, step, 0 if last is None else max(every, step - last)
+            if last is not None and step - last > hole[1] - hole[0]:
+                hole = last, step
+            self.head_steps = count + 1, step, hole
         if name not in _OF_WEIGHTS and step > self.call_steps[1]:
             self.call_steps = self.call_steps[0] + 1, step, self.call_steps[1]
         if name in SHARES:
@@ -288,30 +295,19 @@ class Evidence:
         kept = self._values.get((head[0], name))
         return ([], []) if kept is None else kept.of(head[1])
 
-    def growth(self, head: Head, since: int) -> dict[str, float]:
-        """By what factor each of `GROWING` has changed from a step to the end, where known."""
-        found: dict[str, float] = {}
-        for name in GROWING:
-            steps, values = self._series(head, name)
-            at = bisect_right(steps, since)
-            if 0 < at < len(values) and 0 < values[at - 1] < math.inf:
-                # The middle of three, as one batch may be out of the ordinary.
-                found[name] = statistics.median(values[at:][-3:]) / values[at - 1]
-        return found
-
-    def falls(self, head: Head, since: int) -> list[Fall]:
+    def changes(self, head: Head, since: int) -> list[Change]:
         """What became of each of `GROWING` that was measured before and after a step."""
-        found: list[Fall] = []
+        found: list[Change] = []
         for name in GROWING:
             steps, values = self._series(head, name)
             at = bisect_right(steps, since)
             before, after = values[:at][-FALL_BEFORE:], values[at:][-FALL_AFTER:]
-            if before and after:
-                is_enough = len(before) == FALL_BEFORE and len(after) == FALL_AFTER
-                least = min(before)
-                is_beyond = is_enough and 0 < least < math.inf and max(after) < FALLEN * least
-                medians = statistics.median(before[-3:]), statistics.median(after[-3:])
-                found.append(Fall(head, name, *medians, is_enough, is_beyond))
+            if not (before and after and 0 < min(before[-3:]) <= max(before[-3:]) < math.inf):
+                continue
+            is_enough = len(before) == FALL_BEFORE and len(after) == FALL_AFTER
+            medians = statistics.median(before[-3:]), statistics.median(after[-3:])
+            is_fall = is_enough and max(after) < FALLEN * min(before)
+            found.append(Change(head, name, before[-1], *medians, is_enough, is_fall))
         return found
 
     def error_gone(self, head: Head, since: int) -> tuple[float, float] | None:

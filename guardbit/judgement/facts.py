@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from guardbit.judgement.evidence import LOSS_SAMPLES, Evidence, Fall, Head
+from guardbit.judgement.evidence import FALLEN, LOSS_SAMPLES, Change, Evidence, Head
 from guardbit.records import Event
 
 #: A switched head counts as still alarming if it alarmed in this many last steps of the run, and
@@ -20,14 +20,22 @@ STILL_GROWING = 1.1
 #: rounding lead the loss by 1,500 steps and more in the runs we have; at too high a rate all goes
 #: within 600.
 AT_ONCE = 1000
-#: Logits rise if the largest is RISE times that of RISE_STEPS before.
-RISE, RISE_STEPS = 1.4, 1000
+#: Logits have grown if the largest is RISE times the first. They rise if it exceeds the last number
+#: and is RISE times that of RISE_STEPS before. They are high beyond HIGH_LOGIT. Of 199 recorded
+#: runs this names those that grow, and no corrected copy (`tests/data/golden`).
+RISE, RISE_STEPS, RISING_LOGIT = 1.4, 1000, 1024.0
+HIGH_LOGIT = 4096.0
+#: A part of the heads beyond which alarms are no failure of single heads: of 87 recorded runs that
+#: rounding failed in, or might have, at most a third of the heads alarmed.
+EVERYWHERE = 0.5
 #: Logits at which BF16 leaves no digit of the differences between keys.
 CRITICAL_LOGIT = 10_000.0
 #: So many samples in a row without finite gradients are no overflow that a loss scale seeks.
 BAD_IN_A_ROW = 3
-#: How the event begins that says that nothing is watched any more.
+#: How the event begins that says that nothing is watched any more, and what it says once a stage
+#: that has failed succeeds.
 OFF = "the monitor is off, training goes on"
+RECOVERED = "the stage '{}' works again"
 
 _WIDE = ("float32", "float64")
 _MATH, _WRITTEN_OUT = "runs in PyTorch's math kernel", "is written out in PyTorch"
@@ -36,6 +44,8 @@ PRECISE = tuple(f"runs in {precision}" for precision in _WIDE)
 UNROUNDED = (*PRECISE, _MATH, _WRITTEN_OUT)
 #: By what heads are judged where the metadata do not say it, as those of a table.
 _JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
+#: What `guardbit diagnose` may say of a head that rounding does not move.
+_NOT = ("not rounding", "fault")
 
 
 class Facts:
@@ -56,23 +66,14 @@ class Facts:
             for head, event in alarmed.items()
             if head in switched
         }
-        growths = [evidence.growth(head, step) for head, step in since.items()]
-        falls = [evidence.falls(head, step) for head, step in since.items()]
+        changes = [evidence.changes(head, step) for head, step in since.items()]
         gone = (evidence.error_gone(head, step) for head, step in since.items())
         grades = severities(evidence, (event.step for event in alarms))
-        refuted = {f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _NOT}
-        logits = sorted(evidence.logits.items())
-        earlier = [x for step, x in logits if step <= logits[-1][0] - RISE_STEPS]
 
         self.first_step, self.last_step = evidence.steps or (None, None)
-        self.alarms = tuple(
-            {"step": e.step, "site": e.site, "heads": e.heads, "rule": e.rule,
-             "severity": grades[e.step]}
-            for e in alarms
-        )  # fmt: skip
-        self.first_alarm = min((event.step for event in alarms), default=None)
-        self.leaves_at_once = leaves_at_once(alarms)
-        self.alarmed = tuple(alarmed)  # heads, in the order of their first alarm
+        # Step and text of each error that ended or interrupted GuardBit's work, and the step from
+        # which on its stage works again.
+        self.errors = tuple((e.step, e.why, _again(e, events)) for e in events if _is_failure(e))
         # Names of those that called no attention that could be watched, and of those of which no
         # head was measured. Of some of them the weights were measured all the same.
         self.not_watched = not_watched_of(metadata, evidence.layers)
@@ -82,42 +83,61 @@ class Facts:
         counted = counted or evidence.heads.keys()
         self.num_heads = sum(len(evidence.heads[name]) for name in counted)
         self.num_layers = len(counted)
-        # Steps at which heads were measured, the last of them, and the most steps between two.
-        self.head_samples, self.last_head_step, self.head_samples_every = evidence.head_steps
-        self.call_samples = evidence.call_steps[0]  # those of them at which their calls were
+        # How often heads were measured, when last, and between which samples most steps lie.
+        self.head_samples, self.last_head_step, self.hole = evidence.head_steps
         self.is_judged = is_judged(metadata, evidence)  # whether a rule reads what was measured
-        # Step and text of each error that ended or interrupted GuardBit's work.
-        self.errors = tuple((event.step, event.why) for event in events if is_failure(event))
         self.bad_gradients_since = _bad_gradients(evidence)  # up to the last sample
-        # That were measured or that the run's metadata name.
+        # Modules that were measured or that the run's metadata name.
         self.num_modules = len({*self.not_watched, *evidence.layers})
+        self.num_watched = self.num_modules - len(self.not_watched)
         self.watched_in_part = _watched_in_part(metadata)  # one of several calls in a forward
         # Sampled steps in which no watched module called attention: how many, and the first.
         self.without_attention = without_attention_of(metadata)
+        lacking, _ = self.without_attention
+        # Where nothing but weights is recorded, the samples that lack calls tell.
+        having = evidence.call_steps[0] or self.head_samples - lacking
+        enough = LOSS_SAMPLES if self.head_samples >= LOSS_SAMPLES else 1
+        are_some = not lacking or having >= max(enough, lacking)
+        self.has_calls = self.num_watched > 0 and are_some
+
+        self.alarms = tuple(
+            {"step": e.step, "site": e.site, "heads": e.heads, "rule": e.rule,
+             "severity": grades[e.step]}
+            for e in alarms
+        )  # fmt: skip
+        self.first_alarm = min((event.step for event in alarms), default=None)
+        self.leaves_at_once = leaves_at_once(alarms)
+        self.alarmed = tuple(alarmed)  # heads, in the order of their first alarm
+        # Whether these are no failure of single heads.
+        self.are_many = self.num_layers > 2 and len(alarmed) > EVERYWHERE * self.num_heads
+        # Whether `guardbit diagnose` says of one of them that rounding does not move it.
+        refuted = {(d.get("site"), d.get("head")) for d in diagnosed if d.get("cause") in _NOT}
+        sites = {layer: site for site, layer in evidence.layers.items()}
+        self.is_refuted = any((sites[layer], head) in refuted for layer, head in alarmed)
+
         self.has_policy = bool(at(metadata, "settings", "stabilizer"))
         self.first_switch = min((event.step for event in switched.values()), default=None)
         self.switched = len(switched)  # heads, at the end
         self.alarmed_and_switched = len(since)
         self.stabilizers = tuple(dict.fromkeys(event.stabilizer for event in switched.values()))
         self.alarming_again = len(_alarming_again(evidence, alarms, switched))
-        self.still_growing = sum(bool(of) and min(of.values()) > STILL_GROWING for of in growths)
-        self.growing = sum(of.get("max_logit", 0.0) > STILL_GROWING for of in growths)
+        self.still_growing = sum(bool(of) and min(map(_growth, of)) > 1 for of in changes)
+        self.growing = sum(c.name == "max_logit" and _growth(c) > 1 for of in changes for c in of)
         self.not_measured_since = sum(evidence.span(h)[1] <= step for h, step in since.items())
         # Those without a sample up to their alarm, as in the folder of a resumed run: what the
         # switch does to them cannot be seen.
         self.unknown_before = sum(evidence.span(head)[0] > alarmed[head].step for head in since)
-        self.fallen = sum(any(fall.is_beyond for fall in of) for of in falls)
-        self.are_enough = all(any(fall.is_enough for fall in of) for of in falls)  # of samples
-        self.largest_fall: Fall | None = min(
-            (fall for of in falls for fall in of if 0 < fall.before < math.inf),
-            key=lambda fall: (not fall.is_beyond, fall.after / fall.before),
+        self.fallen = sum(any(change.is_fall for change in of) for of in changes)
+        self.are_enough = all(any(change.is_enough for change in of) for of in changes)
+        # The largest one by a tenth or more, rather one beyond the samples' scatter.
+        self.largest_fall: Change | None = min(
+            (c for of in changes for c in of if c.after <= FALLEN * c.before),
+            key=lambda change: (not change.is_fall, change.after / change.before),
             default=None,
         )
         # The part of dQ that was wrong, before the switch and after.
         self.error_gone = next(filter(None, gone), None)
-        # Alarmed heads of which `guardbit diagnose` says that rounding does not move them.
-        sites = {layer: site for site, layer in evidence.layers.items()}
-        self.refuted = tuple(h for h in alarmed if f"{sites[h[0]]} {h[1]}" in refuted)
+
         self.missing_loss = _missing_loss(evidence, alarms, switched)
         self.loss_rise = evidence.loss.rise  # of the last losses above the best ones
         self.loss_is_finite = evidence.loss.lost is None  # whether the last one is
@@ -126,14 +146,28 @@ class Facts:
         left = -1 if self.departed is None else self.departed
         # From the first alarm on a head to the departure.
         self.lead = int(left - first_of_head) if first_of_head <= left else None
-        # Of the last sample, of the last one RISE_STEPS before it, and of the first.
-        self.largest_logit = logits[-1][1] if logits else None
-        self.logit_before = earlier[-1] if earlier else None
-        self.first_logit = logits[0][1] if logits else None
         # The last step, if a forward of attention has NaN or infinity in it.
         is_broken = evidence.last_broken == evidence.call_steps[1]
         self.broken = evidence.last_broken if is_broken else None
         self.nonfinite = evidence.nonfinite  # the first NaN or infinity in a call of attention
+
+        logits = sorted(evidence.logits.items())
+        earlier = [x for step, x in logits if step <= logits[-1][0] - RISE_STEPS]
+        # Of the last sample, of the last one RISE_STEPS before it, and of the first.
+        self.largest_logit = logits[-1][1] if logits else None
+        self.logit_before = earlier[-1] if earlier else None
+        self.first_logit = logits[0][1] if logits else None
+        now = self.largest_logit or 0.0
+        self.logits_are_high = now >= HIGH_LOGIT
+        self.logits_have_grown = bool(logits) and now > RISE * logits[0][1]
+        self.logits_rise = bool(earlier) and now >= RISING_LOGIT and now > RISE * earlier[-1]
+        # Whether the loss, attention or the largest logit rises or is not finite.
+        self.rises = bool(
+            self.loss_rise
+            or self.broken is not None
+            or (self.logits_are_high and self.logits_have_grown)
+            or self.logits_rise
+        )
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Facts:
@@ -142,37 +176,22 @@ class Facts:
         vars(facts).update(numbers)
         return facts
 
-    @property
-    def logits_rise(self) -> bool:
-        now, before = self.largest_logit, self.logit_before
-        return now is not None and before is not None and now > RISE * before
 
-    @property
-    def logits_have_grown(self) -> bool:
-        now, first = self.largest_logit, self.first_logit
-        return now is not None and first is not None and now > RISE * first
-
-    @property
-    def has_calls(self) -> bool:
-        enough = LOSS_SAMPLES if self.head_samples >= LOSS_SAMPLES else 1
-        lacking = self.without_attention[0]
-        # Where nothing but weights is recorded, the samples that lack calls tell.
-        having = self.call_samples or self.head_samples - lacking
-        return self.num_watched > 0 and (not lacking or having >= max(enough, lacking))
-
-    @property
-    def num_watched(self) -> int:
-        return self.num_modules - len(self.not_watched)
+def _growth(change: Change) -> float:
+    """What a head has grown by since its switch, over what it must to go on growing."""
+    return change.after / (STILL_GROWING * change.at)
 
 
-#: What `guardbit diagnose` may say of a head that rounding does not move.
-_NOT = ("not rounding", "fault")
-
-
-def is_failure(event: Event) -> bool:
+def _is_failure(event: Event) -> bool:
     """Whether an event says that a stage of GuardBit has failed, or that all of it is off."""
     is_error = event.kind == "monitor_error" and not event.site
     return is_error and bool(re.match(rf"{OFF}|[a-z_]+:", event.why))
+
+
+def _again(failure: Event, events: Iterable[Event]) -> int | None:
+    """The step from which on the stage that failed works again, if it does."""
+    said = RECOVERED.format(failure.why.partition(":")[0])
+    return min((e.step for e in events if e.why == said and e.step > failure.step), default=None)
 
 
 def _bad_gradients(evidence: Evidence) -> int | None:
@@ -202,16 +221,15 @@ def severities(
 def leaves_at_once(alarms: Iterable[Event]) -> bool:
     """Whether the whole model left before single heads did, as at too high a learning rate."""
     alarms = list(alarms)
-    model = min((event.step for event in alarms if event.judges == "model"), default=None)
+    model = min((event.step for event in alarms if event.judges == "model"), default=math.inf)
     heads = min((event.step for event in alarms if event.judges == "head"), default=math.inf)
-    return model is not None and model <= heads + AT_ONCE
+    return model < math.inf and model <= heads + AT_ONCE
 
 
 def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
     """The step at which the loss diverged for good."""
     of_loss = (event.step for event in events if event.kind == "alarm" and event.judges == "loss")
-    left = min(of_loss, default=None)
-    lost = evidence.loss.lost
+    left, lost = min(of_loss, default=None), evidence.loss.lost
     if lost is not None:
         return lost if left is None else min(left, lost)
     has_come_back = evidence.loss.last is not None and evidence.loss.is_back
@@ -258,6 +276,11 @@ def at(metadata: object, *names: str) -> Any:
     return metadata
 
 
+def _sites(metadata: object) -> Mapping[Any, Any]:
+    sites = at(metadata, "sites")
+    return sites if isinstance(sites, Mapping) else {}
+
+
 def is_judged(metadata: Mapping[str, Any] | None, evidence: Evidence) -> bool:
     """Whether some rule could judge heads by what was measured of them, twice or more."""
     indicators = evidence.indicators
@@ -276,8 +299,7 @@ def not_watched_of(
     metadata: Mapping[str, Any] | None, measured: Collection[str]
 ) -> tuple[str, ...]:
     """The attention modules that a run's metadata name and that were not watched."""
-    sites, unseen = at(metadata, "sites"), at(metadata, "unseen")
-    called = sites if isinstance(sites, Mapping) else {}
+    called, unseen = _sites(metadata), at(metadata, "unseen")
     names = [name for name in called if name not in measured or at(called, name, "unwatched")]
     # What the first step passed by may have been called since, as an expert without tokens then.
     later = map(str, unseen if isinstance(unseen, list | tuple) else ())
@@ -285,10 +307,8 @@ def not_watched_of(
 
 
 def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
-    sites = at(metadata, "sites")
-    names = sites if isinstance(sites, Mapping) else ()
-    of_several = [name for name in names if at(sites, name, "several_calls")]
-    return sum(not at(sites, name, "unwatched") for name in of_several)
+    sites = _sites(metadata).values()
+    return sum(bool(at(one, "several_calls")) and not at(one, "unwatched") for one in sites)
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
@@ -303,8 +323,7 @@ def nothing_to_correct(
     metadata: Mapping[str, Any] | None, ways: Collection[str] = UNROUNDED
 ) -> str:
     """Why there is nothing to correct, if all attention is computed in these ways; else ""."""
-    sites = at(metadata, "sites")
-    modules = sites.values() if isinstance(sites, Mapping) else ()
+    modules = _sites(metadata).values()
     found = {_unrounded(module) for module in modules if not at(module, "unwatched")}
     if not found or not found <= {*ways}:
         return ""

@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from guardbit.judgement import sentences as say
 from guardbit.judgement.evidence import (
+    AT_RISK,
+    HARDLY_AT_RISK,
     LOSS_SAMPLES,
     RISK_STEP,
     SHARES,
+    Change,
     Evidence,
-    Fall,
     Nonfinite,
 )
 from guardbit.judgement.facts import (
@@ -35,17 +37,6 @@ STATES: tuple[State, ...] = get_args(State)
 Ended = Literal["finished", "interrupted", "crashed", "not closed"]
 
 Severity = Literal["none", "warning", "critical"]
-
-#: Logits are rising if the largest exceeds the first number and has grown since the first sample,
-#: or exceeds the second and has grown in the last steps (`Facts.logits_rise`). Of 199 recorded runs
-#: this names those that grow, and no corrected copy (`tests/data/golden`).
-HIGH_LOGIT, RISING_LOGIT = 4096.0, 1024.0
-#: The largest `key_common_mode` of `RISK_STEP` tells kinds of model apart: the study's kinds above
-#: the first limit were at risk, those below the second hardly (studies/rescue/README.md).
-AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
-#: A part of the heads beyond which alarms are no failure of single heads: of 87 recorded runs that
-#: rounding failed in, or might have, at most a third of the heads alarmed.
-EVERYWHERE = 0.5
 
 
 class Cause(NamedTuple):
@@ -124,7 +115,7 @@ class Judgement:
     @property
     def limits(self) -> list[str]:
         """The end of the headline: how the run broke off, and what was not watched."""
-        return _limits(self._facts, self.state, self.ended)
+        return say.limits(self._facts, self.state, self.ended)
 
     @property
     def sentence(self) -> str:
@@ -133,7 +124,7 @@ class Judgement:
     @property
     def headline_so_far(self) -> str:
         """The headline without how the run ended, for where that is said anyhow."""
-        return "; ".join([self.sentence, *_limits(self._facts, self.state, None)])
+        return "; ".join([self.sentence, *say.limits(self._facts, self.state, None)])
 
     @property
     def headline_running(self) -> str:
@@ -165,7 +156,7 @@ class Judgement:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Fall | Nonfinite):
+    if isinstance(value, Change | Nonfinite):
         return {name: _plain(part) for name, part in value._asdict().items()}
     # JSON has no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -186,30 +177,11 @@ def judge(
     if cause.what == "not measured" and facts.error_gone and _has_fallen(facts):
         cause = Cause("rounding", say.ERROR_GONE.format(*facts.error_gone))
     state, clause = _outcome(facts, cause)
-    return Judgement(
-        state,
-        cause,
-        risk,
-        _severity(facts, state),
-        ended,
-        "; ".join(
-            [
-                f"{say.TITLES.get(state, state.capitalize())}: {clause}",
-                *_limits(facts, state, ended),
-            ]
-        ),
-        say.advice(state, facts, cause, risk, ended, _is_everywhere(facts)),
-        vars(facts),
-    )
-
-
-def _limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
-    since = _unjudged(of)
-    is_unsaid = since is not None and state not in ("healthy", "unclear", "lost")
-    is_level = _is_high(of, HIGH_LOGIT) and not of.logits_have_grown
-    return say.limits(
-        of, say.FROM_STEP.format(*since) if since and is_unsaid else "", is_level, ended
-    )
+    sentence = f"{say.TITLES.get(state, state.capitalize())}: {clause}"
+    headline = "; ".join([sentence, *say.limits(facts, state, ended)])
+    advice = say.advice(state, facts, cause, risk, ended)
+    severity = _severity(facts, state)
+    return Judgement(state, cause, risk, severity, ended, headline, advice, vars(facts))
 
 
 def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
@@ -221,7 +193,7 @@ def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
     if of.departed is not None:
         return "lost", say.lost(of)
     if not of.num_heads:
-        return "unclear", say.FROM_STEP.format(*since) if (since := _unjudged(of)) else say.NO_HEAD
+        return "unclear", say.unjudged(of) or say.NO_HEAD
     if not of.alarms:
         return _without_alarm(of)
     if not of.alarmed:
@@ -231,19 +203,33 @@ def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
         (of.still_growing, say.STILL.format(of.still_growing, "growing")),
         (of.alarming_again, say.STILL.format(of.alarming_again, "alarming")),
         (cause.what == "not rounding", say.NOT_ROUNDING),
-        (_is_everywhere(of) and cause.what != "rounding", say.EVERYWHERE),
+        (of.are_many and cause.what != "rounding", say.EVERYWHERE),
         (of.unknown_before, say.NOT_MEASURED.format(of.unknown_before, "before the alarm")),
     ]
     for holds, why in goes_on:
         if holds:
             return "alarmed", f"{since}; {why}"
     if of.alarmed_and_switched < len(of.alarmed) or of.loss_rise:
-        loss = _rising(of) or of.missing_loss or say.NO_LOSS_ALARM
+        loss = say.rising(of) or of.missing_loss or say.NO_LOSS_ALARM
         number = of.alarmed_and_switched or "none"
         return "alarmed", f"{since}, {say.NOT_SWITCHED.format(number, loss)}"
     if why := _not_saved(of, cause):
         return "switched", f"{say.alarmed_when(of)}; {why}"
     return "saved", say.SAVED.format(say.alarmed_when(of), cause.sentence, say.fall(of))
+
+
+def _without_alarm(of: Facts) -> tuple[State, str]:
+    is_short = of.head_samples < LOSS_SAMPLES
+    if not of.is_judged and not is_short:
+        return "unclear", say.NO_RULE
+    if of.is_judged and of.rises:
+        return "warning", say.WARNING.format(say.rising(of))
+    if since := say.unjudged(of):
+        return "unclear", since
+    if is_short:
+        return "unclear", say.TOO_SHORT.format(say.number(of.head_samples, "sample"))
+    # W_Q alone may be seen to grow, no more.
+    return "healthy" if of.has_calls else "unclear", say.NO_ALARM.format(of.last_head_step or 0)
 
 
 def _has_fallen(of: Facts) -> bool:
@@ -257,59 +243,18 @@ def _not_saved(of: Facts, cause: Cause) -> str:
         return say.NOT_MEASURED.format(of.not_measured_since, "since the switch")
     if of.broken is not None or of.missing_loss:
         return of.missing_loss or say.rising(of)
-    if say.fall(of) == say.NOT_FALLEN:
+    if of.largest_fall is None:
         return say.NOT_FALLEN
-    since = _unjudged(of)
+    since = say.unjudged(of)
     reasons = [
-        (of.growing or (of.logits_rise and _is_high(of, RISING_LOGIT)), say.GROWING),
-        (since, since and say.NOTHING.format(say.FROM_STEP.format(*since))),
+        (of.growing or of.logits_rise, say.GROWING),
+        (since, say.NOTHING.format(since)),
         (not _has_fallen(of) and not of.are_enough, say.TOO_FEW),
         (not _has_fallen(of), say.WITHIN_SCATTER),
-        (of.refuted, say.OTHERWISE),
+        (of.is_refuted, say.OTHERWISE),
         (cause.what != "rounding", cause.sentence),
     ]
     return next((say.NOT_BY_SWITCH.format(say.fall(of), why) for so, why in reasons if so), "")
-
-
-def _without_alarm(of: Facts) -> tuple[State, str]:
-    is_short = of.head_samples < LOSS_SAMPLES
-    if not of.is_judged and not is_short:
-        return "unclear", say.NO_RULE
-    if of.is_judged and (what := _rising(of)):
-        return "warning", say.WARNING.format(what)
-    if (since := _unjudged(of)) is not None:
-        return "unclear", say.FROM_STEP.format(*since)
-    if is_short:
-        return "unclear", say.TOO_SHORT.format(say.number(of.head_samples, "sample"))
-    # W_Q alone may be seen to grow, no more.
-    return "healthy" if of.has_calls else "unclear", say.NO_ALARM.format(of.last_head_step or 0)
-
-
-def _unjudged(of: Facts) -> tuple[int, str] | None:
-    """The first step from which on a run is not judged, and why; None where all of it is."""
-    found = [(step, say.failed(text)) for step, text in of.errors]
-    if of.bad_gradients_since is not None:
-        found.append((of.bad_gradients_since, say.BAD_GRADIENTS))
-    ended = of.last_head_step or 0
-    # The next sample is due a cadence after the last one.
-    if of.head_samples >= LOSS_SAMPLES and (of.last_step or 0) - ended > of.head_samples_every:
-        found.append((ended + 1, say.NO_SAMPLES))
-    return min(found, key=lambda one: one[0], default=None)
-
-
-def _rising(of: Facts) -> str:
-    """Says what rises, or is not finite: the loss, attention, or the largest logit."""
-    high = _is_high(of, HIGH_LOGIT) and of.logits_have_grown
-    rises = of.logits_rise and _is_high(of, RISING_LOGIT)
-    return say.rising(of) if of.loss_rise or of.broken is not None or high or rises else ""
-
-
-def _is_high(of: Facts, bound: float) -> bool:
-    return of.largest_logit is not None and of.largest_logit >= bound
-
-
-def _is_everywhere(of: Facts) -> bool:
-    return of.num_layers > 2 and len(of.alarmed) > EVERYWHERE * of.num_heads
 
 
 def _severity(of: Facts, state: State) -> Severity:
@@ -367,5 +312,5 @@ def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
     if not when and not HARDLY_AT_RISK <= largest <= AT_RISK:
         what = "at risk" if largest > AT_RISK else "hardly at risk"
     layers = sorted(layer for layer, mode in modes.items() if mode >= min(largest, AT_RISK))
-    why = say.keys(step, largest, layers, when, AT_RISK, HARDLY_AT_RISK)
+    why = say.keys(step, largest, layers, when)
     return Risk(what, why, largest, step, tuple(layers))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from guardbit.judgement.evidence import (
+    AT_RISK,
     FALL_AFTER,
     FALL_BEFORE,
-    FALLEN,
+    HARDLY_AT_RISK,
     LOSS_SAMPLES,
     RISK_STEP,
     Head,
@@ -124,14 +125,17 @@ def lost(of: Facts) -> str:
 
 
 def fall(of: Facts) -> str:
-    if of.largest_fall is None or of.largest_fall.after > FALLEN * of.largest_fall.before:
+    if of.largest_fall is None:
         return NOT_FALLEN
-    head, name, before, after, *_ = of.largest_fall
+    head, name, _, before, after, *_ = of.largest_fall
     what = f"{_NAMES[name]} of {name_of(head, of)}"
     return f"{what} fell from {_value(before)} to {_value(after)}"
 
 
 def rising(of: Facts) -> str:
+    """Says what rises or is not finite, "" for nothing."""
+    if not of.rises:
+        return ""
     if of.loss_rise:
         return f"the loss is {of.loss_rise:.2g} above its best"
     if of.broken is not None:
@@ -141,25 +145,43 @@ def rising(of: Facts) -> str:
     return f"the largest logit is {of.largest_logit or 0:,.0f}{since}"
 
 
-def failed(text: str) -> str:
+def unjudged(of: Facts) -> str:
+    """From which step on a run is not judged, and why; "" where all of it is."""
+    found = [(step, _failed(text, again)) for step, text, again in of.errors]
+    if of.bad_gradients_since is not None:
+        found.append((of.bad_gradients_since, BAD_GRADIENTS))
+    first, last, ended = of.first_step or 0, of.last_step or 0, of.last_head_step or 0
+    begin, end = of.hole
+    if of.head_samples >= LOSS_SAMPLES:
+        # The next sample is due a cadence after the last one.
+        if last - ended > end - begin:
+            found.append((ended + 1, NO_SAMPLES))
+        if 2 * (end - begin) > last - first:
+            found.append((begin + 1, f"{NO_SAMPLES} up to step {end:,}"))
+    step, why = min(found, key=lambda one: one[0], default=(0, ""))
+    return FROM_STEP.format(step, why) if why else ""
+
+
+def _failed(text: str, again: int | None) -> str:
     stage, _, error = text.partition(":")
     what = stage if " " in stage else f"the stage '{stage}' failed"
     error = error.strip()
     cut = error if len(error) <= _MOST_OF_ERROR else f"{error[: _MOST_OF_ERROR - 3]}..."
-    return f"{what} ({cut})" if cut else what
+    until = "" if again is None else f", which works again from step {again:,} on"
+    return f"{what} ({cut}){until}" if cut else f"{what}{until}"
 
 
-def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> list[str]:
+def limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
+    """The end of a headline: how the run broke off, and what was not watched."""
     found = [_ENDS[ended]] if ended in _ENDS else []
-    if unjudged:
-        found.append(NOTHING.format(unjudged))
+    since = unjudged(of)
+    if since and state not in ("healthy", "unclear", "lost"):
+        found.append(NOTHING.format(since))
     if of.num_heads and of.not_watched:
-        watched, were = of.num_watched, "was" if of.num_watched == 1 else "were"
-        if watched:
-            modules = f"of {of.num_modules:,} attention modules"
-            found.append(f"only {watched:,} {modules} {were} watched")
-        else:
-            found.append("no call of attention was watched, only weights")
+        were = "was" if of.num_watched == 1 else "were"
+        modules = f"of {of.num_modules:,} attention modules {were} watched"
+        of_weights = "no call of attention was watched, only weights"
+        found.append(f"only {of.num_watched:,} {modules}" if of.num_watched else of_weights)
     if of.watched_in_part:
         modules = f"{of.watched_in_part:,} of {of.num_modules:,} attention modules"
         found.append(f"only one of several calls was measured in {modules}")
@@ -169,29 +191,27 @@ def limits(of: Facts, unjudged: str, is_level: bool, ended: Ended | None) -> lis
             f"no watched attention was measured in {count:,} of the sampled steps"
             f"{', the first' if count > 1 else ','} at step {first:,}"
         )
-    if is_level:
+    if of.logits_are_high and not of.logits_have_grown:
         now, first = (_value(x or 0.0) for x in (of.largest_logit, of.first_logit))
         found.append(f"the largest logit is {now}, and was {first} at the first sample")
     return found
 
 
-def advice(
-    state: State, of: Facts, cause: Cause, risk: Risk, ended: Ended | None, is_everywhere: bool
-) -> str:
+def advice(state: State, of: Facts, cause: Cause, risk: Risk, ended: Ended | None) -> str:
     going_on = _GOING_ON.get(ended, "").format(of.last_step or 0)
-    said = _advice(state, of, cause, risk, is_everywhere)
+    said = _advice(state, of, cause, risk)
     if going_on and state in ("healthy", "switched", "saved"):
         return going_on
     return f"{said} {going_on}".strip() if state in ("warning", "unclear") else said
 
 
-def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bool) -> str:
+def _advice(state: State, of: Facts, cause: Cause, risk: Risk) -> str:
     # Without a key_common_mode this says that delta is not rounded, see `risk_of`.
     is_exact = risk.what == "hardly at risk" and risk.key_common_mode is None
     if state == "warning" or (state == "alarmed" and not of.alarmed):
         return _LOOK if of.has_policy or is_exact else _ADVICE["warning"]
     if state == "alarmed":
-        if cause.what == "not rounding" or is_exact or is_everywhere:
+        if cause.what == "not rounding" or is_exact or of.are_many:
             return _RATE
         if of.switched >= of.num_heads:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
@@ -199,10 +219,10 @@ def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bo
             return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
         if of.has_policy:
             return "Switch the alarmed heads by hand: the policy has not; keep a checkpoint."
-    if state == "switched" and fall(of) != NOT_FALLEN:
+    if state == "switched" and of.largest_fall is not None:
         return "Go on training, and keep a checkpoint."
     if state == "unclear" and of.errors:
-        return "Nothing is judged after an error of GuardBit: the log says what failed."
+        return "An error of GuardBit left steps unjudged: the log says what failed."
     if state == "unclear" and of.bad_gradients_since is not None:
         return "Look at the gradients: steps are skipped, or weights become NaN."
     if state == "unclear" and not (of.num_heads and of.has_calls):
@@ -212,9 +232,7 @@ def _advice(state: State, of: Facts, cause: Cause, risk: Risk, is_everywhere: bo
     return _ADVICE[state]
 
 
-def keys(
-    step: int, largest: float, layers: list[int], when: str, at_risk: float, hardly: float
-) -> str:
+def keys(step: int, largest: float, layers: list[int], when: str) -> str:
     why = (
         f"the largest key_common_mode at step {step:,}{when and f', which is {when},'} is"
         f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
@@ -222,8 +240,9 @@ def keys(
     if when == "early":
         return f"{why}; it tells from step {RISK_STEP:,} on"
     return (
-        f"{why}; of the study's eight kinds of model the three above {at_risk} at step"
-        f" {RISK_STEP:,} were at risk, the five below {hardly} hardly: a statistic, no promise"
+        f"{why}; of the study's eight kinds of model the three above {AT_RISK} at step"
+        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly: a statistic, no"
+        " promise"
     )
 
 

@@ -18,7 +18,6 @@ from guardbit.judgement import (
     Evidence,
     Judgement,
     cause_of,
-    is_failure,
     judge,
     verdict_of,
 )
@@ -147,7 +146,7 @@ class Journal:
         self._stages = stages
         self._writer: RunWriter | None = None
         #: What a judgement of the run reads: samples, alarms and switches without their sentences,
-        #: failures, metadata. Of a run that goes on in its folder, what that holds is among it.
+        #: errors, metadata. Of a run that goes on in its folder, what that holds is among it.
         self.evidence = Evidence()
         self.events: list[Event] = []
         self.findings = Findings()
@@ -205,7 +204,7 @@ class Journal:
         resumed = resumptions(self._earlier_metadata) if first_step else []
         self._notes["resumed"] = [*resumed, first_step] if is_resumed else resumed or None
         missing = _missing(remembered, recorded, first_step)
-        self.events[:0] = [e if is_failure(e) else replace(e, why="") for e in recorded]
+        self.events[:0] = [_kept(event) for event in recorded]
         for event in missing:
             self._log(event)
         self._events[:0] = missing
@@ -277,10 +276,8 @@ class Journal:
                 self._writer.event(event)
 
     def _log(self, event: Event) -> None:
-        if event.kind in ("alarm", "switch"):
-            self.events.append(replace(event, why=""))
-        elif is_failure(event):
-            self.events.append(event)
+        if event.kind in ("alarm", "switch", "monitor_error"):
+            self.events.append(_kept(event))
         if ranks.rank() > 0:
             return
         switch = f"to {event.stabilizer}" if event.kind == "switch" else ""
@@ -423,6 +420,11 @@ def _missing(remembered: list[Event], recorded: Sequence[Event], step: int) -> l
         why = reasons.get((site, stabilizer), "not so since the run was resumed")
         lacking.append(Event(step, "switch", site, tuple(heads), why, stabilizer=stabilizer))
     return lacking
+
+
+def _kept(event: Event) -> Event:
+    """What a judgement reads of an event."""
+    return event if event.kind == "monitor_error" else replace(event, why="")
 
 
 def _version(package: str) -> str | None:

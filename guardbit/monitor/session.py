@@ -22,7 +22,7 @@ from guardbit import guard
 from guardbit.alerts import webhook_of_run
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import OFF, PRECISE, SHARES, Judgement, nothing_to_correct
+from guardbit.judgement import OFF, PRECISE, RECOVERED, SHARES, Judgement, nothing_to_correct
 from guardbit.kernels.runtime import AttentionCall, may_recompile, runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
@@ -830,7 +830,7 @@ class Session(Guarded):
             self._give_up()
 
     def _report_recovery(self, stage: str) -> None:
-        why = f"the stage '{stage}' works again"
+        why = RECOVERED.format(stage)
         self._journal.record_own(Event(self._latest_step, "monitor_error", "", (), why))
 
     def _report_failure(self, stage: str, why: str) -> None:

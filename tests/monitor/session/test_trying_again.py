@@ -38,6 +38,9 @@ def test_one_error_costs_one_sample(stage, step, tmp_path, monkeypatch):
     # It was tried in the next sample; when that is over it is known to have succeeded.
     recovered = [(min(step + 2, 11), f"the stage '{stage}' works again")]
     assert later == (recovered if step < 11 else [])
+    said = loop.session.judgement.headline
+    assert said.startswith(f"Unclear: from step {step} on, because the stage '{stage}' failed (")
+    assert (f"), which works again from step {recovered[0][0]} on" in said) is (step < 11)
 
 
 def test_a_stage_that_always_fails_is_tried_three_times_further_apart(tmp_path, monkeypatch):
