@@ -111,9 +111,9 @@ class Facts:
         # Whether these are no failure of single heads.
         self.are_many = self.num_layers > 2 and len(alarmed) > EVERYWHERE * self.num_heads
         # Whether `guardbit diagnose` says of one of them that rounding does not move it.
-        refuted = {(d.get("site"), d.get("head")) for d in diagnosed if d.get("cause") in _NOT}
+        refuted = {f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _NOT}
         sites = {layer: site for site, layer in evidence.layers.items()}
-        self.is_refuted = any((sites[layer], head) in refuted for layer, head in alarmed)
+        self.is_refuted = any(f"{sites[layer]} {head}" in refuted for layer, head in alarmed)
 
         self.has_policy = bool(at(metadata, "settings", "stabilizer"))
         self.first_switch = min((event.step for event in switched.values()), default=None)
