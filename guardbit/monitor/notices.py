@@ -68,9 +68,9 @@ class Notices:
         self._sampled, self._met = deque([-1], maxlen=PATIENCE), set[str]()
         self._since: dict[str, int] = {}
         self._is_over = False
-        # Names without their numbers of the modules that the latest sampled steps called, and
-        # whether one called some of a name and not others, as where layers are dropped at random.
-        self._kinds, self._is_partial = deque[set[str]](maxlen=PATIENCE), False
+        # Whether a sampled step called some modules of a name, their numbers left out, and not
+        # others, as where layers are dropped at random.
+        self._is_partial = False
         # Whether any call was measured; until then, the latest sampled steps that had calls.
         self._is_heard, self._unheard = False, list[int]()
         # What stood in the place of attention functions when a module was last met.
@@ -214,9 +214,9 @@ class Notices:
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
         met = {name for name, latest in called.items() if latest == now}
         kinds = {name: _numbered(name) for name in called}
-        self._kinds.append({kinds[name] for name in met})
+        met_kinds = {kinds[name] for name in met}
         missed = (n for n, at in called.items() if at >= 0 and n not in met)
-        self._is_partial |= any(kinds[name] in self._kinds[-1] for name in missed)
+        self._is_partial |= any(kinds[name] in met_kinds for name in missed)
         latest, previous = max(called.values(), default=-1), self._sampled[-1]
         self._met |= met
         begun = {name: previous for name, latest in called.items() if latest >= 0}
@@ -240,7 +240,9 @@ class Notices:
             ]
             likely = reasons[::-1] if latest > previous else reasons
             dropped = "its layers are dropped at random, and this step dropped all of them"
-            likely.insert(0 if self._is_partial else len(likely), dropped)
+            never = self._instrumentation.candidates.keys() - sites.keys()
+            is_partial = self._is_partial or any(_numbered(n) in kinds.values() for n in never)
+            likely.insert(0 if is_partial else len(likely), dropped)
             why = f". Likely: {'; '.join(f'({i}) {one}' for i, one in enumerate(likely, 1))}"
         none = (
             "no watched module called attention in this sampled step, so at most weights were"
@@ -277,9 +279,10 @@ class Notices:
             why = "it was called, and in no sampled step"
         else:
             return None
-        if any(_numbered(name) in kinds for kinds in self._kinds):
-            return f"{why}; others of its kind ran there, as where layers are dropped at random"
-        return f"{why}; where networks take turns, try every_n_train_steps={self._other_cadence}"
+        return (
+            f"{why}; where layers are dropped at random others will meet it, and where networks"
+            f" take turns, try every_n_train_steps={self._other_cadence}"
+        )
 
     def site_facts(self) -> dict[str, dict[str, Any]]:
         """What the run's metadata says of this rank's modules; notes how much is watched."""
