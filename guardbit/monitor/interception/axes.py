@@ -24,7 +24,7 @@ def why_kept(q: Tensor) -> str:
         return "its inputs are jagged tensors, and a switch needs ordinary ones"
     if q.dim() == 4:
         return "its keys or values are shared by sequences, and a switch needs each with its own"
-    one = "; they are watched as one head" if q.dim() < 4 else ""
+    one = "; eager they are watched as one head" if q.dim() < 4 else ""
     return f"its inputs have {q.dim()} axes, and a switch needs four: with batch and heads{one}"
 
 

@@ -38,7 +38,10 @@ def odd_calls():
         "values differ in shape": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 1, 5, 16)), {}),
         "another head size": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 2, 5, 32)), {}),
         "shared by sequences": ((q(2, 2, 5, 16), *(q(1, 2, 5, 16),) * 2), {}),
-        "head size 8 is outside 16 to 256": ((q(1, 2, 5, 8),) * 3, {}),
+        "head size 8 is outside 16 to 256, which GuardBit's kernels need": (
+            (q(1, 2, 5, 8),) * 3,
+            {},
+        ),
         "broadcasts keys": ((q(1, 2, 5, 16), *(q(1, 1, 5, 16),) * 2), {}),
     }
 

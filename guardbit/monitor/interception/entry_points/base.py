@@ -389,14 +389,11 @@ def why_unlike(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def why_size(*tensors: Tensor) -> str | None:
-    """Returns why a call that is watched cannot be switched, because of its head sizes, or None."""
-    for size in (x.size(-1) for x in tensors):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return (
-                f"its head size {size} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, which a switch"
-                " needs"
-            )
-    return None
+    """Returns why no kernel of GuardBit's takes a call, because of its head sizes, or None."""
+    allowed = f"{MIN_HEAD_DIM} to {MAX_HEAD_DIM}, which GuardBit's kernels need"
+    sizes = (x.size(-1) for x in tensors)
+    others = (n for n in sizes if not MIN_HEAD_DIM <= n <= MAX_HEAD_DIM)
+    return next((f"its head size {n} is outside {allowed}" for n in others), None)
 
 
 def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
