@@ -104,14 +104,13 @@ def user_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing_to(place: Path, option: str = "--output") -> Iterator[None]:
-    """Turns an error of writing into a sentence that says what to do."""
+def writing_to(place: Path, instead: str) -> Iterator[None]:
+    """Turns an error of writing into a sentence that says what to do instead."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"nothing can be written to {place} ({error.strerror or error}): give another folder"
-            f" by {option}{', or use --json, which writes nothing' * (option == '--output')}"
+            f"nothing can be written to {place} ({error.strerror or error}): {instead}"
         ) from error
 
 
@@ -187,9 +186,6 @@ def report(
             "figures alone."
         ),
     ] = ReportFormat.html,
-    open_it: Annotated[
-        bool, typer.Option("--open", help="Open the report in the browser.")
-    ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -218,15 +214,13 @@ def report(
         place = _report_path(paths, output, format)
         named = zip(names_of_runs(paths), paths, strict=True)
         runs = [dataclasses.replace(load(path), name=name) for name, path in named]
-        with writing_to(place):
+        with writing_to(place, "give another folder by --output, or use --json"):
             written = write_reports(runs, place, format=format.value)
     for run in runs:  # not to stdout, which has the place alone
         resumed = f" The run was {run.resumed}." if run.resumed else ""
         said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
         typer.echo(printable(said), err=True)
     typer.echo(printable(str(written)))
-    if open_it:
-        typer.launch(written.resolve().as_uri())
 
 
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
@@ -433,7 +427,8 @@ def demo(
     with user_errors(OSError, ValueError):
         if recorded and healthy:
             raise ValueError("--recorded shows runs that were made: leave --healthy out")
-        with writing_to(place, "--run-dir"):  # before minutes of training are wasted
+        # Before minutes of training are wasted.
+        with writing_to(place, "give another folder by --run-dir"):
             place.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=place).close()
         if recorded:
@@ -520,10 +515,6 @@ def diagnose(
             help="A head, such as net.h.3.attn:7; may be repeated. By default all that were kept.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the figures, by default `diagnosis` in the run's folder."),
-    ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -537,7 +528,7 @@ def diagnose(
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
     from guardbit.dashboards.figures.heads import head_diagnosis
     from guardbit.dashboards.loading import DIAGNOSIS, read_diagnosed
-    from guardbit.dashboards.marks import judgement_of
+    from guardbit.dashboards.tables import Recorded
     from guardbit.doctor import text
     from guardbit.doctor.diagnose import diagnose as diagnose_head
     from guardbit.doctor.snapshots import heads_of_run
@@ -547,12 +538,12 @@ def diagnose(
     with user_errors(OSError, ValueError):
         folder = folder_of_run(path)
         heads = heads_of_run(folder, head or ())
-        run = judgement_of(read_run(folder), read_events(folder), read_metadata(folder))
+        run = Recorded(read_run(folder), read_events(folder), read_metadata(folder)).judgement
         has_alarms = bool(run.numbers["alarms"])
         verdict = f"{run.verdict}: {run.why}" if has_alarms else run.verdict
-        figures = output or folder / "diagnosis"
+        figures = folder / "diagnosis"
         if not as_json:
-            with writing_to(figures):  # before a minute's work is wasted
+            with writing_to(figures, "use --json"):  # before a minute's work is wasted
                 figures.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=figures).close()
         told = []
@@ -568,11 +559,9 @@ def diagnose(
                 printable(text.heading(kept, found)),
                 text.parts_left(found),
                 found.roots.row_push.flatten().tolist(),
-                found.roots.key_push.sum(0).tolist(),
-                found.roots.column_push.tolist(),
             ).savefig(place)
             typer.echo(f"Figure: {printable(str(place))}\n")
-        if output is None and not as_json:
+        if not as_json:
             # Beside the figures, for the report; other heads' answers stay.
             new = {(one["site"], one["head"]) for one in told}
             known = read_diagnosed(folder).heads

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession
-from guardbit.dashboards.marks import judgement_of
+from guardbit.dashboards.tables import Recorded
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_events, read_metadata, read_run
 from tests import toys
@@ -54,7 +54,7 @@ def judged(run: Path) -> dict[str, Any]:
     path = ROOT / run
     frame, metadata = read_run(path), read_metadata(path)
     found, events = replay(frame, normalised=normalised_sites(metadata)), read_events(path)
-    outcome = judgement_of(frame, events, metadata).as_json()
+    outcome = Recorded(frame, events, metadata).judgement.as_json()
     kept = ("step", "kind", "site", "heads", "rule", "stabilizer", "verdict")
     return {
         "verdict": found.judgement(metadata=metadata).verdict,

@@ -284,9 +284,7 @@ def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkey
     monkeypatch.setattr(Path, "mkdir", refuse)
     result = invoke("report", plain_run)
     check_refused(result, f"nothing can be written to {plain_run / 'report.html'} (Read-only")
-    assert result.stderr.endswith(
-        "another folder by --output, or use --json, which writes nothing\n"
-    )
+    assert result.stderr.endswith("another folder by --output, or use --json\n")
     monkeypatch.undo()
     assert invoke("report", plain_run, "--output", tmp_path / "there.html").exit_code == 0
 
@@ -527,16 +525,6 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
     check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
-
-
-def test_a_report_is_opened_where_that_is_asked(plain_run, tmp_path, monkeypatch):
-    opened: list[str] = []
-    monkeypatch.setattr("typer.launch", opened.append)
-    place = tmp_path / "a report.html"
-    assert invoke("report", plain_run, "--output", place).exit_code == 0
-    assert opened == []
-    assert invoke("report", plain_run, "--output", place, "--open").exit_code == 0
-    assert opened == [place.resolve().as_uri()]
 
 
 def test_help_has_a_short_name():

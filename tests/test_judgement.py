@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import guardbit
-from guardbit.dashboards.marks import judgement_of
+from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import STATES, Evidence, judge, severities
 from guardbit.monitor.settings import Settings
 from guardbit.records import Event, Sample
@@ -675,10 +675,11 @@ def test_a_table_is_judged_as_its_samples_are():
     made = samples(**AFTER)
     columns = ["step", "site", "layer", "head", "indicator", "value"]
     frame = pd.DataFrame([row for one in made for row in one.rows()], columns=columns)
+    shuffled = frame.sample(frac=1, random_state=0)
     events = [alarm(6750), switch(6750)]
     table = pd.DataFrame([asdict(event) for event in events])
-    assert judgement_of(frame.sample(frac=1, random_state=0), table) == judged(*events, of=made)
-    assert judgement_of(pd.DataFrame(), None).headline == "Unclear: no head was watched"
+    assert Recorded(shuffled, table).judgement == judged(*events, of=made)
+    assert Recorded(pd.DataFrame()).judgement.headline == "Unclear: no head was watched"
 
 
 def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():

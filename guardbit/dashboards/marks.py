@@ -7,15 +7,13 @@ without any column.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import pandas as pd
 
-from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.records import Event
 from guardbit.store.files import EVENT_COLUMNS, check_columns
-from guardbit.store.reading import samples_of
 
 #: Columns that a table of events must have.
 NEEDED_COLUMNS = ("step", "kind", "site", "heads", "why")
@@ -26,7 +24,7 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """The events of a table by step, but for verdicts: a run is judged again (`judgement_of`)."""
+    """The events of a table by step, but for verdicts: a run is judged again."""
     if events is None or events.empty:
         return []
     check_columns(events.columns, NEEDED_COLUMNS, "the table of events")
@@ -37,19 +35,6 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
         if row["kind"] != "verdict"
     ]
     return sorted(found, key=lambda event: event.step)
-
-
-def judgement_of(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None,
-    metadata: Mapping[str, Any] | None = None,
-    ended: Ended | None = None,
-) -> Judgement:
-    """Judges a run by its tables."""
-    evidence = Evidence()
-    if not frame.empty:
-        evidence.add(samples_of(frame))
-    return judge(evidence, events_of(events), metadata, ended)
 
 
 def mark_of(event: Event) -> Mark | None:

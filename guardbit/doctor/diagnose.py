@@ -196,20 +196,18 @@ def _row_max(chunk: Chunk) -> Tensor:
 
 
 class Roots(NamedTuple):
-    """Which rows, keys and columns the push of one sampled step comes from."""
+    """Which rows and keys the push of one sampled step comes from."""
 
     row_push: Tensor  # FP64 `(S, R)`, signed; the parts add up to the whole
     top_share: float  # the part of the sizes of all pushes that one row in a hundred has
     tied: float  # the part of the rows with more than one maximum
-    key_push: Tensor  # FP64 `(S, M)`, signed; these add up to the whole too
-    key: int  # position of the key with the largest part
+    key: int  # position of the key with the largest part of the push
     attention: float  # mean attention that the rows that see this key give it
     common: float  # see `common_mode`
-    column_push: Tensor  # FP64 `(E,)`, of delta's push, of all columns of V
 
 
 def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
-    """Takes the push apart by rows, by keys and by columns of V."""
+    """Takes the push apart by rows and by keys."""
     u = head.along
     along_keys = head.k.double() @ u * head.scale
 
@@ -217,13 +215,10 @@ def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
         usual, exact, p = chunk.run(arithmetic, chunk.own_out), chunk.exact, chunk.probabilities
         along = chunk.wide("q") @ u
         error = -(usual.d_scores - exact.d_scores) * along[..., None]
-        of_delta = (p @ along_keys[..., None])[..., 0] * along
         top = chunk.scores.amax(-1, keepdim=True)
-        lost = of_delta[..., None] * chunk.wide("d_out") * (usual.out - exact.out)
         return {
             "row": (error @ along_keys[..., None])[..., 0],
             "key": error.sum(1, keepdim=True) * along_keys[:, None],
-            "column": lost.sum((0, 1))[None, None],
             "tied": ((top - chunk.scores <= _TIED) & (top > -torch.inf)).sum(-1) > 1,
             "seen": (chunk.added > -torch.inf).expand(p.shape).sum(1, keepdim=True),
             "given": p.sum(1, keepdim=True),
@@ -239,11 +234,9 @@ def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
         found["row"],
         float(sizes[:few].sum() / sizes.sum().clamp(min=1e-300)),
         float(found["tied"].double().mean()),
-        key_push,
         key,
         float(given / seen.clamp(min=1)),
         common_mode(head.k),
-        found["column"].sum((0, 1)),
     )
 
 
@@ -268,7 +261,7 @@ class Diagnosis:
     together: Measures  # the error with all roundings
     without: Mapping[str, Measures]  # the error without each of the roundings, by operation
     remedies: Mapping[str, Measures]  # what is left with each remedy, by name
-    roots: Roots  # rows, keys and columns of the last sample
+    roots: Roots  # rows and keys of the last sample
     samples: int  # their number
     rows: int  # number of rows in all samples
 

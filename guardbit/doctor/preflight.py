@@ -120,11 +120,18 @@ class Examiner:
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):
             return
-        dtype = DTYPES[dtype_name]
-        self.asked(shape, dense_spec(shape, mask, dtype, self.device), dtype, mask, "")
-        packed = packed_spec(shape, mask, self.device)
+        spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
+        first = self._make("as drawn", shape, spec, dtype_name)
+        self.result.chosen[place] = choose(*first.inputs[:4], training=True).name
+        candidates = sdpa_candidates(first, own=self._units is None)
+        self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
         if self._units is None:
             self.flex(shape, mask, dtype_name)
+        self.packed(shape, mask, dtype_name)
+
+    def packed(self, shape: Shape, mask: str, dtype_name: str) -> None:
+        """Examines the engines of packed sequences."""
+        packed = packed_spec(shape, mask, self.device)
         if packed is not None:
             spec, long = packed
             candidates = library_candidates(self._make("as drawn", long, spec, dtype_name))
@@ -141,24 +148,6 @@ class Examiner:
             self.refuse(f"flex_attention is not examined: {why}", f"{shape} {mask}")
             return
         self._examine(([flex(is_compiled=True)], {}), shape, spec, str(shape), mask, dtype_name)
-
-    def asked(
-        self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, mask: str, kernel: str
-    ) -> None:
-        """Examines the engines for a model's own call; `mask` describes its mask in words."""
-        dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
-        place = f"{shape} {mask} {dtype_name}"
-        if self._is_left_out(place, shape, mask):
-            return
-        first = self._make("as drawn", shape, spec, dtype_name)
-        if spec.extras:
-            candidates = library_candidates(first)
-        else:
-            self.result.chosen[place] = choose(*first.inputs[:4], training=True).name
-            candidates = sdpa_candidates(first, own=self._units is None)
-        # Where time is short, what the model runs comes first.
-        candidates[0].sort(key=lambda engine: engine.name != kernel)
-        self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
 
     def refuse(self, why: str, place: str) -> None:
         _add(self.result.refused, why, place)

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import guardbit
 from guardbit.cli import app
 from guardbit.dashboards.document import document_of
-from guardbit.dashboards.marks import events_of, judgement_of
+from guardbit.dashboards.marks import events_of
 from guardbit.dashboards.page import RunPage
-from guardbit.dashboards.tables import RunSoFar
+from guardbit.dashboards.tables import Recorded, RunSoFar
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
 from tests.dashboards.made import SAMPLES
@@ -106,7 +106,7 @@ def test_of_a_made_up_run(steps, events, ended):
     judgement = judge(evidence, told, None, ended)
     frame = pd.DataFrame([row for one in samples for row in one.rows()], columns=SAMPLES)
     table = pd.DataFrame([asdict(event) for event in told])
-    assert judgement_of(frame, table, None, ended) == judgement
+    assert Recorded(frame, table, None, ended).judgement == judgement
     page = RunPage("made up", RunSoFar(400))
     page.run.ended = ended
     assert (

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.doctor.engines import flex, own_kernels, sdpa_engine
-from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make, packed_spec
+from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.runtime import AttentionCall
@@ -109,9 +109,8 @@ def test_nan_is_found_in_cudnn_where_pytorchs_own_function_returns_it(mask, leng
 
 @pytest.mark.parametrize("mask", ["causal", "documents", "window:64"])
 def test_nothing_is_found_in_packed_attention(mask):
-    spec, shape = packed_spec(SHAPE, mask, "cuda")
     examiner = Examiner("cuda", seconds=600)
-    examiner.asked(shape, spec, torch.bfloat16, mask, "")
+    examiner.packed(SHAPE, mask, "bf16")
     if not examiner.result.examined:
         pytest.skip("no library is installed")
     assert [str(one) for one in examiner.result.findings if one.is_broken] == []

@@ -35,7 +35,7 @@ VALUES = (
 OPTIONS = {
     "report": {"--output": True, "--format": True, "--json": False, "--frobnicate": True},
     "replay": {"--json": False, "--threshold": True},
-    "diagnose": {"--head": True, "--output": True, "--json": False},
+    "diagnose": {"--head": True, "--json": False},
     "doctor": {"--shape": True, "--mask": True, "--dtype": True, "--json": False},
     "live": {"--port": True, "--notify": True},
     "": {"--version": False, "--help": False, "frobnicate": False},

@@ -21,7 +21,7 @@ BAND = 1.96
 
 # Height of a panel of a diagnosis in inches, and the part below which nothing can be told apart.
 _PANEL, _LEAST = 2.7, 1e-5
-_ORANGE, _BLUE, _GREEN = (colour for colour, _ in HIGHLIGHTS)
+_ORANGE, _BLUE, _ = (colour for colour, _ in HIGHLIGHTS)
 
 
 def _draw(
@@ -158,29 +158,17 @@ def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:
 
 
 @style.styled
-def head_diagnosis(
-    title: str,
-    left: Mapping[str, float],
-    row_push: Sequence[float],
-    key_push: Sequence[float],
-    column_push: Sequence[float],
-) -> Figure:
-    """What each operation and remedy leaves, and which rows, keys and columns of V push."""
-    figure = Figure(figsize=(style.WIDTH, 4 * _PANEL + 1.2), layout="constrained")
-    parts, rows, keys, columns = figure.subplots(4, 1, height_ratios=[1.4, 1, 1, 1])
+def head_diagnosis(title: str, left: Mapping[str, float], row_push: Sequence[float]) -> Figure:
+    """What each operation and remedy leaves, and which rows push."""
+    figure = Figure(figsize=(style.WIDTH, 2 * _PANEL + 1.2), layout="constrained")
+    parts, rows = figure.subplots(2, 1, height_ratios=[1.4, 1])
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     _draw_left(parts, left)
     rows.plot(np.cumsum(np.asarray(row_push)), color=_ORANGE, gid="rows")
-    keys.vlines(np.arange(len(key_push)), 0, key_push, color=_BLUE, gid="keys")
-    places = np.arange(len(column_push))
-    columns.vlines(places, 0, column_push, color=_GREEN, linewidth=3, gid="columns")
     climb = "Pushes of the rows on W_Q, added up: a straight climb is a bias, a walk is noise"
     _name(rows, climb, "row, sequences one after the other", "push")
-    _name(keys, "Pushes by key", "position of the key", "push")
-    _name(columns, "Pushes by column of V, through delta", "column", "push")
-    for axes in (rows, keys, columns):
-        axes.axhline(0, color=CONTEXT, linewidth=0.8)
-        axes.margins(x=0.01)
+    rows.axhline(0, color=CONTEXT, linewidth=0.8)
+    rows.margins(x=0.01)
     return figure
 
 

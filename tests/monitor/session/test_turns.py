@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.dashboards.marks import judgement_of
+from guardbit.dashboards.tables import Recorded
 from guardbit.store import read_metadata
 from tests import toys
 from tests.toys import Model
@@ -37,7 +37,7 @@ def measured(path):
 
 
 def outcome(path):
-    return judgement_of(read_run(path), read_events(path), read_metadata(path))
+    return Recorded(read_run(path), read_events(path), read_metadata(path)).judgement
 
 
 def told(caplog):
