@@ -74,7 +74,7 @@ class Change(NamedTuple):
     before: float
     after: float
     is_enough: bool  # whether there are `FALL_BEFORE` samples before, and `FALL_AFTER` after
-    is_fall: bool  # whether it has fallen by more than the samples scatter
+    is_fall: bool  # whether it has fallen since, and by more than the samples scatter
 
 
 class _Streak:
@@ -306,7 +306,11 @@ class Evidence:
                 continue
             is_enough = len(before) == FALL_BEFORE and len(after) == FALL_AFTER
             medians = statistics.median(before[-3:]), statistics.median(after[-3:])
-            is_fall = is_enough and max(after) < FALLEN * min(before)
+            # What fell before its switch falls without one.
+            past = values[:at][-3 * FALL_BEFORE :]
+            highest = max(map(statistics.median, zip(past, past[1:], past[2:])), default=0.0)
+            is_new = medians[0] >= FALLEN * highest
+            is_fall = is_enough and is_new and max(after) < FALLEN * min(before)
             found.append(Change(head, name, before[-1], *medians, is_enough, is_fall))
         return found
 
