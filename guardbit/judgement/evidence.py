@@ -308,7 +308,8 @@ class Evidence:
             medians = statistics.median(before[-3:]), statistics.median(after[-3:])
             # What fell before its switch falls without one.
             past = values[:at][-3 * FALL_BEFORE :]
-            highest = max(map(statistics.median, zip(past, past[1:], past[2:])), default=0.0)
+            threes = zip(past, past[1:], past[2:], strict=False)
+            highest = max(map(statistics.median, threes), default=0.0)
             is_new = medians[0] >= FALLEN * highest
             is_fall = is_enough and is_new and max(after) < FALLEN * min(before)
             found.append(Change(head, name, before[-1], *medians, is_enough, is_fall))
