@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
 ]
 
 
@@ -49,7 +50,7 @@ class Checkpointed(Attention):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Plain(nn.Module):
+class Traceable(nn.Module):
     """Attention that `fx` can trace."""
 
     def __init__(self):
@@ -97,7 +98,7 @@ class Decoder(nn.Module):
 
 
 MODELS = {
-    "fused": lambda: Model(Attention(), Attention()),
+    "fused": lambda: nn.Sequential(Traceable(), Attention()),
     "separate, grouped": lambda: Model(Attention(2, 1, is_fused=False), Attention()),
     "masked": lambda: Model(Masked(), Masked()),
     "dropout": lambda: Model(Dropping(), Dropping()),
@@ -120,10 +121,11 @@ def everything():
 
 BESIDE = {
     "nothing": nullcontext,
+    "fx": nullcontext,
     "flops": lambda: FlopCounterMode(display=False),
     "anomaly": torch.autograd.detect_anomaly,
     "NaN finder": NoNaN,
-    "all three": everything,
+    "all": everything,
 }
 
 
@@ -143,16 +145,25 @@ def evaluated(model, run):
     return found
 
 
-def trained(build, beside, watch, compiled=False, trace=False):
+def traced(model):
+    """What `fx` records of a model and computes with that, or why it cannot."""
+    try:
+        graph = fx.symbolic_trace(nn.Sequential(model))
+        return [graph(batch(104)), *(str(node.target) for node in graph.graph.nodes)]
+    except fx.proxy.TraceError as why:
+        return [str(why)]
+
+
+def trained(name, beside, watch, compiled=False):
     """What a run computes: outputs in evaluation, losses, and weights in the end."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = build()
+    model = MODELS[name]()
     run = torch.compile(model, backend="aot_eager") if compiled else model
     session = MonitorSession(model, every_n_train_steps=2) if watch else None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found = []
-    with beside():
+    with BESIDE[beside]():
         found += evaluated(model, run)  # as Lightning's sanity check
         for step in range(STEPS):
             with session.step(step) if session else nullcontext():
@@ -164,8 +175,8 @@ def trained(build, beside, watch, compiled=False, trace=False):
                     found += evaluated(model, run)  # within a step
             found.append(loss.detach())
             found += evaluated(model, run)
-            if trace:
-                fx.symbolic_trace(nn.Sequential(model))
+            if step == 1 and beside in ("fx", "all"):
+                found += traced(model)
     if session:
         assert not session.stages_off
         assert {s.indicator for s in session.samples} >= {"w_q_spectral_norm"}, "it must measure"
@@ -175,26 +186,74 @@ def trained(build, beside, watch, compiled=False, trace=False):
 
 def same(plain, watched):
     for number, (one, other) in enumerate(zip(plain, watched, strict=True)):
-        assert torch.equal(one.nan_to_num(), other.nan_to_num()), number
+        if isinstance(one, str):
+            assert one == other, number
+        else:
+            assert torch.equal(one.nan_to_num(), other.nan_to_num()), number
 
 
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_watched_run_computes_what_an_unwatched_one_does(name, beside):
-    plain, watched = (trained(MODELS[name], BESIDE[beside], watch) for watch in (False, True))
-    same(plain, watched)
+    same(*(trained(name, beside, watch) for watch in (False, True)))
 
 
 # The compiler takes the math kernel apart and sums in another order; the docs say so.
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "math kernel"])
-def test_compiled_too(name):
-    plain, watched = (trained(MODELS[name], nullcontext, w, compiled=True) for w in (False, True))
-    same(plain, watched)
+COMPILED = [
+    pytest.param(name, beside, marks=() if beside in ("nothing", "all") else pytest.mark.slow)
+    for name in MODELS
+    for beside in BESIDE
+    if (name, beside) != ("math kernel", "nothing")
+]
 
 
-def test_traced_in_between():
-    plain, watched = (trained(Plain, nullcontext, w, trace=True) for w in (False, True))
-    same(plain, watched)
+@pytest.mark.parametrize(("name", "beside"), COMPILED)
+def test_compiled_too(name, beside):
+    same(*(trained(name, beside, watch, compiled=True) for watch in (False, True)))
+
+
+def generated(model):
+    """What a language model says: greedily, at random, and by beams."""
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 64, (2, 6))
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0  # of which the first row has fewer
+    ways = {"do_sample": False}, {"do_sample": True}, {"num_beams": 2}
+    how = {"attention_mask": mask, "max_new_tokens": 4, "pad_token_id": 0}
+    model.eval()
+    found = [model.generate(tokens, **how, **way) for way in ways]
+    model.train()
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_watched_model_generates_alike(attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def run(watch):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, attn_implementation=attention,
+        ))  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        session = MonitorSession(model, every_n_train_steps=2) if watch else None
+        found = generated(model)
+        for step in range(4):
+            with session.step(step) if session else nullcontext():
+                optimizer.zero_grad()
+                tokens = torch.arange(12).view(2, 6) + step
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                if step == 2:
+                    found += generated(model)
+            found += generated(model)
+        if session:
+            assert {s.indicator for s in session.samples} >= {"w_q_spectral_norm"}
+            session.close()
+        return [*found, *model.parameters()]
+
+    same(run(False), run(True))
 
 
 class Lightning(pl.LightningModule):
@@ -222,7 +281,9 @@ class Lightning(pl.LightningModule):
         }
 
 
-@pytest.mark.parametrize("name", ["fused", "multi-head", "encoder", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["fused", "dropout", "multi-head", "encoder", "frozen encoder", "decoder"]
+)
 def test_lightning_checks_validates_and_predicts_alike(name, tmp_path):
     def fit(*callbacks):
         torch.manual_seed(0)
