@@ -1,7 +1,7 @@
 """Takes a picture of a run's live page with its worst head opened, or of a list with runs ticked.
 
 python docs/live_screenshot.py runs/demo docs/images/live.png
-python docs/live_screenshot.py guardbit/recorded docs/images/live_list.png [--dark] [--width 390]
+python docs/live_screenshot.py guardbit/recorded/lost docs/images/live.png [--dark] [--width 390]
 """
 
 from __future__ import annotations

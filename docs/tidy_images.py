@@ -7,12 +7,11 @@ These commands make them:
     guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz \
         --output docs/images/failing --format png
     guardbit report guardbit/recorded/lost --output docs/images/lost --format png
-    guardbit report guardbit/recorded/{lost,saved} --output docs/images/lost_and_saved --format png
+    guardbit report guardbit/recorded/{lost,switched} \
+        --output docs/images/lost_and_switched --format png
     guardbit demo --recorded --run-dir runs/recorded
     python docs/report_screenshot.py runs/recorded/lost.html docs/images/reports/lost.png
-    python docs/report_screenshot.py runs/recorded/saved.html docs/images/reports/saved.png --dark
     python docs/live_screenshot.py guardbit/recorded/lost docs/images/live.png
-    python docs/live_screenshot.py guardbit/recorded docs/images/live_list.png
     python docs/tidy_images.py
 """
 

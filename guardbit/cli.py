@@ -44,11 +44,11 @@ REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded n
 #: The two recorded runs of the package, and what they are.
 RUNS = {
     "lost": "GPT-2 small, left alone",
-    "saved": "a copy from step 4,000 on, its heads switched at step 6,750",
+    "switched": "a copy from step 4,000 on, its heads switched at step 6,750",
 }
 #: How the two are related.
 WHICH_IS_WHICH = (
-    "saved is a copy of lost from step 4,000 on, with the same losses up to there. All its heads"
+    "switched is a copy of lost from step 4,000 on, with the same losses up to there. All its heads"
     " were switched at step 6,750, when the rules of that time first alarmed. The alarms shown are"
     " those of today's rules, which come earlier."
 )

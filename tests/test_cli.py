@@ -513,7 +513,7 @@ def test_demo_hands_its_options_on(monkeypatch, tmp_path):
     ]
 
 
-def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
+def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path):
     result = invoke("demo", "--recorded", "--run-dir", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
@@ -521,7 +521,7 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path):
     assert "Switched: 2 of 144 heads alarmed, the first at step 3,800; logits of layer 2," in text
     assert "layer 2, head 6" in text and "layer 2, head 11" in text
     pages = {path.name for path in tmp_path.glob("*.html")}
-    assert pages == {"comparison.html", "lost.html", "saved.html"}
+    assert pages == {"comparison.html", "lost.html", "switched.html"}
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
     check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")

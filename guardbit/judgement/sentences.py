@@ -61,9 +61,7 @@ NO_LOSS_ALARM = "no alarm on the loss"
 BAD_GRADIENTS = "the gradients are not finite"
 NO_SAMPLES = "no head was measured"
 TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
-WITHIN_SCATTER = (
-    f"not all of the last {FALL_AFTER} samples lie below all {FALL_BEFORE} before it, or these fell"
-)
+WITHIN_SCATTER = "half fell within their scatter, or before it"
 GROWING = "other logits grow"
 OTHERWISE = "guardbit diagnose says that rounding is not the cause"
 NOT_MEASURED = "{} not measured {}"

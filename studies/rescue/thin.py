@@ -1,4 +1,4 @@
-"""Thins a failed run and its rescued copy for the package: what `guardbit demo --recorded` shows.
+"""Thins a failed run and its switched copy for the package: what `guardbit demo --recorded` shows.
 
 Alarms are those of today's rules, in place of those of the rules that the runs were made with.
 
@@ -19,7 +19,7 @@ from studies.rescue.packed import squeeze
 #: Folder of each run in the package -> the run of the study.
 RUNS = {
     "lost": "stock-cudnn-lr1.5e-03-seed10",
-    "saved": "rescue_all-compensated-cudnn-lr1.5e-03-seed10",
+    "switched": "rescue_all-compensated-cudnn-lr1.5e-03-seed10",
 }
 INDICATORS = (
     "w_q_spectral_norm",

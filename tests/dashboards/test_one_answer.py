@@ -24,7 +24,7 @@ from tests.dashboards.made import SAMPLES
 ROOT = Path(__file__).parents[2]
 RUNS = [
     "guardbit/recorded/lost",
-    "guardbit/recorded/saved",
+    "guardbit/recorded/switched",
     "studies/rescue/results/stock-cudnn-lr3.0e-03-seed0",
     "studies/rescue/results/late-exact_delta-cudnn-lr1.5e-03-seed4-again9-from6000",
     "studies/rescue/other_models/llama_qk_norm-stock-cudnn-lr1.3e-03-seed1-again30",
