@@ -34,7 +34,7 @@ Slices = Callable[[nn.Module], list[Tensor]]
 #: Stands for calls with an explicit mask, which exact delta serves.
 MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
-NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
+NO_EXACT_DELTA = {"T5": "takes delta from P itself"}
 WIDTHS = f"its values have another head size than its keys, {BY_MATH}"
 BROADCASTS = f"it broadcasts keys over heads, {BY_MATH}"
 LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
@@ -692,7 +692,7 @@ def check_exact_delta(name, model, batch, inst, tiny, exact, rounded) -> str:
         return (
             f"yes, by exact_delta, in {len(inst.sites) - len(left)} of {len(inst.sites)}; the"
             " others run a kernel of PyTorch's on the CPU that does not allow it:"
-            f" {NO_EXACT_DELTA[name]}"
+            f" it {NO_EXACT_DELTA[name]}"
         )
     assert torch.equal(switched["loss"], rounded["loss"]), "the forward is PyTorch's"
     assert 0 < distance(switched, exact) <= 2 * distance(rounded, exact)
