@@ -67,7 +67,8 @@ class Measurement:
         self.audits = Audits(settings.num_audited_heads)
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
-        # The sites on this rank, by number.
+        # The sites on this rank, and their heads, by number.
+        self._sites: dict[int, Site] = {}
         self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
         # Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
@@ -97,7 +98,7 @@ class Measurement:
         if site is None or len(own) != call.q.size(1) or site.is_sharded:
             return
         if self.plan.norms:
-            self._origins.consume(self._instrumentation.candidates[site.name], call)
+            self._origins.consume(self._sites[call.site], call)
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
@@ -250,7 +251,8 @@ class Measurement:
         """Gives the sites their places in the metric, and layer numbers to those without one."""
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
-        self._own_heads = {site.number: site.own_heads for site in sites.values()}
+        self._sites = {site.number: site for site in sites.values()}
+        self._own_heads = {number: site.own_heads for number, site in self._sites.items()}
         # Ranks that share heads get the same batch. In layers where each rank has all heads, they
         # make the same calls.
         most = max((site.parts for site in sites.values()), default=1)
