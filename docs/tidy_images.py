@@ -3,12 +3,10 @@ r"""Keeps of the docs' images those that a page shows, in 256 colours, which loo
 These commands make them:
 
     guardbit demo --run-dir runs/demo
-    guardbit report runs/demo --output docs/images/demo --format png
-    guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz \
-        --output docs/images/failing --format png
-    guardbit report guardbit/recorded/lost --output docs/images/lost --format png
-    guardbit report guardbit/recorded/{lost,switched} \
-        --output docs/images/lost_and_switched --format png
+    guardbit report runs/demo --output docs/images/demo
+    guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz --output docs/images/failing
+    guardbit report guardbit/recorded/lost --output docs/images/lost
+    guardbit report guardbit/recorded/{lost,switched} --output docs/images/lost_and_switched
     guardbit demo --recorded --run-dir runs/recorded
     python docs/report_screenshot.py runs/recorded/lost.html docs/images/reports/lost.png
     python docs/live_screenshot.py guardbit/recorded/lost docs/images/live.png
@@ -27,6 +25,8 @@ DOCS = Path(__file__).parent
 
 def main() -> None:
     """Removes what no page shows, and reduces the rest where that makes it smaller."""
+    for path in (DOCS / "images").glob("*/*_figures/*.png"):  # of reports
+        path.replace(path.parents[1] / path.name)
     pages = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     shown = {DOCS / name for name in re.findall(r"\]\((?:docs/)?(images/[^)]+)\)", text)}

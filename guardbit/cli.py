@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import io
 import json
 import math
@@ -157,13 +156,6 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     return dataclasses.replace(run, events=events, metadata={"events": REPLAYED})
 
 
-class ReportFormat(enum.StrEnum):
-    """The formats of `guardbit.dashboards.report`, which is imported when a report is written."""
-
-    html = "html"
-    png = "png"
-
-
 @app.command()
 def report(
     paths: Annotated[
@@ -179,13 +171,6 @@ def report(
             help="File or folder; by default the folder of the run or CSV; of several, this one."
         ),
     ] = None,
-    format: Annotated[
-        ReportFormat,
-        typer.Option(
-            help="One page that opens offline, with its figures beside it; or a folder of the "
-            "figures alone."
-        ),
-    ] = ReportFormat.html,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -198,8 +183,8 @@ def report(
     """Write the report of a run, or of several side by side."""
     if as_json:
         with user_errors(OSError, ValueError):
-            if output is not None or format is not ReportFormat.html:
-                raise ValueError("--json writes no report: leave --output and --format out")
+            if output is not None:
+                raise ValueError("--json writes no report: leave --output out")
             runs = [load(path) for path in paths]
             outcomes = [
                 {"run": str(path), **json_of(run.judgement, run)}
@@ -211,11 +196,11 @@ def report(
     from guardbit.store.files import names_of_runs
 
     with user_errors(OSError, ValueError):
-        place = _report_path(paths, output, format)
+        place = _report_path(paths, output)
         named = zip(names_of_runs(paths), paths, strict=True)
         runs = [dataclasses.replace(load(path), name=name) for name, path in named]
         with writing_to(place, "give another folder by --output, or use --json"):
-            written = write_reports(runs, place, format=format.value)
+            written = write_reports(runs, place)
     for run in runs:  # not to stdout, which has the place alone
         resumed = f" The run was {run.resumed}." if run.resumed else ""
         said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
@@ -223,14 +208,11 @@ def report(
     typer.echo(printable(str(written)))
 
 
-def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
-    """Where a report goes: a file, or the folder of the PNGs."""
-    name = "report" if len(paths) == 1 else "comparison"
-    name += "_pictures" if format is ReportFormat.png else ".html"
+def _report_path(paths: Sequence[Path], output: Path | None) -> Path:
+    name = "report.html" if len(paths) == 1 else "comparison.html"
     if output is not None:
         # A name without a suffix is a folder's, whether it exists already or not.
-        is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)
-        return output / name if is_folder else output
+        return output / name if output.is_dir() or not output.suffix else output
     if len(paths) > 1:
         if Path(name).exists():
             raise ValueError(f"{name} is there already: --output {name} overwrites it")

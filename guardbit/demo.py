@@ -34,7 +34,7 @@ WIDTH = NUM_HEADS * HEAD_DIM
 BAD_LAYER, BAD_HEAD = 1, 2
 BAD_SITE = f"h.layers.{BAD_LAYER}.self_attn"
 SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
-NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 10
+NUM_STEPS, WARMUP_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 100, 10
 
 _MODEL = (
     f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
@@ -51,10 +51,8 @@ HEALTHY_INTRODUCTION = f"{_MODEL}No head is touched, so no alarm should be raise
 class SmallGPT(pl.LightningModule):
     """A byte-level GPT of PyTorch's own layers."""
 
-    def __init__(self, learning_rate: float = 1e-3, warmup_steps: int = 100) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.learning_rate = learning_rate
-        self.warmup_steps = warmup_steps
         self.wte = nn.Embedding(256, WIDTH)
         self.wpe = nn.Embedding(CONTEXT, WIDTH)
         layer = nn.TransformerEncoderLayer(
@@ -86,10 +84,10 @@ class SmallGPT(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up."""
         optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            self.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps)
+            optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS)
         )
         return {
             "optimizer": optimizer,

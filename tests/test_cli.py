@@ -374,7 +374,7 @@ def test_runs_are_called_after_their_log_directories(tmp_path, plain_run):
     assert f"<span>{above}/version_0</span>" in (tmp_path / "one.html").read_text()
 
 
-def test_a_report_goes_beside_the_data_or_where_told(plain_run, small_run, tmp_path):
+def test_a_report_goes_beside_the_data_or_where_told(plain_run, tmp_path):
     csv = tmp_path / "small.csv.gz"
     lines = [f"{step},,-1,-1,loss,3.0\n" for step in range(0, 100, 20)]
     csv.write_bytes(gzip.compress((HEADER + "".join(lines)).encode()))
@@ -383,26 +383,18 @@ def test_a_report_goes_beside_the_data_or_where_told(plain_run, small_run, tmp_p
         (csv, ("--output", tmp_path), tmp_path / "report.html"),
         (plain_run, ("--output", tmp_path / "out"), tmp_path / "out" / "report.html"),
         (plain_run, ("--output", tmp_path / "a.html"), tmp_path / "a.html"),
-        (plain_run, ("--output", tmp_path / "o", "--format", "html"), tmp_path / "o/report.html"),
-        (plain_run, ("--format", "html"), plain_run / "report.html"),
-        (small_run, ("--output", tmp_path / "p", "--format", "png"), tmp_path / "p"),
-        (small_run, ("--format", "png"), small_run / "report_pictures"),
+        (plain_run, (), plain_run / "report.html"),
     ]:
         result = invoke("report", run, *arguments)
         assert (result.exit_code, result.stdout) == (0, f"{place}\n")
         assert place.exists()
     assert (tmp_path / "a.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert (tmp_path / "p" / "story.png").is_file()
-    nothing = invoke("report", plain_run, "--format", "png")
-    check_refused(nothing, "The run recorded nothing that a figure shows.")
 
 
 @pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm", "page.md", "page.pdf"])
-def test_a_name_that_means_no_format_of_reports_is_refused(plain_run, tmp_path, name):
-    message = f"{name} is named as none of the formats of a report (.html, or a folder"
+def test_a_name_that_means_another_format_is_refused(plain_run, tmp_path, name):
+    message = f"{name} must end in .html, or be a folder"
     check_refused(invoke("report", plain_run, "--output", tmp_path / name), message)
-    chosen = ("--format", "html", "--output", tmp_path / name)
-    check_refused(invoke("report", plain_run, *chosen), message)
     assert list(tmp_path.iterdir()) == []
     # What exists is a folder, whatever it is called.
     (tmp_path / name).mkdir()

@@ -278,7 +278,6 @@ class LiveRuns:
                 self._say_once(f"cannot read {run.path}: {error!r}")
 
     def rows(self) -> Json:
-        """Returns the rows of the list."""
         rows = [{"id": number, **run.row()} for number, run in enumerate(list(self._runs))]
         return {"folder": str(self.folder), "runs": rows}
 
@@ -290,7 +289,6 @@ class LiveRuns:
         return self._runs[number]
 
     def overlay(self, numbers: Sequence[int]) -> Json:
-        """Returns the curves of some runs, for one chart."""
         if len(numbers) > MOST_OVERLAID:
             raise ValueError(f"{MOST_OVERLAID} runs at most are drawn at once, got {len(numbers)}")
         numbers = list(dict.fromkeys(numbers))

@@ -87,7 +87,6 @@ class LoadedRun:
 
     @property
     def plot(self) -> Plots:
-        """Its figures."""
         return Plots(self)
 
     @property

@@ -110,7 +110,6 @@ class RunPage:
         return {**self._state, **at_step}
 
     def head(self, layer: int, head: int) -> Json:
-        """Returns every indicator of one head."""
         run, history = self.run, self.run.history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
@@ -260,12 +259,10 @@ class RunPage:
         return worst
 
     def _notable(self) -> list[Head]:
-        """The alarmed heads, then those that are farthest above their baseline."""
         worst = [(head["layer"], head["head"]) for head in self._state["worst"]]
         return list(dict.fromkeys([*self.run.first("alarm"), *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
-        """Quantiles over heads by bucket."""
         history = self.run.history
         middle = history.high[indicator][history.known]
         if indicator not in EXCESS_INDICATORS:

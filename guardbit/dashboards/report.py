@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import jinja2
 import pandas as pd
@@ -36,8 +35,6 @@ from guardbit.dashboards.page import (
 from guardbit.dashboards.tables import SAMPLES_AVERAGED, rows_of
 from guardbit.judgement import Judgement
 
-Format = Literal["html", "png"]
-FORMATS: tuple[Format, ...] = ("html", "png")
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
     ("loss", "Training loss", "loss"),
@@ -55,18 +52,17 @@ FEWEST_SHARED = 20
 PICTURES = tuple(f"runs_{overlay[0]}" for overlay in OVERLAYS)
 
 
-def write_reports(
-    runs: Sequence[LoadedRun], output: str | Path, *, format: Format = "html"
-) -> Path:
+def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
     """Writes the report of one run, or of two to four side by side."""
     output = Path(output)
     if not runs:
         raise ValueError("A report needs at least one run, got none.")
-    _check_place(output, format)
+    if output.is_dir():
+        raise ValueError(f"The report needs the path of an HTML file, but {output} is a folder.")
+    if output.suffix.lower() not in ("", ".html"):
+        raise ValueError(f"A report is an HTML file: {output} must end in .html, or be a folder.")
     shown = document.document_of(runs[0]) if len(runs) == 1 else compared(runs)
-    if format == "png" and not shown["pictures"]:
-        raise ValueError("The run recorded nothing that a figure shows.")
-    folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
+    folder = output.with_name(f"{output.stem}_figures")
     pictures = {folder / f"{name}.png": figure for name, figure in shown["pictures"].items()}
     _refuse_links(output, folder, *pictures)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,26 +72,8 @@ def write_reports(
             (folder / f"{name}.png").unlink(missing_ok=True)
     for path, figure in pictures.items():
         figure.savefig(path, dpi=STYLE["savefig.dpi"])
-    if format == "html":
-        output.write_text(_page(shown, folder.name), encoding="utf-8")
+    output.write_text(_page(shown, folder.name), encoding="utf-8")
     return output
-
-
-def _check_place(output: Path, format: Format) -> None:
-    if format == "png" and output.is_file():
-        raise ValueError(f"PNGs need a folder to be written to, but {output} is a file.")
-    if format == "html" and output.is_dir():
-        raise ValueError(f"The report needs the path of an HTML file, but {output} is a folder.")
-    meant = output.suffix.lower().removeprefix(".")
-    if meant in FORMATS and meant != format:
-        raise ValueError(
-            f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
-            f" the format {meant!r}, or another name."
-        )
-    if format == "html" and meant not in ("", "html"):
-        raise ValueError(
-            f"{output} is named as none of the formats of a report (.html, or a folder of PNGs)."
-        )
 
 
 def _refuse_links(*paths: Path) -> None:
@@ -127,7 +105,6 @@ def _page(shown: Document, folder: str) -> str:
 
 
 def compared(runs: Sequence[LoadedRun]) -> Document:
-    """Two runs or more side by side."""
     titles = [run.name for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
@@ -202,7 +179,6 @@ def _worst_head(run: LoadedRun) -> str:
 
 
 def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
-    """The samples from the fork on."""
     frame = run.recorded.samples
     return frame if fork is None else rows_of(frame, frame["step"] >= fork)
 

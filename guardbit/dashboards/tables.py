@@ -58,7 +58,6 @@ class RunSoFar:
             self.history.add(str(name), *(column[chosen] for column in columns))
 
     def judge(self) -> Judgement:
-        """Judges the run so far, or at its end."""
         return judge(self.evidence, self.events, self.metadata, self.ended, self.diagnosed)
 
     @property
@@ -90,7 +89,6 @@ class RunSoFar:
         }
 
     def stabilizers(self, until: float = math.inf) -> dict[Head, str]:
-        """Every head that was switched -> the stabilizer that it has."""
         return {head: event.stabilizer for head, event in self.last_switches(until).items()}
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
@@ -119,7 +117,6 @@ class Recorded(RunSoFar):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first and the last recorded step."""
         return self.evidence.steps or (0, 0)
 
     @cached_property
@@ -133,11 +130,9 @@ class Recorded(RunSoFar):
         return dict(zip(map(int, layers["layer"]), layers["site"], strict=True))
 
     def by_head(self, indicator: str) -> pd.DataFrame:
-        """One indicator with a row a step and a column a head; NaN where none was measured."""
         return by_head(self._rows_of(indicator), indicator)
 
     def of_run(self, indicator: str) -> pd.Series:
-        """An indicator of the whole run (`loss`, `grad_norm`) by step."""
         return of_run(self._rows_of(indicator), indicator)
 
     def _rows_of(self, indicator: str) -> pd.DataFrame:
@@ -154,7 +149,6 @@ class Recorded(RunSoFar):
         return Counter(layer for layer, _ in self.history.heads)
 
     def first_step(self, mark: Mark) -> int | None:
-        """The step of the first mark on any head, None if there is none."""
         return next((event.step for event in self.first(mark).values()), None)
 
     @cached_property

@@ -71,7 +71,6 @@ EXACT = Arithmetic()
 
 
 def truncate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds towards zero."""
     nearest = round_nearest(x, dtype)
     # One less in the bits, which hold sign and magnitude, is one step towards zero.
     too_large = (nearest.to(x.dtype).abs() > x.abs()).to(torch.int16)
@@ -115,14 +114,12 @@ class HeadInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are known, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def on_host(self) -> HeadInputs:
         return replace(self, **{name: value.cpu() for name, value in self.tensors.items()})
 
     def take(self, place: slice | Tensor) -> HeadInputs:
-        """Returns some rows of the head, with all keys."""
         by_row = ("q", "d_out", "mask", "out", "dq")
         changed = {name: x[:, place] for name, x in self.tensors.items() if name in by_row}
         changed |= {name: getattr(self, name)[place] for name in ("rows", "first", "end")}
@@ -231,7 +228,6 @@ class Chunk:
 
     @property
     def own_out(self) -> Tensor | None:
-        """The kernel's own output in FP64, if it is known."""
         return None if self.head.out is None else self.wide("out")
 
     @cached_property
@@ -284,7 +280,6 @@ class Chunk:
 
     @cached_property
     def exact(self) -> Pass:
-        """The pass without any rounding."""
         return self.run(EXACT.without("delta"))
 
     @cached_property
@@ -305,7 +300,6 @@ class Chunk:
         return self.backward(arithmetic, numerators / total, out)
 
     def backward(self, arithmetic: Arithmetic, p: Tensor, out: Tensor) -> Pass:
-        """Runs the backward of a P and an O."""
         dtype = self.head.q.dtype
         dp = arithmetic.rounded("dP", self.d_probabilities, dtype)
         if arithmetic.delta == "output":

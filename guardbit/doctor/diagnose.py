@@ -120,12 +120,10 @@ class Measures:
 
     @property
     def summed(self) -> float:
-        """Norm of E."""
         return float(self.matrix.norm())
 
     @property
     def is_saturated(self) -> bool:
-        """Whether the exact dQ has all but vanished."""
         return self.exact_part < _SATURATED
 
     @property

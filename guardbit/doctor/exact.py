@@ -118,7 +118,6 @@ def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
 
 @torch.no_grad()
 def exactly(call: ExaminedCall, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
-    """Computes a unit of a call in FP64."""
     spec, head = call.spec, head_of_unit(call, unit)
     rows, keys = call.sizes[2:]
     q, k, v, d_out = (x.double() for x in (head.q, head.k[0], head.v[0], head.d_out))
@@ -225,7 +224,6 @@ class Gap(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """What the unit of the tensor is in FP64."""
         return self.exact.values[self.tensor]
 
 

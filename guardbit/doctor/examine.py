@@ -237,7 +237,6 @@ class Examination:
 
     @property
     def delta(self) -> str:
-        """Where the backward takes delta from."""
         fit = self._delta_fit
         if fit is None:
             return "unknown"

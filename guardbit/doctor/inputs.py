@@ -73,7 +73,6 @@ class ExaminedCall(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
         return self.q.size(1) // self.k.size(1)
 
 

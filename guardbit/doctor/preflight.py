@@ -130,7 +130,6 @@ class Examiner:
         self.packed(shape, mask, dtype_name)
 
     def packed(self, shape: Shape, mask: str, dtype_name: str) -> None:
-        """Examines the engines of packed sequences."""
         packed = packed_spec(shape, mask, self.device)
         if packed is not None:
             spec, long = packed
@@ -285,7 +284,6 @@ class KnownFault:
 
 
 def known_faults() -> list[KnownFault]:
-    """Reads the combinations of versions that are known to be bad, with sources."""
     text = files("guardbit.doctor").joinpath("known_faults.toml").read_text(encoding="utf-8")
     return [KnownFault(**fault) for fault in tomllib.loads(text)["fault"]]
 

@@ -51,7 +51,6 @@ def snapshot_files(folder: Path) -> dict[int, Path]:
 
 
 def read_snapshots(folder: Path) -> list[KeptHead]:
-    """Reads the snapshots of a run, in the order of their steps."""
     names = [field.name for field in fields(HeadInputs)]
     found = []
     for step, path in snapshot_files(folder).items():

@@ -89,7 +89,6 @@ def explain(preflight: Preflight) -> Iterator[str]:
 
 
 def _some(places: Sequence[str]) -> str:
-    """Returns the first three places, and how many more there are."""
     more = f" and {len(places) - 3} more" if len(places) > 3 else ""
     return "; ".join(places[:3]) + more
 

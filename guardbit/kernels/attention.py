@@ -151,8 +151,8 @@ def flash_attention(
     inside = runtime.is_inside_site()
     site = runtime.current if inside else _NO_SITE_TENSOR
     if inside and not torch.compiler.is_compiling():
-        for listener in runtime.call_listeners:
-            listener(q, k, v)
+        if runtime.on_flash_call is not None:
+            runtime.on_flash_call(q, k, v)
         site = runtime.here()
     out, lse = op.attention(
         Call(

@@ -151,16 +151,10 @@ def _over_tiles(
     def evaluated(*tile: Tensor) -> Tensor:
         *scores, heads, rows, columns = tile
         batches = torch.arange(batch, device=heads.device)
-        with _indexing_mode()():
+        with private.flex_indexing():  # lets tensors be indexed by vmapped positions
             return function(*scores, batches, heads, rows, columns, *closed)
 
     return evaluated
-
-
-@cache
-def _indexing_mode() -> Any:
-    """Lets tensors be indexed by vmapped positions, as FlexAttention does."""
-    return private.flex_indexing
 
 
 def _result(graph: GraphModule) -> Any:

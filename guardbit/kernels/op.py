@@ -140,7 +140,6 @@ def attention_at_site(
 
 
 def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a gradient of the call will be asked for."""
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
@@ -266,7 +265,6 @@ _BY_PYTORCH_CODE = 2
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _encoded(ran: Ran) -> Tensor:
-    """Encodes a `Ran` as `Saved.ran_codes`."""
     backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
     how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
     facts = backend.value, ran.shares_backward, how
@@ -287,7 +285,6 @@ def _stabilizer_names(codes: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def ran_of(call: Call, saved: Saved) -> Ran:
-    """Decodes the `Ran` of a forward."""
     q = call.q
     return _decoded(tuple(read(saved.ran_codes)), call.library, q.is_cuda, q.size(-1))
 
@@ -407,7 +404,6 @@ _BY_PYTORCH = AutogradEngine(SDPBackend.MATH, is_forced=False)
 
 
 def _forward_by_pytorch(call: Call) -> Saved:
-    """Computes a call by PyTorch's function."""
     if not _has_original(call):
         return _forward(call)
     q, k, v, spec = call[:4]
@@ -429,7 +425,6 @@ def _forward_by_pytorch(call: Call) -> Saved:
 
 @guard.function(runtime.tell_fault, otherwise=_forward_by_pytorch)
 def run_forward(call: Call) -> Saved:
-    """Runs the forward."""
     try:
         return drawing_once(partial(_forward, call), call.q.device, call.spec.dropout_p > 0)
     except Exception as error:
@@ -493,7 +488,6 @@ def _report(
 
 
 def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    """Computes the gradients of a call by PyTorch's function."""
     ran, inputs = ran_of(call, saved), inputs_of(call, saved.random, saved.generator_state)
     # Only GuardBit knows what its own forward dropped.
     if not ran.by_pytorch and (not _has_original(call) or inputs.drawn is not None):
@@ -607,7 +601,6 @@ def _below_autograd(call: Call, by_op: bool) -> Saved:
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Whether one of the tensors has a forward-mode tangent."""
     if private.forward_level() < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)

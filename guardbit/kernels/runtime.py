@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -239,7 +239,6 @@ class SiteState:
         self._setting = _Setting(None, at_rest=True)
 
     def succeed(self) -> None:
-        """Records that switched heads ran as they should."""
         self.failure = None
 
     def fall_back(self, error: Exception) -> None:
@@ -283,7 +282,7 @@ class Runtime:
         self.running: list[Tensor] = []  # numbers, outermost first
         self._owner: _Owner = _NOBODY
         # Called with the tensors of every eager `flash_attention` inside an instrumented module.
-        self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
+        self.on_flash_call: Callable[[Tensor, Tensor, Tensor], Any] | None = None
         self.keeps_residuals = True  # see `keep_residuals`
         self._wishes: dict[Hashable, bool] = {}
         self.is_at_rest = False  # see `rest`
@@ -327,11 +326,9 @@ class Runtime:
     # --- which of them are running ---------------------------------------------------------------
 
     def enter(self, site: Tensor) -> None:
-        """Records that a module begins to run."""
         self.running.append(site)
 
     def leave(self) -> None:
-        """Records that the module that began last has ended."""
         self.running.pop()
 
     def begin(self, caller: FrameType) -> None:
@@ -339,7 +336,6 @@ class Runtime:
         self._owner = (threading.get_ident(), caller)
 
     def end(self) -> None:
-        """Records that the outermost module has ended."""
         self._owner = _NOBODY  # a frame keeps the inputs and the output of its module
 
     def leave_all(self) -> None:
@@ -367,7 +363,6 @@ class Runtime:
         return self.running[-1]
 
     def is_inside_site(self) -> bool:
-        """Whether the caller runs inside an instrumented module."""
         return len(self.running) > 0 and (
             torch.compiler.is_compiling()
             or (not self.is_other_thread() and not is_traced() and self.is_owner_running())
@@ -378,7 +373,6 @@ class Runtime:
         return threading.get_ident() != self._owner[0] and not is_recomputing()
 
     def is_owner_running(self) -> bool:
-        """Whether the outermost module is still running."""
         thread, outermost = self._owner
         if thread == threading.get_ident():
             frame = sys._getframe()
@@ -389,15 +383,6 @@ class Runtime:
         return frame is not None
 
     # --- what all calls share --------------------------------------------------------------------
-
-    def listen(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Adds a function to `call_listeners`."""
-        self.call_listeners.append(listener)
-
-    def unlisten(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Removes a function from `call_listeners`, if it is there."""
-        with suppress(ValueError):
-            self.call_listeners.remove(listener)
 
     def keep_residuals(self, asker: Hashable, is_wanted: bool | None) -> None:
         """Says for `asker` whether compiled calls may be asked for "compensated"; None retracts."""
@@ -431,7 +416,6 @@ class Runtime:
             self._resting[asker] = at_rest
 
     def tell_fault(self, error: Exception) -> None:
-        """Reports that a part of GuardBit failed in a call."""
         self.on_fault(error)
 
 
@@ -455,7 +439,6 @@ def read(numbers: Tensor) -> Any:
 
 
 def number_of(site: Tensor) -> int:
-    """Returns the number of a site."""
     return read(site)
 
 

@@ -161,6 +161,5 @@ def _check_documents(documents: Documents) -> None:
 
 
 def check_causal(causal: Causal) -> None:
-    """Raises unless the value is a `Causal`."""
     if causal not in (False, True, "top-left"):
         raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')

@@ -144,7 +144,6 @@ class Exchange:
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Joins the samples of ranks with different parts of a model."""
     samples: dict[tuple[int, str, str], Sample] = {}
     for sample in (sample for part in parts for sample in part):
         key = sample.step, sample.site, sample.indicator

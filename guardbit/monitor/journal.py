@@ -104,7 +104,6 @@ class Findings:
 
     @property
     def alarms(self) -> list[Alarm]:
-        """The first alarm of each rule and module."""
         return [alarm for alarm in self.first.values() if not alarm.role.is_advisory]
 
     def events(self) -> Iterator[Event]:
@@ -299,7 +298,6 @@ class Journal:
             self._try_to_write()
 
     def _is_kept(self) -> bool:
-        """Whether what is recorded now will be written, at once or later."""
         is_open = self._dirpath is not None and not self._is_closed
         return is_open and "store" not in self._stages.off
 

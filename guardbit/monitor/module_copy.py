@@ -129,7 +129,6 @@ def _unread() -> Iterator[Any]:
 
 
 def _copied(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Copies a module with given parameters; other floating tensors get a dtype."""
     num_bytes = 0
 
     def copied_tensor(x: Tensor, memo: dict[int, Any]) -> Tensor:

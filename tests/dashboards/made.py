@@ -32,8 +32,8 @@ def journal(*events):
     )
 
 
-def write_report(samples, events, metadata, output, *, title="Training run", format="html"):
-    return write_reports([LoadedRun(title, samples, events, metadata or {})], output, format=format)
+def write_report(samples, events, metadata, output, *, title="Training run"):
+    return write_reports([LoadedRun(title, samples, events, metadata or {})], output)
 
 
 def wait(page, expression):

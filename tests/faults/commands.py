@@ -28,12 +28,12 @@ VALUES = (
     "-", "--", "a\nb", "\x1b[2J", "ünïcode", "../..", "*", "x" * 5000, "head_growth.norm=nan",
     "head_growth.norm=0.1", "head_growth.norm", "gradient_error.stakes=1", "=", "h.0:1", "h.0:-1",
     ":", "1,2,3", "2,4,2,16,16", "2,4,3,16,16", "0,0,0,0,0", "9,9,9,9,999999999", "causal",
-    "window:0", "window:-1", "window:x", "bf16", "int8", "html", "png", "pdf",
+    "window:0", "window:-1", "window:x", "bf16", "int8",
 )  # fmt: skip
 
 #: Command -> its options, each with whether it takes a value.
 OPTIONS = {
-    "report": {"--output": True, "--format": True, "--json": False, "--frobnicate": True},
+    "report": {"--output": True, "--json": False, "--frobnicate": True},
     "replay": {"--json": False, "--threshold": True},
     "diagnose": {"--head": True, "--json": False},
     "doctor": {"--shape": True, "--mask": True, "--dtype": True, "--json": False},

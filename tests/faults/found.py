@@ -36,7 +36,13 @@ FOUND = (
     Place("plain loop", SystemExit, "monitor/sites.py", "installation.install(", 0),
     Place("plain loop", MemoryError, "monitor/interception/installation.py", "_needed_by.add(", 0),
     Place("plain loop", MemoryError, "monitor/schedule.py", "self.last_ended = self.step", 3),
-    Place("plain loop", KeyboardInterrupt, "kernels/runtime.py", "self.call_listeners.remove(", 0),
+    Place(
+        "plain loop",
+        KeyboardInterrupt,
+        "monitor/interception/references.py",
+        "self._put(self.now",
+        0,
+    ),
     Place("switched: exact_delta", RuntimeError, "monitor/session.py", "undo_all([partial(", 0),
     Place("switched: exact_delta", OverflowError, "monitor/session.py", "_bracket(partial(", 3),
     Place("hugging face", OSError, "callbacks/huggingface.py", 'end(self, "finished")', 0),
@@ -67,7 +73,7 @@ FOUND = (
     Place("dropout", OSError, "monitor/interception/installation.py", "push(site, again", 0),
     # The compiler gave up at the first error.
     Place("compiled", MemoryError, "monitor/interception/seen.py", "known.entry = entry", 0),
-    Place("compiled", OverflowError, "kernels/op.py", "forward_ad._current_level < 0", 2),
+    Place("compiled", OverflowError, "kernels/op.py", "private.forward_level() < 0", 2),
 )
 
 

@@ -95,11 +95,3 @@ def test_room_is_kept_as_long_as_one_wants_it_or_nobody_has_said(own):
     assert not own.keeps_residuals
     own.keep_residuals("refuses", None)
     assert own.keeps_residuals
-
-
-def test_a_listener_is_there_until_it_is_taken_back(own):
-    own.listen(print)
-    assert own.call_listeners == [print]
-    own.unlisten(print)
-    own.unlisten(print)
-    assert own.call_listeners == []

@@ -90,7 +90,6 @@ def model_map(run: Recorded, step: int | None = None) -> Figure | None:
 def draw_model_map(
     cells: np.ndarray, step: int, alarmed: Sequence[Head], stabilized: Sequence[Head]
 ) -> Figure:
-    """Draws the model map from each head's excess."""
     height = float(np.clip(0.115 * len(cells), style.PANEL_HEIGHT, 9.2))
     figure, (axes,) = style.canvas(f"Model map at step {step:,}", panel_height=height)
     mesh = axes.pcolormesh(

@@ -170,7 +170,6 @@ def finish(all_axes: Sequence[Axes], run: Recorded, steps: tuple[int, int] | Non
 
 
 def set_steps(axes: Axes, first: int, last: int) -> None:
-    """Sets the range of steps and their ticks."""
     axes.set_xlim(first, max(last, first + 1))
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))

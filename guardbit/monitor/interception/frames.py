@@ -105,7 +105,6 @@ def site_of(module: nn.Module) -> Tensor:
 
 
 def site_number(module: nn.Module) -> int:
-    """Returns what `site_of` does, as a number."""
     return number_of(site_of(module))
 
 

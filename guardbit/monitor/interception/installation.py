@@ -107,8 +107,7 @@ def install(user: object) -> None:
             _replace(config, name, _Limit(5 * getattr(config, name)))
     if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    _restore.append(partial(runtime.unlisten, note_flash_call))
-    runtime.listen(note_flash_call)
+    _replace(runtime, "on_flash_call", note_flash_call)
 
 
 @guarded

@@ -147,7 +147,6 @@ def _of(key: _Key) -> _Known:
 
 
 def _traced(number: int, module: nn.Module) -> tuple[_Known, _Known]:
-    """What is known of a site and of its type."""
     return _known.get(number, _NOTHING), _known.get(type(module), _NOTHING)
 
 
@@ -365,7 +364,6 @@ def _read_inputs(context: Any) -> None:
 
 @guard.function(report)
 def _read_call(context: Any) -> None:
-    """Runs while `note_traced_call` is traced."""
     try:
         # Modules around the traced code, entered before the tracing began.
         for frame in frame_stack:

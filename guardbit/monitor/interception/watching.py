@@ -123,7 +123,6 @@ def hand_to_observer(
     stabilizers: tuple[str, ...],
     **known: Any,
 ) -> None:
-    """Hands what is known of a call to the observer of its site, if it has one."""
     observer = runtime.site(number).observer
     if observer is None:
         return

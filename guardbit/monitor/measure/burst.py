@@ -157,7 +157,6 @@ class Burst:
             self._unhook = None
 
     def fail(self) -> None:
-        """Ends it after an error of GuardBit's."""
         if self.why_not == _NOT_OVER:
             self.why_not = "an error of GuardBit's ended it"
         self.stop()

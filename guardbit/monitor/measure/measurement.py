@@ -118,7 +118,6 @@ class Measurement:
         return replace(view, audited=audited, directions=directions.to(call.q.device))
 
     def discard(self) -> None:
-        """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
         self._origins.forget()
 
@@ -400,7 +399,6 @@ class Transfer:
         return self._event is not None
 
     def read(self) -> list[Tensor]:
-        """Returns the numbers on the host, one-dimensional."""
         if self._event is not None:
             self._event.synchronize()
         parts = zip(self._order, self._host.split(self._sizes), strict=True)
@@ -477,7 +475,6 @@ class AttentionMetric:
         return AttentionMetric(self.probes, *self.shape)
 
     def reduce(self) -> None:
-        """Adds up what all ranks have seen, on the host; all of them call it."""
         if ranks.world_size() > 1:
             self.sums, self.maxima = ranks.reduced(self.sums, self.maxima)
 
