@@ -29,12 +29,10 @@ class Schedule:
         self.last_ended: int | None = None
         self.is_sampled = False  # whether the step that has begun is
         self._has_any_ended = False
-        # For the warnings: the steps that began first and last, abandoned or not, and what became
-        # of the last.
-        self._first = -1
+        # For the warnings: the step that began last, abandoned or not, and what became of it.
         self._last: int | None = None
         self._is_open = self._was_abandoned = False
-        self._not_ended = self._repeated = self._returns = self._batches = 0
+        self._not_ended = self._repeated = self._batches = 0
         self._warned: set[str] = set()
 
     def begin(self, step: int) -> None:
@@ -101,7 +99,8 @@ class Schedule:
                 f"step {step} begins after step {self.last_ended} has ended: samples of one number"
                 " replace each other, but sums over the run (delta_bias_cumulative) and the rules'"
                 " baselines keep the steps that were thrown away, unless the session loads the"
-                " state that it had before them (load_state_dict)",
+                " state that it had before them (load_state_dict); pass the number of the"
+                " optimizer step, which grows over all epochs",
             )
         if not (self._is_open and step == self._last):
             self._not_ended += self._is_open
@@ -121,16 +120,6 @@ class Schedule:
                 "repeated",
                 f"step {step} has begun and ended {_IN_A_ROW - 1} times, and begins again: it is"
                 " measured once only; pass the number of the optimizer step, which grows",
-            )
-        if self._last is None:
-            self._first = step
-        elif step == self._first < self._last:
-            self._returns += 1
-        if self._returns == 2:  # once may be to older weights
-            self._once(
-                "anew",
-                f"step {step} begins again after step {self._last}: samples of one number replace"
-                " each other; pass the number of the optimizer step, which grows over all epochs",
             )
         self._last, self._is_open, self._was_abandoned = step, True, False
 

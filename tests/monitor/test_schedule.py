@@ -130,16 +130,14 @@ def test_a_number_that_does_not_move_is_told_once(schedule, said):
     assert line.startswith("step 7 has begun and ended 2 times, and begins again")
 
 
-@pytest.mark.parametrize("epochs", [2, 5])
-def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said, epochs):
-    for _ in range(epochs):
+def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said):
+    for _ in range(5):
         for step in (5, 6, 7):
             schedule.begin(step)
             schedule.end()
-    assert said[0].startswith("step 5 begins after step 7 has ended: samples of one number replace")
-    assert "delta_bias_cumulative" in said[0]
-    told = ["step 5 begins again after step 7: "] * (epochs > 2)  # one return is to older weights
-    assert [line[: len(told[0])] for line in said[1:]] == told
+    (line,) = said
+    assert line.startswith("step 5 begins after step 7 has ended: samples of one number replace")
+    assert "delta_bias_cumulative" in line and "which grows over all epochs" in line
 
 
 def test_a_loop_that_loads_its_state_is_not_set_back(schedule, said):
