@@ -1,22 +1,20 @@
 """Writes what `guardbit doctor` finds of engines x shapes x masks as CSV, one line a tensor.
 
-    PYTHONPATH=. python benchmarks/preflight.py --csv FILE [--seconds 60] [--flex-seconds 60]
+    PYTHONPATH=. python benchmarks/preflight.py --csv FILE [--seconds 60]
 
 A line is the largest over all kinds of inputs; `inputs` is the kind where it is. `error` is the
 relative L2 error on inputs as drawn. What was not examined has a line with the reason.
-FlexAttention is examined at one shape, as it is compiled for it.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.common import write
 from guardbit.doctor import text
 from guardbit.doctor.inputs import DTYPES, parse_shape
-from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, Preflight, this_machine
+from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, this_machine
 
 #: What no examination can say, and why.
 UNEXAMINED = (
@@ -25,28 +23,17 @@ UNEXAMINED = (
 )
 
 
-def joined(first: Preflight, second: Preflight) -> Preflight:
-    """Puts two examinations together."""
-    pairs = ((getattr(first, f.name), getattr(second, f.name)) for f in fields(Preflight))
-    return Preflight(*(a | b if isinstance(a, dict) else a + b for a, b in pairs))
-
-
 def main() -> None:
     """Examines, and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--flex-seconds", type=float, default=60)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     arguments = parser.parse_args()
     machine = this_machine()
     shapes = [parse_shape(shape) for shape in COMMON[machine.device]]
     examiner = Examiner(machine.device, arguments.seconds)
     result = examiner.shapes(shapes, COMMON_MASKS, arguments.dtype)
-    flex = Examiner(machine.device, arguments.flex_seconds)
-    for mask in COMMON_MASKS:
-        flex.flex(shapes[0], mask, arguments.dtype)
-    result = joined(result, flex.result)
     for why in UNEXAMINED:
         result.not_examined[f"not examined: {why}"] = ["all engines"]
     versions = {name: machine.versions.get(name, "") for name in ("torch", "cudnn", "triton")}

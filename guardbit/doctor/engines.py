@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import math
 import warnings
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cached_property
 from importlib.util import find_spec
 
 import torch
@@ -19,7 +18,6 @@ from guardbit.kernels.attention import flash_attention
 from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
 from guardbit.kernels.engines.libraries import VarlenCuDNN, as_given, varlen_runs_on_cudnn
-from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier
 
 #: Tensors that an engine returned, by `guardbit.doctor.exact.TENSORS`.
@@ -36,82 +34,30 @@ _BACKENDS = (
 )
 
 
-class Differentiated(Engine):
-    """A function under autograd, which takes no O'."""
+class OwnKernels(Engine):
+    """GuardBit's own kernels, with the stabilizer "none"; they take no O'."""
 
     backend = SDPBackend.OVERRIDEABLE
     reads_out = False
 
-    def __init__(self, name: str, attend: Callable[[Inputs], tuple[Tensor, Tensor | None]]) -> None:
-        self.name, self._attend = name, attend
+    @cached_property
+    def name(self) -> str:
+        return "guardbit"
 
-    def _differentiable(self, inputs: Inputs) -> tuple[Inputs, Tensor, Tensor | None]:
-        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-        leaves = inputs._replace(q=q, k=k, v=v)
+    def _differentiable(self, inputs: Inputs) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        leaves, spec = [x.detach().requires_grad_() for x in inputs[:3]], inputs.spec
         with torch.enable_grad():
-            return leaves, *self._attend(leaves)
+            return leaves, flash_attention(
+                *leaves, causal=spec.causal, scale=spec.scale, return_lse=True
+            )
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        _, out, lse = self._differentiable(inputs)
-        return out.detach(), None if lse is None else lse.detach()
+        _, (out, lse) = self._differentiable(inputs)
+        return out.detach(), lse.detach()
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        leaves, own_out, _ = self._differentiable(inputs)
-        return Gradients(*torch.autograd.grad(own_out, leaves[:3], d_out))
-
-
-def own_kernels() -> Engine:
-    """GuardBit's own kernels, with the stabilizer "none"."""
-
-    def attend(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec = inputs[:4]
-        return flash_attention(q, k, v, causal=spec.causal, scale=spec.scale, return_lse=True)
-
-    return Differentiated("guardbit", attend)
-
-
-@cache
-def flex(is_compiled: bool) -> Engine:
-    """PyTorch's FlexAttention with a mask that is looked up, so that one kernel serves all masks.
-
-    It is compiled on GPUs, some ten seconds for each head size.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    function = torch.compile(flex_attention, dynamic=False) if is_compiled else flex_attention
-
-    def attend(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec = inputs[:4]
-        batch, rows, keys = q.size(0), q.size(2), k.size(2)
-        head, row_ids, key_ids = (torch.arange(n, device=q.device) for n in (1, rows, keys))
-        added = mask_tile(spec, (batch, q.size(1), rows, keys), head, row_ids, key_ids)
-        seen = (added > -math.inf)[(None,) * (4 - added.dim())]
-        seen = seen.expand(batch, 1, rows, keys).contiguous()
-
-        def looked_up(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return seen[b, 0, row, key]
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
-            out = function(
-                q, k, v,
-                block_mask=create_block_mask(looked_up, batch, None, rows, keys, device=q.device),
-                scale=spec.scale,
-                enable_gqa=q.size(1) != k.size(1),
-            )  # fmt: skip
-        return out, None
-
-    return Differentiated("flex_attention", attend)
-
-
-def why_not_flex(call: ExaminedCall) -> str | None:
-    if not call.q.is_cuda:
-        return "PyTorch has no backward of it for CPUs"
-    if call.spec.mask is not None and call.spec.mask.dtype != torch.bool:
-        return "a mask that is added would need another kernel, which is not compiled here"
-    if call.q.size(-1) & (call.q.size(-1) - 1):
-        return "its kernels are asked for with head sizes that are powers of two only"
-    return None
+        leaves, (own_out, _) = self._differentiable(inputs)
+        return Gradients(*torch.autograd.grad(own_out, leaves, d_out))
 
 
 def sdpa_candidates(call: ExaminedCall, own: bool) -> Candidates:
@@ -125,7 +71,7 @@ def sdpa_candidates(call: ExaminedCall, own: bool) -> Candidates:
             refused[backend.name] = str(error)
     if own and call.spec.mask is None and not call.spec.extras:
         if MIN_HEAD_DIM <= call.q.size(-1) <= MAX_HEAD_DIM:
-            engines.append(own_kernels())
+            engines.append(OwnKernels())
         else:
             refused["guardbit"] = f"its head sizes are {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     return engines, refused

@@ -24,13 +24,7 @@ from torch.nn.attention import SDPBackend
 from torch.torch_version import TorchVersion
 
 from guardbit import private
-from guardbit.doctor.engines import (
-    Candidates,
-    flex,
-    library_candidates,
-    sdpa_candidates,
-    why_not_flex,
-)
+from guardbit.doctor.engines import Candidates, library_candidates, sdpa_candidates
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examine import Examination, Finding, Row
 from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
@@ -125,8 +119,6 @@ class Examiner:
         self.result.chosen[place] = choose(*first.inputs[:4], training=True).name
         candidates = sdpa_candidates(first, own=self._units is None)
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
-        if self._units is None:
-            self.flex(shape, mask, dtype_name)
         self.packed(shape, mask, dtype_name)
 
     def packed(self, shape: Shape, mask: str, dtype_name: str) -> None:
@@ -135,18 +127,6 @@ class Examiner:
             spec, long = packed
             candidates = library_candidates(self._make("as drawn", long, spec, dtype_name))
             self._examine(candidates, long, spec, str(shape), mask, dtype_name)
-
-    def flex(self, shape: Shape, mask: str, dtype_name: str) -> None:
-        """Examines FlexAttention, which is compiled for it on a GPU."""
-        place = f"{shape} {mask} {dtype_name}"
-        if self._is_late(f"{place}, flex_attention"):
-            self.result.left_out[f"flex_attention {place}"] = tuple(KINDS)
-            return
-        spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        if (why := why_not_flex(self._make("as drawn", shape, spec, dtype_name))) is not None:
-            self.refuse(f"flex_attention is not examined: {why}", f"{shape} {mask}")
-            return
-        self._examine(([flex(is_compiled=True)], {}), shape, spec, str(shape), mask, dtype_name)
 
     def refuse(self, why: str, place: str) -> None:
         _add(self.result.refused, why, place)

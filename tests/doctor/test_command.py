@@ -112,7 +112,6 @@ def test_what_was_examined_in_part_is_not_called_sound(clock):
     every = list(KINDS)
     assert left == {
         "FLASH_ATTENTION": every[2:], "MATH": every[1:], "guardbit": every[1:],
-        "flex_attention": every,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.engines import flex, own_kernels, sdpa_engine
+from guardbit.doctor.engines import OwnKernels, sdpa_engine
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines import Engine
@@ -58,7 +58,7 @@ OTHER_KINDS = [kind for kind in KINDS if kind != "low logsumexp"]
 
 def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
     if name not in BACKENDS:
-        return own_kernels() if name == "guardbit" else flex(is_compiled=True)
+        return OwnKernels()
     call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cuda"), dtype, "cuda")
     try:
         return sdpa_engine(BACKENDS[name], call)
@@ -77,7 +77,6 @@ MASKS = ("full", "causal", "documents", "window:64", "padding")
 SOUND = [
     *product(("flash", "efficient", "math"), MASKS, (torch.bfloat16, torch.float16)),
     *product(("cudnn", "guardbit"), ("full", "causal"), (torch.bfloat16,)),
-    *product(("flex",), ("causal", "padding", "documents"), (torch.bfloat16,)),
 ]
 
 
