@@ -20,7 +20,6 @@ NEEDED_COLUMNS = ("step", "kind", "site", "heads", "why")
 
 #: What a figure marks; "undo" is a switch back to the run's own attention.
 Mark = Literal["alarm", "switch", "undo"]
-MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:

@@ -11,9 +11,7 @@ and with their worst signs, so that a sound kernel is never outside, whatever th
 - exponentials are off by `EXPONENTIAL`, S and L so much that P is off by e P, e of each row;
 - |dO - exact| <= (u + e) P |V| + 2 u |O|, the second u for a sum of rounded P;
 - |ddV| <= (u + e) P^T |dO| + u |dV|;
-- |ddS| <= P (e |dP - delta| + |ddP| + |ddelta|) + 2 u |dS|, from which dQ and dK;
-- with a soft cap c, S = c tanh(s / c) is off by `_TANH` |S| more, and the slope 1 - (S / c)^2, by
-  which dS is multiplied, by `_SLOPE`.
+- |ddS| <= P (e |dP - delta| + |ddP| + |ddelta|) + 2 u |dS|, from which dQ and dK.
 
 delta = rowsum(dO O) has the error of the kernel's own O, which is known, and which is what this
 project is about: of dQ it is taken as it is, row by row (`Exact.dq_bound`).
@@ -41,8 +39,6 @@ FLOAT32 = 2.0**-24
 # Kernels may compute exponentials as polynomials, to what the format of P can tell: PyTorch's on
 # CPUs are 5.3e-5 off (2.13, AVX-512), FlashAttention-4's of degree 3 less than 1e-4.
 EXPONENTIAL = 1e-4
-# GPUs' own tanh is 2^-10.99 of itself off (PTX ISA, tanh.approx.f32); the slope has twice that.
-_TANH, _SLOPE = 2.0**-10.9, 2.0**-9.8
 # Roundings of a running sum in FP32: _STEPS, as it is rescaled once a tile, and one for every
 # _KEYS_A_STEP keys, as each thread of a tile sums a share of them.
 _STEPS, _KEYS_A_STEP = 64, 4
@@ -112,7 +108,6 @@ def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
         visible.end,
         None if spec.mask is None else dense_mask(spec.mask, shape)[unit.batch, own],
         spec.scale,
-        spec.softcap,
     )
 
 
@@ -152,19 +147,17 @@ def exactly(call: ExaminedCall, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
         largest = largest.maximum(log_sum.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0))
         score_sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale
         score_error = products * score_sizes + 4 * FLOAT32 * largest
-        if spec.softcap > 0:
-            score_error = score_error + _TANH * chunk.capped.abs().amax(-1, keepdim=True)
         e = 2 * (score_error + EXPONENTIAL) + sums
         lse_error = score_error + EXPONENTIAL + sums + 4 * FLOAT32 * largest
         delta[:, present] = exact.delta
-        push[:, present] = p * chunk.slope @ ks * -spec.scale
+        push[:, present] = p @ ks * -spec.scale
         push_size[:, present] = p @ ks.abs() * spec.scale
         of_delta = products * d_norm[:, present] * exact.out.norm(dim=-1)
         noise[:, present] = of_delta + (e * (p * dp.abs()).sum(-1, keepdim=True))[..., 0]
         dp_error = products * d_norm[:, present, None] * v_norm[seen]
-        d_scores = exact.d_scores * chunk.slope
+        d_scores = exact.d_scores
         ds_error = p * (e * (dp - exact.delta[..., None]).abs() + dp_error)
-        ds_error += (2 * u + sums + (_SLOPE if spec.softcap > 0 else 0)) * exact.d_scores.abs()
+        ds_error += (2 * u + sums) * d_scores.abs()
         out_size = p @ vs.abs()
         of_rows = {
             "out": (exact.out, out_size, (u + e) * out_size),

@@ -93,9 +93,6 @@ class Finding(_OfEngine):
     advice: str  # what to do, a sentence; "" where nothing need be done
     is_broken: bool  # whether what the engine returns is wrong
 
-    def __str__(self) -> str:
-        return f"{self.engine}, {' '.join(self.place[1:])}: {self.why} {self.advice}".rstrip()
-
 
 @dataclass(frozen=True)
 class Row(_OfEngine):
