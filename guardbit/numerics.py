@@ -62,15 +62,7 @@ def _round_to_odd(x: Tensor) -> Tensor:
 
 
 def random_halves(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Eight random 16-bit numbers a counter: the halves of Philox's four words, low halves first.
-
-    Args:
-        seed: Key, taken modulo 2^64; a number or an INT64 tensor `()`.
-        counter: Four INT64 tensors that broadcast, with values in [0, 2^32).
-
-    Returns:
-        INT64 `(*shape, 8)`, values in [0, 2^16).
-    """
+    """Halves of Philox's words, low ones first, INT64 `(*shape, 8)`; `counter` INT64, < 2^32."""
     words = philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(torch.broadcast_tensors(*halves), -1)
@@ -79,15 +71,7 @@ def random_halves(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Ten
 def philox_4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int | Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The Philox 4x32-10 bijection.
-
-    Args:
-        counter: Four INT64 tensors that broadcast, with values in [0, 2^32).
-        key: Two integers in [0, 2^32), or INT64 tensors `()` of such.
-
-    Returns:
-        Four INT64 tensors with values in [0, 2^32).
-    """
+    """The Philox 4x32-10 bijection; all numbers INT64 in [0, 2^32), the counter's broadcast."""
     first, second, third, fourth = counter
     low_key, high_key = key
     for _ in range(_PHILOX_ROUNDS):
@@ -112,14 +96,8 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
     weights leave just these, alike in every row, and an error in them would add up.
 
     The place is counted in FP32's bits, so below a power of two it is that of the numbers there. It
-    is counted away from 0: a positive count means that |exact| is the larger.
-
-    Args:
-        exact: FP32 tensor of any shape.
-        rounded: `exact` rounded to nearest, BF16 or FP16; FP32 has nothing to keep.
-
-    Returns:
-        INT8 tensor of the same shape, within -120..120; 0 where `rounded` is not finite.
+    is counted away from 0: a positive count means that |exact| is the larger. `exact` is FP32, the
+    result INT8, 0 where `rounded` is not finite.
     """
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
     wide = rounded.float()
@@ -133,10 +111,7 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
-    """The residual that `encode_residual` wrote, FP32; 0 where `rounded` is not finite.
-
-    `rounded` must be what was encoded, to the sign of a zero.
-    """
+    """The residual that `encode_residual` wrote of the same `rounded`, FP32; 0 where not finite."""
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
     wide = rounded.float()
     lost = (counts.int() * RESIDUAL_STEP_BITS + (1 << 30 - dropped)) >> 31 - dropped

@@ -33,19 +33,12 @@ class Never:
 
 
 class Private(NamedTuple):
-    """Names of PyTorch's that serve one purpose: GuardBit uses all of them, or none.
+    """Names of PyTorch's that serve one purpose: GuardBit uses all of them, or none."""
 
-    Attributes:
-        paths: Where PyTorch has them.
-        without: What GuardBit does without them, as the rest of a sentence.
-        stand_ins: What takes their places.
-        is_read: Whether they are values that change; what is found then reads them anew.
-    """
-
-    paths: tuple[str, ...]
-    without: str
-    stand_ins: tuple[Any, ...]
-    is_read: bool = False
+    paths: tuple[str, ...]  # where PyTorch has them
+    without: str  # what GuardBit does without them, as the rest of a sentence
+    stand_ins: tuple[Any, ...]  # what takes their places
+    is_read: bool = False  # whether they are values that change, read anew at each use
 
 
 def _always(value: Any) -> Callable[..., Any]:

@@ -41,10 +41,7 @@ class GuardedCallback(Guarded):
 
 
 def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
-    """Ends the session of a callback, if it still has one.
-
-    The callback keeps it until it is closed, for the guard and the user.
-    """
+    """Ends the session of a callback, if it has one, which keeps it until it is closed."""
     session = callback.session
     if session is not None:
         # The step that has begun will not end any more. In a run that finished, none may have.
@@ -66,10 +63,7 @@ def guarded(event: Callable[..., None]) -> Callable[..., None]:
 
 
 def watched(strict: bool, make: Callable[[], S]) -> S | None:
-    """Makes a session; returns None, with a warning, if the run has to go on without one.
-
-    That happens if GuardBit would see none of the model's attention, or after an error of its own.
-    """
+    """Makes a session; returns None, with a warning, if the run has to go on without one."""
     session: S | None = None
     try:
         session = make()

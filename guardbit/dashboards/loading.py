@@ -67,22 +67,13 @@ def read(path: str | os.PathLike[str]) -> LoadedRun:
 
 @dataclass(eq=False, repr=False)
 class LoadedRun:
-    """A run that was read.
-
-    Attributes:
-        name: What it is called.
-        samples: As `guardbit.read_run` returns them.
-        events: As `guardbit.read_events` returns them.
-        metadata: As `guardbit.read_metadata` returns it.
-        ended: How it ended; None where that is not known, as of a CSV.
-        diagnosed: What is known of why heads diverge.
-    """
+    """A run that was read, with tables as `guardbit.read_run` and `read_events` return them."""
 
     name: str
     samples: pd.DataFrame
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    ended: Ended | None = None
+    ended: Ended | None = None  # None where that is not known, as of a CSV
     diagnosed: Diagnosed = field(default_factory=Diagnosed)
 
     @property

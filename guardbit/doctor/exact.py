@@ -226,10 +226,7 @@ def gaps(
     exacts: Iterable[Exact],
     tiles: tuple[int, int],
 ) -> Iterator[Gap]:
-    """Compares units of an engine's results; `tiles` is what `tiles_of` returns for the engine.
-
-    Without its output a backward is taken to use the exact delta.
-    """
+    """Compares units of an engine's results; without an output its delta is taken for exact."""
     u = torch.finfo(call.q.dtype).eps / 2
     # A partial sum is no larger than the sum of the sizes of all terms.
     rounded = {"dq": (tiles[1] - 1) * u, "dk": (tiles[0] - 1) * u, "dv": (tiles[0] - 1) * u}

@@ -401,10 +401,7 @@ def _where(tensors: _Heads) -> str:
 
 
 def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
-    """Whether results are smaller as truncated ones are: once, twice, or three times truncated.
-
-    All rows weigh the same.
-    """
+    """Whether results are as small as truncated ones, once to three times; rows weigh alike."""
     u = torch.finfo(dtype).eps / 2
     sizes = gap.value.square().sum(-1)
     counted = sizes > 1e-4 * sizes.mean()

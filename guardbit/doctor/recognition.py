@@ -59,10 +59,7 @@ class Fault:
 
 
 def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
-    """Finds the arithmetic that best explains what a kernel returned, and its faults.
-
-    If what the kernel returned is not known, it is that of FlashAttention-2.
-    """
+    """Finds the arithmetic of what a kernel returned, FLASH if that is unknown, and its faults."""
     some = head.take(spread(len(head.rows), _ROWS))
     forward = backward = FLASH
     if head.out is not None:

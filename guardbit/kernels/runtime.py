@@ -109,10 +109,7 @@ class Clock:
         self.done = self.now
 
     def tell(self) -> None:
-        """Counts from now on the steps that a session ends by `end_told`.
-
-        The last forward so far may be that of the step that begins.
-        """
+        """Counts from now on the steps that a session ends by `end_told`."""
         self.is_told = True
 
     def end_told(self) -> None:

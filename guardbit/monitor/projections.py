@@ -125,10 +125,7 @@ class Weights:
         return _part(parameter) if self.is_shared else _whole(parameter)
 
     def _measured(self, name: str) -> tuple[Tensor, Tensor]:
-        """Returns matrix and bias of a submodule.
-
-        It runs on zero, the unit vectors and, to check that it is affine, noise.
-        """
+        """Matrix and bias of a submodule, run on zero, the unit vectors and, as a check, noise."""
         width = self.widths[name]
         submodule = self.module.get_submodule(name)
         tensors = {
@@ -241,10 +238,7 @@ def _settle(weights: Weights, rerun: Rerun, leaves: dict[str, Tensor]) -> tuple[
 
 
 def _around(parameter: str, names: Iterable[str]) -> Iterator[str]:
-    """Yields the submodules around a matrix, innermost first, that add parameters to it.
-
-    So adapters are found that are not used now, or that are vectors, which scale the matrix.
-    """
+    """Yields the submodules around a matrix, innermost first, that add parameters, used or not."""
     known, owner = {parameter, f"{parameter.rpartition('.')[0]}.bias"}, parameter
     while owner := owner.rpartition(".")[0]:
         within = {name for name in names if name.startswith(f"{owner}.")}

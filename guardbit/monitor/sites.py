@@ -536,11 +536,7 @@ def around(name: str, model: nn.Module) -> Iterator[str]:
 
 
 class Instrumentation:
-    """A model whose attention calls are routed through GuardBit; made by `instrument`.
-
-    Attributes:
-        is_selection: Whether only the modules that `sites` named are considered.
-    """
+    """A model whose attention calls are routed through GuardBit; made by `instrument`."""
 
     def __init__(
         self, model: nn.Module, candidates: Mapping[str, nn.Module], is_selection: bool

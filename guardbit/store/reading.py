@@ -234,7 +234,7 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """Reads the events of a run, also while it is being written.
+    """Reads the events of a run, also while it is being written; see `read_run` for errors.
 
     Args:
         path: Folder of a run; or a CSV file, which holds no events.
@@ -242,15 +242,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     Returns:
         One row an event, with the columns step (int64), kind, site, heads (tuple of int), why,
         rule, stabilizer, verdict and judges (str; see `guardbit.records.Event`), sorted by step
-        and, within one, in the order they were written.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: What is there is no run, or no segment of the run's events can be read.
-
-    Warns:
-        UserWarning: A segment cannot be read (cut short, say), or some of its events, and they
-            are left out. Kinds of events this version does not know are kept.
+        and, within one, in the order they were written. Unknown kinds are kept.
     """
     path = files.existing(path)
     rows = _read_all(path, "events") if path.is_dir() else []
@@ -261,20 +253,13 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads what describes a run as a whole.
+    """Reads what describes a run as a whole; see `read_run` for errors and warnings.
 
     Args:
         path: Folder of a run; or a CSV file, which has no metadata.
 
     Returns:
         The metadata of all its sessions; where two give the same key, the later one's.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: What is there is no run.
-
-    Warns:
-        UserWarning: A session's file cannot be read and is left out.
     """
     return _looked_at(path).metadata
 

@@ -23,10 +23,7 @@ T = TypeVar("T")
 
 
 class Drawn(NamedTuple):
-    """Where a call's random numbers came from, so that its backward can redraw them.
-
-    The forward fills one of the two. Which one depends on the engine.
-    """
+    """Where a call's random numbers came from, to redraw them; an engine fills one of the two."""
 
     philox: Tensor  # INT64 `(2,)` on the device of q, seed and offset
     # UINT8 `(state_bytes(device),)` on the CPU, see `torch.Generator.get_state`; of CUDA devices

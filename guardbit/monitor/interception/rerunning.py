@@ -200,10 +200,7 @@ def rerun(
     parameters: dict[str, Tensor],
     prepare: Callable[[nn.Module], None],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs a copy of a module on made-up inputs to see its attention calls.
-
-    The attempt that shows them comes first from then on.
-    """
+    """Runs a copy of a module on made-up inputs; the attempt that shows calls then comes first."""
     device = next(module.parameters()).device
     failure: Exception | None = None
     try:

@@ -283,10 +283,7 @@ _FP32_NOISE = 2.0**-18
 
 
 class GradientAudit(CallProbe):
-    """The error of dQ in the audited heads: its size, and what adds up over rows.
-
-    Any defect of a kernel is found so.
-    """
+    """The error of dQ in the audited heads, whatever its cause: its size, and what adds up."""
 
     name = "gradient_audit"
     sums = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along", "dq_least_squares")
