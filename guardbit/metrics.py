@@ -26,9 +26,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.plot import plot_single_or_multi_val
 
-from guardbit.catalog import BY_NAME, SUMS, of_probe
+from guardbit.catalog import SUMS, of_probe
 from guardbit.kernels.reference.common import float32_products
 from guardbit.kernels.runtime import NO_SITE, AttentionCall
 from guardbit.kernels.spec import AttentionSpec, Causal
@@ -86,29 +85,9 @@ class _HeadMetric(Metric):
             return values
         return values[values.abs().nan_to_num(-1.0, posinf=torch.inf).argmax()]
 
-    def _label(self) -> str:
-        one = BY_NAME[self.indicator]
-        return f"{one.title} ({one.unit})" if one.unit else one.title
-
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
-        """Plots values over heads, or a list of values over steps; returns figure and axes."""
-        val = self.compute() if val is None else val
-        figure, ax = plot_single_or_multi_val(
-            val, ax=ax, name=self._label(), legend_name=self.plot_legend_name
-        )
-        if (legend := ax.get_legend()) is None:
-            return figure, ax
-        # It would lie on the largest values.
-        legend.remove()
-        if isinstance(val, Tensor):
-            ax.get_xaxis().set_visible(True)
-            ax.set_xlabel(self.plot_legend_name)
-            ax.set_xticks(range(len(val)))
-        else:
-            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), ncols=1 + self.num_heads // 20)
-        if figure is not None:
-            figure.tight_layout()
-        return figure, ax
+        """Plots values, by default those of `compute`; returns figure and axes."""
+        return self._plot(val, ax)
 
 
 class SpectralNorm(_HeadMetric):
@@ -289,9 +268,6 @@ class DeltaBias(_CallMetric):
         if self.kind == "mean":
             return self.delta_bias / self.delta_rows
         return super()._of_heads()
-
-    def _label(self) -> str:
-        return "Delta bias, mean of a row" if self.kind == "mean" else super()._label()
 
 
 class QueryGradientError(_CallMetric):
