@@ -415,15 +415,6 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     assert again.exit_code == 0
 
 
-def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path):
-    page = tmp_path / "r.html"
-    result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
-    assert result.exit_code == 0 and "Alarmed: 2 of 12 layers" in result.stderr
-    text = page.read_text(encoding="utf-8")
-    assert ">Alarmed: 2 of 12 layers since step 7,200, none switched" in text
-    assert "found in the samples" in text
-
-
 def test_a_warning_about_one_file_is_said_once(plain_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(plain_run, run)
@@ -517,11 +508,6 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path):
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
     check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
-
-
-def test_help_has_a_short_name():
-    for command in ((), ("report",), ("live",)):
-        assert invoke(*command, "-h").stdout == invoke(*command, "--help").stdout != ""
 
 
 def test_version_is_the_packages():

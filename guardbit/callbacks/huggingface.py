@@ -17,11 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 # Not from `transformers` itself, of which a type checker would read all models.
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    TensorBoardCallback,
-    WandbCallback,
-)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy
@@ -34,15 +30,11 @@ from guardbit.guard import refusing
 from guardbit.judgement.evidence import LOSS_SAMPLES
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
-from guardbit.records import line_of
 from guardbit.store import RUN_FOLDER
 from guardbit.store.files import publish
 
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
-
-# The reporters that take text; others warn of it.
-_TAKE_TEXT = (TensorBoardCallback, WandbCallback)
 
 # The callbacks whose training has begun and not ended, with its model and Trainer. After Ctrl-C
 # nothing else may hold them.
@@ -114,11 +106,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             # Checkpoints hold it as JSON. By step: the training's summary stays the last entry.
             entry = {key: float(value) for key, value in metrics.items()} | {"step": step}
             insort(state.log_history, entry, key=lambda each: each.get("step", step))
-            lines = [line_of(alarm) for alarm in session.news] if session else []
-            text = {"guardbit/alarms": "\n\n".join(lines)} if lines else {}
             for reporter in reporters:
-                logs = metrics | (text if isinstance(reporter, _TAKE_TEXT) else {})
-                reporter.on_log(args, then, control, model=model, logs=logs, **others)
+                reporter.on_log(args, then, control, model=model, logs={**metrics}, **others)
 
         wrapped = trainers[0].model_wrapped if trainers else model
         # The Trainer wraps it so on several GPUs without a launcher; `instrument` refuses it.

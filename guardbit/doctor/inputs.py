@@ -77,7 +77,6 @@ class ExaminedCall(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """Reads "B,H,H_kv,N,D"."""
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
     except (TypeError, ValueError):

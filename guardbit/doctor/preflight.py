@@ -230,7 +230,6 @@ def _add(told: dict[str, list[str]], why: str, place: str) -> None:
 
 
 def free_memory(device: str) -> int:
-    """Returns the free memory of a device in bytes."""
     if device.startswith("cuda"):
         # What PyTorch holds and does not use is free too.
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

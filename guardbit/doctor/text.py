@@ -111,7 +111,6 @@ def conclusion(preflight: Preflight) -> str:
 
 
 def sentences(found: Diagnosis) -> tuple[str, str, str]:
-    """Returns the answer: what moves dQ, whether it adds up, and where it comes from."""
     return _what(found), _adding_up(found), _whence(found)
 
 
@@ -220,7 +219,6 @@ def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
 
 
 def parts_left(found: Diagnosis) -> dict[str, float]:
-    """Returns what is left of the summed error of dQ without each rounding, with each remedy."""
     return {name: left for name, _, left in _left(found)}
 
 

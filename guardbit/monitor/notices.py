@@ -340,7 +340,6 @@ class Notices:
             log.tell(f"GuardBit: {why}: nothing to correct here")
 
     def report_samples(self, samples: Sequence[Sample], loss_scale: float) -> None:
-        """Reports the first NaN."""
         sites = self._instrumentation.sites
         # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
         found = first_nonfinite(samples)

@@ -316,7 +316,6 @@ class Policy:
                 self._widened[""] = step, f"{why}, so all heads of the model are switched"
 
     def _all_did_not_help(self, head: str) -> str:
-        """Says that a head is alarmed although all heads are switched."""
         since = [step for steps in self._since.values() for step in steps.values()]
         num_heads = sum(len(heads) for heads in self._switched.values())
         which = "" if len(since) == num_heads else " that could be switched"

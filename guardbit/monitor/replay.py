@@ -29,7 +29,6 @@ class Replay:
 
     @property
     def first_alarm(self) -> int | None:
-        """Step of the first alarm, None without any."""
         return self.alarms[0].step if self.alarms else None
 
     def judgement(
@@ -59,7 +58,6 @@ def normalised_sites(metadata: Mapping[str, Any]) -> frozenset[str]:
 
 
 def graded(found: list[Alarm], evidence: Evidence) -> list[Alarm]:
-    """Returns alarms with their severity."""
     grades = severities(evidence, (alarm.step for alarm in found)) if found else {}
     return [replace(alarm, severity=grades[alarm.step]) for alarm in found]
 
@@ -69,7 +67,6 @@ def replay(
     rules: tuple[Rule, ...] = DEFAULT_RULES,
     normalised: frozenset[str] = frozenset(),
 ) -> Replay:
-    """Runs rules over the telemetry of one run."""
     detectors = Detectors(rules)
     detectors.normalised = normalised
     samples = list(samples_of(frame))

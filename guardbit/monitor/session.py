@@ -350,7 +350,6 @@ class Session(Guarded):
         return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
 
     def _agree(self) -> bool:
-        """Whether all ranks go on watching."""
         stages = (_WATCHING, "capture", "metrics", "samples")
         are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
         for stage in () if are_on else stages:
@@ -463,7 +462,6 @@ class Session(Guarded):
         self.attempt("burst", lambda: self._begin_bursts(found))
 
     def _begin_bursts(self, found: list[Alarm]) -> None:
-        """Measures the heads of alarms and advisories at every step for a while."""
         if nothing_to_correct(self._journal.metadata, PRECISE):
             return
         for alarm in found:
@@ -655,14 +653,12 @@ class Session(Guarded):
     # changes how calls run happens within a step: it waits until the step has ended.
 
     def _after_step(self, function: Callable[[], None]) -> None:
-        """Does something now, or when the step has ended that is under way."""
         if self._schedule.is_within_step:
             self._waiting.append(function)
         else:
             function()
 
     def _step_ended(self) -> None:
-        """Does what has waited for it."""
         while self._waiting:
             self._stages.always("switch", self._waiting.pop(0))
         if self._wants_out and self.instrumentation.is_installed:
@@ -873,7 +869,6 @@ class Session(Guarded):
         _quietly(lambda: leave_word(self._dirpath, f"{OFF}: {text_of(error)}"))
 
     def _capture_failed(self, error: Exception) -> None:
-        """Takes an error inside a forward or backward."""
         _quietly(self._drop_calls)
         self._stages.fail("capture", error)
 

@@ -43,8 +43,9 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def _is_amount(number: object) -> bool:
-    return isinstance(number, int | float) and 0 <= number < math.inf
+def _is_amount(number: Any) -> bool:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return is_number and 0 <= number < math.inf
 
 
 def _are_names(names: Any) -> bool:
@@ -60,10 +61,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda n: n is None or is_whole(n, 1),
         "a whole number, at least 1, or None for all rows",
     ),
-    "snapshot_megabytes": (
-        lambda n: _is_amount(n) and not isinstance(n, bool),
-        "a number from 0 on, 0 for none",
-    ),
+    "snapshot_megabytes": (_is_amount, "a number from 0 on, 0 for none"),
     "sites": (_are_names, "a list of names, at least one, or None for all"),
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),

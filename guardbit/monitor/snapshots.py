@@ -54,7 +54,6 @@ class Snapshots:
         self._wanted |= dict.fromkeys(sorted(new), STEPS)
 
     def want(self, site: str, heads: Sequence[int]) -> None:
-        """Keeps heads at the next sampled step."""
         heads = checked_heads(heads)
         if self._folder is None:
             raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
@@ -90,7 +89,6 @@ class Snapshots:
                     )
 
     def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
-        """Copies a head to the host."""
         assert call.d_out is not None
         batch, _, length, _ = call.q.shape
         sequences = range(min(batch, max(1, ROWS // length)))

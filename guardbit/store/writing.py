@@ -163,7 +163,6 @@ class RunWriter:
         files.publish(self._session_path, content.encode())
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Takes samples, which `flush` or `close` writes."""
         self._check_open()
         for sample in samples:
             self._rows += [*dataclasses.replace(sample, site=_sound(sample.site)).rows()]

@@ -471,7 +471,6 @@ class AttentionMetric:
             of_audited.index_add_(1, index, torch.stack(audits).to(index.device))
 
     def like(self) -> AttentionMetric:
-        """Returns an empty one of its size on the host."""
         return AttentionMetric(self.probes, *self.shape)
 
     def reduce(self) -> None:

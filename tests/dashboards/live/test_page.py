@@ -244,22 +244,6 @@ def test_charts_mark_first_alarms_and_never_a_black_bar(page, serve, recorder, t
         assert "step 450" in text(page, "#events li:last-child")
 
 
-def test_eighty_layers_of_sixty_four_heads(page, serve, recorder, tmp_path):
-    with recorder(tmp_path, layers=80, heads=64, sick=(33, 17), ill_from=200) as writer:
-        writer.record(range(0, 300, 20))
-    with serve(tmp_path) as server:
-        page.goto(server.address)
-        wait(page, "view.state?.last_step === 280")
-        wait_until_drawn(page)
-        assert page.get_attribute("#map", "data-cells") == str(80 * 64)
-        box = page.locator("#map").bounding_box()
-        assert box["width"] <= 1280 and box["height"] <= 900
-        assert max(colour(page, 33, 17)) < 60
-        click_cell(page, 33, 17)
-        page.wait_for_selector("#detail .uplot")
-        assert "layer 33, head 17" in text(page, "#detail-title")
-
-
 def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):
     run = tmp_path / "run"
     script = (
