@@ -150,7 +150,9 @@ def test_it_needs_a_monitor(trains):
         )
 
 
-@pytest.mark.parametrize("settings", [{"stabilizer": "none"}, {"agreeing_rules": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"stabilizer": "none"}, {"agreeing_rules": 0}, {"dry_run": "no"}]
+)
 def test_settings_are_refused_when_it_is_made(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         AutoStabilizer(**settings)

@@ -151,11 +151,6 @@ def test_lightning_s_callbacks_say_what_hugging_face_s_trainer_takes(callback):
         callback().nonsense  # noqa: B018
 
 
-def test_a_stabilizer_that_does_not_say_whether_it_acts_is_refused():
-    with pytest.raises(ValueError, match="dry_run is 'no'; it must be True or False"):
-        AutoStabilizer(dry_run="no")
-
-
 def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
     monitor = AttentionMonitor(
         2, dirpath=tmp_path, strict=True, rules=(Fires(SITES[1], why="a sentence of its own"),)

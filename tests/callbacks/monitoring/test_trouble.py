@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
 from guardbit.monitor.detectors import Detectors
@@ -204,38 +203,6 @@ def test_a_run_whose_state_cannot_be_taken_says_how_it_ended(trains, tmp_path, m
     assert read_end(tmp_path) == "finished"
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"every_n_train_steps": 0}, "every_n_train_steps is 0; it must be a whole number, at"),
-        ({"every_n_train_steps": 1.5}, "every_n_train_steps is 1.5; it must be a whole number"),
-        ({"every_n_train_steps": "50"}, "every_n_train_steps is '50'; it must be a whole number"),
-        ({"indicators": ["loss", "delta"]}, "indicator 'delta' is unknown; allowed are w_q"),
-        (
-            {"indicators": []},
-            r"indicators is \[\]; it must be a list of names, at least one, or None",
-        ),
-        ({"sites": ()}, r"sites is \(\); it must be a list of names, at least one, or None"),
-        ({"sites": [None]}, r"sites is \[None\]; it must be a list of names, at least one, or"),
-        ({"indicators": 3}, "indicators is 3; it must be a list of names, at least one, or"),
-        ({"rules": None}, "rules is None; it must be a tuple of rules"),
-        ({"rules": (3,)}, "rules holds 3; each must be a rule, such as"),
-        ({"indicators": "loss"}, "indicators is 'loss'; it must be a list"),
-        ({"sites": "*.attn"}, r"sites is '\*.attn'; it must be a list"),
-        ({"num_rows": 0}, "num_rows is 0; it must be a whole number, at least 1, or None"),
-        (
-            {"num_audited_heads": -1},
-            "num_audited_heads is -1; it must be a whole number, at least 0",
-        ),
-    ],
-)
-def test_settings_are_refused_in_one_sentence(settings, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionMonitor(**settings)
-    with pytest.raises(ValueError, match=message):
-        guardbit.MonitorSession(torch.nn.Linear(1, 1), **settings)
-
-
 def test_an_unknown_site_is_refused_when_the_fit_starts(trains):
     with pytest.raises(
         ValueError, match=r"no module that could call attention is called 'net.h.7.attn'; there are"
@@ -257,14 +224,6 @@ def test_without_a_log_directory_telemetry_lies_beside_the_checkpoints(
     )  # fmt: skip
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     assert len(read_run(checkpoint.parents[1] / "guardbit"))
-
-
-def test_a_file_for_a_folder_is_refused_before_the_first_step(trains, tmp_path):
-    (tmp_path / "thesis.txt").write_text("")
-    model = trains.TinyGPT()
-    with pytest.raises(ValueError, match=r"thesis.txt', a file; a run needs a folder"):
-        trains.fit(AttentionMonitor(dirpath=tmp_path / "thesis.txt"), model=model)
-    assert model.raw_losses == []
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
