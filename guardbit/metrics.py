@@ -61,7 +61,7 @@ class _HeadMetric(Metric):
         self.indicator = self.kinds[self.kind]
         for names, start in zip(self._state_names(), (0.0, -torch.inf), strict=True):
             for name in names:
-                default = torch.full((num_heads,), start, dtype=torch.float64)
+                default = torch.full((num_heads,), start, dtype=torch.float64, device="cpu")
                 self.add_state(name, default, dist_reduce_fx="max" if start else "sum")
 
     def _state_names(self) -> tuple[Sequence[str], Sequence[str]]:
