@@ -431,19 +431,20 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         return gradients
 
     around = {"flex_attention": run_forward, "flex_attention_backward": run_backward}
-    inner_forward = _copy(original.forward, {**vars(home), **around})
+    inner_forward = with_globals(original.forward, {**vars(home), **around})
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         options = dict(arguments[7])  # the call keeps them, and its backward reads them
         options[_CALL] = any(ctx.needs_input_grad)
         return inner_forward(ctx, *arguments[:7], options, *arguments[8:])
 
-    backward = _copy(original.backward, {**vars(home), **around})
+    backward = with_globals(original.backward, {**vars(home), **around})
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(_FUNCTION, (torch.autograd.Function,), methods)
 
 
-def _copy(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
+def with_globals(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
+    """Copies a function, with other globals."""
     copied = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

@@ -122,7 +122,7 @@ def test_nothing_is_around_calls_that_nobody_listens_to(x, monkeypatch):
     session = MonitorSession(model, every_n_train_steps=10, strict=True)
     with session.step(0):
         model(x).square().mean().backward()
-    monkeypatch.setattr(multi_head, "_copy", None)  # not to be called
+    monkeypatch.setattr(multi_head, "with_globals", None)  # not to be called
     with session.step(1):
         model(x).square().mean().backward()
     session.close()

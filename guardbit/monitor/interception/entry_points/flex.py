@@ -120,10 +120,8 @@ def _put_in_place() -> Callable[[], None]:
     assert isinstance(function, types.FunctionType)
     code, names = function.__code__, function.__globals__
     for holder, own in ((_plain, code), (_of_site, _anew(code))):
-        copied = types.FunctionType(
-            own, names, function.__name__, function.__defaults__, function.__closure__
-        )
-        copied.__kwdefaults__ = function.__kwdefaults__
+        copied = flex.with_globals(function, names)
+        copied.__code__ = own
         holder[:] = [copied]
     remove_sibling = flex.install()
     names[_OURS] = FLEX.stand_in

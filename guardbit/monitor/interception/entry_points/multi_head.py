@@ -17,6 +17,7 @@ from torch import Tensor
 
 from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
+from guardbit.kernels.flex import with_globals
 from guardbit.kernels.runtime import is_traced, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points.base import (
@@ -44,17 +45,7 @@ _original = F.multi_head_attention_forward
 if not is_genuine(_original, _HOME):
     _original = _unknown
 
-
-def _copy(namespace: dict[str, Any]) -> types.FunctionType:
-    """Returns PyTorch's function with other globals."""
-    copied = types.FunctionType(
-        _original.__code__, namespace, _original.__name__, _original.__defaults__
-    )
-    copied.__kwdefaults__ = _original.__kwdefaults__
-    return copied
-
-
-_traceable = _copy(_original.__globals__)
+_traceable = with_globals(_original, _original.__globals__)
 
 _positions = {name: i for i, name in enumerate(inspect.signature(_original).parameters)}
 
@@ -74,7 +65,7 @@ def _before(args: Args, kwargs: Kwargs) -> Around | None:
     if watched is None:
         return None
     # PyTorch's function, with this in place of `torch`.
-    function = _copy({**_original.__globals__, "torch": watched})
+    function = with_globals(_original, {**_original.__globals__, "torch": watched})
     return Around(args, kwargs, watched.after, function)
 
 
