@@ -71,16 +71,15 @@ def test_a_switch_written_at_the_alarm_saves_no_run_that_was_never_switched(is_r
 
 #: Run -> samples of the heads after its first switch, 200 steps apart, until it is called saved.
 RESCUES = {
-    "rescue-compensated-cudnn-lr1.5e-03-seed10": 16,
-    "rescue-compensated-cudnn-lr1.5e-03-seed4": 28,
-    "rescue_all-compensated-cudnn-lr1.5e-03-seed9": 19,
-    "rescue_layer-exact_delta-cudnn-lr1.5e-03-seed9": 32,
+    "rescue-compensated-cudnn-lr1.5e-03-seed10": 22,
+    "rescue-compensated-cudnn-lr1.5e-03-seed4": 30,
+    "rescue_all-compensated-cudnn-lr1.5e-03-seed9": 25,
+    "rescue_layer-exact_delta-cudnn-lr1.5e-03-seed9": 42,
 }
 #: Those that would be, if rounding's share had been measured.
 WITH_SHARE = {
     **RESCUES,
-    "rescue_all-compensated-cudnn-lr1.5e-03-seed4": 14,
-    "rescue_all-exact_delta-cudnn-lr1.5e-03-seed4": 23,
+    "rescue_all-compensated-cudnn-lr1.5e-03-seed4": 18,
 }
 
 
@@ -97,6 +96,29 @@ def test_the_rescues_of_the_study_that_are_called_saved(is_rounding, rescues):
     failed = csv.DictReader((STUDY / "results" / "runs.csv").read_text().splitlines())
     failed_at = {row["run"]: row["failed_at"] for row in failed}
     assert all(failed_at[name] == "" and "row_max" not in name for name in found)
+
+
+@pytest.mark.parametrize(("hang", "most"), [(0.0, 2), (0.5, 2), (0.9, 15)])
+def test_samples_that_hang_together_are_rarely_saved(hang, most):
+    """Stationary logits that wander: what wanders for long cannot be told from a fall."""
+    saved = 0
+    for seed in range(100):
+        draw, evidence, x = random.Random(seed), Evidence(), 0.0
+        values = []
+        for _ in range(140):
+            x = hang * x + draw.gauss(0, 0.15 * math.sqrt(1 - hang**2))
+            values.append(100 * math.exp(x))
+        alarm = max(range(80, 100), key=values.__getitem__)
+        events = [Event(alarm, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
+                  Event(alarm, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
+        ever = False
+        for step, value in enumerate(values):
+            evidence.add([Sample(step, "", -1, "loss", (3.0,)),
+                          Sample(step, "a", 0, "max_logit", (value, 5.0))])  # fmt: skip
+            evidence.shares = {(0, 0): (step, ROUNDING)}
+            ever |= step > alarm and judge(evidence, events).state == "saved"
+        saved += ever
+    assert saved <= most
 
 
 def noise(kind, draw):

@@ -34,9 +34,11 @@ SURELY_ABOVE, LEAP = 1.0, 6.0
 #: What a switch must stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
 #: What a fall needs: so many last samples, all a tenth below the least of so many last ones before
-#: the switch. Of stationary samples, however they scatter, one look in 3,003 is like that; of 87
-#: recorded runs that were never switched none, at whatever step one looks.
+#: the switch. Of independent samples, however they scatter, one look in 3,003 is like that; of 87
+#: recorded runs that were never switched none, at whatever step one looks. Samples that hang
+#: together wander, so they must lie as far below the least of many before, or below half of these.
 FALL_BEFORE, FALL_AFTER, FALLEN = 8, 6, 0.9
+LONG_BEFORE, HALF = 64, 0.5
 #: An audit before the switch finds at least the first part of dQ wrong (the median of three, as the
 #: rule `gradient_error` tolerates), and after it at most a quarter of that.
 WRONG, LEFT, AUDITS = 0.1, 0.25, 3
@@ -253,11 +255,13 @@ class Evidence:
                 self._measured[layer, head] = first, step
         self.indicators.add(name)
         count, last, hole = self.head_steps
-        if last is None or step > last:
+        is_of_call = name not in _OF_WEIGHTS
+        # Where calls are measured at all, weights alone do not say that a head was judged.
+        if (is_of_call or not self.call_steps[0]) and (last is None or step > last):
             if last is not None and step - last > hole[1] - hole[0]:
                 hole = last, step
             self.head_steps = count + 1, step, hole
-        if name not in _OF_WEIGHTS and step > self.call_steps[1]:
+        if is_of_call and step > self.call_steps[1]:
             self.call_steps = self.call_steps[0] + 1, step, self.call_steps[1]
         if name in SHARES:
             for head in measured:
@@ -306,12 +310,14 @@ class Evidence:
                 continue
             is_enough = len(before) == FALL_BEFORE and len(after) == FALL_AFTER
             medians = statistics.median(before[-3:]), statistics.median(after[-3:])
+            past = values[:at][-LONG_BEFORE:]
             # What fell before its switch falls without one.
-            past = values[:at][-3 * FALL_BEFORE :]
-            threes = zip(past, past[1:], past[2:], strict=False)
+            recent = past[-3 * FALL_BEFORE :]
+            threes = zip(recent, recent[1:], recent[2:], strict=False)
             highest = max(map(statistics.median, threes), default=0.0)
             is_new = medians[0] >= FALLEN * highest
-            is_fall = is_enough and is_new and max(after) < FALLEN * min(before)
+            is_low = max(after) < max(FALLEN * min(past), HALF * min(before))
+            is_fall = is_enough and is_new and is_low
             found.append(Change(head, name, before[-1], *medians, is_enough, is_fall))
         return found
 

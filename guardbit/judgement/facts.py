@@ -73,7 +73,7 @@ class Facts:
         self.first_step, self.last_step = evidence.steps or (None, None)
         # Step and text of each error that ended or interrupted GuardBit's work, and the step from
         # which on its stage works again.
-        self.errors = tuple((e.step, e.why, _again(e, events)) for e in events if _is_failure(e))
+        self.errors = _failures(events)
         # Names of those that called no attention that could be watched, and of those of which no
         # head was measured. Of some of them the weights were measured all the same.
         self.not_watched = not_watched_of(metadata, evidence.layers)
@@ -186,6 +186,16 @@ def _is_failure(event: Event) -> bool:
     """Whether an event says that a stage of GuardBit has failed, or that all of it is off."""
     is_error = event.kind == "monitor_error" and not event.site
     return is_error and bool(re.match(rf"{OFF}|[a-z_]+:", event.why))
+
+
+def _failures(events: Sequence[Event]) -> tuple[tuple[int, str, int | None], ...]:
+    """Of each stage that failed the first step, the last text, and when it worked again."""
+    found: dict[str, tuple[int, str, int | None]] = {}
+    for event in filter(_is_failure, events):
+        stage = event.why.partition(":")[0]
+        first, *_ = found.get(stage, (event.step,))
+        found[stage] = first, event.why, _again(event, events)
+    return tuple(found.values())
 
 
 def _again(failure: Event, events: Iterable[Event]) -> int | None:

@@ -132,6 +132,8 @@ class Measurement:
             if norms.indicator == "w_q_spectral_norm":
                 self.directions[norms.site] = norms.directions
                 self._without_directions.discard(norms.site)
+        for name in self._without_directions:
+            self.directions.pop(name, None)
         self.audits.end_step()
         return columns
 

@@ -92,7 +92,7 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
             if step in (1, 4, 99):
                 writer.flush()
                 watcher.look()
-        said = "nclear: from step 10 on, because no head was measured"
+        said = "nclear: from step 10 on, because no attention was measured"
         ended = "; the run was not closed: it was killed, or it still runs"
         assert watcher.state(-1, None)["headline"] == f"U{said}{ended}"
         assert watcher.state(-1, None)["headline_running"] == f"Running, u{said}"

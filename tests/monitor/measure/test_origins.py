@@ -125,6 +125,10 @@ def test_heads_that_are_shuffled_in_each_forward_have_no_rows(tmp_path, caplog):
     assert list(found["1"]) == list(range(10))
     (line,) = taken_back(caplog)
     assert "the order of its heads" in line
+    audits = (
+        read_run(tmp_path).query("indicator == 'dq_coherent_error'").groupby("site")["step"].max()
+    )
+    assert audits["0"] <= 4 and audits["1"] == 9, "along rows that are not its heads'"
 
 
 def test_queries_of_other_weights_have_no_rows(tmp_path, caplog):

@@ -208,11 +208,13 @@ def test_where_no_head_trains_none_grows():
         assert detectors.update(samples) == []
 
 
-def test_an_average_of_the_weights_is_no_peer():
+@pytest.mark.parametrize("rows", [(), (math.nan,)], ids=["no rows", "rows of NaN"])
+def test_an_average_of_the_weights_is_no_peer(rows):
     """A teacher follows at a hundredth of the pace, and is never called in a backward."""
     detectors = Detectors((HeadGrowth(),))
     for n in range(60):
         samples = [Sample(n, s, 0, "w_q_spectral_norm", (1.03**n,)) for s in "ab"]
         samples += [Sample(n, s, 0, "max_logit", (40.0,)) for s in "ab"]
         samples += [Sample(n, s, 0, "w_q_spectral_norm", (1.0003**n,)) for s in "cdef"]
+        samples += [Sample(n, s, 0, "max_logit", rows) for s in "cdef" if rows]
         assert detectors.update(samples) == []

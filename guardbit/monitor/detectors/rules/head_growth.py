@@ -143,12 +143,15 @@ class HeadGrowth:
         last, norm_state, logit_state = (
             state.setdefault(name, {}) for name in ("last", "norm", "logit")
         )
-        called = snapshot.latest.get("max_logit")
+        called: list[str] = state.setdefault("called", [])
+        for site, values in snapshot.latest.get("max_logit", {}).items():
+            if site not in called and not np.isnan(values).all():
+                called.append(site)
         norms = {
             site: values
             for site, values in snapshot.of_trained("w_q_spectral_norm").items()
             # A teacher, or an average of weights, is never called in a backward.
-            if site not in snapshot.normalised and (called is None or site in called)
+            if site not in snapshot.normalised and (not called or site in called)
         }
         logits = {
             site: np.maximum(smaller_of_last_two(last, site, np.abs(values)), FLAT)
