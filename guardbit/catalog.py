@@ -37,7 +37,6 @@ class Indicator:
     # does not. Stable, as dashboards are built on it.
     logged_key: str | None = None
     sum_of: str | None = None  # whose running sum over the sampled steps it is, if it is one
-    is_occasional: bool = False  # recorded only where something may be wrong
 
     @property
     def is_of_run(self) -> bool:
@@ -168,7 +167,6 @@ CATALOG: tuple[Indicator, ...] = (
             " a rule has named the head"
         ),
         is_signed=True,
-        is_occasional=True,
     ),
     *(
         Indicator(
@@ -177,7 +175,6 @@ CATALOG: tuple[Indicator, ...] = (
             label=f"rounding's share, {end} end",
             meaning=f"the {end} end of its 95 % interval",
             is_signed=True,
-            is_occasional=True,
         )
         for name, end in (("low", "lower"), ("high", "upper"))
     ),
@@ -187,7 +184,6 @@ CATALOG: tuple[Indicator, ...] = (
         label="tensors with NaN or infinity",
         meaning="the sum of 1 for q, 2 for k, 4 for v, 8 for O, 16 for dO, 32 for dQ, 64 for dK"
         " and 128 for dV, of those that are not finite; recorded only where there are any",
-        is_occasional=True,
     ),
     Indicator(
         name="loss",
@@ -218,9 +214,6 @@ INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
 #: What a trainer hands over at the end of a validation. Nobody measures it and no rule reads it, so
 #: it is none of the indicators.
 VALIDATION_LOSS = "validation_loss"
-
-#: Indicators that a run has no values of unless it asked for them, or something is wrong.
-OCCASIONAL: frozenset[str] = frozenset(one.name for one in CATALOG if one.is_occasional)
 
 #: Running sum -> what it sums up.
 SUMS: dict[str, str] = {one.name: one.sum_of for one in CATALOG if one.sum_of}

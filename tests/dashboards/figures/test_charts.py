@@ -7,17 +7,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, to_hex, to_rgb
+from matplotlib.colors import LogNorm, to_hex
 from matplotlib.text import Annotation
 
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.figures.style import NAMED, apart
 from guardbit.dashboards.history import EXCESS_INDICATORS
-from tests.dashboards.made import EVENTS, SAMPLES, journal, of_heads, samples
+from tests.dashboards.made import EVENTS, SAMPLES, of_heads, samples
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
@@ -65,17 +62,6 @@ def running_median(values, window=25):
     ]
 
 
-def test_a_colour_is_one_head_in_all_figures(drawn):
-    heads: dict[str, set[str]] = {}
-    for figure in drawn.values():
-        for axes in figure.axes:
-            for name, line in lines_of_heads(axes).items():
-                if line.get_color() in HIGHLIGHTS:
-                    heads.setdefault(line.get_color(), set()).add(name)
-    # In the order of their first alarms; no other head is above its baseline.
-    assert heads == {HIGHLIGHTS[0]: {"layer 2, head 7"}, HIGHLIGHTS[1]: {"layer 2, head 3"}}
-
-
 @pytest.mark.parametrize(
     "name, indicator, factor",
     [
@@ -99,34 +85,6 @@ def test_every_head_is_a_line_of_its_values(run, drawn, name, indicator, factor)
     assert highlighted(drawn[name].axes[0]) == alarmed
 
 
-@pytest.mark.parametrize("name", ["w_q_spectral_norm_heads", "max_logit", "story"])
-def test_what_comes_after_the_departure_sets_no_scale_and_names_stay_in_the_panel(run, name):
-    frame, late = run.frame.copy(), run.frame["step"] > 4600
-    sick = (frame["layer"] == 2) & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
-    frame.loc[late & sick, "value"] *= 1e6
-    frame.loc[late & (frame["indicator"] == "loss"), "value"] = 9.0
-    left = journal((4600, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
-    figure = CHARTS[name](frame, pd.concat([run.events, left]))
-    shown = "w_q_spectral_norm" if name == "w_q_spectral_norm_heads" else "max_logit"
-    reached = run.frame[~late & sick & (frame["indicator"] == shown)]["value"].max()
-    assert reached <= figure.axes[-1].get_ylim()[1] <= 1.25 * reached
-    named = [text for axes in figure.axes for text in axes.texts if isinstance(text, Annotation)]
-    assert sum("↑" in text.get_text() for text in named) >= 2
-    for text in named:
-        (first, last), (low, high) = text.axes.get_xlim(), text.axes.get_ylim()
-        assert first <= text.xy[0] <= last and low <= text.xy[1] <= high
-        assert 0 <= text.xyann[1] <= 1
-
-
-@pytest.mark.parametrize("level", [0.0, 0.01, 1e-7])
-def test_an_indicator_that_is_level_up_to_the_departure_has_an_axis(level):
-    # pytest makes an error of matplotlib's warning of an axis without a height.
-    frame = of_heads(*[[level] * 9 + [0.5]] * 2, indicator="multiple_maxima")
-    left = journal((8, "alarm", "", (), "It left.", "loss_departure")).assign(judges="loss")
-    low, high = figures.multiple_maxima(frame, left).axes[0].get_ylim()
-    assert low <= 100 * level < high < 50
-
-
 def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
     axes, bar = drawn["w_q_spectral_norm_layers"].axes
     (mesh,) = axes.collections
@@ -143,26 +101,6 @@ def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
     assert (rows[:-1] < np.arange(12)).all() and (np.arange(12) < rows[1:]).all()
     assert [text.get_text() for text in axes.get_yticklabels()] == [str(i) for i in range(12)]
     assert bar.get_ylabel() == "times the median head's norm"
-
-
-def test_the_heat_map_leaves_infinite_cells_blank():
-    mesh = (
-        figures.spectral_norm_by_layer(one_head([1.0, np.inf, 3.0], "w_q_spectral_norm"))
-        .axes[0]
-        .collections[0]
-    )
-    assert mesh.get_array().mask.tolist() == [[False, True, False]]
-
-
-def test_the_peak_of_the_alarmed_layer_stands_out(run, drawn):
-    (axes,) = drawn["w_q_spectral_norm_heads"].axes
-    lines = lines_of_heads(axes)
-    peak = f"layer 2, head {run.values['w_q_spectral_norm'][2].max(axis=1).argmax()}"
-    # The figure's own peak is never grey.
-    named = [line for line in lines.values() if line.get_gid() == NAMED]
-    assert peak in {str(line.get_label()) for line in named}
-    assert len({line.get_linestyle() for line in named}) == len(named)  # told apart in grey
-    assert axes.get_ylim()[0] == 0
 
 
 def test_the_layer_is_the_alarmed_one_else_the_worst_or_the_callers(run):
@@ -269,39 +207,6 @@ def test_events_are_marked_the_same_way_everywhere(drawn, name):
     assert key == ["alarm, first at step 2,950", "switch, step 3,100", "undo, step 4,500"]
 
 
-@pytest.mark.parametrize("every", [100, 10])
-def test_many_alarms_keep_their_markers_but_one_line(run, every):
-    # Each head's first alarm; the later ones say nothing new.
-    steps = list(range(1000, 3000, every))
-    many = [
-        (step, "alarm", f"h.{head}.attn", (7,))
-        for head, first in enumerate(steps)
-        for step in (first, first + 2000)
-    ]
-    axes = figures.max_logit(run.frame, journal(*many)).axes[0]
-    lines = [line for line in axes.get_lines() if line.get_gid() == "alarm"]
-    (markers,) = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
-    assert [line.get_xdata()[0] for line in lines] == [1000]
-    drawn = np.asarray(markers.get_xdata())
-    assert len(drawn) == len(steps) if every == 100 else 20 < len(drawn) < len(steps)
-    # They do not touch.
-    places = axes.transData.transform(np.column_stack([drawn, np.ones(len(drawn))]))[:, 0]
-    size = markers.get_markersize() / 72 * axes.figure.dpi
-    assert (np.diff(places) > size).all()
-
-
-@charts
-def test_every_figure_shows_the_same_range_of_steps_and_its_units(run, drawn, name):
-    all_axes = drawn[name].axes
-    assert drawn[name].get_size_inches()[0] * 100 == 1000
-    assert all(axes.get_ylabel() for axes in all_axes)
-    across = "head" if name == "model_map" else "optimizer step"
-    assert across in {axes.get_xlabel() for axes in all_axes}
-    if name not in ("model_map", "switch_before_and_after"):
-        # The loss was last recorded at 4,980, the heads at 4,950.
-        assert all_axes[0].get_xlim() == (0, 4980)
-
-
 @charts
 @pytest.mark.parametrize(
     "frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)], ids=["bare", "empty"]
@@ -369,26 +274,6 @@ def test_no_text_leaves_the_canvas_and_no_names_overlap(run, name):
     # Annotation extents include their leader lines, which may cross: compare the texts' heights.
     middles = sorted(box.y0 + box.height / 2 for box in names)
     assert all(after - before >= 13 for before, after in pairwise(middles))
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=3))
-def test_names_are_moved_apart_in_order_and_stay_in_the_panel(heights):
-    moved = apart(sorted(heights), gap=0.1)
-    assert moved == sorted(moved)
-    assert max(moved) <= 1
-    gaps = np.diff(moved)
-    assert (gaps >= 0.1 - 1e-9).all()  # sums of floats
-    # Names that do not touch are left where they are.
-    if (np.diff(sorted(heights)) >= 0.1).all():
-        np.testing.assert_allclose(moved, sorted(heights), atol=1e-9)  # sums of floats
-
-
-@pytest.mark.parametrize("colour", [*HIGHLIGHTS, palette.INK])
-def test_colours_stand_out_from_paper(colour):
-    # WCAG 2.1, success criterion 1.4.11: graphics need a contrast of 3 to 1.
-    channels = np.array(to_rgb(colour))
-    linear = np.where(channels <= 0.03928, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    assert 1.05 / (linear @ [0.2126, 0.7152, 0.0722] + 0.05) >= 3
 
 
 def test_the_recorded_failure_draws_one_line_a_layer():

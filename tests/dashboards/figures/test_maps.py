@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
-from matplotlib.colors import LogNorm, to_rgb
+from matplotlib.colors import LogNorm
 
 from guardbit.dashboards.figures import CHARTS, model_map
-from guardbit.dashboards.palette import HEAT_STOPS, INK
 from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import samples
 
@@ -84,9 +83,3 @@ def test_one_value_a_layer_claims_no_head():
     rows = [(step, f"h.{at}", at, 0, "max_logit", 1.0) for step in range(9) for at in range(3)]
     axes = model_map(samples(rows)).axes[0]
     assert axes.get_xlabel() == "one value a layer" and len(axes.get_xticks()) == 0
-
-
-def test_the_ramp_darkens_steadily_and_ends_in_ink():
-    luminance = [to_rgb(stop) @ np.array([0.2126, 0.7152, 0.0722]) for stop in HEAT_STOPS]
-    assert (np.diff(luminance) < -0.05).all()
-    assert luminance[-1] < to_rgb(INK) @ np.array([0.2126, 0.7152, 0.0722]) + 0.01

@@ -1,17 +1,15 @@
 """The live page in a real browser: Debian's chromium, driven by Playwright, without a network."""
 
-import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 import guardbit
-from guardbit.records import Event, Sample
+from guardbit.records import Event
 from tests.dashboards.made import colour, wait
 
 
@@ -190,58 +188,6 @@ def test_zoom_pan_and_scale(page, serve, recorder, tmp_path):
             assert page.evaluate(f"{scale}.y.distr") == 3
             page.uncheck("#log")
             wait(page, f"{scale}.y.distr !== 3")
-
-
-def test_the_legend_shows_the_nearest_sample_of_each_line(page, serve, recorder, tmp_path):
-    with recorder(tmp_path) as writer:
-        writer.record(range(0, 300, 25))
-        writer.add([Sample(step, "", -1, "loss", (3.0 - step / 1000,)) for step in range(300)])
-    with serve(tmp_path) as server:
-        show(page, server)
-        box = page.locator("#run-charts .u-over").first.bounding_box()
-        charts = "Array.from(document.querySelector('#run-charts').charts, ({ plot }) => "
-        for part in (0.02, 0.17, 0.5, 0.61, 0.93):
-            page.mouse.move(box["x"] + part * box["width"], box["y"] + box["height"] / 2)
-            wait(page, "document.querySelector('#run-charts').charts[0].plot.cursor.idx != null")
-            at = page.evaluate(
-                "(({ plot }) => plot.posToVal(plot.cursor.left, 'x'))"
-                "(document.querySelector('#run-charts').charts[0])"
-            )
-            shown = page.evaluate(charts + "plot.cursor.idxs.map((index) => plot.data[0][index]))")
-            assert shown[0] == pytest.approx([at, at], abs=0.51)  # the loss of every step
-            for steps in shown[1:]:  # heads, every 25 steps: the step, and each line's
-                assert len(steps) > 3
-                assert steps == pytest.approx([at] * len(steps), abs=13.1)
-                assert all(step % 25 == 0 for step in steps[1:])
-            values = page.locator("#run-charts .u-legend .u-value:visible").all_inner_texts()
-            assert values and not {"–", "--", ""} & set(values)
-
-
-def test_charts_mark_first_alarms_and_never_a_black_bar(page, serve, recorder, tmp_path):
-    with recorder(tmp_path, layers=80, heads=4) as writer:
-        writer.record(range(0, 4000, 200))
-    (samples,) = tmp_path.glob("samples-*")
-    name = samples.name.replace("samples", "events").replace("parquet", "jsonl")
-    first = Event(450, "alarm", "h.7.attn", (3,), "the first", rule="norm_growth")
-    later = [
-        Event(1000 + 8 * n, "alarm", f"h.{n % 80}.attn", (n // 80,), "it grew", rule="norm_growth")
-        for n in range(300)
-    ]
-    lines = [json.dumps(asdict(event)) + "\n" for event in [first, *later]]
-    (tmp_path / name).write_text("".join(lines))
-    with serve(tmp_path) as server:
-        show(page, server)
-        wait(page, "view.state.num_events === 301")
-        wait(page, "document.querySelector('#run-charts').charts[0].plot.drawnMarks?.length > 0")
-        drawn, places = page.evaluate(
-            """(({ plot }) => [plot.drawnMarks,
-              plot.drawnMarks.map(({ step }) => plot.valToPos(step, "x"))])
-              (document.querySelector('#run-charts').charts[0])"""
-        )
-        assert drawn[0] == {"kind": "alarm", "step": 450} and len(drawn) > 10
-        assert min(b - a for a, b in itertools.pairwise(places)) >= 9
-        assert "First alarm at step 450 in h.7.attn, head 3" in text(page, "#lede")
-        assert "step 450" in text(page, "#events li:last-child")
 
 
 def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):

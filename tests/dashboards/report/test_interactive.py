@@ -144,14 +144,3 @@ def test_a_long_name_of_a_module_pushes_no_column_off_the_page(visit, without_fi
         "[...document.querySelectorAll('.scroll')].filter((x) => x.scrollWidth > x.clientWidth)"
     )
     assert page.evaluate(f"{hidden}.length") == 0
-
-
-def test_an_infinite_logit_is_told_as_one_on_an_axis_with_numbers(visit, without_figures, tmp_path):
-    frame = of_heads([10.0] * 8 + [float("inf")], [10.0] * 9)
-    page = visit(write_reports([Run("overflown", frame)], tmp_path / "overflown.html"))
-    wait(page, "document.querySelectorAll('#story-charts .uplot').length > 0")
-    assert "\t∞\t> 1,000 ×" in page.locator("#worst").inner_text()
-    labels = page.evaluate(
-        "document.querySelector('#story-charts').charts.at(-1).plot.axes[1]._values"
-    )
-    assert labels == ["1e7", "1e14", "1e21", "1e28", "1e35"]
