@@ -50,7 +50,3 @@ def test_figures_show_by_themselves(cells):
         saved = base64.b64decode("".join(cell["outputs"][0]["data"]["image/png"]))
         # The size of a PNG stands in its bytes 16 to 24.
         assert saved[:8] == given._repr_png_()[:8] and saved[16:24] == given._repr_png_()[16:24]
-
-
-def test_it_is_small():
-    assert NOTEBOOK.stat().st_size < 300_000
