@@ -162,6 +162,22 @@ def test_what_fell_before_its_switch_is_not_saved_by_it(slope):
         assert judge(evidence, events).state == "switched"
 
 
+@pytest.mark.parametrize(("rise", "lowest"), [(0.0, 0.6), (0.5, 0.6), (0.0, 0.1)])
+def test_a_loss_that_rises_at_the_switch_or_a_head_that_moves_itself_forbids_saved(rise, lowest):
+    evidence, found = Evidence(), set()
+    other = dict(zip(ROUNDING, (lowest - 0.1, lowest, lowest + 0.1), strict=True))
+    events = [Event(60, "alarm", "a", (0, 1), "", rule="head_growth", judges="head"),
+              Event(60, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
+    for step in range(110):
+        logit = 100.0 if step <= 60 else 20.0
+        evidence.add([Sample(step, "", -1, "loss", (3.0 + rise * (step > 60),)),
+                      Sample(step, "a", 0, "max_logit", (logit, logit))])  # fmt: skip
+        evidence.shares = {(0, 0): (step, ROUNDING), (0, 1): (step, other)}
+        if step > 60:
+            found.add(judge(evidence, events).state)
+    assert ("saved" in found) == (rise == 0.0 and lowest == 0.6)
+
+
 @pytest.mark.parametrize(
     ("after", "fallen", "entropy"),
     [(0.02, 20.0, 0.5), (0.3, 20.0, 0.5), (0.02, 100.0, 0.5), (0.02, 20.0, 1e-4)],
@@ -169,7 +185,7 @@ def test_what_fell_before_its_switch_is_not_saved_by_it(slope):
 )
 def test_audits_tell_whether_the_switch_took_the_error_and_the_growth(after, fallen, entropy):
     evidence = Evidence()
-    for step in range(20):
+    for step in range(40):
         logit, error = (100.0, 0.4) if step < 12 else (fallen, after)
         evidence.add([Sample(step, "", -1, "loss", (3.0,)),
                       Sample(step, "a", 0, "max_logit", (logit, 5.0)),

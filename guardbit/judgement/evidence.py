@@ -137,6 +137,8 @@ class Losses:
         # Where it changes: (step, whether the loss is unsound from there on).
         self.critical: list[tuple[int, bool]] = []
         self.latest: deque[float] = deque(maxlen=LOSS_SAMPLES)
+        # Steps of the last losses: a rise shows in no fewer.
+        self.recent: deque[int] = deque(maxlen=RISING_SAMPLES // 2 + 1)
         self._many: deque[float] = deque(maxlen=RISING_SAMPLES)
         self._least_of_few, self._least_of_many = math.inf, math.inf
         self._count = 0
@@ -149,6 +151,7 @@ class Losses:
         elif self.lost is None:
             self.lost = step
         self.latest.append(value)
+        self.recent.append(step)
         self._many.append(value)
         self._count += 1
         few = _median(self.latest)

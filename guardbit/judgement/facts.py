@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from guardbit.judgement.evidence import FALLEN, LOSS_SAMPLES, Change, Evidence, Head
+from guardbit.judgement.evidence import FALLEN, LOSS_SAMPLES, SHARES, Change, Evidence, Head
 from guardbit.records import Event
 
 #: A switched head counts as still alarming if it alarmed in this many last steps of the run, and
@@ -110,10 +110,13 @@ class Facts:
         self.alarmed = tuple(alarmed)  # heads, in the order of their first alarm
         # Whether these are no failure of single heads.
         self.are_many = self.num_layers > 2 and len(alarmed) > EVERYWHERE * self.num_heads
-        # Whether `guardbit diagnose` says of one of them that rounding does not move it.
+        # Whether `guardbit diagnose` or the share of one of them says that rounding moves it not.
         refuted = {f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _NOT}
         sites = {layer: site for site, layer in evidence.layers.items()}
         self.is_refuted = any(f"{sites[layer]} {head}" in refuted for layer, head in alarmed)
+        for head, event in alarmed.items():
+            step, share = evidence.shares.get(head, (-1, {}))
+            self.is_refuted |= step >= event.step and share.get(SHARES[2], 1.0) < 0.5
 
         self.has_policy = bool(at(metadata, "settings", "stabilizer"))
         self.first_switch = min((event.step for event in switched.values()), default=None)
@@ -139,6 +142,9 @@ class Facts:
         self.error_gone = next(filter(None, gone), None)
 
         self.missing_loss = _missing_loss(evidence, alarms, switched)
+        last_switch = max((event.step for event in switched.values()), default=-1)
+        # Whether a rise since then would not show yet.
+        self.few_losses = bool(evidence.loss.recent) and evidence.loss.recent[0] <= last_switch
         self.loss_rise = evidence.loss.rise  # of the last losses above the best ones
         self.loss_is_finite = evidence.loss.lost is None  # whether the last one is
         self.departed = departed(alarms, evidence)  # unless the loss has come back

@@ -251,6 +251,7 @@ def _not_saved(of: Facts, cause: Cause) -> str:
         (since, say.NOTHING.format(since)),
         (not _has_fallen(of) and not of.are_enough, say.TOO_FEW),
         (not _has_fallen(of), say.WITHIN_SCATTER),
+        (of.few_losses, say.FEW_LOSSES),
         (of.is_refuted, say.OTHERWISE),
         (cause.what != "rounding", cause.sentence),
     ]

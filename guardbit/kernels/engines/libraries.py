@@ -177,21 +177,10 @@ class VarlenCuDNN(Varlen):
 
 
 def varlen_runs_on_cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    **_: Any,
-) -> bool:
-    """Whether PyTorch runs a call of `varlen_attn` on cuDNN, by its own selection.
-
-    Raises:
-        RuntimeError: If PyTorch refuses the call.
-    """
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, **_: Any,
+) -> bool:  # fmt: skip
+    """Whether PyTorch's own selection takes cuDNN; raises RuntimeError where it refuses a call."""
     window = list(window_size)
     if select := library_function(Varlen.home, "_select_backend"):  # from 2.15 on
         chosen = select(query, key, value, cu_seq_q, cu_seq_k, max_q, window)

@@ -236,19 +236,6 @@ def test_a_run_without_the_indicator_draws_nothing(run, name):
 
 
 @charts
-def test_one_sample_is_enough(run, name):
-    first = run.frame[run.frame["step"] == 0]
-    switched = run.events[run.events["kind"] == "switch"].assign(step=0)
-    if name == "switch_before_and_after":
-        assert CHARTS[name](first, None) is None
-        FigureCanvasAgg(CHARTS[name](first, switched)).draw()
-        return
-    figure = CHARTS[name](first, None)
-    FigureCanvasAgg(figure).draw()
-    assert figure.axes[0].get_legend() is None
-
-
-@charts
 def test_no_text_leaves_the_canvas_and_no_names_overlap(run, name):
     extreme = run.frame.assign(
         value=run.frame["value"].where(run.frame["indicator"] != "max_logit", 1e4 * run.frame.value)

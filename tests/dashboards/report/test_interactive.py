@@ -6,7 +6,7 @@ from guardbit.dashboards import document
 from guardbit.dashboards.figures import story
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import write_reports
-from tests.dashboards.made import colour, journal, of_heads, wait, write_report
+from tests.dashboards.made import colour, journal, wait, write_report
 
 
 @pytest.fixture
@@ -134,13 +134,3 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     page = visit(write_reports(runs, tmp_path / "one.html"))
     wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
     assert page.evaluate(colours)[-1] == both[-1]
-
-
-def test_a_long_name_of_a_module_pushes_no_column_off_the_page(visit, without_figures, tmp_path):
-    frame = of_heads(*[[10.0] * 9] * 2).assign(site="_fsdp_wrapped_module." * 9 + "attn")
-    page = visit(write_reports([Run("deep", frame)], tmp_path / "deep.html"))
-    wait(page, "document.querySelectorAll('.scroll table').length > 0")
-    hidden = (
-        "[...document.querySelectorAll('.scroll')].filter((x) => x.scrollWidth > x.clientWidth)"
-    )
-    assert page.evaluate(f"{hidden}.length") == 0
