@@ -20,6 +20,9 @@ from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.sites import Instrumentation
 from guardbit.records import Role
 
+#: Indicators that a run has no values of unless something may be wrong.
+OCCASIONAL = {"nonfinite", "rounding_share", "rounding_share_low", "rounding_share_high"}
+
 #: A module that gets functions of attention when a model is loaded.
 FILLED_LATER = "transformers.modeling_flash_attention_utils"
 

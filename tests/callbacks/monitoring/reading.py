@@ -22,7 +22,3 @@ class Recorder(Logger):
 
     def log_metrics(self, metrics, step=None):
         self.logged.append((step, metrics))
-
-
-#: Indicators that a run has no values of unless something may be wrong.
-ON_OCCASION = {"nonfinite", "rounding_share", "rounding_share_low", "rounding_share_high"}

@@ -8,7 +8,8 @@ import torch
 from guardbit import AttentionMonitor, AutoStabilizer, read_run
 from guardbit.catalog import HEAD_INDICATORS
 from tests.callbacks.conftest import TinyGPT
-from tests.callbacks.monitoring.reading import ON_OCCASION, values
+from tests.callbacks.monitoring.reading import values
+from tests.toys import OCCASIONAL
 
 RUNS = {
     "fp32": {},
@@ -32,9 +33,7 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
     assert same_weights(plain, watched)
     assert plain.raw_losses == watched.raw_losses
     frame = read_run(tmp_path / "run")
-    assert set(HEAD_INDICATORS) - ON_OCCASION <= set(frame.indicator), (
-        "it must really have measured"
-    )
+    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator), "it must really have measured"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own
@@ -54,7 +53,7 @@ def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
     watched, _ = trains.fit(*callbacks, model=model(), max_steps=4, precision="bf16-mixed")
     assert same_weights(plain, watched)
     frame = read_run(tmp_path / "run")
-    assert set(HEAD_INDICATORS) - ON_OCCASION <= set(frame.indicator)
+    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator)
 
 
 class ManualGPT(TinyGPT):

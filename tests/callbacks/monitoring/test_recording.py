@@ -10,8 +10,9 @@ from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit
 from guardbit import AttentionMonitor, read_run
-from guardbit.catalog import OCCASIONAL, of_probe
+from guardbit.catalog import of_probe
 from tests.callbacks.monitoring.reading import SITES, values
+from tests.toys import OCCASIONAL
 
 
 def numbers_of_losses(model):

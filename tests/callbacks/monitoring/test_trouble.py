@@ -12,8 +12,8 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.monitor.detectors import Detectors
 from guardbit.store import read_end
-from tests.callbacks.monitoring.reading import ON_OCCASION, SITES, Recorder, values
-from tests.toys import Fires
+from tests.callbacks.monitoring.reading import SITES, Recorder, values
+from tests.toys import OCCASIONAL, Fires
 
 ALARMED = "guardbit/alarmed_heads"
 
@@ -243,7 +243,7 @@ def test_a_logger_may_draw_the_graph_of_the_model(trains, same_weights, tmp_path
 
     watch = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
     assert same_weights(run(), run(watch))
-    assert set(HEAD_INDICATORS) - ON_OCCASION <= set(read_run(tmp_path / "run").indicator)
+    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(read_run(tmp_path / "run").indicator)
 
 
 @pytest.mark.parametrize("name", ["abandon_step", "close"])

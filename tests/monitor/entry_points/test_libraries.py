@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
-from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import op
 from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
@@ -33,7 +33,7 @@ from tests.monitor.entry_points.library_models import (
     install,
 )
 from tests.oracle import dense, packed
-from tests.toys import instrumented
+from tests.toys import OCCASIONAL, instrumented
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,10 @@ import pandas as pd
 import pytest
 
 from guardbit import MonitorSession, read_run
-from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
+from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.runtime import runtime
 from tests.monitor.session.plain_loop import SITES, Loop, sampled, values
+from tests.toys import OCCASIONAL
 
 
 def test_a_plain_loop_records_every_loss_and_the_sampled_steps(tmp_path):

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
 from guardbit.monitor import journal
 from guardbit.monitor.measure import measurement, weights
@@ -24,6 +24,7 @@ from tests.monitor.session.plain_loop import (
     sampled,
     values,
 )
+from tests.toys import OCCASIONAL
 
 
 class FailingRule:

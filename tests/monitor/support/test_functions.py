@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from guardbit import MonitorSession
-from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests import toys
 from tests.monitor.entry_points import (
@@ -27,6 +27,7 @@ from tests.monitor.entry_points import (
     test_transformers_eager,
 )
 from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS
+from tests.toys import OCCASIONAL
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
