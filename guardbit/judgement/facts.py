@@ -110,7 +110,7 @@ class Facts:
         self.alarmed = tuple(alarmed)  # heads, in the order of their first alarm
         # Whether these are no failure of single heads.
         self.are_many = self.num_layers > 2 and len(alarmed) > EVERYWHERE * self.num_heads
-        # Whether `guardbit diagnose` or the share of one of them says that rounding does not move it.
+        # Whether rounding does not move one of them, by `guardbit diagnose` or by its share.
         refuted = {f"{d.get('site')} {d.get('head')}" for d in diagnosed if d.get("cause") in _NOT}
         sites = {layer: site for site, layer in evidence.layers.items()}
         self.is_refuted = any(f"{sites[layer]} {head}" in refuted for layer, head in alarmed)
