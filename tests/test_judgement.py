@@ -660,6 +660,17 @@ def test_a_share_of_before_the_alarm_is_no_cause_of_it():
     assert found.cause.what == "not measured" and found.cause.share is None
 
 
+@pytest.mark.parametrize(
+    ("switched_at", "state"), [(0, "switched"), (6749, "switched"), (6750, "saved")]
+)
+def test_what_a_corrected_head_does_is_not_credited_to_its_switch(switched_at, state):
+    """The share is what rounding would have done: it raised no alarm of a head without it."""
+    found = judged(switch(switched_at), alarm(6750), logit=falling, share=(0.99, 1.03, 1.07))
+    assert found.state == state
+    assert (found.verdict == "rounding") == (state == "saved")
+    assert ("were switched before their alarm" in found.headline) == (state != "saved")
+
+
 def of_precision(*names):
     return {"sites": {"a": {"precision": names, "kernels": ["FLASH_ATTENTION"]}}}
 

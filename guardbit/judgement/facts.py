@@ -67,7 +67,8 @@ class Facts:
             if head in switched
         }
         changes = [evidence.changes(head, step) for head, step in since.items()]
-        gone = (evidence.error_gone(head, step) for head, step in since.items())
+        corrected = corrected_before(alarmed, switched)
+        gone = (evidence.error_gone(h, step) for h, step in since.items() if h not in corrected)
         grades = severities(evidence, (event.step for event in alarms))
 
         self.first_step, self.last_step = evidence.steps or (None, None)
@@ -122,6 +123,7 @@ class Facts:
         self.first_switch = min((event.step for event in switched.values()), default=None)
         self.switched = len(switched)  # heads, at the end
         self.alarmed_and_switched = len(since)
+        self.corrected_before = len(corrected)  # heads whose switch is no answer to their alarm
         self.stabilizers = tuple(dict.fromkeys(event.stabilizer for event in switched.values()))
         self.alarming_again = len(_alarming_again(evidence, alarms, switched))
         self.still_growing = sum(bool(of) and min(map(_growth, of)) > 1 for of in changes)
@@ -181,6 +183,11 @@ class Facts:
         facts = cls.__new__(cls)
         vars(facts).update(numbers)
         return facts
+
+
+def corrected_before(alarmed: Mapping[Head, Event], switched: Mapping[Head, Event]) -> set[Head]:
+    """The heads that were switched when they alarmed."""
+    return {h for h, event in alarmed.items() if h in switched and switched[h].step < event.step}
 
 
 def _growth(change: Change) -> float:

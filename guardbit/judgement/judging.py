@@ -23,6 +23,7 @@ from guardbit.judgement.facts import (
     PRECISE,
     Facts,
     at,
+    corrected_before,
     leaves_at_once,
     nothing_to_correct,
 )
@@ -173,7 +174,7 @@ def judge(
     events = sorted(events, key=lambda event: event.step)
     facts = Facts(evidence, events, metadata, diagnosed)
     risk = risk_of(evidence, metadata)
-    cause = cause_of(evidence, [event for event in events if event.kind == "alarm"], metadata)
+    cause = cause_of(evidence, events, metadata)
     if cause.what == "not measured" and facts.error_gone and _has_fallen(facts):
         cause = Cause("rounding", say.ERROR_GONE.format(*facts.error_gone))
     state, clause = _outcome(facts, cause)
@@ -247,6 +248,7 @@ def _not_saved(of: Facts, cause: Cause) -> str:
         return say.NOT_FALLEN
     since = say.unjudged(of)
     reasons = [
+        (of.corrected_before == of.alarmed_and_switched, say.CORRECTED),
         (of.growing or of.logits_rise, say.GROWING),
         (since, say.NOTHING.format(since)),
         (not _has_fallen(of) and not of.are_enough, say.TOO_FEW),
@@ -284,18 +286,23 @@ def cause_by(share: float, low: float, high: float) -> Cause:
 
 
 def cause_of(
-    evidence: Evidence, alarms: Sequence[Event], metadata: Mapping[str, Any] | None
+    evidence: Evidence, events: Sequence[Event], metadata: Mapping[str, Any] | None
 ) -> Cause:
     """The cause by the first of the alarmed heads whose share was measured since its alarm."""
-    for head, alarm in evidence.first(alarms).items():
+    alarmed = evidence.first(event for event in events if event.kind == "alarm")
+    corrected = corrected_before(alarmed, evidence.switched(events))
+    for head, alarm in alarmed.items():
         step, measured = evidence.shares.get(head, (-1, {}))
-        # Before its alarm a head may not have moved, and rounding not moved it.
-        if step < alarm.step:
+        # Before its alarm a head may not have moved, and rounding not moved it. The share of one
+        # that was corrected says what rounding would have done, and not what raised the alarm.
+        if step < alarm.step or head in corrected:
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
             return cause_by(*(measured[name] for name in SHARES))
     if nothing := nothing_to_correct(metadata, PRECISE):
         return Cause("not rounding", nothing)
+    if len(corrected) == len(alarmed) > 0:
+        return Cause("not measured", say.CORRECTED)
     why = str(at(metadata, "rounding_unmeasured") or "")
     return Cause("not measured", f"{say.UNMEASURED}{f': {why}' * bool(why)}")
 

@@ -150,14 +150,14 @@ class Switching:
         kind = "refusal" if refusal else "switch"
         self._record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
 
-    def already(self, alarm: Alarm) -> str:
-        """Returns a clause on the alarmed heads that are switched already, or ""."""
+    def already(self, alarm: Alarm) -> list[str]:
+        """Returns a clause for each alarmed head that is switched already."""
         names = self.running().get(alarm.site, [])
-        return "".join(
+        return [
             f"; head {head} runs {names[head]} already"
             for head in alarm.heads
             if head < len(names) and names[head] != "none"
-        )
+        ]
 
     def events(self, step: int, is_resumed: bool) -> Iterator[Event]:
         """Yields switches that say what is switched, for a run that continues in a new folder."""

@@ -59,6 +59,7 @@ _ADVICE = {
     "loss": "go back to a checkpoint before it",
 }
 _NEEDLESS = "delta is not rounded here: lower the rate, or use QK norm"
+_SWITCHED = "switched already: lower the rate, or use QK norm"
 
 #: Failures in a row after which the store gives up: what is pending fills the memory.
 PATIENCE = 100
@@ -246,8 +247,7 @@ class Journal:
 
     def report_verdict(self, step: int, is_measuring: bool) -> None:
         """Records the verdict on the alarms so far, once known, if it is another than before."""
-        alarms = [event for event in self.events if event.kind == "alarm"]
-        cause = cause_of(self.evidence, alarms, self.metadata)
+        cause = cause_of(self.evidence, self.events, self.metadata)
         first = [event for event in self.findings.events() if event.kind == "alarm"]
         verdict, why = verdict_of(first, cause)
         is_open = is_measuring and verdict == "unclear" and cause.what == "not measured"
@@ -255,8 +255,9 @@ class Journal:
             self.findings.verdict = verdict
             self.record(Event(step, "verdict", "", (), why, verdict=verdict))
 
-    def record(self, event: Event) -> None:
-        self._log(event)
+    def record(self, event: Event, is_switched: bool = False) -> None:
+        """Logs and writes an event; `is_switched` says that an alarm's heads all are."""
+        self._log(event, is_switched)
         if self._is_kept():
             self._events.append(event)
             self._try_to_write()
@@ -274,7 +275,7 @@ class Journal:
             if self._writer is not None:
                 self._writer.event(event)
 
-    def _log(self, event: Event) -> None:
+    def _log(self, event: Event, is_switched: bool = False) -> None:
         if event.kind in ("alarm", "switch", "monitor_error"):
             self.events.append(_kept(event))
         if ranks.rank() > 0:
@@ -287,6 +288,8 @@ class Journal:
             return
         log.info("%s", printable(line))
         on_heads = _NEEDLESS if self.needless.get(event.site) else self.advice
+        if is_switched:
+            on_heads = _SWITCHED
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, on_heads)))
 
     def add(self, samples: list[Sample]) -> None:

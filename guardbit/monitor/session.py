@@ -452,7 +452,9 @@ class Session(Guarded):
                 self._measurement.audits.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             is_new = self._findings.add(alarm)
             self._snapshots.alarm(alarm.site, alarm.heads)
-            self.record(event_of(alarm, self._switching.already(alarm)))
+            already = self._switching.already(alarm)
+            is_switched = len(already) == len(alarm.heads) > 0
+            self._journal.record(event_of(alarm, "".join(already)), is_switched)
             if not alarm.role.is_advisory:
                 self._notices.announce(alarm)
                 self.news += [alarm] if is_new else []

@@ -170,7 +170,7 @@ def test_what_comes_between_a_forward_and_its_recomputation_waits(
     assert not any(module._forward_hooks for module in loop.model.modules())
 
 
-def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
+def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path, caplog):
     settings = {"rules": (Always(),)}
     loop = Loop(dirpath=tmp_path, policy=Policy("row_max", scope="head"), **settings)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
@@ -178,6 +178,10 @@ def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
     first, second = events_of(tmp_path, "alarm")["why"]
     assert "already" not in first
     assert second.endswith("; head 1 runs row_max already")
+    lines = [line for line in caplog.messages if line.startswith("GuardBit: step 1,000: alarm")]
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "switched already: lower the rate, or use QK norm"
+    ]
 
 
 def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
