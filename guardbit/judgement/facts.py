@@ -119,6 +119,8 @@ class Facts:
             step, share = evidence.shares.get(head, (-1, {}))
             self.is_refuted |= step >= event.step and share.get(SHARES[2], 1.0) < 0.5
 
+        # Why there is nothing to correct in the modules whose heads alarmed, or in all, or "".
+        self.needless = nothing_to_correct(metadata, named={e.site for e in alarmed.values()})
         self.has_policy = bool(at(metadata, "settings", "stabilizer"))
         self.first_switch = min((event.step for event in switched.values()), default=None)
         self.switched = len(switched)  # heads, at the end
@@ -343,10 +345,13 @@ def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int |
 
 
 def nothing_to_correct(
-    metadata: Mapping[str, Any] | None, ways: Collection[str] = UNROUNDED
+    metadata: Mapping[str, Any] | None,
+    ways: Collection[str] = UNROUNDED,
+    named: Collection[str] = (),
 ) -> str:
-    """Why there is nothing to correct, if all attention is computed in these ways; else ""."""
-    modules = _sites(metadata).values()
+    """Why modules, all or those named, have nothing to correct, if they run in these ways."""
+    sites = _sites(metadata)
+    modules = [sites[name] for name in sites if name in named or not named]
     found = {_unrounded(module) for module in modules if not at(module, "unwatched")}
     if not found or not found <= {*ways}:
         return ""

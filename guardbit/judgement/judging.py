@@ -180,7 +180,7 @@ def judge(
     state, clause = _outcome(facts, cause)
     sentence = f"{say.TITLES.get(state, state.capitalize())}: {clause}"
     headline = "; ".join([sentence, *say.limits(facts, state, ended)])
-    advice = say.advice(state, facts, cause, risk, ended)
+    advice = say.advice(state, facts, cause, ended)
     severity = _severity(facts, state)
     return Judgement(state, cause, risk, severity, ended, headline, advice, vars(facts))
 
@@ -204,6 +204,7 @@ def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
         (of.still_growing, say.STILL.format(of.still_growing, "growing")),
         (of.alarming_again, say.STILL.format(of.alarming_again, "alarming")),
         (cause.what == "not rounding", say.NOT_ROUNDING),
+        (bool(of.needless), of.needless),
         (of.are_many and cause.what != "rounding", say.EVERYWHERE),
         (of.unknown_before, say.NOT_MEASURED.format(of.unknown_before, "before the alarm")),
     ]
@@ -299,7 +300,8 @@ def cause_of(
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
             return cause_by(*(measured[name] for name in SHARES))
-    if nothing := nothing_to_correct(metadata, PRECISE):
+    named = {alarm.site for alarm in alarmed.values()}
+    if nothing := nothing_to_correct(metadata, PRECISE, named):
         return Cause("not rounding", nothing)
     if len(corrected) == len(alarmed) > 0:
         return Cause("not measured", say.CORRECTED)

@@ -17,7 +17,7 @@ from guardbit.judgement.facts import RISE_STEPS, Facts
 from guardbit.records import named
 
 if TYPE_CHECKING:
-    from guardbit.judgement.judging import Cause, Ended, Risk, State
+    from guardbit.judgement.judging import Cause, Ended, State
 
 #: Characters of an error's text in a headline.
 _MOST_OF_ERROR = 100
@@ -36,7 +36,7 @@ _GOING_ON: dict[Ended | None, str] = {
 _ADVICE: dict[State, str] = {
     "healthy": "No action needed.",
     "unclear": f"Go on: heads need {LOSS_SAMPLES} samples of indicators that the rules read.",
-    "warning": "Attach a policy; look at the loss, the largest logits and NaN.",
+    "warning": "Look at the loss, the largest logits and NaN.",
     "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy that does; keep a"
     " checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
@@ -47,7 +47,6 @@ _ADVICE: dict[State, str] = {
 _LOST = (
     "Resume from a checkpoint before the loss diverged, with a lower rate; look at the data there."
 )
-_LOOK = "Look at the loss, the largest logits and NaN."
 _RATE = "Look at the learning rate and the data: switching does not help."
 
 
@@ -199,21 +198,19 @@ def limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
     return found
 
 
-def advice(state: State, of: Facts, cause: Cause, risk: Risk, ended: Ended | None) -> str:
+def advice(state: State, of: Facts, cause: Cause, ended: Ended | None) -> str:
     going_on = _GOING_ON.get(ended, "").format(of.last_step or 0)
-    said = _advice(state, of, cause, risk)
+    said = _advice(state, of, cause)
     if going_on and state in ("healthy", "switched", "saved"):
         return going_on
     return f"{said} {going_on}".strip() if state in ("warning", "unclear") else said
 
 
-def _advice(state: State, of: Facts, cause: Cause, risk: Risk) -> str:
-    # Without a key_common_mode this says that delta is not rounded, see `risk_of`.
-    is_exact = risk.what == "hardly at risk" and risk.key_common_mode is None
-    if state == "warning" or (state == "alarmed" and not of.alarmed):
-        return _LOOK if of.has_policy or is_exact else _ADVICE["warning"]
+def _advice(state: State, of: Facts, cause: Cause) -> str:
+    if state == "alarmed" and not of.alarmed:
+        return _ADVICE["warning"]
     if state == "alarmed":
-        if cause.what == "not rounding" or is_exact or of.are_many:
+        if cause.what == "not rounding" or of.needless or of.are_many:
             return _RATE
         if of.switched >= of.num_heads:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
