@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,16 +115,24 @@ def plan_of(names: tuple[str, ...], native: bool) -> Plan:
     return Plan(names, own, own_names, deltas, heads("compensated"))
 
 
+class Settled(NamedTuple):
+    """What the heads of a call run."""
+
+    names: tuple[str, ...]  # one stabilizer a head
+    shares_backward: bool  # whether the engine's backward serves all heads
+    why: str  # why the names are not as asked, or ""
+
+
 def resolve(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
-) -> tuple[tuple[str, ...], bool, str]:
-    """Settles what heads run, if the engine serves all backward, and why it is not as asked."""
+) -> Settled:
+    """Settles what the heads of a call run, which were asked to run `asked`."""
     extras = call.spec.extras
     if engine is None and extras:
         raise ValueError(f"GuardBit's own kernels take {_none_of(extras)}.")
     unshifted, wanted = "", set(asked) - {"none"}
     if not wanted:
-        return asked, False, ""
+        return Settled(asked, False, "")
     # Shifts of the keys would change the result there.
     seeing = [field for field in extras if field in ("soft cap", "sinks")]
     if seeing and not wanted.isdisjoint(KEY_SHIFTS):
@@ -133,15 +141,15 @@ def resolve(
         asked = tuple("none" if name in KEY_SHIFTS else name for name in asked)
     stabilized = wanted - KEY_SHIFTS.keys()
     if not stabilized:
-        return asked, False, unshifted
+        return Settled(asked, False, unshifted)
     if engine is None:
         deltas = [name for name in DELTAS if name in asked]
         if call.spec.dropout_p == 0 or not deltas:
-            return asked, False, ""
+            return Settled(asked, False, "")
         # Our backward knows what our forward dropped, and its compensated delta is as exact.
         names = tuple("compensated" if name in deltas else name for name in asked)
         why = (f"compensated runs instead of {name}, which knows no dropout" for name in deltas)
-        return names, False, "; ".join(why)
+        return Settled(names, False, "; ".join(why))
     beyond_ours = _beyond_ours(call)
     if call.spec.dropout_p > 0:
         shares_backward = False
@@ -154,56 +162,75 @@ def resolve(
         shares_backward = not proof.failure
         is_plain = call.library is None and not beyond_ours
         if shares_backward and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
-            return asked, True, unshifted
+            return Settled(asked, True, unshifted)
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
-    ours, takes = "take it" if keeps_residual else "have no room", ""
+    ours: _Ours = "possible" if keeps_residual else "no residual"
+    takes = ""
     if beyond_ours:
-        ours, takes = "refuse", f"takes {_none_of(beyond_ours)}"
+        ours, takes = "impossible", f"takes {_none_of(beyond_ours)}"
     if call.library is not None:
-        ours, takes = "refuse", f"does not take the place of {call.library.title}"
+        ours, takes = "impossible", f"does not take the place of {call.library.title}"
     unrounded = ""
     if call.q.dtype == torch.float32:
         unrounded = "attention runs in float32"
     elif engine.backend == SDPBackend.MATH:
         unrounded = f"{engine.title} takes delta from P itself, not from the rounded output"
-    settled: dict[str, tuple[str, str]] = {}
+    found: dict[str, _Substitute] = {}
     for name in dict.fromkeys(asked):
-        kind = "a delta" if name in DELTAS else name
-        runs, why = _SUBSTITUTES.get((kind, shares_backward, ours), (name, ""))
-        if kind == "a delta" and not shares_backward and unrounded:
-            runs, why = "none", f"{{name}} would mend nothing: {unrounded}"
-        settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
-    reasons = (unshifted, *(why for _, why in settled.values()))
-    names = tuple(settled[name][0] for name in asked)
-    return names, shares_backward, "; ".join(filter(None, reasons))
+        kind = "delta" if name in DELTAS else name
+        runs = _SUBSTITUTES.get(_Case(kind, shares_backward, ours), _Substitute(name, ""))
+        if kind == "delta" and not shares_backward and unrounded:
+            runs = _Substitute("none", f"{{name}} would mend nothing: {unrounded}")
+        why = runs.why.format(name=name, takes=takes, obstacle=obstacle)
+        found[name] = _Substitute(runs.name, why)
+    reasons = (unshifted, *(one.why for one in found.values()))
+    names = tuple(found[name].name for name in asked)
+    return Settled(names, shares_backward, "; ".join(filter(None, reasons)))
 
 
-#: What is asked for, whether the engine's backward takes another delta, and what our kernels say of
-#: the call ("have no room": in the compiled graph, for the residual) -> what runs instead, and why.
+#: Whether our kernels can compute the call, or can but have no room for a residual in its graph.
+_Ours = Literal["possible", "no residual", "impossible"]
+
+
+class _Case(NamedTuple):
+    asked: str  # a stabilizer, or "delta" for those of `DELTAS`
+    shares_backward: bool  # whether the engine's backward takes another delta
+    ours: _Ours
+
+
+class _Substitute(NamedTuple):
+    name: str  # the stabilizer that runs instead
+    why: str
+
+
 #: What is not listed runs as it is asked for.
 _SUBSTITUTES = {
-    ("a delta", False, "take it"): (
+    _Case("delta", False, "possible"): _Substitute(
         "compensated", "compensated runs instead of {name}: {obstacle}",
     ),
-    ("a delta", False, "have no room"): ("none", "{name} is not possible: {obstacle}"),
-    ("a delta", False, "refuse"): (
+    _Case("delta", False, "no residual"): _Substitute(
+        "none", "{name} is not possible: {obstacle}",
+    ),
+    _Case("delta", False, "impossible"): _Substitute(
         "none", "{name} is not possible: {obstacle}; no kernel takes its place",
     ),
-    ("compensated", True, "have no room"): (
+    _Case("compensated", True, "no residual"): _Substitute(
         "exact_delta",
         "exact_delta runs instead of compensated, for which the compiled graph has no room",
     ),
-    ("compensated", False, "have no room"): (
+    _Case("compensated", False, "no residual"): _Substitute(
         "none", "the compiled graph has no room for compensated, and {obstacle}",
     ),
-    ("compensated", True, "refuse"): (
+    _Case("compensated", True, "impossible"): _Substitute(
         "exact_delta", "exact_delta runs instead of compensated, which {takes}",
     ),
-    ("compensated", False, "refuse"): (
+    _Case("compensated", False, "impossible"): _Substitute(
         "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
     ),
-    ("row_max", True, "refuse"): ("none", "{name} {takes}: exact_delta would work"),
-    ("row_max", False, "refuse"): (
+    _Case("row_max", True, "impossible"): _Substitute(
+        "none", "{name} {takes}: exact_delta would work",
+    ),
+    _Case("row_max", False, "impossible"): _Substitute(
         "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
     ),
 }  # fmt: skip
@@ -236,11 +263,18 @@ class Ran(NamedTuple):
 # --- forward -------------------------------------------------------------------------------------
 
 
-def forward(
-    call: Call, state: SiteState, random: Tensor, generator_state: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Ran]:
-    """Runs a call forward; returns O, L, the residual of compensated heads, and what ran."""
-    q, k, v, spec = call[:4]
+class Ahead(NamedTuple):
+    """What a forward gives."""
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None  # of compensated heads
+    ran: Ran
+
+
+def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tensor) -> Ahead:
+    """Runs a call forward."""
+    q, k, v, spec = call.q, call.k, call.v, call.spec
     engine, training = call.library, call.training
     if engine is None and call.native:
         engine = engines.choose(q, k, v, spec, training, call.wants_mask)
@@ -287,7 +321,7 @@ def forward(
         lse = lse + shift_of_lse(q, keys.shift, spec.scale)
     if training:
         state.note(names, why)
-    return out, lse, residual, Ran(engine, shares_backward, on_triton, names)
+    return Ahead(out, lse, residual, Ran(engine, shares_backward, on_triton, names))
 
 
 def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forward, bool]:
@@ -296,7 +330,9 @@ def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forw
     if call.spec.dropout_p > 0:
         random[2].random_()
     found = dispatch.launcher("forward", on_triton)(
-        *call[:3],
+        call.q,
+        call.k,
+        call.v,
         causal=call.spec.causal,
         scale=call.spec.scale,
         stabilizers=plan.own_names,
@@ -328,7 +364,7 @@ def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ..
 def inputs_of(call: Call, random: Tensor, generator_state: Tensor) -> Inputs:
     """Returns what an engine gets of a call, and where its random numbers come from."""
     drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
-    return Inputs(*call[:4], drawn, call.wants_mask)
+    return Inputs(call.q, call.k, call.v, call.spec, drawn, call.wants_mask)
 
 
 def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
@@ -356,10 +392,16 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 # --- backward ------------------------------------------------------------------------------------
 
 
-def backward(
-    call: Call, d_out: Tensor, saved: Saved, ran: Ran
-) -> tuple[Gradients, Tensor, tuple[str, ...]]:
-    """Runs a call backward; returns gradients, the O that delta was taken from, and what ran."""
+class Back(NamedTuple):
+    """What a backward gives."""
+
+    gradients: Gradients
+    carrier: Tensor  # the O, or O', that delta was taken from
+    names: tuple[str, ...]  # the stabilizer that each head ran
+
+
+def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> Back:
+    """Runs a call backward."""
     state, engine = runtime.site(number_of(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)
@@ -384,7 +426,7 @@ def backward(
         return found
 
     if engine is not None and (ran.shares_backward or not plan.own):
-        return by_engine(d_out), carried, plan.names
+        return Back(by_engine(d_out), carried, plan.names)
     own = None
     try:
         own = _by_ours(call, d_out, saved._replace(out=carried), ran.on_triton, plan)
@@ -396,14 +438,15 @@ def backward(
         state.fall_back(error)
         plan = plan_of(_without(OWN_FORWARD, plan.names), True)
     if own is None:
-        return by_engine(d_out), carried, plan.names
+        return Back(by_engine(d_out), carried, plan.names)
     _count(state, "backward", plan, ran.on_triton)
     if engine is None or len(plan.own) == call.heads:
-        return own, carried, plan.names
+        return Back(own, carried, plan.names)
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
     index = device_constant(plan.own, torch.int64, d_out.device)
-    return _merge(by_engine(d_out.index_fill(1, index, 0)), own, plan.own), carried, plan.names
+    merged = _merge(by_engine(d_out.index_fill(1, index, 0)), own, plan.own)
+    return Back(merged, carried, plan.names)
 
 
 def _carried(
@@ -450,7 +493,7 @@ def _by_ours(call: Call, d_out: Tensor, saved: Saved, on_triton: bool, plan: Pla
 
 def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
     """Writes the chosen heads' gradients among the others', in place."""
-    dq, dk, dv = others[:3]
+    dq, dk, dv = others.dq, others.dk, others.dv
     dq.index_copy_(1, device_constant(head_ids, torch.int64, dq.device), own.dq)
     group = dq.size(1) // dk.size(1)
     for member in range(group):

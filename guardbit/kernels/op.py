@@ -182,8 +182,8 @@ def _op_of(call: Call) -> Any:
 
 
 def _tensors(call: Call) -> tuple[Tensor | None, ...]:
-    q, k, v, spec, site = call[:5]
-    return q, k, v, spec.mask, spec.sinks, *spec.starts, site
+    spec = call.spec
+    return call.q, call.k, call.v, spec.mask, spec.sinks, *spec.starts, call.site
 
 
 def _numbers(call: Call) -> tuple[Any, ...]:
@@ -355,11 +355,11 @@ def _packed(
 def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
     """Packs what a backward returns, likewise; tensors that were not asked for are empty."""
     traced, mask, sinks = call.traced, call.spec.mask, call.spec.sinks
-    gradients = found[:3]
+    gradients = found.dq, found.dk, found.dv
     if traced and _rows_first(call):
         gradients = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)
     elif traced or not call.native:
-        gradients = tuple(map(laid_out_as, gradients, call[:3]))
+        gradients = tuple(map(laid_out_as, gradients, (call.q, call.k, call.v)))
     dtype, device = call.q.dtype, call.q.device
     d_mask, d_sinks = _nothing(dtype, device), _nothing(dtype, device, 1)
     if found.d_mask is not None and mask is not None:
@@ -391,8 +391,8 @@ def _forward(call: Call) -> Saved:
         drawn = _empty_random(q, dropout_p)
     else:
         drawn = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
-    out, lse, residual, ran = heads.forward(call, state, *drawn)
-    return _packed(call, out, lse.contiguous(), residual, ran, *drawn)
+    found = heads.forward(call, state, *drawn)
+    return _packed(call, found.out, found.lse.contiguous(), found.residual, found.ran, *drawn)
 
 
 def _has_original(call: Call) -> bool:
@@ -406,7 +406,7 @@ _BY_PYTORCH = AutogradEngine(SDPBackend.MATH, is_forced=False)
 def _forward_by_pytorch(call: Call) -> Saved:
     if not _has_original(call):
         return _forward(call)
-    q, k, v, spec = call[:4]
+    q, k, v, spec = call.q, call.k, call.v, call.spec
     drawn = _empty_random(q, spec.dropout_p)
     if spec.dropout_p > 0:
         drawn[1].copy_(generator_of(q.device).get_state())
@@ -435,9 +435,9 @@ def run_forward(call: Call) -> Saved:
 
 
 def _computed_backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> tuple[Tensor, ...]:
-    found, carried, names = heads.backward(call, d_out, saved, ran)
-    computed = _gradients(call, found)
-    _report(call, d_out, saved, ran, carried, names, computed)
+    found = heads.backward(call, d_out, saved, ran)
+    computed = _gradients(call, found.gradients)
+    _report(call, d_out, saved, ran, found, computed)
     return computed
 
 
@@ -447,8 +447,7 @@ def _report(
     d_out: Tensor,
     saved: Saved,
     ran: Ran,
-    carried: Tensor,
-    names: tuple[str, ...],
+    found: heads.Back,
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
@@ -459,25 +458,27 @@ def _report(
     def uncorrected() -> Tensor:
         with state.uncounted():
             plain = ran._replace(names=("none",) * call.heads)
-            return heads.backward(call, d_out, saved, plain)[0][0]
+            return heads.backward(call, d_out, saved, plain).gradients.dq
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
-    plan, used = heads.plan_of(names, call.native), carried
+    plan, used = heads.plan_of(found.names, call.native), found.carrier
     if ran.engine is not None and ran.engine.backend == SDPBackend.MATH:
         # It takes delta from P, and from an O in the heads of our own backward only.
         others = tuple(head for head in range(call.heads) if head not in plan.own)
-        index = device_constant(others, torch.int64, carried.device)
-        used = carried.index_fill(1, index, torch.nan) if plan.own else None
+        index = device_constant(others, torch.int64, used.device)
+        used = used.index_fill(1, index, torch.nan) if plan.own else None
     state.observer(
         AttentionCall(
             number_of(call.site),
-            *call[:3],
+            call.q,
+            call.k,
+            call.v,
             used,
             saved.residual if keeps_residual else None,
             d_out,
             *gradients[:3],
             spec=call.spec,
-            stabilizers=names,
+            stabilizers=found.names,
             dropout=heads.dropout_of(call, plan, saved.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
             made={"out": saved.out},
@@ -538,7 +539,7 @@ def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call, _, _ = _call_of_backward(arguments)
     mask, sinks = call.spec.mask if call.wants_mask else None, call.spec.sinks
     return (
-        *(_laid_out(x, x.size(3), _rows_first(call)) for x in call[:3]),
+        *(_laid_out(x, x.size(3), _rows_first(call)) for x in (call.q, call.k, call.v)),
         *(call.q.new_empty(0) if x is None else torch.empty_like(x) for x in (mask, sinks)),
     )
 
@@ -615,7 +616,7 @@ def _tell_unless_refused(error: Exception) -> None:
 @guard.again(_tell_unless_refused)
 def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
     # A compiled graph runs its forward without autograd: that would take a third of the call.
-    q, k, v, spec = call[:4]
+    q, k, v, spec = call.q, call.k, call.v, call.spec
     if has_tangent(q, k, v):
         raise NotImplementedError(
             "guardbit.flash_attention has no forward-mode derivative; use reverse mode"
@@ -655,7 +656,7 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[
     else:
         what = "fused attention" if call.native else "guardbit.flash_attention"
         why = f"{what} has no second derivative; F.scaled_dot_product_attention has one"
-    return _NotDifferentiable.apply(why, d_out, *call[:3], *gradients)
+    return _NotDifferentiable.apply(why, d_out, call.q, call.k, call.v, *gradients)
 
 
 class _NotDifferentiable(torch.autograd.Function):

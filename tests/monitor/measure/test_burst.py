@@ -43,10 +43,11 @@ def faulty(monkeypatch):
         backward = op_heads.backward
 
         def wrong(call, d_out, left, ran):
-            found, carried, names = backward(call, d_out, left, ran)
-            is_wrong = torch.tensor([name == "none" for name in names], device=found.dq.device)
-            scales = 1 + factor * is_wrong[:, None, None].to(found.dq.dtype)
-            return found._replace(dq=found.dq * scales), carried, names
+            found = backward(call, d_out, left, ran)
+            dq = found.gradients.dq
+            is_wrong = torch.tensor([name == "none" for name in found.names], device=dq.device)
+            scales = 1 + factor * is_wrong[:, None, None].to(dq.dtype)
+            return found._replace(gradients=found.gradients._replace(dq=dq * scales))
 
         monkeypatch.setattr(op_heads, "backward", wrong)
 
