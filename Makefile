@@ -6,7 +6,7 @@ ON = .venv-$(TORCH)
 BUILD := .venv-build
 EMPTY := .venv-empty
 
-.PHONY: demo dist docs test test-gpu test-on lint check clean
+.PHONY: demo dist docs test test-all test-gpu test-on lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
@@ -18,6 +18,10 @@ docs: $(VENV)/.installed
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs --durations=20
+
+# Those marked `slow` as well: every committed run of the study, and every fault that is injected.
+test-all: lint
+	$(BIN)/pytest -n 2 --dist worksteal -rs -m "not gpu"
 
 # The tests marked `gpu`, with the PyTorch of $(PYTHON): a process needs up to 12 GB of the first card.
 test-gpu:
