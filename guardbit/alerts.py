@@ -18,7 +18,7 @@ log = logging.getLogger("guardbit")
 #: Environment variable that holds the address of a webhook for each run.
 VARIABLE = "GUARDBIT_WEBHOOK"
 #: Seconds that a webhook may take.
-PATIENCE = 10.0
+WEBHOOK_TIMEOUT_SECONDS = 10.0
 #: Characters of a message.
 MOST_CHARACTERS = 600
 
@@ -67,8 +67,8 @@ class Webhook:
         return self._thread.submit(self._post, text[:MOST_CHARACTERS])
 
     def close(self) -> None:
-        """Waits until all is sent, or for `PATIENCE`; nothing is sent any more."""
-        wait([self._thread.submit(int)], PATIENCE)
+        """Waits until all is sent, or for `WEBHOOK_TIMEOUT_SECONDS`; nothing is sent any more."""
+        wait([self._thread.submit(int)], WEBHOOK_TIMEOUT_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, text: str | None) -> None:
@@ -78,7 +78,7 @@ class Webhook:
         content = None if text is None else json.dumps({self._field: text}).encode()
         request = urllib.request.Request(self._url, content, headers)  # with content it is a POST
         try:
-            urllib.request.urlopen(request, timeout=PATIENCE).close()
+            urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_SECONDS).close()
             self._is_failing = False
         # Whatever happens here is no reason to disturb anybody.
         except Exception as error:

@@ -41,9 +41,9 @@ log = logging.getLogger("guardbit")
 
 #: Seconds between two looks, between two searches for new runs, and between two updates of a page
 #: while a long run is read.
-LOOK_EVERY, SEARCH_EVERY, UPDATE_EVERY = 1.0, 10.0, 1.0
+LOOK_SECONDS, SEARCH_SECONDS, UPDATE_SECONDS = 1.0, 10.0, 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
-SILENT_AFTER = 120.0
+SILENT_SECONDS = 120.0
 #: Steps that a page resolves, even.
 BUCKETS = 400
 #: Most runs that one chart overlays.
@@ -177,7 +177,7 @@ class LiveRun:
 
     @property
     def _is_over(self) -> bool:
-        return bool(self._follower.end) or (self._seconds_silent() or 0.0) > SILENT_AFTER
+        return bool(self._follower.end) or (self._seconds_silent() or 0.0) > SILENT_SECONDS
 
     def _read_samples(self) -> bool:
         """Reads new samples; returns whether there are any."""
@@ -189,7 +189,7 @@ class LiveRun:
                 with self._lock:
                     self._run.take(batch.to_pandas())
                 has_changed = True
-                if time.monotonic() - updated > UPDATE_EVERY:
+                if time.monotonic() - updated > UPDATE_SECONDS:
                     self._update_state()
                     updated = time.monotonic()
                 if self.is_stopped:
@@ -258,11 +258,14 @@ class LiveRuns:
     def look(self) -> None:
         """Reads what is new of the open runs, and then for some time of the others, in turn."""
         until: float | None = None
-        if self.is_list and time.monotonic() - (self._searched or -SEARCH_EVERY) >= SEARCH_EVERY:
+        if (
+            self.is_list
+            and time.monotonic() - (self._searched or -SEARCH_SECONDS) >= SEARCH_SECONDS
+        ):
             self._search()
         for run in sorted(self._runs, key=lambda run: (not run.is_open, run.looked_at)):
             if not run.is_open:
-                until = until or time.monotonic() + LOOK_EVERY
+                until = until or time.monotonic() + LOOK_SECONDS
                 if time.monotonic() > until:
                     break
             try:
@@ -301,7 +304,7 @@ class LiveRuns:
             # The list must survive a lost folder.
             except Exception as error:
                 self._say_once(f"cannot look for runs in {self.folder}: {error!r}")
-            self._stop.wait(LOOK_EVERY)
+            self._stop.wait(LOOK_SECONDS)
 
     def _search(self) -> None:
         known = {run.path for run in self._runs}

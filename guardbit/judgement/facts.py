@@ -13,7 +13,7 @@ from guardbit.records import Event
 
 #: A switched head counts as still alarming if it alarmed in this many last steps of the run, and
 #: more than this many after its switch. Earlier alarms belong to the failure before the switch.
-LASTING = 1000
+LASTING_STEPS = 1000
 #: A head goes on growing if all of `GROWING` are this many times their value at its switch.
 STILL_GROWING = 1.1
 #: A model that leaves at most this many steps after a head leaves at once. Heads that fail by
@@ -285,9 +285,9 @@ def _alarming_again(
     return {
         head
         for event in alarms
-        if event.step > end - LASTING
+        if event.step > end - LASTING_STEPS
         for head in evidence.heads_of(event)
-        if head in switched and event.step > switched[head].step + LASTING
+        if head in switched and event.step > switched[head].step + LASTING_STEPS
     }
 
 

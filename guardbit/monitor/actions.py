@@ -28,13 +28,13 @@ Stabilizers = dict[str, list[str]]
 
 #: Steps that a change must last before it is reported, from a module's third change on. Otherwise
 #: alternating calls would fill the journal.
-LASTING = 100
+TURN_STEPS = 100
 
 #: What to do about a head that grows where no rounding can be corrected.
 OTHERWISE = "a lower learning rate, QK norm or qk_clip bounds its growth"
 
 #: A head that is clipped again and again is reported once in so many steps.
-REPORTED_EVERY = 1000
+REPORT_STEPS = 1000
 #: So many clips in a row, of which the next sample shows nothing, are enough.
 MOST_IN_VAIN = 2
 
@@ -235,7 +235,7 @@ class SwitchReports:
                 f" in some calls only: {reason}"
             )
             yield Event(step, "monitor_error", "", (), why)
-        if is_turn and reported.turns >= 2 and reported.lasting < LASTING and not is_last:
+        if is_turn and reported.turns >= 2 and reported.lasting < TURN_STEPS and not is_last:
             changed &= new
         elif changed and (is_turn or not reported.turns):
             reported.turns, reported.lasting = reported.turns + 1, 0
@@ -359,7 +359,7 @@ class Clipping:
 
     def _is_new(self, step: int, site: str, heads: Sequence[int]) -> bool:
         known = self._reported
-        new = [h for h in heads if step - known.get((site, h), -REPORTED_EVERY) >= REPORTED_EVERY]
+        new = [h for h in heads if step - known.get((site, h), -REPORT_STEPS) >= REPORT_STEPS]
         known.update({(site, head): step for head in new})
         return bool(new)
 

@@ -62,7 +62,7 @@ _NEEDLESS = "delta is not rounded here: lower the rate, or use QK norm"
 _SWITCHED = "switched already: lower the rate, or use QK norm"
 
 #: Failures in a row after which the store gives up: what is pending fills the memory.
-PATIENCE = 100
+MOST_FAILED_WRITES = 100
 
 
 @dataclass
@@ -313,7 +313,7 @@ class Journal:
         try:
             self._write()
         except OSError as error:
-            if self._stages.strict or self._failures >= PATIENCE:
+            if self._stages.strict or self._failures >= MOST_FAILED_WRITES:
                 self._is_closed, self._writer = True, None
                 self._events.clear()
                 self._samples.clear()
@@ -388,7 +388,7 @@ class Journal:
 
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is pending and how the run ended; what is recorded later is only logged."""
-        self._failures = PATIENCE  # there is no later try
+        self._failures = MOST_FAILED_WRITES  # there is no later try
         self._try_to_write()
         writer = self._writer
         if writer is not None:

@@ -35,7 +35,7 @@ _FUNCTIONS = (
 
 #: How many sampled steps have to pass a module by. Of layers that are dropped at random, a few do
 #: so now and then.
-PATIENCE = 3
+MISSED_SAMPLES = 3
 
 #: How many modules of each kind are named.
 _NAMED = 3
@@ -65,7 +65,7 @@ class Notices:
         self._other_cadence = settings.every_n_train_steps + 1
         # The latest sampled steps; the modules that were called in one, and module -> the latest
         # one that it was called in, or the one before its first call.
-        self._sampled, self._met = deque([-1], maxlen=PATIENCE), set[str]()
+        self._sampled, self._met = deque([-1], maxlen=MISSED_SAMPLES), set[str]()
         self._since: dict[str, int] = {}
         self._is_over = False
         # Whether a sampled step called some modules of a name, their numbers left out, and not
@@ -252,15 +252,15 @@ class Notices:
 
     def _tell_unheard(self, step: int) -> None:
         # One step may be a generator's in the discriminator's turn, or have lost its backward.
-        self._unheard = [*self._unheard, step][-PATIENCE - 1 :]
+        self._unheard = [*self._unheard, step][-MISSED_SAMPLES - 1 :]
         why = (
-            f"no backward of watched attention came in {PATIENCE} sampled steps, so at most weights"
-            " were measured: unless attention is frozen or trained without one, the backward"
-            " belongs in the step; where networks take turns, try"
+            f"no backward of watched attention came in {MISSED_SAMPLES} sampled steps, so at most"
+            " weights were measured: unless attention is frozen or trained without one, the"
+            " backward belongs in the step; where networks take turns, try"
             f" every_n_train_steps={self._other_cadence}"
         )
-        if len(self._unheard) >= PATIENCE:
-            for one in self._unheard if len(self._unheard) == PATIENCE else [step]:
+        if len(self._unheard) >= MISSED_SAMPLES:
+            for one in self._unheard if len(self._unheard) == MISSED_SAMPLES else [step]:
                 self._none_called(one, why, "no backward")
 
     def end_samples(self) -> bool:
@@ -274,7 +274,8 @@ class Notices:
         name, called = site.name, site.trained_in
         # Only steps around which it was called: a module that is done with misses nothing.
         if self._since.get(name, called) < self._sampled[0] < called:
-            why = f"{PATIENCE} sampled steps have passed it by, while it was called between them"
+            missed = f"{MISSED_SAMPLES} sampled steps have passed it by"
+            why = f"{missed}, while it was called between them"
         elif self._is_over and name not in self._met and called >= 0:
             why = "it was called, and in no sampled step"
         else:

@@ -1,7 +1,7 @@
 """What the ranks of a distributed run exchange; a single process exchanges nothing.
 
 The ranks have a group of their own, on the host, so that what one of them misses does not mix with
-the exchanges of training. A rank waits in it for `PATIENCE` seconds at most: after that the others
+the exchanges of training. A rank waits in it for `EXCHANGE_SECONDS` at most: after that the others
 count as lost, and nothing is exchanged any more.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 T = TypeVar("T")
 
 #: Seconds that a rank waits for the others.
-PATIENCE = 60.0
+EXCHANGE_SECONDS = 60.0
 
 # The group of the default process group, and that process group.
 _group: tuple[Any, Any] | None = None
@@ -127,9 +127,9 @@ def _group_beside(default: Any) -> Any:
         if prefix.check(["left"]):  # gloo would try five times to connect with nobody
             raise RuntimeError("it has given up waiting")
         try:
-            own = c10d.ProcessGroupGloo(
-                prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
-            )
+            longest = timedelta(seconds=EXCHANGE_SECONDS)
+            rank = torch.distributed.get_rank()
+            own = c10d.ProcessGroupGloo(prefix, rank, world_size(), longest)
         except RuntimeError as error:
             with suppress(RuntimeError):
                 prefix.set("left", "")

@@ -15,13 +15,13 @@ from guardbit.monitor import ranks
 from tests.faults.scenarios import Attention, average, batch, model_of, on_two
 
 #: Seconds that a rank waits here, and what it says then.
-PATIENCE = 2.0
+TIMEOUT_SECONDS = 2.0
 SAID = "the monitor is off, training goes on: another rank did not answer"
 
 
 def train(rank: int, folder: Path) -> float:
     """Trains six steps; the second rank calls its session in the first two only."""
-    ranks.PATIENCE = PATIENCE
+    ranks.EXCHANGE_SECONDS = TIMEOUT_SECONDS
     model = model_of(Attention)
     session = MonitorSession(model, every_n_train_steps=1, dirpath=None if rank else folder / "run")
     longest = 0.0
@@ -45,4 +45,4 @@ def main(_: Namespace) -> int:
         longest = on_two(folder, lambda rank: train(rank, folder))
         why = read_events(folder / "run")["why"].iloc[-1]
     print(longest, why)
-    return 0 if longest >= PATIENCE and why.startswith(SAID) else 1
+    return 0 if longest >= TIMEOUT_SECONDS and why.startswith(SAID) else 1

@@ -37,7 +37,7 @@ from tests.faults.scenarios import SCENARIOS, Run
 from tests.toys import leave_out_modules
 
 #: Seconds after which a run counts as hung.
-PATIENCE = 120.0
+RUN_TIMEOUT_SECONDS = 120.0
 
 #: Results that break a promise.
 BROKEN = (
@@ -194,7 +194,7 @@ def _near(one: list[Tensor], other: list[Tensor]) -> bool:
     )
 
 
-def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+def apart(function: Callable[[], Any], seconds: float = RUN_TIMEOUT_SECONDS) -> Any:
     """Returns what a function returns in a fork, or raises TimeoutError or ChildProcessError."""
     last_words = tempfile.TemporaryFile()  # noqa: SIM115 (of the child)
     reading, writing = os.pipe()

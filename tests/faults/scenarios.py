@@ -258,7 +258,7 @@ def average(parameters: Any) -> None:
 
 
 def two_processes(run: Run) -> None:
-    ranks.PATIENCE = 10.0
+    ranks.EXCHANGE_SECONDS = 10.0
 
     def train(rank: int) -> None:
         run.on_rank(rank)

@@ -28,7 +28,7 @@ from tests.faults.rows import Job, collect
 from tests.faults.running import apart, warm_up
 
 #: Seconds and bytes that a command may take.
-PATIENCE, MEMORY = 60.0, 1 << 30
+READ_TIMEOUT_SECONDS, MEMORY = 60.0, 1 << 30
 
 ARGUMENTS = {
     "report": lambda run: ["report", str(run), "--output", str(run.parent / "report.html")],
@@ -175,7 +175,7 @@ def _try(job: Job) -> list[str]:
             return read(command, folder), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         try:
-            failure, kilobytes = apart(run, PATIENCE)
+            failure, kilobytes = apart(run, READ_TIMEOUT_SECONDS)
         except (TimeoutError, ChildProcessError) as error:
             return ["hung", f"{how}: {error}"]
         if failure:

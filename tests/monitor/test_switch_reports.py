@@ -123,7 +123,7 @@ def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
 
 
 def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
-    monkeypatch.setattr(actions, "LASTING", 5)
+    monkeypatch.setattr(actions, "TURN_STEPS", 5)
     run.switched()
     for _ in range(5):
         run.steps(WIDE)

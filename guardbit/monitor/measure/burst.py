@@ -54,7 +54,7 @@ MOST_HEADS, LEAST_STEPS, MOST_STEPS, LOOK_EVERY = 8, 100, 400, 50
 #: Steps that are added up, as the momentum spreads an error over about as many.
 WINDOW = 10
 #: Steps in a row without one of an optimizer on W_Q, after which nothing more is expected.
-PATIENCE = 50
+MOST_STEPS_IN_VAIN = 50
 #: Least cosine between the gradient that a call's dQ gives and the parameter's, where BF16 leaves
 #: .99, and least part of q and k that is explained.
 PROVED = 0.95
@@ -166,7 +166,7 @@ class Burst:
         shown = set(self._products)
         self._products.clear()
         self._in_vain.update(list(self.heads))
-        for site in [site for site in self.heads if self._in_vain[site] >= PATIENCE]:
+        for site in [site for site in self.heads if self._in_vain[site] >= MOST_STEPS_IN_VAIN]:
             what = "step of a PyTorch optimizer on its W_Q" if site in shown else "backward of it"
             self._give_up(site, self._why_not_plain(site) or f"no {what} was seen")
 

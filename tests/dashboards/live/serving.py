@@ -43,7 +43,7 @@ class Recorder(RunWriter):
 def looking_often():
     """Servers look at their folders fifty times a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "LOOK_EVERY", 0.02)
+        patch.setattr(live, "LOOK_SECONDS", 0.02)
         yield
 
 

@@ -13,7 +13,7 @@ from guardbit.records import Event
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch):
     """One look reads all runs, however slow the machine is."""
-    monkeypatch.setattr(live, "LOOK_EVERY", 60.0)
+    monkeypatch.setattr(live, "LOOK_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
 
 
 def test_what_no_time_was_left_for_is_read_at_the_next_look(folder, monkeypatch):
-    monkeypatch.setattr(live, "LOOK_EVERY", -1.0)
+    monkeypatch.setattr(live, "LOOK_SECONDS", -1.0)
     runs = LiveRuns(folder)
     runs.look()
     assert len(runs.rows()["runs"]) == 4
@@ -145,6 +145,6 @@ def test_what_no_time_was_left_for_is_read_at_the_next_look(folder, monkeypatch)
     runs.opened(2)
     runs.look()
     assert ["headline" in row for row in runs.rows()["runs"]] == [False, False, True, False]
-    monkeypatch.setattr(live, "LOOK_EVERY", 60.0)
+    monkeypatch.setattr(live, "LOOK_SECONDS", 60.0)
     runs.look()
     assert all("headline" in row for row in runs.rows()["runs"])

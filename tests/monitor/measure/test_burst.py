@@ -24,7 +24,7 @@ from guardbit.monitor.measure.burst import (
     LOOK_EVERY,
     MOST_HEADS,
     MOST_STEPS,
-    PATIENCE,
+    MOST_STEPS_IN_VAIN,
     Burst,
     share_of,
 )
@@ -337,7 +337,7 @@ def test_where_no_call_is_seen_the_optimizer_is_not_blamed(tmp_path):
     session = session_of(model, tmp_path)
     run(model, 12, session)
     assert session._burst.heads == {SITE: [1]}
-    for _ in range(PATIENCE):
+    for _ in range(MOST_STEPS_IN_VAIN):
         session._burst.forget_step()
     assert session._burst.why_not == "no backward of it was seen"
     session.close()

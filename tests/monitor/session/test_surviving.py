@@ -192,7 +192,7 @@ def record_a_refusal(loop):
 
 
 def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(journal, "PATIENCE", 3)
+    monkeypatch.setattr(journal, "MOST_FAILED_WRITES", 3)
     loop = Loop(dirpath=tmp_path).run([0], close=False)
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "flush", full_disk)
