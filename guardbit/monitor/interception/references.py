@@ -5,8 +5,8 @@ default arguments, partial functions and attributes of objects. The garbage coll
 refers to an object, so no kind of place has to be guessed. Tuples and the like cannot be changed:
 they are made anew, and what refers to them is changed in turn.
 
-Calls through other references stay with the original: from C++, from a variable of a function that
-is running, or from what `gc.freeze` has put aside.
+Calls through other references stay with the original: from C++, from a set or a key of a dict, from
+a variable of a function that is running, or from what `gc.freeze` has put aside.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ _LEFT_ALONE = ("torch", "guardbit")
 #: How deep tuples within tuples are followed.
 _DEPTH = 3
 
-#: In the place of a key: the change is that of a key of a dict.
-_KEY = object()
-
 #: Made anew, as they cannot be changed.
-_FIXED = tuple | frozenset | staticmethod | classmethod
+_FIXED = tuple | staticmethod | classmethod
 
 
 class Own(dict):
@@ -58,16 +55,6 @@ class Change:
             is_there = key < len(holder) and holder[key] is old
             for i in [key] if is_there else _places_of(old, holder):
                 holder[i] = new
-        elif isinstance(holder, set):
-            if old in holder:
-                holder.add(new)
-                holder.remove(old)
-        elif isinstance(holder, dict) and key is _KEY:
-            # The entries behind it are put in again, to keep their order.
-            names = list(holder)
-            for name in names[names.index(old) :] if old in holder else ():
-                value = holder.pop(name)
-                holder[new if name is old else name] = value
         elif isinstance(holder, functools.partial):
             function, args = _replaced((holder.func, holder.args), {id(old): new})
             state = function, args, holder.keywords, vars(holder)
@@ -127,7 +114,7 @@ def replace_others(replacements: Mapping[Any, Any], own: Iterable[dict[str, Any]
     for _ in range(_DEPTH):
         held = _referrers(wanted, left_out)
         holders = _Own({id(x): x for found in held.values() for x in found}.values())
-        owners = _referrers([x for x in holders if _is_a(x, dict | list | set)], left_out)
+        owners = _referrers([x for x in holders if _is_a(x, dict | list)], left_out)
         wanted, anew = _Own(), Own()
         for holder in holders:
             if _is_a(holder, _FIXED):
@@ -183,16 +170,13 @@ def _changes(holder: Any, by_id: Mapping[int, Any], owners: Collection[Any]) -> 
         owner = _class_of(holder, owners) if "__module__" in holder else None
         if owner is None and "__name__" not in holder and _is_left_alone(owners):
             return
-        for key in list(holder):
-            if (new := by_id.get(id(key))) is not None:
-                yield Change(holder, _KEY, key, new)
         for key, old in list(holder.items()):
             if (new := by_id.get(id(old))) is not None:
                 is_method = owner is not None and _is_a(old, types.BuiltinFunctionType)
                 now = staticmethod(new) if is_method else new
                 yield Change(holder if owner is None else owner, key, old, now)
         return
-    if _is_a(holder, list | set):
+    if _is_a(holder, list):
         parts = () if _is_left_alone(owners) else list(enumerate(holder))
     elif _is_a(holder, types.CellType):
         parts = (("cell_contents", holder.cell_contents),)
@@ -226,8 +210,6 @@ def _made_anew(holder: Any, by_id: Mapping[int, Any]) -> Any:
     if _is_a(holder, staticmethod | classmethod):
         return type(holder)(*_replaced([holder.__func__], by_id))
     items = _replaced(holder, by_id)
-    if _is_a(holder, frozenset):
-        return frozenset(items)
     return holder._make(items) if hasattr(holder, "_make") else tuple(items)  # pyright: ignore
 
 

@@ -69,8 +69,6 @@ def holders():
     partial = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     given = functools.partial(lambda f, *args: f(*args), F.scaled_dot_product_attention)
     slotted, frozen = (kind(F.scaled_dot_product_attention) for kind in (Slotted, Frozen))
-    few, fewest = {F.scaled_dot_product_attention}, frozenset({F.scaled_dot_product_attention})
-    scales = {"other": 1.0, F.scaled_dot_product_attention: 0.25, "third": 2.0}
 
     class Registry:
         known: ClassVar = {"fused": F.scaled_dot_product_attention}
@@ -116,9 +114,6 @@ def holders():
         ),
         "default argument": Holder(lambda: default.__defaults__[0], default),
         "closure": Holder(lambda: closure.__closure__[0].cell_contents, closure),
-        "set": Holder(lambda: next(iter(few))),
-        "frozen set": Holder(lambda: next(iter(fewest))),
-        "key of a dict": Holder(lambda: list(scales)[1]),
     }
 
 
