@@ -38,15 +38,12 @@ Kwargs = dict[str, Any]
 #: Reports an error; it may raise this very error, and nothing else.
 Contain = Callable[[Exception], None]
 
-# Activation checkpointing ends a recomputation by it, from within whatever saves a tensor.
-_SIGNALS = (private.stop_recomputation,)
-
 # Inside a model an entry is tried twice. A forward and its repetition in activation checkpointing
 # must be alike, so an error that comes but once is not to change which way a call takes.
 _TRIES = 2
 
 # PyTorch 2.13 says that it is compiling until all is compiled, 2.11 only while it traces Python.
-_SAYS_TOO_LITTLE = not hasattr(torch.compiler, "_compile_session_context")
+_SAYS_TOO_LITTLE = private.RELEASE < (2, 13)
 
 _REFUSAL, _GUARDED = "_guardbit_refuses", "_guardbit_guarded"
 
@@ -91,8 +88,11 @@ def refusing() -> Iterator[None]:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether an error is none of GuardBit's: an answer to the caller, or PyTorch's own signal."""
-    return hasattr(error, _REFUSAL) or isinstance(error, _SIGNALS)
+    """Whether an error is none of GuardBit's: an answer to the caller, or PyTorch's own signal.
+
+    Activation checkpointing ends a recomputation by it, from within whatever saves a tensor.
+    """
+    return hasattr(error, _REFUSAL) or isinstance(error, private.stop_recomputation)
 
 
 def _nothing(*_: object, **__: object) -> None: ...
@@ -197,7 +197,7 @@ def hook(
         if torch.compiler.is_compiling():
             # An exported program must hold the model's operations alone. PyTorch 2.11's compiler
             # takes `is_exporting()` for true, whatever it compiles for.
-            return None if torch.compiler._is_exporting_flag else traced(*args, **kwargs)
+            return None if private.is_exporting() else traced(*args, **kwargs)
         return _tried((contain, contain), _nothing, eager, args, kwargs)
 
     return _marked(guarded)
@@ -214,7 +214,7 @@ def stand_in(
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            is_left = traced is None or torch.compiler._is_exporting_flag
+            is_left = traced is None or private.is_exporting()
             function = place.original if is_left else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         # The compiler runs the graph that it has traced, with tensors that hold nothing. PyTorch

@@ -20,6 +20,7 @@ import torch
 _log = logging.getLogger("guardbit")
 
 VERSION: str = torch.version.__version__
+RELEASE = tuple(int(part) for part in VERSION.split(".")[:2])
 #: Where PyTorch's compiler lives; its functions are known by the name of their module.
 DYNAMO = "torch._dynamo"
 INDUCTOR = "torch._inductor.lowering"
@@ -49,6 +50,11 @@ _C = "torch._C."
 _AUTOGRAD = "torch._C._autograd."
 _EVAL_FRAME = "torch._dynamo.eval_frame."
 _COUNTED = "modes of the user's, such as a FLOP counter, see GuardBit's work"
+_VARLEN_CHOICE = (
+    "_select_backend" if RELEASE >= (2, 15)
+    else "_can_use_cudnn" if RELEASE >= (2, 14)
+    else "_should_use_cudnn"
+)  # fmt: skip
 
 # Name here -> what it stands for.
 NAMES: dict[str, Private] = {
@@ -106,6 +112,10 @@ NAMES: dict[str, Private] = {
         ("torch._ops._len_torch_dispatch_stack_pre_dispatch",),
         "an export records GuardBit's stand-ins", (_always(0),),
     ),
+    "is_exporting": Private(
+        ("torch.compiler._is_exporting_flag",), "exported programs hold GuardBit's operations",
+        (False,), is_read=True,
+    ),
     "is_symbolic_trace": Private(
         ("torch.fx._symbolic_trace.is_fx_symbolic_tracing",),
         "torch.fx traces GuardBit's stand-ins", (_always(False),),
@@ -138,6 +148,10 @@ NAMES: dict[str, Private] = {
     "function_mode_stack": Private(
         ("torch.overrides._get_current_function_mode_stack", "torch.utils._device.DeviceContext"),
         "attention under a function mode is watched nevertheless", (_always([]), Never),
+    ),
+    "varlen_choice": Private(
+        ("torch.nn.attention.varlen." + _VARLEN_CHOICE,),
+        "calls of varlen_attn are taken for flash kernels'", (_always(False),),
     ),
     "op_types": Private(
         ("torch._library.custom_ops.CustomOpDef", "torch._ops.OpOverloadPacket",
@@ -204,14 +218,23 @@ NAMES: dict[str, Private] = {
         "inputs in lists or dictionaries are not looked into", (lambda tree: [tree],),
     ),
     # What modules call.
+    "default_store": Private(
+        ("torch.distributed.distributed_c10d._get_default_store",),
+        "runs of several ranks are not monitored", (_always(None),),
+    ),
+    "dispatch_mode": Private(
+        ("torch.utils._python_dispatch.TorchDispatchMode",),
+        "W_Q and W_K are not looked for where there are several ranks", (Never,),
+    ),
     "global_forward_hooks": Private(
         ("torch.nn.modules.module._global_forward_pre_hooks",
          "torch.nn.modules.module._global_forward_hooks"),
         "hooks of all modules run when W_Q is looked for", ({}, {}),
     ),
-    "hook_stubs": Private(
-        ("torch.jit._recursive", "torch.jit._recursive.get_hook_stubs"),
-        "TorchScript compiles no watched model", (None, None),
+    "torch_script": Private(
+        ("torch.jit._recursive", "torch.jit._recursive.get_hook_stubs",
+         "torch.jit._builtins._register_builtin", "torch.jit._builtins._find_builtin"),
+        "TorchScript compiles no watched model", (None, None, _always(None), _always(None)),
     ),
 }  # fmt: skip
 

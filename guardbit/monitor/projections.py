@@ -17,8 +17,8 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from guardbit import private
 from guardbit.guard import within
 from guardbit.monitor import ranks
 from guardbit.monitor.layouts import (
@@ -321,7 +321,7 @@ def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, parameter.placements[-1:], run_check=False)
 
 
-class _WithoutExchange(TorchDispatchMode):
+class _WithoutExchange(private.dispatch_mode):
     """Refuses what ranks must do together: each runs its copy of the module by itself."""
 
     def __torch_dispatch__(

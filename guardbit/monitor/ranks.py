@@ -20,6 +20,8 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from guardbit import private
+
 T = TypeVar("T")
 
 #: Seconds that a rank waits for the others.
@@ -122,7 +124,7 @@ def _group_beside(default: Any) -> Any:
     global _group, _num_groups
     if _group is None or _group[1] is not default:
         # Not by `new_group`: that counts groups, and the count has to stay the same on all ranks.
-        prefix = c10d.PrefixStore(f"guardbit/{_num_groups}", c10d._get_default_store())
+        prefix = c10d.PrefixStore(f"guardbit/{_num_groups}", private.default_store())
         _num_groups += 1
         if prefix.check(["left"]):  # gloo would try five times to connect with nobody
             raise RuntimeError("it has given up waiting")

@@ -476,10 +476,6 @@ _ATTENTION_OF_TORCH = (
     nn.TransformerEncoderLayer,
 )
 
-# Wrappers around the module that matters, as Fabric's, which hand on the attributes they are given;
-# and what runs outside Python.
-_NEVER_CALL = (private.optimized_module, torch.jit.ScriptModule)
-
 
 def is_of_fabric(module: nn.Module) -> bool:
     owner = type(module).__module__
@@ -518,11 +514,13 @@ def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 def candidates_of(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Yields names and modules of a model that may call attention, in its order."""
+    never_call = private.optimized_module, torch.jit.ScriptModule
     for name, module in _named_without_wrappers(model):
         if type(module).__module__.startswith("torch.nn.modules."):
             if not isinstance(module, _ATTENTION_OF_TORCH):
                 continue
-        elif isinstance(module, _NEVER_CALL) or is_of_fabric(module):
+        # Wrappers as Fabric's, which hand on the attributes they are given; what runs elsewhere.
+        elif is_of_fabric(module) or isinstance(module, never_call):
             continue
         yield name, module
 

@@ -151,8 +151,7 @@ class VarlenCuDNN(Varlen):
     label = "varlen_attn on cuDNN"
 
     def why_missing(self, is_packed: bool) -> str | None:
-        home = sys.modules.get(self.home)
-        if not (hasattr(home, "_select_backend") or hasattr(home, "_can_use_cudnn")):
+        if private.RELEASE < (2, 14):
             return "this release of PyTorch runs varlen_attn on flash kernels"
         return super().why_missing(is_packed)
 
@@ -182,11 +181,11 @@ def varlen_runs_on_cudnn(
 ) -> bool:  # fmt: skip
     """Whether PyTorch's own selection takes cuDNN; raises RuntimeError where it refuses a call."""
     window = list(window_size)
-    if select := library_function(Varlen.home, "_select_backend"):  # from 2.15 on
-        chosen = select(query, key, value, cu_seq_q, cu_seq_k, max_q, window)
+    if private.RELEASE >= (2, 15):
+        chosen = private.varlen_choice(query, key, value, cu_seq_q, cu_seq_k, max_q, window)
         return chosen == SDPBackend.CUDNN_ATTENTION.value
-    if can_run := library_function(Varlen.home, "_can_use_cudnn"):  # of 2.14
-        return can_run(query, key, value, max_q, window, enable_gqa)
+    if private.RELEASE >= (2, 14):
+        return private.varlen_choice(query, key, value, max_q, window, enable_gqa)
     return False
 
 

@@ -36,8 +36,7 @@ scaled_dot_product_attention = private.sdpa
 
 # Until 2.11, PyTorch's own conversion for cuDNN replaces -inf by -65504, so that a row that sees no
 # key attends to all keys (pytorch #177842, fixed in 2.12).
-_RELEASE = tuple(int(part) for part in private.VERSION.split(".")[:2])
-_HIDDEN = -math.inf if _RELEASE >= (2, 12) else -65504.0
+_HIDDEN = -math.inf if private.RELEASE >= (2, 12) else -65504.0
 
 # The kernel pads the rows of its logsumexp to a multiple of this (kAlignLSE in PyTorch's
 # kernel_forward.h).

@@ -95,7 +95,7 @@ def install(user: object) -> None:
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    home, hook_stubs = private.hook_stubs
+    home, hook_stubs, *_ = private.torch_script
     if home is not None:
         _replace(home, "get_hook_stubs", partial(_hook_stubs_of_others, hook_stubs))
     _put_in_place(found, {original_checkpoint: checkpoint})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -129,6 +128,5 @@ SDPA = base.EntryPoint(
 
 #: Stands in for PyTorch's function, also where TorchScript compiles a call of it.
 scaled_dot_product_attention = SDPA.stand_in
-with suppress(AttributeError):  # a later PyTorch may have no TorchScript
-    _builtins: Any = torch.jit._builtins  # pyright: ignore[reportAttributeAccessIssue]
-    _builtins._register_builtin(scaled_dot_product_attention, _builtins._find_builtin(original))
+_register, _find = private.torch_script[2:]
+_register(scaled_dot_product_attention, _find(original))
