@@ -20,7 +20,8 @@ from torch import Tensor
 from guardbit.doctor.attention import FLASH, Arithmetic, Chunk, HeadInputs, Operation, over_rows
 from guardbit.doctor.recognition import Fault, recognize
 from guardbit.kernels.key_shifts import shift_keys
-from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.reference import gradient_error
+from guardbit.kernels.reference.common import count_tied, float32_products
 from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.numerics import decode_residual, encode_residual, round_nearest
 
@@ -44,8 +45,6 @@ _VANISHED = 1e-5
 _SATURATED = 1e-4
 # Standard deviations above which a push is no chance: 6e-5 of normal deviates have more.
 SURE = 4.0
-# Scores this near to a row's maximum count as maxima, for `multiple_maxima` and for `row_max`.
-_TIED = 1e-3
 # beta - 1 of `row_max`, as after a switch.
 _FACTOR = 1.0
 
@@ -71,17 +70,18 @@ class Measures:
     @classmethod
     def of(cls, head: HeadInputs, dq: Tensor, exact: Tensor, natural: Tensor) -> Measures:
         """Measures a dQ, FP64 `(S, R, D)`."""
-        along, q, error = head.along, head.q.double(), dq - exact
-        push, exact_push = (-(x @ along) * (q @ along) for x in (error, exact))
+        q, along = head.q.double(), head.along
+        squares, exact_squares, *moved = gradient_error(dq, exact, along)
+        push, exact_push = (-x * (q @ along) for x in moved)
         return cls(
-            error_squares=float(error.square().sum()),
-            exact_squares=float(exact.square().sum()),
+            error_squares=float(squares.sum()),
+            exact_squares=float(exact_squares.sum()),
             natural_squares=float(natural.square().sum()),
             push=float(push.sum()),
             push_squares=float(push.square().sum()),
             exact_push=float(exact_push.abs().sum()),
             exact_drift=float(exact_push.sum()),
-            matrix=(error.mT @ q).sum(0),
+            matrix=((dq - exact).mT @ q).sum(0),
         )
 
     def __add__(self, other: Measures) -> Measures:
@@ -185,7 +185,7 @@ def _row_max(chunk: Chunk) -> Tensor:
     dtype = chunk.head.q.dtype
     numerators, total, top = chunk.softmax
     most = SHIFT_MAX_FP16 if dtype == torch.float16 else SHIFT_MAX
-    tied = (top - chunk.scores <= _TIED).sum(-1, keepdim=True) > 1
+    tied = count_tied(chunk.scores, top[..., 0])[..., None] > 1
     shift = SHIFT_MIN + (_FACTOR * top.abs()) % (most - SHIFT_MIN)
     factor = torch.where(tied, (-shift).exp(), 1.0)
     sums = FLASH.rounded("P", numerators * factor, dtype) @ chunk.wide("v")
@@ -213,11 +213,10 @@ def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
         usual, exact, p = chunk.run(arithmetic, chunk.own_out), chunk.exact, chunk.probabilities
         along = chunk.wide("q") @ u
         error = -(usual.d_scores - exact.d_scores) * along[..., None]
-        top = chunk.scores.amax(-1, keepdim=True)
         return {
             "row": (error @ along_keys[..., None])[..., 0],
             "key": error.sum(1, keepdim=True) * along_keys[:, None],
-            "tied": ((top - chunk.scores <= _TIED) & (top > -torch.inf)).sum(-1) > 1,
+            "tied": count_tied(chunk.scores, chunk.scores.amax(-1)) > 1,
             "seen": (chunk.added > -torch.inf).expand(p.shape).sum(1, keepdim=True),
             "given": p.sum(1, keepdim=True),
         }

@@ -241,6 +241,31 @@ def test_functions_that_are_left_alone_are_named_where_attention_is_not_seen(tmp
         watched(tmp_path / "none", WrittenOutAttention())
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["cudnn::sdpa_fwd", "transformer_engine_compile::fused_attn"])
+def test_an_operator_that_computes_attention_by_itself_is_named(name, compiled, tmp_path):
+    """As cudnn-frontend's, and TransformerEngine's in compiled code."""
+    home, forward = getattr(torch.ops, name.split("::")[0]), name.split("::")[1]
+
+    class OwnAttention(Attention):
+        def attend(self, q, k, v):
+            return getattr(home, forward)(q, k, v)[0]
+
+    def run(model):
+        return torch.compile(model, backend="eager") if compiled else model
+
+    with torch.library._scoped_library(home.name, "FRAGMENT") as library:
+        for operator in (forward, f"{forward}_bwd"):
+            library.define(f"{operator}(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+            assert hasattr(home, operator)
+        compute = lambda q, k, v: ((q @ k.mT).softmax(-1) @ v, q[..., 0])  # noqa: E731
+        library.impl(forward, compute, "CompositeImplicitAutograd")
+        assert watched(tmp_path, Attention(), OwnAttention(), run=run) == ["0"]
+    ((_, why),) = told(tmp_path)
+    assert "1 (OwnAttention); 1 of 2 attention modules is watched" in why
+    assert why.endswith(f". {name} is not watched: GuardBit does not know this operator")
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
 def test_unseen_attention_of_a_compiled_model(tmp_path):
     def run(model):

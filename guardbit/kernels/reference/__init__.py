@@ -29,6 +29,7 @@ from guardbit.kernels.reference.audit import (
     Shadow,
     delta_bias,
     exact_query_gradient,
+    gradient_error,
     row_maxima,
     shadow,
 )

@@ -13,6 +13,7 @@ from guardbit.kernels.reference.common import (
     Dropout,
     cap_slope,
     capped,
+    count_tied,
     finite_reference,
     float32_products,
     fold_groups,
@@ -157,7 +158,7 @@ def shadow(
     of_rows, v = _Scores(q, k, spec, query_ids), in_documents(v, spec.starts[1])
     (row_max, largest), sees_nothing = of_rows.maxima(chunk)
     reference = finite_reference(row_max)[..., None]
-    row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
+    row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()
 
     row_sum, weighted_logs = torch.zeros_like(row_max), torch.zeros_like(row_max)
     maxima = torch.zeros_like(row_max, dtype=torch.int64)
@@ -165,8 +166,8 @@ def shadow(
     accumulator = row_max.new_zeros(*row_max.shape, v.shape[-1])
     for keys in of_rows.chunks(chunk):
         scores, _, _ = of_rows.of(keys)
-        maxima += (row_max[..., None] - scores <= eps).sum(-1)
-        maxima_bf16 += (row_max_bf16 - round_nearest(scores, torch.bfloat16) <= eps).sum(-1)
+        maxima += count_tied(scores, row_max, eps)
+        maxima_bf16 += count_tied(round_nearest(scores, torch.bfloat16), row_max_bf16, eps)
         probabilities = scores.sub_(reference).exp_()
         row_sum += probabilities.sum(-1)
         weighted_logs += torch.special.entr(probabilities).sum(-1)
@@ -257,3 +258,16 @@ def exact_query_gradient(
         k_seen = k[:, terms.key_head, None, terms.keys].to(d_scores.dtype)
         dq[:, terms.places, terms.rows] = (d_scores @ k_seen * spec.scale).float()
     return dq
+
+
+def gradient_error(
+    dq: Tensor, exact: Tensor, directions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row `(..., N, D)`: squared norms of dQ's error and of the exact dQ.
+
+    Then both along the direction of their head, `(C, D)`, or of all, `(D,)`.
+    """
+    error, columns = dq - exact, directions[..., None]
+    along, exact_along = ((x.to(directions.dtype) @ columns)[..., 0] for x in (error, exact))
+    squares, exact_squares = (torch.linalg.vector_norm(x, dim=-1).square() for x in (error, exact))
+    return squares, exact_squares, along, exact_along

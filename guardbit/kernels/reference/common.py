@@ -133,6 +133,11 @@ def cap_slope(scores: Tensor, softcap: float) -> Tensor:
     return 4 * decay / (1 + decay).square_()
 
 
+def count_tied(scores: Tensor, row_max: Tensor, eps: float = 1e-3) -> Tensor:
+    """Counts the scores `(..., R, M)` within eps of their row's maximum, `(..., R)`."""
+    return (row_max[..., None] - scores <= eps).sum(-1)
+
+
 def finite_reference(row_max: Tensor) -> Tensor:
     """Returns what to subtract from scores: 0 instead of the -inf of a row with no allowed key."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

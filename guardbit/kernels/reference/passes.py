@@ -12,6 +12,7 @@ from torch import Tensor
 from guardbit.kernels.mask import additive_mask, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
+    count_tied,
     finite_reference,
     float32_products,
     fold_groups,
@@ -126,12 +127,13 @@ def forward(
         if shifted is not None:
             # Exact across tiles without the scores of earlier ones: when the maximum rises by no
             # more than eps, the old one is the second score within eps of the new.
-            tied = torch.where(tile_max > before, _tied(scores, tile_max, eps), tied)
+            tied = torch.where(tile_max > before, count_tied(scores, tile_max, eps) > 1, tied)
             tied |= (tile_max - before).abs() <= eps
             shift = SHIFT_MIN + ((beta - 1) * row_max.abs()) % (shift_max - SHIFT_MIN)
             normalizer = torch.where(shifted & tied, row_max + shift, normalizer)
         if published is not None:
-            rule = torch.where(_tied(scores, tile_max, eps), beta * tile_max.relu(), tile_max)
+            are_tied = count_tied(scores, tile_max, eps) > 1
+            rule = torch.where(are_tied, beta * tile_max.relu(), tile_max)
             normalizer = torch.where(published, before_normalizer.maximum(rule), normalizer)
 
         reference = finite_reference(normalizer)
@@ -170,10 +172,6 @@ def check_names(
     unknown = sorted(set(stabilizers) - set(allowed))
     if unknown:
         raise ValueError(f"`stabilizers` takes {', '.join(allowed)}, but holds {unknown}.")
-
-
-def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
-    return (row_max[..., None] - scores <= eps).sum(-1) > 1
 
 
 def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor | None:

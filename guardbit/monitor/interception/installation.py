@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -77,6 +78,11 @@ _restore: list[Callable[[], None]] = []
 
 # The entry points whose stand-ins are in place.
 _installed: list[EntryPoint] = []
+
+# Where operators are that compute attention by themselves, of cudnn-frontend and, in compiled code,
+# of TransformerEngine; and the names of their forwards. PyTorch lists those that were looked up.
+_UNKNOWN = "cudnn", "transformer_engine_compile"
+_FORWARD = re.compile(r"(?!.*(bwd|backward)).*(attn|attention|sdpa).*")
 
 # How many modules were imported when entry points were last looked for.
 _num_imported = 0
@@ -248,7 +254,10 @@ def _hook_stubs_of_others(get: Callable[[nn.Module], Any], module: nn.Module) ->
 
 def left_alone() -> list[str]:
     """Returns the functions whose calls are ignored in this process, each with the reason."""
-    reasons = ((entry.name, entry.why_left_alone()) for entry in ENTRY_POINTS)
+    reasons = [(entry.name, entry.why_left_alone()) for entry in ENTRY_POINTS]
+    for home in _UNKNOWN:
+        used = (name for name in getattr(torch.ops, home) if _FORWARD.fullmatch(name))
+        reasons += [(f"{home}::{name}", "GuardBit does not know this operator") for name in used]
     return [f"{name} is not watched: {why}" for name, why in reasons if why is not None]
 
 

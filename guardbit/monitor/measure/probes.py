@@ -16,7 +16,7 @@ from torch import Tensor
 from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.mask import in_documents, seen_keys
-from guardbit.kernels.reference import RowMaxima, Shadow
+from guardbit.kernels.reference import RowMaxima, Shadow, gradient_error
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
 
@@ -298,7 +298,8 @@ class GradientAudit(CallProbe):
         directions = view.directions.index_select(0, index)
         of_queries, of_keys = call.spec.starts
         dq = in_documents(call.dq.index_select(1, index), of_queries)
-        found = per_head(torch.stack(gradient_error(dq, view.exact_dq, directions)))
+        *squares, error, exact = gradient_error(dq, view.exact_dq, directions)
+        found = per_head(torch.stack([*squares, error, exact.abs()]))
         d_out = norm_of(call.d_out.index_select(1, index), of_queries, dtype=torch.float64)
         k, v = (
             norm_of(x, of_keys, dim=(0, 1, 2, 3), dtype=torch.float32) for x in (call.k, call.v)
@@ -315,20 +316,6 @@ class GradientAudit(CallProbe):
         coherent = (state["dq_error_along"] / along).where(is_known & (along > 0), torch.nan)
         found = {"dq_relative_error": relative, "dq_coherent_error": coherent}
         return {name: found[name] for name in self.indicators}
-
-
-def gradient_error(
-    dq: Tensor, exact: Tensor, directions: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    error = dq - exact
-    columns = directions[:, :, None]
-    error_along, exact_along = ((x.float() @ columns)[..., 0] for x in (error, exact))
-    return (
-        torch.linalg.vector_norm(error, dim=-1).square(),
-        torch.linalg.vector_norm(exact, dim=-1).square(),
-        error_along,
-        exact_along.abs(),
-    )
 
 
 _FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}

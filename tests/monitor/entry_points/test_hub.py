@@ -12,7 +12,7 @@ from tests.monitor.entry_points.library_models import LIBRARY, build, by_name, b
 from tests.monitor.entry_points.test_hugging_face_flash import LOADED, model_of, padded
 from tests.toys import instrumented
 
-FUNC = "kernels/flash_attn_3.flash_attn_func"
+FUNC, BETA = "kernels/flash_attn_3.flash_attn_func", "flash_attn.cute.flash_attn_func"
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +35,15 @@ def raises(q, k, v, **options):
     return _original(q, k, v, **options)
 
 
+def output_alone(q, k, v, **options):
+    return _original(q, k, v, **options)[0]
+
+
 _original = None
 OTHERS = {
-    "other bits": (other_bits, "does not return what its kernel does"),
-    "an error": (raises, "could not be compared with its kernel: not now"),
+    "other bits": (FUNC, other_bits, "does not return what its kernel does"),
+    "an error": (FUNC, raises, "could not be compared with its kernel: not now"),
+    "another value in a later beta": (BETA, output_alone, "does not return what its kernel does"),
 }
 
 
@@ -46,8 +51,8 @@ OTHERS = {
 def test_a_function_that_does_something_else_keeps_its_bits_and_is_refused(
     case, libraries, tiny, monkeypatch
 ):
-    function, why = OTHERS[case]
-    entry = by_name(FUNC)
+    name, function, why = OTHERS[case]
+    entry = by_name(name)
     monkeypatch.setitem(globals(), "_original", entry.original)
     monkeypatch.setattr(entry, "original", function)
     monkeypatch.setattr(libraries, by_name_of(entry), function)

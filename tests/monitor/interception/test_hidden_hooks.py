@@ -115,12 +115,3 @@ def test_everything_is_given_back():
         assert nn.TransformerEncoderLayer.forward.__code__ is not codes[0]
     assert [f.__code__ for f in looking] == codes
     assert dict(vars(nn.Module)) == before
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_torchscript_compiles_a_watched_encoder():
-    model = encoder().eval()
-    expected = model.layers[0](batch())
-    with instrumented(model):
-        scripted = torch.jit.script(model.layers[0])
-    assert torch.equal(scripted(batch()), expected)

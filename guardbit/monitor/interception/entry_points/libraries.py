@@ -1,8 +1,7 @@
 """Functions of libraries, whose parameters differ between releases.
 
 They are PyTorch's `varlen_attn`, and the functions of FlashAttention 2, 3 and 4: `flash_attn`,
-`flash_attn_interface`, `.cute`, and the same of kernels from Hugging Face's hub, see
-`guardbit.kernels.engines.hub`.
+`flash_attn_interface`, `.cute`, and the same of kernels from Hugging Face's hub.
 
 A call is bound by the parameter names of the installed function. A parameter that GuardBit does not
 know must have its default value, or the call stays with the library.
@@ -136,7 +135,8 @@ class LibraryEntryPoint(base.EntryPoint):
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
     def why_other(self, bound: base.Bound, args: Args, kwargs: Kwargs) -> str | None:
-        if not self.is_of_hub:
+        # FlashAttention 4 has betas alone, whose functions may come to return other values.
+        if not (self.is_of_hub or self.engine == "flash_attn_4"):
             return None
         q, k, _, spec, *_ = bound
         key = (
