@@ -44,9 +44,6 @@ class Part(NamedTuple):
     refusals: dict[str, str | None]  # why no call so far could be switched, or None
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
-    # Events of this rank alone since the last sampled step: attention that it did not see, and what
-    # its switched heads ran.
-    recorded: list[Event]
 
 
 class Exchange:
@@ -58,6 +55,8 @@ class Exchange:
         self.metadata: dict[str, dict[str, Any]] = {}
         self._lacking: set[tuple[str, str]] = set()
         self._are_compared, self._told = False, set[str]()
+        # Of this rank, if all have the same modules: what `_numbers_of` returns.
+        self._numbers = 0.0, 0, 0
 
     def log_what_is_lacking(self) -> None:
         """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
@@ -97,8 +96,8 @@ class Exchange:
         for name, site in here.items():
             site.is_uncalled_elsewhere = name in of_any
 
-    def share(self, samples: list[Sample], step: int) -> Part:
-        """Returns what the ranks know, and records the other parts' events; all ranks call it."""
+    def share(self, samples: list[Sample]) -> Part:
+        """Returns what the ranks know; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         instrumentation = self._instrumentation
 
@@ -107,40 +106,50 @@ class Exchange:
 
         refusals = attempt("refusals", lambda: of_sites("lasting_refusal"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
-        recorded, self._journal.own = self._journal.own, []
-        mine = Part(samples, refusals or {}, asked or {}, self.metadata, recorded)
+        mine = Part(samples, refusals or {}, asked or {}, self.metadata)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part("known", mine, heads)
-        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
+        whole = Part(joined([part.samples for part in parts]), {}, {}, {})
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
-        if several and len(parts) == 1:
-            self._compare(samples, asked, step)
-        others = dict.fromkeys(event for part in parts[1:] for event in part.recorded)
-        for event in others:
-            if event not in parts[0].recorded:
-                self._journal.record(event)
+        are_alike = several and len(parts) == 1
+        self._numbers = _numbers_of(samples, asked) if are_alike else (0.0, 0, 0)
         return whole
 
-    def _compare(
-        self, samples: list[Sample], asked: dict[str, list[str]] | None, step: int
-    ) -> None:
-        """Records events if ranks have other weights in modules of the same names, or switches."""
-        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
-        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-        switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
-        code = 0 if asked is None else zlib.crc32(repr(switched).encode())
-        found = ranks.gathered("norms", sum(norms), len(norms), code)
-        sums, counts, codes = zip(*found, strict=True)
+    def tell(self, step: int) -> None:
+        """Records other ranks' events up to the end of a sampled step, and if they differ.
+
+        All ranks call it, also after an error in the step.
+        """
+        if ranks.world_size() == 1:
+            return
+        own, self._journal.own = self._journal.own, []
+        found = ranks.gathered("end", *self._numbers, zlib.crc32(repr(own).encode()))
+        sums, counts, switched, met = zip(*found, strict=True)
         # The sum of a rank that could not take all norms says nothing, nor does one after an error.
         are_all = min(counts) == max(counts)
         are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
-        told = {_OTHER_WEIGHTS: are_other, _OTHER_SWITCHES: len({*codes} - {0}) > 1}
+        told = {_OTHER_WEIGHTS: are_other, _OTHER_SWITCHES: len({*switched} - {0}) > 1}
         for why in [why for why, is_so in told.items() if is_so and why not in self._told]:
             self._told.add(why)
             self._journal.record(Event(step, "monitor_error", "", (), why))
+        of_ranks = ranks.of_each_part("events", own, own) if len({*met}) > 1 else []
+        for event in dict.fromkeys(event for events in of_ranks for event in events):
+            if event not in own:
+                self._journal.record(event)
+
+
+def _numbers_of(
+    samples: list[Sample], asked: dict[str, list[str]] | None
+) -> tuple[float, int, int]:
+    """Returns the sum and the number of W_Q's norms, and a code of switches; 0: not known."""
+    values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+    norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
+    switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
+    code = 0 if asked is None else zlib.crc32(repr(switched).encode())
+    return sum(norms), len(norms), code
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

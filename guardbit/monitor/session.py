@@ -340,6 +340,8 @@ class Session(Guarded):
         unjudged, self._unjudged = self._unjudged, None
         with unchanged():
             alarms = unjudged and self.attempt(_WATCHING, lambda: self._take_samples(*unjudged))
+            if unjudged:
+                self.attempt("ranks", lambda: self._exchange.tell(unjudged[0]))
         self._stages.always(_WATCHING, self._rest_between_steps)
         return alarms or []
 
@@ -350,6 +352,7 @@ class Session(Guarded):
         return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
 
     def _agree(self) -> bool:
+        self._exchange.agree_on_weights()
         stages = (_WATCHING, "capture", "metrics", "samples")
         are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
         for stage in () if are_on else stages:
@@ -360,7 +363,6 @@ class Session(Guarded):
         return _WATCHING not in self._stages.off
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
-        self._exchange.agree_on_weights()
         if not self.instrumentation.sites:
             return {}
         columns = self._measurement.of_weights(step)
@@ -385,7 +387,7 @@ class Session(Guarded):
 
     def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
         ended = self._schedule.last_ended or 0
-        samples = self.samples = self._samples_of_all_ranks(sent, ended)
+        samples = self.samples = self._samples_of_all_ranks(sent)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
         self.attempt("burst", lambda: self._burst.note(samples))
@@ -416,7 +418,7 @@ class Session(Guarded):
         self.attempt("verdict", lambda: self._journal.report_verdict(ended, self._burst.is_on))
         return alarms
 
-    def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:
+    def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
         """Returns the samples of all ranks; every rank calls it."""
         own = sent and self.attempt("samples", partial(self._measurement.receive, sent))
         sent = None if own is None else sent
@@ -426,7 +428,7 @@ class Session(Guarded):
         calls = self._stages.always("metrics", lambda: self._measurement.of_all_ranks(sent))
         # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
         # calls cannot be switched is no reason not to switch the next ones.
-        known = self._exchange.share(own or [], ended)
+        known = self._exchange.share(own or [])
         self._switching.refusals = known.refusals
         self._switching.asked_elsewhere = known.asked
         if ranks.world_size() > 1:
