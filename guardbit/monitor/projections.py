@@ -100,15 +100,19 @@ class Weights:
 
     def plain(self, name: str) -> list[nn.Parameter]:
         """Returns a parameter of that name as it is trained, and the bias that belongs to it."""
-        parameters = dict(self.module.named_parameters())
-        if name in self.widths or name not in parameters:
+        try:
+            found = self.module.get_parameter(name)
+        except AttributeError:
+            found = None
+        if name in self.widths or found is None:
             raise LayoutUnavailable(f"'{name}' is made of several parameters")
-        found = parameters[name]
         if isinstance(found, DTensor) or self.is_shared:
             raise LayoutUnavailable(f"'{name}' is shared by several ranks")
         # PyTorch's names: weight and bias of a Linear, in_proj_weight and in_proj_bias.
-        bias = parameters.get(f"{name.removesuffix('weight')}bias")
-        return [found] if bias is None or not name.endswith("weight") else [found, bias]
+        owner, _, own = name.rpartition(".")
+        bias = getattr(self.module.get_submodule(owner), f"{own.removesuffix('weight')}bias", None)
+        has_bias = own.endswith("weight")
+        return [found, bias] if has_bias and isinstance(bias, nn.Parameter) else [found]
 
     def _as_used(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Turns replacements of parameters into what the module multiplies by."""

@@ -325,8 +325,7 @@ class Session(Guarded):
             usable = columns is not None and "capture" not in self._stages.off
             send = partial(self._measurement.send, columns or {}, step, self.loss_scale, usable)
             self._unjudged = step, self.attempt("samples", send)
-        alarms = alarms if self._may_wait() else [*alarms, *self.catch_up()]
-        return alarms
+            return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     @guard.method(lambda _: [])
     def catch_up(self) -> list[Alarm]:

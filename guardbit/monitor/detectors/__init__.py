@@ -111,6 +111,8 @@ class Detectors:
         self.normalised: frozenset[str] = frozenset()
         # Indicator -> site -> last known values.
         self._latest: dict[str, dict[str, Values]] = {}
+        # Of the latest step of which heads were measured: what `_training` and `_begun` return.
+        self._of_heads: tuple[dict[str, np.ndarray], dict[str, dict[str, Values]]] | None = None
         self._memory: State = {
             "rules": {name: {} for name in names},
             "last_step": {},  # indicator -> site -> step
@@ -174,6 +176,7 @@ class Detectors:
                 "those not wanted with a threshold that nothing reaches"
             )
         self._memory = copy.deepcopy({name: state[name] for name in self._memory})
+        self._of_heads = None
         self._latest = {
             indicator: {site: from_plain(values) for site, values in sites.items()}
             for indicator, sites in state["latest"].items()
@@ -196,8 +199,9 @@ class Detectors:
             latest = self._latest.setdefault(sample.indicator, {})
             before = padded(latest.get(sample.site, values), len(values))
             latest[sample.site] = np.where(np.isnan(values), before, values)
-        trains = self._training(now)
-        return Snapshot(step, now, self._latest, self.normalised, trains, self._begun())
+        if self._of_heads is None or any(sample.site for sample in new):
+            self._of_heads = self._training(now), self._begun()
+        return Snapshot(step, now, self._latest, self.normalised, *self._of_heads)
 
     def _training(self, now: Mapping[str, Mapping[str, Values]]) -> dict[str, np.ndarray]:
         """Returns for each site of which weights are known which heads train."""

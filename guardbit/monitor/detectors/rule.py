@@ -185,9 +185,9 @@ def growth_of_model(state: State, snapshot: Snapshot) -> float:
     """
     growths = []
     for site, logits in snapshot.latest.get("max_logit", {}).items():
-        trains = snapshot.trains.get(site, np.ones(len(logits), bool))
+        trains = snapshot.trains.get(site)
         # NaN is a head that was not measured.
         top = float(np.fmax.reduce(np.abs(logits)))
-        if top == top and trains.any():
+        if top == top and (trains is None or trains.any()):
             growths.append(top / state.setdefault("first", {}).setdefault(site, max(top, FLAT)))
     return sorted(growths)[(len(growths) - 1) // 4] if len(growths) >= MODULES else 1.0

@@ -13,11 +13,12 @@ heads, W has another use too or a norm comes after it, and the module is not ask
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -25,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from guardbit import guard
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.monitor.interception.errors import report
-from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.sites import Site
 
 #: By how much of the sums' size all heads together part at most, where BF16 leaves .004, and some
@@ -46,6 +47,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._agreed: Counter[str] = Counter()  # module -> samples; below 0 once it did not
+        self._axes: dict[str, int] = {}  # module -> the axis of its input in W_Q, once it is known
         self._hooked: dict[nn.Parameter, tuple[Any, Any]] = {}
         self.forget()
 
@@ -56,7 +58,7 @@ class Origins:
         # Module -> FP64 `(2, H)`: sums of dq * q, and of their squares.
         self._calls: dict[str, Tensor] = {}
         # The same of a parameter's features, for each axis that may be the input's.
-        self._made: dict[nn.Parameter, list[Tensor]] = {}
+        self._made: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def consume(self, site: Site, call: AttentionCall) -> None:
         """Takes a call inside its backward, before a gradient comes to what made its queries."""
@@ -64,60 +66,53 @@ class Origins:
             return
         product = call.dq.float() * call.q.float()
         sums = [x.sum((0, 2, 3), dtype=torch.float64) for x in (product, product.square())]
-        self._calls[site.name] = torch.stack(sums) + self._calls.get(site.name, 0)
+        _add(self._calls, site.name, torch.stack(sums))
         for parameter in site.makers():
             if parameter not in self._hooked and type(parameter) is nn.Parameter:
                 node = get_gradient_edge(parameter).node  # kept, as another one would lack the hook
-                handle = node.register_prehook(partial(self._hear, parameter))
+                axis = self._axes.get(site.name) if parameter.dim() > 1 else None
+                handle = node.register_prehook(partial(self._hear, parameter, axis))
                 self._hooked[parameter] = node, handle
 
     @guard.function(report)
-    def _hear(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
-        guard.apart(partial(self._add, parameter, gradients[0]))
+    def _hear(
+        self, parameter: nn.Parameter, axis: int | None, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        guard.apart(partial(self._take, parameter, axis, gradients[0]))
 
     @torch.no_grad()
-    def _add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def _take(self, parameter: nn.Parameter, axis: int | None, gradient: Tensor | None) -> None:
         if gradient is None or gradient.is_sparse or gradient.shape != parameter.shape:
             gradient = torch.full_like(parameter, torch.nan)  # as of a kernel that adds it itself
         product = gradient.float() * parameter
-        both = zip(_along_axes(product), _along_axes(product.square()), strict=True)
-        known = self._made.get(parameter, [0.0] * product.dim())
-        self._made[parameter] = [
-            torch.stack(sums) + before for sums, before in zip(both, known, strict=True)
-        ]
+        squares, known = product.square(), self._made.setdefault(parameter, {})
+        for one in range(product.dim()) if axis is None else (axis,):
+            _add(known, one, torch.stack([_of_features(x, one) for x in (product, squares)]))
 
     def columns(self, sites: Mapping[str, Site], step: int) -> dict[str, Tensor]:
         """Returns what `judge` reads of each module; takes back rows that got no gradient."""
         found: dict[str, Tensor] = {}
         for name, of_calls in self._calls.items():
             with suppress(LayoutUnavailable):
-                rows, parameters = sites[name].query_rows()
-                if parameters[0] in self._made:
-                    found[name] = self._compared(rows, parameters, of_calls)
-                elif self._made and parameters[0] in self._hooked:
+                rows, (weight, *biases) = sites[name].query_rows()
+                axis = self._axes[name] = rows.input_axis
+                if axis in (made := self._made.get(weight, {})):
+                    of_bias = [self._made[bias][0] for bias in biases if bias in self._made]
+                    features = sum(of_bias, made[axis])
+                    of_rows = features[:, rows.rows].sum(-1, dtype=torch.float64)
+                    found[name] = torch.cat([of_rows, of_calls]).flatten()
+                elif self._made and not made and weight in self._hooked:
                     sites[name].take_back(_OTHERS.format(step, rows.parameter))
         self.forget()
         return found
-
-    def _compared(
-        self, rows: HeadRows, parameters: Iterable[nn.Parameter], of_calls: Tensor
-    ) -> Tensor:
-        """Returns by how much all heads part together, and the head that parts most."""
-        weight, *biases = parameters
-        made = [self._made[weight][rows.input_axis]]
-        made += [self._made[bias][0] for bias in biases if bias in self._made]
-        of_rows = torch.stack([x[:, rows.rows].sum(-1, dtype=torch.float64) for x in made]).sum(0)
-        (own, squares), (of_queries, of_call) = of_rows, of_calls
-        size = squares.sqrt() + of_call.sqrt() + (own.abs() + of_queries.abs()) / 2
-        apart = own - of_queries
-        return torch.stack([apart.sum().abs() / size.norm(), (apart.abs() / size).max()])
 
     def judge(
         self, sites: Mapping[str, Site], columns: Mapping[str, tuple[float, ...]], step: int
     ) -> set[str]:
         """Returns the modules with heads in another order; takes their rows back if it is sure."""
         parted: set[str] = set()
-        for name, (together, most) in columns.items():
+        for name, values in columns.items():
+            together, most = _parting(*np.array(values).reshape(4, -1))
             if together == together:
                 self._agreed[name] = self._agreed[name] + 1 if together < _TOGETHER else -1
             if together < _TOGETHER and most > _PARTED:
@@ -127,7 +122,19 @@ class Origins:
         return parted
 
 
-def _along_axes(product: Tensor) -> list[Tensor]:
-    if product.dim() < 2:
-        return [product]
-    return [product.sum(axis).flatten() for axis in range(product.dim())]
+def _add(sums: dict[Any, Tensor], key: object, more: Tensor) -> None:
+    sums[key] = sums[key] + more if key in sums else more
+
+
+def _of_features(product: Tensor, axis: int) -> Tensor:
+    return product if product.dim() < 2 else product.sum(axis).flatten()
+
+
+def _parting(
+    own: np.ndarray, squares: np.ndarray, of_queries: np.ndarray, of_call: np.ndarray
+) -> tuple[float, float]:
+    """Returns by how much all heads part together, and the head that parts most."""
+    size = np.sqrt(squares) + np.sqrt(of_call) + (np.abs(own) + np.abs(of_queries)) / 2
+    apart = own - of_queries
+    with np.errstate(all="ignore"):  # heads without any gradient part by NaN
+        return float(abs(apart.sum()) / np.linalg.norm(size)), float((np.abs(apart) / size).max())

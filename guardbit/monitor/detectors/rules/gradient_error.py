@@ -49,9 +49,9 @@ MODEL_GROWTH = 32.0
 
 def counted_errors(snapshot: Snapshot, state: State) -> dict[str, Values]:
     """Returns site -> the sizes of the audited errors of dQ, up to 1; NaN where none counts."""
-    is_models = growth_of_model(state, snapshot) >= MODEL_GROWTH
-    counted = {}
-    for site, errors in snapshot.of_trained("dq_coherent_error").items():
+    counted, audited = {}, snapshot.of_trained("dq_coherent_error")
+    is_models = bool(audited) and growth_of_model(state, snapshot) >= MODEL_GROWTH
+    for site, errors in audited.items():
         entropy = snapshot.last_of("attention_entropy", site, len(errors))
         counts = ~(entropy < SATURATED) & snapshot.has_moved(site, len(errors)) & (not is_models)
         counted[site] = np.where(counts, np.minimum(np.abs(errors), 1.0), np.nan)
