@@ -289,9 +289,7 @@ class Machine:
     cuda: str | None  # version of the CUDA that PyTorch was built with
     versions: dict[str, str]  # of installed packages, by pip's names, and cudnn
     known: list[KnownFault]  # known faults of these versions
-    missing: list[
-        str
-    ]  # of what PyTorch does not promise: what GuardBit goes without, a sentence each
+    missing: list[str]  # what GuardBit goes without, see `private.sentence`
 
 
 def this_machine() -> Machine:

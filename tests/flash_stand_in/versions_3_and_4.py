@@ -136,9 +136,10 @@ class _Attention4(torch.autograd.Function):
             "window_size_left": window[0], "window_size_right": window[1], "softcap": cap,
             "learnable_sink": sink,
         }  # fmt: skip
-        out, lse, *_ = library._flash_attn_fwd(q, k, v, return_lse=True, **ctx.settings)
+        is_trained = any(x.requires_grad for x in (q, k, v))  # else there is no LSE
+        out, lse, *_ = library._flash_attn_fwd(q, k, v, return_lse=is_trained, **ctx.settings)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        ctx.mark_non_differentiable(*([lse] if is_trained else []))
         return out, lse
 
     @staticmethod

@@ -65,6 +65,18 @@ def test_a_function_that_does_something_else_keeps_its_bits_and_is_refused(
         assert tiny.equal(tiny.step(model, x), before)
 
 
+@pytest.mark.parametrize("name", [BETA, BETA.replace("func", "varlen_func")])
+def test_what_an_evaluation_returns_without_a_logsumexp_is_no_other_value(name, tiny):
+    model, x = build(by_name(name))
+    with instrumented(model) as inst:
+        with torch.no_grad():
+            model(x)
+        tiny.step(model, x)
+        inst.switch("0", "exact_delta")
+        tiny.step(model, x)
+        assert inst.sites["0"].launches["backward", "exact_delta"] == 1
+
+
 def test_a_module_of_that_name_without_kernels_is_none(monkeypatch):
     """As vLLM's, which only has a forward."""
     module = type(sys)("vllm.vllm_flash_attn.flash_attn_interface")
