@@ -130,7 +130,7 @@ class Plots:
     """The figures of a run; a notebook shows what a method returns.
 
     Besides those below, every other figure of `guardbit.dashboards.figures` is a method of its
-    name: `max_logit()`, `before_and_after()`.
+    name, as `max_logit()`.
     """
 
     def __init__(self, run: LoadedRun) -> None:

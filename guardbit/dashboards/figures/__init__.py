@@ -21,13 +21,11 @@ from guardbit.dashboards.figures.heads import (
 from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps, story
 from guardbit.dashboards.figures.style import of_tables
-from guardbit.dashboards.figures.switch import before_and_after
 from guardbit.dashboards.tables import Recorded
 
 __all__ = [
     "CHARTS",
     "attention_entropy",
-    "before_and_after",
     "delta_bias",
     "loss_and_gradient",
     "max_logit",
@@ -58,5 +56,4 @@ CHARTS: dict[str, Callable[..., Figure | None]] = {
     "multiple_maxima": multiple_maxima,
     "multiple_maxima_bf16": multiple_maxima_bf16,
     "delta_bias_cumulative": delta_bias,
-    "switch_before_and_after": before_and_after,
 }

@@ -134,11 +134,10 @@ def canvas(
     panels: int = 1,
     below: float = 0.0,
     panel_height: float = PANEL_HEIGHT,
-    between: float = BETWEEN,
 ) -> tuple[Figure, list[Axes]]:
     """Panels one above the other that share their steps; lengths in inches."""
     bottom = BOTTOM + below
-    height = TOP + panels * panel_height + (panels - 1) * between + bottom
+    height = TOP + panels * panel_height + (panels - 1) * BETWEEN + bottom
     figure = ShownFigure(figsize=(WIDTH, height))
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
     figure.subplots_adjust(
@@ -146,7 +145,7 @@ def canvas(
         right=1 - RIGHT / WIDTH,
         top=1 - TOP / height,
         bottom=bottom / height,
-        hspace=between / panel_height,
+        hspace=BETWEEN / panel_height,
     )
     grid[0, 0].set_title(title, pad=40)
     return figure, list(grid[:, 0])

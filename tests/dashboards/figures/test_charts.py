@@ -223,7 +223,6 @@ SHOWN = {
     "loss": ["loss", "grad_norm"],
     "w_q_spectral_norm_layers": ["w_q_spectral_norm"],
     "w_q_spectral_norm_heads": ["w_q_spectral_norm"],
-    "switch_before_and_after": ["delta_bias_abs", "w_q_spectral_norm", "max_logit", "loss"],
 }
 
 
