@@ -288,7 +288,6 @@ UNMEASURED = {
     "transformers' eager attention": ("delta_",),
     "guardbit.observe": ("delta_", "dq_"),
 }
-CACHED = [entry for entry in ENTRY_POINTS if entry.attribute.endswith("_with_kvcache")]
 
 
 @pytest.fixture(autouse=True)
@@ -364,19 +363,13 @@ def test_function(case, report):
     report(TITLE, f"`{case.name}`", *both, case.against)
 
 
-@pytest.mark.parametrize("entry", CACHED, ids=lambda entry: entry.name)
-def test_inference(entry, report):
-    why = entry.bind().why
-    report(TITLE, f"`{entry.name}`", f"no: {why}", *["no"] * 5, STAND_IN)
-
-
 def test_the_table_has_a_row_for_each(committed):
-    names = [f"`{each.name}`" for each in (*CASES, *CACHED)]
+    names = [f"`{each.name}`" for each in CASES]
     rows = [entry for entry, _ in committed[TITLE]]
     assert sorted(rows) == sorted(names), (
         f"docs/support.md has other rows than there are cases; run {COMMAND}"
     )
-    without = {entry.name for entry in ENTRY_POINTS} - {case.name for case in (*CASES, *CACHED)}
+    without = {entry.name for entry in ENTRY_POINTS} - {case.name for case in CASES}
     assert not without, f"{without} has no case in tests/monitor/support/test_functions.py"
 
 

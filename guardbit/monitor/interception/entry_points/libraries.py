@@ -379,10 +379,6 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
     )
 
 
-def _bind_cached(*args: Any, **kwargs: Any) -> base.Refusal:
-    return base.Refusal("it is inference with a cache of keys, which is not watched")
-
-
 # Package, home and engine -> the functions there. Later versions have fewer.
 _OF_2 = ("", "_qkvpacked", "_kvpacked", "_varlen", "_varlen_qkvpacked", "_varlen_kvpacked")
 _OF_3, _OF_4 = ("", "_varlen", "_qkvpacked"), ("", "_varlen")
@@ -394,8 +390,6 @@ _FUNCTIONS = {
     ("kernels/flash_attn_3", "", "kernels/flash_attn_3"): _OF_3,
     ("kernels/flash_attn_4", "", "kernels/flash_attn_4"): _OF_4,
 }
-
-_CACHED = "flash_attn_with_kvcache"
 
 VARLEN = LibraryEntryPoint(
     "torch.nn.attention.varlen.varlen_attn",
@@ -409,10 +403,6 @@ OF_LIBRARIES: tuple[base.EntryPoint, ...] = (
         LibraryEntryPoint(f"{package}.{name}", home, name, engine=engine)
         for (package, home, engine), kinds in _FUNCTIONS.items()
         for name in (f"flash_attn{kind}_func" for kind in kinds)
-    ),
-    *(
-        base.EntryPoint(f"{home.partition('.')[0]}.{_CACHED}", home, _CACHED, _bind_cached)
-        for home in ("flash_attn.flash_attn_interface", "flash_attn_interface")
     ),
     _Fused(
         "transformer_engine.FusedAttnFunc",
