@@ -299,9 +299,10 @@ def _lse_gradient(*arguments: Any) -> Tensor:
 def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
     """Reports a call to the observer of its attention module."""
     call = _BackwardArguments(*arguments)
-    state = runtime.site(number_of(call.site))
+    site = number_of(call.site)
+    state, observer = runtime.site(site), runtime.observer(site)
     state.launches["backward", KERNEL] += 1
-    if state.observer is None:
+    if observer is None:
         return
     made = {"dq": dq, "out": call.out}
     try:
@@ -317,7 +318,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             d_out = call.d_out.index_select(1, index)
             carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
         seen = AttentionCall(
-            site=number_of(call.site),
+            site=site,
             q=call.q,
             k=call.k,
             v=call.v,
@@ -337,7 +338,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             "attention module '%s': a call of flex_attention was not seen (%s)", state.name, error
         )
         return
-    state.observer(seen)
+    observer(seen)
 
 
 def _fake_begin(blocks: Tensor, q: Tensor, site: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -451,12 +451,13 @@ def _report(
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
-    state = runtime.site(number_of(call.site))
-    if state.observer is None:
+    site = number_of(call.site)
+    observer = runtime.observer(site)
+    if observer is None:
         return
 
     def uncorrected() -> Tensor:
-        with state.uncounted():
+        with runtime.site(site).uncounted():
             plain = ran._replace(names=("none",) * call.heads)
             return heads.backward(call, d_out, saved, plain).gradients.dq
 
@@ -467,9 +468,9 @@ def _report(
         others = tuple(head for head in range(call.heads) if head not in plan.own)
         index = device_constant(others, torch.int64, used.device)
         used = used.index_fill(1, index, torch.nan) if plan.own else None
-    state.observer(
+    observer(
         AttentionCall(
-            number_of(call.site),
+            site,
             call.q,
             call.k,
             call.v,

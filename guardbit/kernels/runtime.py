@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ log = logging.getLogger("guardbit")
 #: Number of calls outside any instrumented model.
 NO_SITE = -1
 
-# `_QUIET - number` is the number of a module's state without its observer.
+# `_QUIET - number` is the number of a module in calls that are not observed.
 _QUIET = -2
 
 
@@ -84,7 +84,7 @@ class AttentionCall:
 
 
 class _Setting(NamedTuple):
-    """`stabilizers` and `at_rest` of the site when its last ordinary forward began."""
+    """`stabilizers` and `at_rest` of the site when a call of its last ordinary forward began."""
 
     stabilizers: tuple[str, ...] | None
     at_rest: bool
@@ -157,10 +157,11 @@ class SiteState:
     # Whether all calls of one forward are known to have queries and keys of the same weights.
     # Otherwise only the first is observed, so that numbers of different weights are not mixed.
     calls_are_alike: bool = False
-    is_observed: bool = True  # whether the call that was noted last may be observed
+    call: int = 1  # which of its forward's calls the latest eager one is
     _failed_for_good: bool = False
     _failure_told: bool = False
-    _setting: _Setting | None = None
+    # By `call`: where one of several fails, only that one is PyTorch's when it is recomputed.
+    _settings: dict[int, _Setting] = field(default_factory=dict)
 
     def switch(self, stabilizers: tuple[str, ...] | None) -> None:
         """Sets `stabilizers`; kernels that failed before are tried again."""
@@ -173,7 +174,17 @@ class SiteState:
         """Lets a switch take effect, unless this forward is a recomputation in a backward."""
         if self._setting is None or is_first or not is_recomputing():
             stabilizers = None if self._failed_for_good else self.stabilizers
-            self._setting = _Setting(stabilizers, self.at_rest)
+            at_rest = self.at_rest or not self.is_observed
+            self._settings[self.call] = _Setting(stabilizers, at_rest)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the latest call may be observed."""
+        return self.call == 1 or self.calls_are_alike
+
+    @property
+    def _setting(self) -> _Setting | None:
+        return self._settings.get(self.call)
 
     @property
     def is_idle(self) -> bool:
@@ -181,14 +192,14 @@ class SiteState:
         setting = self._setting
         return (
             setting is not None
-            and (setting.at_rest or not self.is_observed)
+            and setting.at_rest
             and not {*self.requested, *self.own(setting.stabilizers or ())} - {"none"}
         )
 
     @property
     def is_unobserved(self) -> bool:
         """Whether nobody observes the forward that began."""
-        return not self.is_observed or (self._setting is not None and self._setting.at_rest)
+        return self._setting is not None and self._setting.at_rest
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -233,7 +244,7 @@ class SiteState:
         """Records that PyTorch's function takes a call, also when its forward is recomputed."""
         if {*self.running} - {"none"}:
             self.fall_back(error)
-        self._setting = _Setting(None, at_rest=True)
+        self._settings[self.call] = _Setting(None, at_rest=True)
 
     def succeed(self) -> None:
         self.failure = None
@@ -246,7 +257,7 @@ class SiteState:
         self._failed_for_good = not is_transient
         if not is_recomputing():
             # Not at rest: a recomputation must save the same tensors as this call.
-            self._setting = _Setting(None, at_rest=False)
+            self._settings[self.call] = _Setting(None, at_rest=False)
         if not self._failure_told:
             self._failure_told = True
             log.warning(
@@ -304,21 +315,22 @@ class Runtime:
     def remove_site(self, number: int) -> None:
         """Forgets a module; calls that still carry its number count as outside any module."""
         self._sites.pop(number, None)
-        self._sites.pop(_QUIET - number, None)
 
     def site(self, number: int) -> SiteState:
         """Returns the state of a module, or that of `NO_SITE` if it was removed."""
-        return self._sites.get(number) or self._sites[NO_SITE]
+        own = number if number >= NO_SITE else _QUIET - number
+        return self._sites.get(own) or self._sites[NO_SITE]
+
+    def observer(self, number: int) -> Callable[[AttentionCall], None] | None:
+        """Returns whom a call is handed to, by its number from `here`."""
+        return self.site(number).observer if number >= NO_SITE else None
 
     def here(self) -> Tensor:
-        """Number of the state for an eager call, without observer if the call is not observed."""
+        """Number for an eager call: the module's own, or another if the call is not observed."""
         number = number_of(self.current)
-        state = self.site(number)
-        if state.is_observed:
+        if self.site(number).is_observed:
             return self.current
-        quiet = _QUIET - number
-        self._sites[quiet] = replace(state, observer=None)
-        return torch.tensor(quiet, dtype=torch.int64, device="cpu")
+        return torch.tensor(_QUIET - number, dtype=torch.int64, device="cpu")
 
     # --- which of them are running ---------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class Switching:
         if needless := self.needless.get(decision.site):
             refusal = f"{needless}: nothing to correct; {OTHERWISE}"
         heads, why = decision.heads, decision.why
-        if site is not None and site.mixed_heads is not None:
+        if site is not None and site.limits.mixed_heads is not None:
             heads = tuple(range(site.num_heads))
         if decision.stabilizer == "none" and not self._dry_run:
             # Leave heads alone whose switch was refused, or that somebody has switched since.
@@ -198,7 +198,7 @@ class SwitchReports:
             if calls.step < self._instrumentation.latest_step:  # not called in this step
                 if site in self._instrumentation.lost():
                     yield from self._gone(site, step, "its module is no longer in the model")
-            elif why := site.sharded or ("none" in site.asked and site.mixed_heads):
+            elif why := site.record.sharded or ("none" in site.asked and site.limits.mixed_heads):
                 yield from self._gone(site, step, why)
             else:
                 yield from self._compare(site, calls, step, is_last)

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
@@ -101,10 +102,10 @@ class Exchange:
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         instrumentation = self._instrumentation
 
-        def of_sites(attribute: str) -> dict[str, Any]:
-            return {n: getattr(site, attribute) for n, site in instrumentation.sites.items()}
+        def of_sites(what: str) -> dict[str, Any]:
+            return {n: attrgetter(what)(site) for n, site in instrumentation.sites.items()}
 
-        refusals = attempt("refusals", lambda: of_sites("lasting_refusal"))
+        refusals = attempt("refusals", lambda: of_sites("limits.not_switchable"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
         mine = Part(samples, refusals or {}, asked or {}, self.metadata)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None

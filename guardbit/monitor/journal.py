@@ -8,7 +8,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from guardbit.judgement import (
     verdict_of,
 )
 from guardbit.monitor import ranks
+from guardbit.monitor.sites import Limits
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import (
     Alarm,
@@ -38,20 +39,6 @@ from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_e
 from guardbit.store.reading import resumptions, samples_of
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
-
-#: Field of a module's metadata that holds a reason -> what the log says of it.
-_CANNOT = {
-    "not_switchable": "no head can be switched",
-    "unwatched": "nothing of the calls is watched",
-    "unstabilizable": "no stabilizer works",
-    "weights_unavailable": (
-        "the spectral norms and dq_coherent_error, which need W_Q, are unavailable"
-    ),
-    "keys_unavailable": "the spectral norms of W_K and of W_Q^T W_K are unavailable",
-    "errors_unavailable": "rounding errors are unavailable",
-    "several_calls": "only a part of the calls is measured",
-    "mixed_heads": "heads cannot be told apart",
-}
 
 #: What an alarm's line ends with by what its rule judges, where that is no head.
 _ADVICE = {
@@ -374,7 +361,8 @@ class Journal:
 
     def _warn(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
         """Logs what is unavailable, once, with one line for all modules of the same reason."""
-        for what, cannot in _CANNOT.items():
+        for limit in fields(Limits):
+            what, cannot = limit.name, limit.metadata["logged"]
             named: dict[str, list[str]] = {}
             for name, known in modules.items():
                 whose = f"W_Q of site '{name}' is unavailable: "

@@ -185,10 +185,10 @@ class Notices:
                 f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)};"
                 f" {share}. {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
             )
-        if sharded := [site for site in called.values() if site.sharded]:
+        if sharded := [site for site in called.values() if site.record.sharded]:
             sentences.append(
                 f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
-                f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
+                f" none of them can be switched: {_kinds(sharded)}: {sharded[0].record.sharded}"
             )
         for why in sentences:
             self._tell(step, why)
@@ -211,7 +211,7 @@ class Notices:
             return
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
-        called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
+        called = {n: s.trained_in for n, s in sites.items() if s.calls.unwatched is None}
         met = {name for name, latest in called.items() if latest == now}
         kinds = {name: _numbered(name) for name in called}
         met_kinds = {kinds[name] for name in met}
@@ -362,7 +362,7 @@ class Notices:
 def _replaced(called: Mapping[str, Site]) -> Iterator[str]:
     """Yields a sentence for each attention function in whose place another one stands."""
     for name, other in interception.replaced().items():
-        watches = any(site.entry == name for site in called.values())
+        watches = any(site.record.entry == name for site in called.values())
         yield (
             f"{name} is not PyTorch's: `{other}` replaced it; GuardBit"
             f" {'watches' if watches else 'does not watch'} its calls"
@@ -402,9 +402,9 @@ def _table(
 ) -> dict[str, dict[str, Any]]:
     """How much is watched of what calls each function, as the run's metadata holds it."""
     rows: dict[str, dict[str | None, list[str]]] = {}
-    whys = {s.name: s.unmeasured or s.sharded or why_passed_by(s) for s in called}
+    whys = {s.name: s.limits.unwatched or s.record.sharded or why_passed_by(s) for s in called}
     whys |= {site.name: "it was not seen to call attention" for site in unseen}
-    entries = [(site.entry, site.name) for site in called]
+    entries = [(site.record.entry, site.name) for site in called]
     for entry, name in [*entries, *(("never seen", site.name) for site in unseen)]:
         rows.setdefault(entry, {}).setdefault(whys[name], []).append(name)
     return {

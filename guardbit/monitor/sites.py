@@ -8,6 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -36,8 +37,53 @@ from guardbit.records import STABILIZERS, nearest
 T = TypeVar("T")
 
 _FROZEN = "its calls have no gradient, as it is frozen or runs without"
+_SEVERAL_CALLS = (
+    "it makes several calls of attention in one forward ({}), and their queries or keys are not"
+    " known to come from the same weights: the first is measured, and a switch applies to all"
+)
+_MIXED_HEADS = (
+    "ranks exchange tensors before it calls attention, as Ulysses does, so head 0 to {} may each"
+    " be another head on each rank; switch all heads of it or none"
+)
+_MASK_AND_DROPOUT = (
+    "it is called with both a mask and dropout ({}), so PyTorch's kernel runs even after a switch;"
+    " set the attention's dropout to 0 to have its heads guarded"
+)
+_DROPOUT = (
+    "PyTorch's kernel drops entries of P (dropout {}) and does not say which, so its output cannot"
+    " be recomputed"
+)
+_SHOWN = f"{OBSERVE} shows the inputs of attention, but neither its output nor gradients"
 
 _NEVER_CALLED = SiteRecord([], StepCalls(bypass="it has not been called yet"))
+
+
+def _why_not(logged: str) -> Any:
+    return field(default=None, metadata={"logged": logged})
+
+
+@dataclass(slots=True)
+class Limits:
+    """Why something cannot be done at a site: a reason each, or None.
+
+    A run's metadata holds them by these names; the log begins a reason with the words given here.
+    """
+
+    not_switchable: str | None = _why_not("no head can be switched")  # by any call so far
+    unwatched: str | None = _why_not("nothing of the calls is watched")  # of the latest step
+    # Why a switch of heads would change nothing in the latest calls.
+    unstabilizable: str | None = _why_not("no stabilizer works")
+    weights_unavailable: str | None = _why_not(
+        "the spectral norms and dq_coherent_error, which need W_Q, are unavailable"
+    )
+    keys_unavailable: str | None = _why_not(  # where W_Q is available
+        "the spectral norms of W_K and of W_Q^T W_K are unavailable"
+    )
+    # Of heads that are not switched.
+    errors_unavailable: str | None = _why_not("rounding errors are unavailable")
+    several_calls: str | None = _why_not("only a part of the calls is measured")
+    # Why it is unknown which head a number means.
+    mixed_heads: str | None = _why_not("heads cannot be told apart")
 
 
 class Site:
@@ -65,6 +111,7 @@ class Site:
         self.enclosing = [(number, module), *((other.number, other.module) for other in enclosing)]
         self._layout: tuple[Layout, Weights] | str | None = None
         self._settled_for: Sequence[tuple[object, ...]] = ()
+        self._unfound: str | None = None  # why the rows are unknown
         self._unread: dict[Side, str] = {}
         self._are_heads_exchanged = False
         # Whether a rank that shares its weights has not called it, so that none may gather them.
@@ -106,28 +153,31 @@ class Site:
         return range(start, start + size)
 
     @property
-    def refusal(self) -> str | None:
-        """Why none of the latest step's calls could be switched, or None."""
-        return self.calls.refusal
-
-    @property
-    def unwatched(self) -> str | None:
-        """Why nothing is measured in the latest step's calls, or None."""
-        calls = self.calls
-        return None if calls.is_watched else calls.bypass
-
-    @property
-    def unmeasured(self) -> str | None:
-        """Why nothing is measured of the latest training step's calls, frozen ones included."""
-        record = self.record
-        is_trained = record.calls.has_gradient if record.with_gradients else self.state.ran_at >= 0
-        return self.unwatched or (None if is_trained or not self.was_called else _FROZEN)
-
-    @property
-    def lasting_refusal(self) -> str | None:
-        """Why no call so far could be switched, or None."""
-        calls = self.calls
-        return calls.conflict or (None if calls.was_switchable else calls.bypass)
+    def limits(self) -> Limits:
+        """What cannot be done here; of weights, as `layout` has found."""
+        record, state, calls = self.record, self.state, self.calls
+        dropout_p = state.native_dropout_p
+        limits = Limits(
+            not_switchable=calls.conflict or (None if calls.was_switchable else calls.bypass),
+            unwatched=calls.unwatched,
+            weights_unavailable=self._unfound or self._unread.get("query"),
+        )
+        is_trained = calls.has_gradient if record.with_gradients else state.ran_at >= 0
+        if self.was_called and not is_trained:
+            limits.unwatched = limits.unwatched or _FROZEN
+        if dropout_p > 0 and state.is_masked and calls.refusal is None:
+            limits.unstabilizable = _MASK_AND_DROPOUT.format(dropout_p)
+        if limits.weights_unavailable is None:
+            limits.keys_unavailable = self._unread.get("key")
+        if record.entry == OBSERVE:
+            limits.errors_unavailable = _SHOWN
+        elif dropout_p > 0 and "none" in self.asked:
+            limits.errors_unavailable = _DROPOUT.format(dropout_p)
+        if calls.per_forward > 1 and not state.calls_are_alike:
+            limits.several_calls = _SEVERAL_CALLS.format(calls.per_forward)
+        if self._are_heads_exchanged:
+            limits.mixed_heads = _MIXED_HEADS.format(self.num_heads - 1)
+        return limits
 
     @property
     def trained_in(self) -> int:
@@ -135,27 +185,6 @@ class Site:
         record = self.record
         ran_at = self.state.ran_at
         return max(record.calls.step, ran_at) if record.with_gradients else ran_at
-
-    @property
-    def several_calls(self) -> str | None:
-        """Why only a part of the calls is measured, or None; ask when rows were looked for."""
-        per_forward = self.calls.per_forward
-        if per_forward < 2 or self.state.calls_are_alike:
-            return None
-        return (
-            f"it makes several calls of attention in one forward ({per_forward}), and"
-            " their queries or keys are not known to come from the same weights: the first is"
-            " measured, and a switch applies to all"
-        )
-
-    @property
-    def entry(self) -> str:
-        """The function that was called last, by its public name; "" before the first call."""
-        return self.record.entry
-
-    @property
-    def sharded(self) -> str | None:
-        return self.record.sharded
 
     @property
     def parts(self) -> int:
@@ -245,32 +274,18 @@ class Site:
             for parameter in parameters:
                 parameter.mul_(rows.spread(of_heads, parameter))
 
-    def why_unavailable(self, side: Side) -> str | None:
-        """Finds the rows of W_Q and W_K, unless they are known."""
+    @property
+    def layout(self) -> Layout | None:
+        """Where the rows lie, found unless known; `limits` then knows of weights."""
         try:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:
-            return str(unavailable)
-        if side == "key" and isinstance(layout.key, LayoutUnavailable):
-            return str(layout.key)
-        return self._unread.get(side)
-
-    @property
-    def mixed_heads(self) -> str | None:
-        """Why it is unknown which head a number means, or None; ask when rows were looked for."""
-        if not self._are_heads_exchanged:
+            self._unfound = str(unavailable)
             return None
-        return (
-            "ranks exchange tensors before it calls attention, as Ulysses does, so head"
-            f" 0 to {self.num_heads - 1} may each be another head on each rank; switch all heads of"
-            " it or none"
-        )
-
-    @property
-    def layout(self) -> Layout | None:
-        with suppress(LayoutUnavailable):
-            return self._settled_layout()[0]
-        return None
+        self._unfound = None
+        if isinstance(layout.key, LayoutUnavailable):
+            self._unread["key"] = str(layout.key)
+        return layout
 
     def _weights(self, side: Side) -> Tensor:
         """Reads the current weights, once the heads' rows are known; remembers a failure."""
@@ -287,8 +302,8 @@ class Site:
         return found
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
-        if self.sharded is not None:
-            raise self._unavailable(self.sharded)
+        if self.record.sharded is not None:
+            raise self._unavailable(self.record.sharded)
         if self.is_uncalled_elsewhere:
             raise self._unavailable("another rank, which holds a part of it, has not called it yet")
         parameters = once((self.number, "parameters"), self._parameters)
@@ -334,7 +349,7 @@ class Site:
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
         if not self.calls.heads[0]:  # as with nested inputs, of which no module can be run
-            reason = self.unwatched or reason
+            reason = self.calls.unwatched or reason
         reason = why_quantised(self.module) or reason
         return reason or "the inputs of its module could not be recorded"
 
@@ -350,7 +365,7 @@ class Site:
         It is "none" while no call can be switched, and if the kernels of a switch failed. After a
         switch, and always for heads on other ranks, it is what is asked for until the next call.
         """
-        if self.was_called and self.refusal is not None:
+        if self.was_called and self.calls.refusal is not None:
             return ["none"] * self.num_heads
         state = self.state
         return self._with_own(self.asked, state.ran if state.failure is None else state.requested)
@@ -397,31 +412,6 @@ class Site:
         """
         return dict(self.state.launches)
 
-    @property
-    def unstabilizable(self) -> str | None:
-        """Why a switch of heads would change nothing in the latest calls, or None."""
-        state = self.state
-        if self.refusal is not None or state.native_dropout_p == 0 or not state.is_masked:
-            return None
-        return (
-            f"it is called with both a mask and dropout ({state.native_dropout_p}), so PyTorch's"
-            " kernel runs even after a switch; set the attention's dropout to 0 to have its heads"
-            " guarded"
-        )
-
-    @property
-    def errors_unavailable(self) -> str | None:
-        """Why the rounding errors of heads that are not switched cannot be measured, or None."""
-        if self.entry == OBSERVE:
-            return f"{OBSERVE} shows the inputs of attention, but neither its output nor gradients"
-        dropout_p = self.state.native_dropout_p
-        if dropout_p == 0 or "none" not in self.asked:
-            return None
-        return (
-            f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not say which, so"
-            " its output cannot be recomputed"
-        )
-
 
 def kernel_of(site: Site | None) -> str:
     """Names what has run a site's attention, "" where that is not known."""
@@ -436,23 +426,17 @@ def metadata_of(
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, site in sites.items():
-        without_query, layout = site.why_unavailable("query"), site.layout
+        layout = site.layout  # which the limits then know of
+        limits = asdict(site.limits)
+        limits["unwatched"] = limits["unwatched"] or why_passed_by(site)
         found[name] = {
             "heads": site.num_heads,
             "kernels": sorted({kernel for _, kernel in site.launches}),
-            "entry": site.entry,
+            "entry": site.record.entry,
             "precision": sorted(site.state.precisions),
-            "not_switchable": site.lasting_refusal,
-            "unwatched": site.unmeasured or why_passed_by(site),
-            "unstabilizable": site.unstabilizable,
-            "weights_unavailable": without_query,
-            # That of W_K alone.
-            "keys_unavailable": None if without_query else site.why_unavailable("key"),
-            "errors_unavailable": site.errors_unavailable,
+            **limits,
             "normalises_queries": layout is not None and layout.normalises_queries,
             "query_of_latent": layout.query.parameter if layout and layout.is_latent else None,
-            "several_calls": site.several_calls,
-            "mixed_heads": site.mixed_heads,
         }
     return found
 
@@ -616,9 +600,10 @@ class Instrumentation:
             raise TypeError(f"site is {site!r}; it must be a name or a pattern")
         matching = select(self.sites, [site], "attention site").values()
         # Heads can be switched back whatever the state of the site.
-        refused = [t for t in matching if t.refusal is not None and stabilizer != "none"]
+        refused = [t for t in matching if t.calls.refusal is not None and stabilizer != "none"]
         if refused and len(refused) == len(matching):
-            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
+            first = refused[0]
+            raise ValueError(f"site '{first.name}' cannot be switched: {first.calls.refusal}")
         return with_switched(stabilizer, heads, [t for t in matching if t not in refused])
 
     def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
@@ -859,9 +844,10 @@ def with_switched(
                 raise IndexError(
                     f"head {head} is out of range; site '{target.name}' has heads 0 to {number - 1}"
                 )
-        if target.mixed_heads is not None and len(set(chosen)) < number:
+        mixed = target.limits.mixed_heads
+        if mixed is not None and len(set(chosen)) < number:
             raise ValueError(
-                f"heads of site '{target.name}' cannot be switched one by one: {target.mixed_heads}"
+                f"heads of site '{target.name}' cannot be switched one by one: {mixed}"
             )
         given = check_stabilizers(stabilizer, len(chosen))
         for head, name in zip(chosen, given, strict=True):

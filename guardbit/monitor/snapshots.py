@@ -70,7 +70,7 @@ class Snapshots:
             return
         sites = self._instrumentation.sites
         found = next((site for site in sites.values() if site.number == call.site), None)
-        if found is None or found.sharded is not None or call.d_out is None:
+        if found is None or found.record.sharded is not None or call.d_out is None:
             return
         own, name = found.own_heads, found.name
         if len(own) != call.q.size(1):

@@ -38,9 +38,9 @@ def test_calls_captured_by_hand_are_refused(model, tiny, tokens):
     tokens = tokens.cuda()
     with instrumented(model) as inst:
         tiny.step(model, tokens)
-        assert inst.sites["h.1.attn"].refusal is None
+        assert inst.sites["h.1.attn"].calls.refusal is None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             model(tokens)
         graph.replay()
-        assert "captured in a CUDA graph" in inst.sites["h.1.attn"].refusal
+        assert "captured in a CUDA graph" in inst.sites["h.1.attn"].calls.refusal

@@ -80,7 +80,7 @@ def train(
             },
             "scalars": session.scalars,
             "layouts": [
-                site.why_unavailable("query") for site in session.instrumentation.sites.values()
+                site.limits.weights_unavailable for site in session.instrumentation.sites.values()
             ],
         }
         session.close()

@@ -121,13 +121,23 @@ def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
     runtime.enter(site)
 
 
+def _calling() -> Frame | None:
+    # Compiled modules in between have no frame, nor has a call outside any forward.
+    return frame_stack[-1] if len(frame_stack) == len(runtime.running) > 0 else None
+
+
+def next_call() -> int:
+    """Returns which call of its forward one is that is not counted yet, from 1."""
+    frame = _calling()
+    return 1 if frame is None else frame.calls + 1
+
+
 def count_call() -> int:
     """Counts a call; returns how many its forward has now."""
-    # Compiled modules in between have no frame, nor has a call outside any forward.
-    if not frame_stack or len(frame_stack) != len(runtime.running):
-        return 1
-    frame_stack[-1].calls += 1
-    return frame_stack[-1].calls
+    frame, number = _calling(), next_call()
+    if frame is not None:
+        frame.calls = number
+    return number
 
 
 def pop(module: nn.Module) -> None:

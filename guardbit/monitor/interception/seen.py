@@ -9,10 +9,11 @@ has other names, nothing is recorded, and training goes on.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +44,9 @@ from guardbit.monitor.interception.sharding import (
 
 T = TypeVar("T")
 
+# Which heads are on this rank, or why that is unknown; over how many ranks weights are spread.
+_Shared = tuple[Share | str, int]
+
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
 
@@ -71,6 +75,11 @@ class StepCalls:
     def refusal(self) -> str | None:
         """Why none of the calls can be switched, or None."""
         return self.conflict or (None if self.is_switchable else self.bypass)
+
+    @property
+    def unwatched(self) -> str | None:
+        """Why nothing is measured in the calls, or None."""
+        return None if self.is_watched else self.bypass
 
     def note(
         self,
@@ -121,33 +130,37 @@ class _TracedRefusal(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Known:
-    """What is known of a site, or of a type: of its modules a compiler traces only the first."""
+class _Traced:
+    """What a compiler traced of a site, or of a type: of its modules it traces only the first."""
 
-    eager: SiteRecord | None = None
     inputs: ModuleInputs | None = None
     refusal: _TracedRefusal | None = None
     entry: str = ""
-    share: tuple[Share | str, int] | None = None
-    inherited: tuple[Share | str, int] | None = None  # the share of another of its type
+
+
+@dataclass(slots=True)
+class _Site(_Traced):
+    eager: SiteRecord | None = None
+    share: _Shared | None = None
+    inherited: _Shared | None = None  # the share of another of its type
     parts: int = 0  # over how many ranks its weights are spread
     at_rest: Spread = frozenset()  # how its weights were spread before it ran
 
 
-#: By number of the site, by type, and, of shares, by type and how ranks spread the weights: between
-#: forwards, where FSDP spreads them too, or whether they do within one.
-_Key = int | type | tuple[type, bool | Spread]
-
-_known: dict[_Key, _Known] = {}
-_NOTHING = _Known()
-
-
-def _of(key: _Key) -> _Known:
-    return _known.setdefault(key, _Known())
+@dataclass(slots=True)
+class _Type(_Traced):
+    # By how ranks spread the weights between forwards, where FSDP spreads them too, and by whether
+    # they spread them within one.
+    shares: dict[Spread | bool, _Shared] = field(default_factory=dict)
 
 
-def _traced(number: int, module: nn.Module) -> tuple[_Known, _Known]:
-    return _known.get(number, _NOTHING), _known.get(type(module), _NOTHING)
+_sites: defaultdict[int, _Site] = defaultdict(_Site)
+_types: defaultdict[type, _Type] = defaultdict(_Type)
+
+
+def _known(number: int, module: nn.Module) -> tuple[_Site, _Type]:
+    """Returns what is known of a site and of its type, to be read only."""
+    return _sites.get(number, _Site()), _types.get(type(module), _Type())
 
 
 def note_call(
@@ -162,7 +175,7 @@ def note_call(
     """Records an eager call; returns why it cannot be switched, or None."""
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
-    state, known = runtime.site(number), _of(number)
+    state, known = runtime.site(number), _sites[number]
     record = known.eager
     with_gradients = torch.is_grad_enabled()
     if record is None or (with_gradients and not record.with_gradients):
@@ -175,8 +188,7 @@ def note_call(
         record = SiteRecord(modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
-    calls = count_call()
-    state.is_observed = calls == 1 or state.calls_are_alike
+    calls = state.call = count_call()
     if with_gradients == record.with_gradients:
         record.entry = entry
         record.calls.note(
@@ -198,12 +210,12 @@ def weighted_module(number: int) -> nn.Module:
 
 def parts(number: int) -> int:
     """Returns over how many ranks tensor parallelism spreads a site's weights; 0 without it."""
-    return _known.get(number, _NOTHING).parts
+    return _sites[number].parts if number in _sites else 0
 
 
 def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
     """Shows the op which heads of a site are here; returns why that is unknown, or None."""
-    _of(number).parts = num_parts
+    _sites[number].parts = num_parts
     is_known = isinstance(share, Share)
     runtime.site(number).share = share if is_known else WHOLE
     return None if is_known else share
@@ -211,25 +223,22 @@ def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
 
 def note_spread(number: int) -> None:
     """Records how ranks spread a site's weights before it runs."""
-    _of(number).at_rest = spread_of(weighted_module(number))
+    _sites[number].at_rest = spread_of(weighted_module(number))
 
 
 def know_traced_share(number: int) -> None:
     """Shows the op which heads of a site are here, if a compiler traced it or one of its type."""
-    own, kind = _of(number), type(site_modules[number])
-    if own.share is None and own.inherited is None:  # asked for often, and slow to find
-        spread, whole = (_known.get((kind, is_it), _NOTHING).share for is_it in (True, False))
-        if spread or whole:
-            now = spread_of(weighted_module(number))
-            of_alike = _known.get((kind, now), _NOTHING).share
-            own.inherited = of_alike or (spread if now else None) or whole
+    own, shares = _sites[number], _known(number, site_modules[number])[1].shares
+    if shares and own.share is None and own.inherited is None:  # asked for often, slow to find
+        now = spread_of(weighted_module(number))
+        own.inherited = shares.get(now) or (shares.get(True) if now else None) or shares.get(False)
     if (found := own.share or own.inherited) is not None:
         _keep_share(number, *found)
 
 
 def forget(number: int) -> None:
     """Forgets what is known about one site, but not about its type."""
-    _known.pop(number, None)
+    _sites.pop(number, None)
 
 
 # What `once` has found since `unchanged` began; None outside of it.
@@ -266,7 +275,7 @@ def _found_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     number, module = enclosing[0]
     state = runtime.site(number)
     num_heads = len(state.requested)
-    own, of_type = _traced(number, module)
+    own, of_type = _known(number, module)
     record = own.eager
     if record is not None:
         if state.ran_at <= record.calls.step:
@@ -314,13 +323,13 @@ def ran(number: int, module: nn.Module) -> bool:
 
 
 def _inputs(number: int, module: nn.Module) -> ModuleInputs | None:
-    own, of_type = _traced(number, module)
+    own, of_type = _known(number, module)
     return own.inputs or of_type.inputs
 
 
 def _has_begun(clock: Clock) -> bool:
     """Whether the model has run: a step is over, or one of its sites was traced."""
-    refused = (key for key, known in _known.items() if known.refusal and isinstance(key, int))
+    refused = (number for number, known in _sites.items() if known.refusal)
     return clock.done >= 0 or any(runtime.site(number).clock is clock for number in refused)
 
 
@@ -384,7 +393,7 @@ def _read_call(context: Any) -> None:
         return
     refused = why or sharded
     with_gradients = torch.is_grad_enabled()
-    for known in (_of(number), _of(type(site_modules[number]))):
+    for known in (_sites[number], _types[type(site_modules[number])]):
         known.entry = entry
         if refused is not None and (known.refusal is None or with_gradients):
             known.refusal = _TracedRefusal(
@@ -393,7 +402,8 @@ def _read_call(context: Any) -> None:
 
 
 def _keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
-    _of(site_number(module)).inputs = _of(type(module)).inputs = inputs
+    _sites[site_number(module)].inputs = inputs
+    _types[type(module)].inputs = inputs
 
 
 def _keep_traced_share(number: int, heads: Heads) -> str | None:
@@ -401,12 +411,13 @@ def _keep_traced_share(number: int, heads: Heads) -> str | None:
     module, holder = site_modules[number], weighted_module(number)
     found = share_of(holder, heads)
     num_parts = parts_of(holder)
-    known = _of(number)
-    known.share = _of((type(module), num_parts > 0)).share = found, num_parts
+    known, shares = _sites[number], _types[type(module)].shares
+    known.share = found, num_parts
+    shares[num_parts > 0] = found, num_parts
     if known.at_rest:
-        _of((type(module), known.at_rest)).share = known.share
+        shares[known.at_rest] = found, num_parts
     for other in site_modules:
-        _of(other).inherited = None
+        _sites[other].inherited = None
         know_traced_share(other)
     return found if isinstance(found, str) else None
 

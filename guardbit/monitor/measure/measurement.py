@@ -148,7 +148,7 @@ class Measurement:
         table, metric = list(self._known.values()), self._metric if with_calls else None
         metric = metric if metric is not None and metric.has_calls else None
         sites = self._instrumentation.sites
-        with_heads = {name for name, site in sites.items() if site.sharded is None}
+        with_heads = {name for name, site in sites.items() if site.record.sharded is None}
         known = self._count(sites) if sites else self._known
         if known != self._known:
             self._known, self._metric = known, None  # counted anew at the next sampled step
@@ -259,7 +259,7 @@ class Measurement:
         most = max((site.parts for site in sites.values()), default=1)
         return {
             site.number: KnownSite(
-                place, self._layers[name], name, site.num_heads, site.sharded is not None,
+                place, self._layers[name], name, site.num_heads, site.record.sharded is not None,
                 copies=most // site.parts,
             )
             for place, (name, site) in enumerate(sites.items())

@@ -128,7 +128,7 @@ def test_calls_of_other_shapes_are_watched_and_not_switched(name, tiny):
     torch.testing.assert_close(found["max_logit"], largest, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["attention_entropy"], entropy, rtol=1e-4, atol=1e-5)
     assert found["dq_relative_error"].max() < 1e-4
-    assert site.unwatched is None and why in site.refusal
+    assert site.calls.unwatched is None and why in site.calls.refusal
     with pytest.raises(ValueError, match="cannot be switched"):
         session.switch("*", "exact_delta")
     weight = model[0].q.weight.detach().double().view(model[0].heads, -1, WIDTH)
@@ -152,7 +152,7 @@ def test_calls_whose_shape_is_unclear_are_left_alone(tiny):
     before = tiny.step(model, x)
     with instrumented(model, lambda _: pytest.fail("it was watched")) as inst:
         assert tiny.equal(tiny.step(model, x), before)
-        assert inst.sites["0"].unwatched == "its queries and keys differ in batch"
+        assert inst.sites["0"].calls.unwatched == "its queries and keys differ in batch"
 
 
 class Shown(Layer):
@@ -174,6 +174,6 @@ def test_heads_of_8_are_watched_where_attention_is_written_out(make, tiny):
     with instrumented(model, calls.append) as inst:
         tiny.step(model, *[x] * (1 if isinstance(model, Shown) else 3))
         (site,) = inst.sites.values()
-        assert site.unwatched is None
+        assert site.calls.unwatched is None
     (call,) = calls
     assert call.q.shape[1:] == (model.heads if isinstance(model, Shown) else 6, 12, 8)

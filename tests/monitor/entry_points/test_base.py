@@ -86,8 +86,8 @@ def test_a_library_that_is_imported_later_is_met_and_given_back(how, library, ti
         before = tiny.step(model.eval(), x, run=model[0].forward)  # outside of any hook
         assert tiny.equal(tiny.step(model.train(), x), before)
         assert list(inst.sites) == ["0"]
-        assert inst.sites["0"].refusal is None
-        assert inst.sites["0"].entry == "library.attend"
+        assert inst.sites["0"].calls.refusal is None
+        assert inst.sites["0"].record.entry == "library.attend"
         inst.switch("0", "compensated")
         switched = tiny.step(model, x)
         assert inst.sites["0"].launches["backward", "compensated"] == 1

@@ -86,7 +86,8 @@ def test_bits_stay_and_the_error_of_dq_that_adds_up_is_gone(kind, shape, options
         # Two blocks of keys at most add to a row of dQ, so that the order does not matter.
         assert equal(case.run(lambda *x, **_: model(*x)), native)
         (site,) = inst.sites.values()
-        assert (site.refusal, site.entry) == (None, f"flash_attn.flash_attn_{kind}func")
+        assert site.calls.refusal is None
+        assert site.record.entry == f"flash_attn.flash_attn_{kind}func"
         inst.switch("*", "exact_delta", heads=[0, 1])
         found = case.run(lambda *x, **_: model(*x))
         assert tuple(inst.stabilizers()[site.name]) == SOME
@@ -109,7 +110,7 @@ def test_dropout_keeps_every_bit_and_every_random_number(kind, width, installed)
     with instrumented(model, lambda call: None) as inst:
         assert equal(step(), native)
         (site,) = inst.sites.values()
-        assert site.refusal is None
+        assert site.calls.refusal is None
 
 
 @pytest.mark.gpu
@@ -130,7 +131,7 @@ def test_a_llama_keeps_its_bits_until_it_is_switched(is_padded, installed, tiny)
     with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, **batch), native)
         name = f"flash_attn.flash_attn_{'varlen_' if is_padded else ''}func"
-        assert {(x.refusal, x.entry) for x in inst.sites.values()} == {(None, name)}
+        assert {(x.calls.refusal, x.record.entry) for x in inst.sites.values()} == {(None, name)}
         inst.switch("*", "exact_delta", heads=[1])
         switched = tiny.step(model, **batch)
         assert torch.equal(switched["loss"], native["loss"])

@@ -486,7 +486,7 @@ def test_what_is_refused(change, why):
     inputs = [x.to(change.get("dtype", torch.bfloat16)) for x in tensors("all keys")]
     with instrumented(model) as inst:
         step(run, inputs)
-        assert why in inst.sites["attention"].refusal
+        assert why in inst.sites["attention"].calls.refusal
 
 
 def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch):

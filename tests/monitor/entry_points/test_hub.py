@@ -108,7 +108,8 @@ def test_hugging_face_models_on_a_kernel_of_the_hub(implementation, tiny, monkey
     with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, **batch), before)
         (site,) = inst.sites.values()
-        assert (site.entry, site.refusal) == ("kernels/flash_attn_2.flash_attn_varlen_func", None)
+        assert site.record.entry == "kernels/flash_attn_2.flash_attn_varlen_func"
+        assert site.calls.refusal is None
         inst.switch("*", "exact_delta")
         switched = tiny.step(model, **batch)
         assert inst.stabilizers()[site.name] == ["exact_delta"] * 4

@@ -101,7 +101,7 @@ def test_models_are_watched_and_switched(case, is_loaded, tiny):
     with instrumented(model) as inst:
         native = tiny.step(model, **inputs)
         (site,) = inst.sites.values()
-        assert (site.refusal, site.entry) == (None, entry)
+        assert (site.calls.refusal, site.record.entry) == (None, entry)
         q_proj = model.model.layers[0].self_attn.q_proj.weight
         for head in range(4):
             assert torch.equal(site.query_weight(head), q_proj[16 * head : 16 * head + 16].float())

@@ -91,7 +91,7 @@ def test_dropout_is_watched_and_not_switched(borrower, tiny):
         assert tiny.equal(tiny.step(model, x), before)
         inst.switch("0", "exact_delta")
         assert tiny.equal(tiny.step(model, x), before)
-        assert inst.sites["0"].refusal is None
+        assert inst.sites["0"].calls.refusal is None
         assert inst.stabilizers()["0"] == ["none"] * 4
 
 
@@ -171,7 +171,7 @@ def test_a_kernel_that_cannot_be_called_is_left_to_the_library(
     before = tiny.step(model, x)
     with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, x), before)
-        refusal = inst.sites["0"].refusal
+        refusal = inst.sites["0"].calls.refusal
         assert refusal.startswith("GuardBit could not call the kernel of flash_attn_3 (bfloat16")
         assert refusal.endswith("it failed: another release" if does_fail else "differ by inf")
 
@@ -204,7 +204,7 @@ def test_how_the_work_is_spread_is_passed_on(borrower, tiny, monkeypatch):
         inst.switch("0", "exact_delta", heads=[1])
         seen.clear()
         tiny.step(model, x)
-        assert inst.sites["0"].refusal is None
+        assert inst.sites["0"].calls.refusal is None
         assert seen == [options, {"num_splits": None, "sm_margin": 8, "pack_gqa": None}]
 
 
@@ -217,7 +217,7 @@ def test_varlen_calls_without_split_keys_are_watched(borrower, tiny):
     before = tiny.step(model, x)
     with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, x), before)
-        assert inst.sites["0"].refusal is None
+        assert inst.sites["0"].calls.refusal is None
         inst.switch("0", "exact_delta", heads=[1])
         tiny.step(model, x)
         assert inst.sites["0"].launches["backward", "exact_delta"] == 1
@@ -230,7 +230,7 @@ def test_what_is_not_understood_stays_with_the_library_and_is_said(case, borrowe
     before = tiny.step(model, x)
     with instrumented(model) as inst:
         assert tiny.equal(tiny.step(model, x), before)
-        assert why in inst.sites["0"].refusal
+        assert why in inst.sites["0"].calls.refusal
         with pytest.raises(ValueError, match=r".*"):
             inst.switch("0", "exact_delta", heads=[1])
 
@@ -285,7 +285,7 @@ def test_between_samples_nobody_waits_for_a_length_on_the_device(borrower, tmp_p
     for step in range(6):
         with session.step(step):
             model(x).float().square().mean().backward()
-    assert session.instrumentation.sites["0"].refusal is None
+    assert session.instrumentation.sites["0"].calls.refusal is None
     session.close()
     assert set(steps) == {0, 4}
 
@@ -317,7 +317,7 @@ def test_what_is_returned_besides_is_returned(borrower, tiny):
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected))
         (site,) = inst.sites.values()
-        assert site.entry == VARLEN and entry.original is flash
+        assert site.record.entry == VARLEN and entry.original is flash
 
 
 def measured(calls, num_heads=4):

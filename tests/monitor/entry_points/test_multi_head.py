@@ -66,9 +66,9 @@ def test_the_observer_hears_of_the_call_as_it_was(mask, padding, checkpointed, x
     model = ReturnsWeights(mask, checkpointed).double().float()
     calls, site, before = observed(model, x, padding, tiny=tiny)
     (call,) = calls
-    assert "need_weights=True" in site.refusal and "nothing to correct" in site.refusal
-    assert site.unwatched is None
-    assert site.entry == "F.multi_head_attention_forward"
+    assert "need_weights=True" in site.calls.refusal and "nothing to correct" in site.calls.refusal
+    assert site.calls.unwatched is None
+    assert site.record.entry == "F.multi_head_attention_forward"
     assert site.launches == {}
 
     # By hand, in FP64.
@@ -114,7 +114,7 @@ def test_of_weights_that_the_loss_uses_no_gradient_is_compared(x, tiny):
 def test_dropout_is_told_and_leaves_the_random_numbers_alone(x, tiny):
     (call,), site, _ = observed(ReturnsWeights(dropout=0.3), x, tiny=tiny)
     assert call.known_heads == ()
-    assert site.unwatched is None
+    assert site.calls.unwatched is None
 
 
 def test_nothing_is_around_calls_that_nobody_listens_to(x, monkeypatch):
@@ -137,14 +137,14 @@ def test_another_pytorch_that_is_not_understood_is_said(x, tiny, monkeypatch, ca
     with instrumented(model, lambda _: None) as inst:
         for _ in range(2):
             assert tiny.equal(tiny.step(model, x), before)
-        assert "writes attention out in another way" in inst.sites["attention"].unwatched
+        assert "writes attention out in another way" in inst.sites["attention"].calls.unwatched
     assert sum("writes attention out in another way" in line for line in caplog.messages) == 1
 
 
 def test_what_cannot_be_watched_is_said(x, tiny):
     calls, site, _ = observed(ReturnsWeights().double(), x.double(), tiny=tiny)
     assert calls == []
-    assert site.unwatched.endswith("nor is it watched: it computes in torch.float64")
+    assert site.calls.unwatched.endswith("nor is it watched: it computes in torch.float64")
 
 
 def test_nan_that_written_out_attention_makes_is_found_in_its_output(x, tmp_path):

@@ -84,7 +84,8 @@ def test_observe_gives_back_what_it_got_and_is_observed_once(how, x, tiny):
         assert tiny.equal(tiny.step(model, x), before)
         (call,) = calls
         site = inst.sites["1"]
-        assert (site.entry, site.unwatched, site.refusal) == ("guardbit.observe", None, None)
+        assert site.record.entry == "guardbit.observe"
+        assert site.calls.unwatched is site.calls.refusal is None
         weight = model[1].qkv.weight
         assert torch.equal(site.query_weights(), weight[:32].view(2, 16, 32))
         q = model[1].qkv(model[0](x))[..., :32].unflatten(-1, (2, 16)).transpose(1, 2)

@@ -176,7 +176,7 @@ def test_dropout_is_watched_and_not_switched(tiny):
         assert tiny.equal(tiny.step(model, x), before)
         inst.switch("0.core", "exact_delta")
         assert tiny.equal(tiny.step(model, x), before)
-        assert inst.sites["0.core"].refusal is None
+        assert inst.sites["0.core"].calls.refusal is None
         assert inst.stabilizers()["0.core"] == ["none"] * HEADS
 
 
@@ -199,7 +199,7 @@ def test_what_is_not_understood_stays_with_the_library_and_is_said(case, tiny):
     before = tiny.step(model, x)
     with instrumented(model, lambda call: None) as inst:
         assert tiny.equal(tiny.step(model, x), before)
-        assert why in inst.sites["0.core"].refusal
+        assert why in inst.sites["0.core"].calls.refusal
 
 
 def test_the_function_is_put_back():
@@ -290,5 +290,5 @@ def test_its_flash_backend_is_seen_as_flash_attn(tiny):
         inst.switch("0.core", "exact_delta")
         assert not tiny.equal(tiny.step(model, x), before)
         site = inst.sites["0.core"]
-        assert site.entry == "flash_attn.flash_attn_func"
+        assert site.record.entry == "flash_attn.flash_attn_func"
         assert site.launches["backward", "exact_delta"] == 1

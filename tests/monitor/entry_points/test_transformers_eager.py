@@ -93,8 +93,8 @@ def test_the_observer_hears_of_the_call_as_it_was(name, checkpointed, tiny):
     with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, **batch()), before)
         site = inst.sites[SITE]
-        assert site.unwatched is None
-        assert "nothing to correct" in site.refusal
+        assert site.calls.unwatched is None
+        assert "nothing to correct" in site.calls.refusal
         assert torch.equal(
             site.query_weights(), model.get_submodule(SITE).q_proj.weight.view(4, 16, 64)
         )
@@ -129,7 +129,7 @@ def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):
     before = tiny.step(model, **batch())
     with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, **batch()), before)
-        assert "computes something else than its arguments say" in inst.sites[SITE].unwatched
+        assert "computes something else than its arguments say" in inst.sites[SITE].calls.unwatched
     assert calls == []
 
 
@@ -150,7 +150,7 @@ def test_a_function_that_fails_alone_costs_no_more_than_its_watch(tiny, monkeypa
     with session.step(0):
         assert tiny.equal(tiny.step(model, **batch()), before)
     assert "could not be tried on its own: on purpose" in (
-        session.instrumentation.sites[SITE].unwatched
+        session.instrumentation.sites[SITE].calls.unwatched
     )
     assert session.stages_off == set()
     session.close()
@@ -174,4 +174,4 @@ def test_sinks_are_a_number_a_head_whatever_the_batch(size, tiny):
     ids = torch.randint(3, 32, (size, 12), generator=torch.Generator().manual_seed(1))
     with instrumented(model) as inst:
         tiny.step(model, input_ids=ids, labels=ids)
-        assert inst.sites[SITE].unwatched is None
+        assert inst.sites[SITE].calls.unwatched is None

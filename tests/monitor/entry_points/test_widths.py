@@ -110,7 +110,7 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
             calls.clear()
             # Large against the noise of dS, so that the rounding of O shows in dQ.
             (out.float() * 3).square().sum().backward()
-            return out.detach(), calls[-1], inst.stabilizers()["0"], inst.sites["0"].refusal
+            return out.detach(), calls[-1], inst.stabilizers()["0"], inst.sites["0"].calls.refusal
 
     out, before, *_ = run([])
     again, after, names, refusal = run([1, 2])
@@ -162,8 +162,8 @@ def test_calls_of_the_math_kernel_are_watched_and_not_switched(make, why, tiny):
     with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, tokens()), before)
         (site,) = inst.sites.values()
-        assert site.unwatched is None
-        assert site.refusal.startswith(why)
+        assert site.calls.unwatched is None
+        assert site.calls.refusal.startswith(why)
         assert torch.equal(site.query_weights(), model[0].q_proj.weight.view(4, 32, 64))
         with pytest.raises(ValueError, match=why):
             inst.switch("0", "exact_delta")

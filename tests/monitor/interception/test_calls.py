@@ -56,7 +56,7 @@ def test_odd_calls_stay_with_pytorch(reason, instrument):
     for _ in range(2):
         torch.manual_seed(3)
         assert torch.equal(model(*tensors, **options), expected)
-    assert reason in inst.sites["Caller"].refusal
+    assert reason in inst.sites["Caller"].calls.refusal
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
@@ -83,10 +83,10 @@ def test_calls_without_anything_in_them(batch, heads, rows, keys, backend, instr
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
     full = torch.randn(2, 4, 8, 16)
     model(full, full, full)
-    assert inst.sites["Caller"].refusal is None
+    assert inst.sites["Caller"].calls.refusal is None
     inst.switch("*", "compensated")
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
-    assert inst.sites["Caller"].refusal is None
+    assert inst.sites["Caller"].calls.refusal is None
     assert inst.stabilizers() == {"Caller": ["compensated"] * 4}
 
 
@@ -112,7 +112,7 @@ def test_meta_and_torch_func(tiny, tokens, instrument):
     inst = instrument(model)
     after = torch.func.grad(loss)(weights)
     assert tiny.equal(before, after)
-    assert "torch.func" in inst.sites["h.0.attn"].refusal
+    assert "torch.func" in inst.sites["h.0.attn"].calls.refusal
     on_meta = copy.deepcopy(model).to("meta")
     assert on_meta(tokens.to("meta")).device.type == "meta"
 
@@ -228,7 +228,7 @@ def test_calls_that_can_be_switched_and_others(how, double, tiny, instrument):
     if double == "at first check":
         with torch.no_grad():
             run(x, wide)
-        assert all("float64" in site.refusal for site in inst.sites.values())
+        assert all("float64" in site.calls.refusal for site in inst.sites.values())
     for batch in batches:
         tiny.step(model, x, batch, run=run)
     if double == "in evaluation":
@@ -237,10 +237,10 @@ def test_calls_that_can_be_switched_and_others(how, double, tiny, instrument):
     sites = list(inst.sites.values())
     assert [site.num_heads for site in sites] == [4, 4]
     if double in ("in evaluation", "at first check", "first"):
-        assert [site.refusal for site in sites] == [None, None]
+        assert [site.calls.refusal for site in sites] == [None, None]
     else:
         # A refusal is about the latest training step.
-        assert all("float64" in site.refusal for site in sites)
+        assert all("float64" in site.calls.refusal for site in sites)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_modules_of_torch_keep_their_bits(sequence_first, dropout, tiny, instrum
     inst = instrument(layer)
     assert tiny.equal(tiny.step(layer, x), before)
     site = inst.sites["self_attn"]
-    assert (site.num_heads, site.refusal) == (4, None)
+    assert (site.num_heads, site.calls.refusal) == (4, None)
     assert torch.equal(site.query_weight(3), layer.self_attn.in_proj_weight[48:64])
 
 
@@ -303,6 +303,6 @@ def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens
     assert len(results) == 3, "once in the step; hooks of others do not run for W_Q"
     for i, result in enumerate(results):
         assert torch.equal(result, expected[i % 3])
-    assert [(site.num_heads, site.refusal) for site in inst.sites.values()] == [(4, None)] * 2
+    assert [(site.num_heads, site.calls.refusal) for site in inst.sites.values()] == [(4, None)] * 2
     assert list(twin_inst.sites) == ["h.0.attn"], "it was seen before the thread ran"
     assert runtime.running == []

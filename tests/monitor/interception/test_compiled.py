@@ -143,12 +143,12 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
     inst = instrument(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert tiny.equal(tiny.step(model, x, run=compiled), before)
-    refusals = {name: site.refusal for name, site in inst.sites.items()}
+    refusals = {name: site.calls.refusal for name, site in inst.sites.items()}
     assert list(refusals) == ["plain.attention", "dropout.attention", "weights.attention"]
     assert refusals["plain.attention"] is None
     assert refusals["dropout.attention"] is None
-    assert "dropout 0.1" in inst.sites["dropout.attention"].errors_unavailable
-    assert inst.sites["plain.attention"].errors_unavailable is None
+    assert "dropout 0.1" in inst.sites["dropout.attention"].limits.errors_unavailable
+    assert inst.sites["plain.attention"].limits.errors_unavailable is None
     assert "need_weights=True" in refusals["weights.attention"]
     assert inst.sites["weights.attention"].num_heads == 4
     weight = model.plain.attention.in_proj_weight
@@ -199,8 +199,9 @@ def test_calls_in_the_graph_are_no_calls_of_the_model(tiny, tokens, instrument):
         assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
     assert list(inst.sites) == ["h.0.attn"]
     site = inst.sites["h.0.attn"]
-    assert "in eager runs only" in site.refusal and "another head size" in site.unwatched
-    assert site.unwatched.endswith("compiled it is not watched either")
+    assert "in eager runs only" in site.calls.refusal
+    assert "another head size" in site.calls.unwatched
+    assert site.calls.unwatched.endswith("compiled it is not watched either")
     assert not calls
 
 

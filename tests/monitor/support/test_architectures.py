@@ -618,7 +618,7 @@ def test_architecture(name, tiny, report):
         query, key = (
             rows_found(architecture, model, inst.sites, side) for side in ("query", "key")
         )
-        watched = {site.unwatched for site in inst.sites.values()}
+        watched = {site.calls.unwatched for site in inst.sites.values()}
         assert len(watched) == 1
         switchable = architecture.refusal or "yes"
         if architecture.refusal is None:
@@ -628,7 +628,7 @@ def test_architecture(name, tiny, report):
         else:
             for site in inst.sites.values():
                 assert site.num_heads == 4
-                assert site.refusal == architecture.refusal
+                assert site.calls.refusal == architecture.refusal
             with pytest.raises(ValueError, match="cannot be switched"):
                 inst.switch("*", "compensated")
             assert tiny.equal(tiny.step(model, **batch), before)

@@ -318,17 +318,17 @@ def cells(case, compiled):
         watched = (
             "yes"
             if sum(x == x for x in logits) == heads
-            else f"no: {site.unwatched or site.refusal}"
+            else f"no: {site.calls.unwatched or site.calls.refusal}"
         )
         audited = "yes" if any(x == x for x in errors) else "no"
-        switched = f"no: {site.refusal}" if site.refusal else f"by {case.stabilizer}"
-        if not site.refusal:
+        switched = f"no: {site.calls.refusal}" if site.calls.refusal else f"by {case.stabilizer}"
+        if not site.calls.refusal:
             run.session.switch("*", case.stabilizer)
         again.load(run.state()).train(range(3, 5))
         with torch._dynamo.config.patch(error_on_recompile=not case.breaks_graph):
             run.train(range(3, 4))
         assert torch.equal(run.losses[3], plain.train(range(3, 4)).losses[3])
-        if not site.refusal:
+        if not site.calls.refusal:
             names = [case.stabilizer] * heads
             assert run.stabilizers == again.stabilizers == names
             assert not all(map(torch.equal, run.weights, plain.weights))

@@ -35,6 +35,7 @@ from guardbit.kernels.runtime import number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import is_autocast
 from guardbit.monitor.interception.errors import named, report, reporting, stand_in
+from guardbit.monitor.interception.frames import next_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import (
     CAPTURED,
@@ -261,6 +262,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
     number = number_of(runtime.current)
     state = runtime.site(number)
     if probe.site is None:
+        state.call = next_call()
         state.begin_forward()
     found = entry.bind(*args, **kwargs)
     q, k = found.q, found.k
