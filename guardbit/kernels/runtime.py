@@ -172,7 +172,7 @@ class SiteState:
 
     def begin_forward(self, is_first: bool = False) -> None:
         """Lets a switch take effect, unless this forward is a recomputation in a backward."""
-        if self._setting is None or is_first or not is_recomputing():
+        if self.call not in self._settings or is_first or not is_recomputing():
             stabilizers = None if self._failed_for_good else self.stabilizers
             at_rest = self.at_rest or not self.is_observed
             self._settings[self.call] = _Setting(stabilizers, at_rest)
@@ -183,28 +183,24 @@ class SiteState:
         return self.call == 1 or self.calls_are_alike
 
     @property
-    def _setting(self) -> _Setting | None:
-        return self._settings.get(self.call)
+    def _setting(self) -> _Setting:
+        return self._settings.get(self.call, _Setting(None, at_rest=False))
 
     @property
     def is_idle(self) -> bool:
         """Whether the forward that began may be left to PyTorch's function."""
-        setting = self._setting
-        return (
-            setting is not None
-            and setting.at_rest
-            and not {*self.requested, *self.own(setting.stabilizers or ())} - {"none"}
-        )
+        at_rest, switched = self._setting.at_rest, self._setting.stabilizers or ()
+        return at_rest and not {*self.requested, *self.own(switched)} - {"none"}
 
     @property
     def is_unobserved(self) -> bool:
         """Whether nobody observes the forward that began."""
-        return self._setting is not None and self._setting.at_rest
+        return self._setting.at_rest
 
     @property
     def running(self) -> tuple[str, ...]:
         """One name a head, as the forward that began is to run them."""
-        return self._fitting(self._setting.stabilizers if self._setting else None)
+        return self._fitting(self._setting.stabilizers)
 
     @property
     def asked(self) -> tuple[str, ...]:

@@ -225,7 +225,8 @@ class SwitchReports:
         changed = {head for head, name in enumerate(runs) if name != names[head]}
         is_turn = not changed <= new
         reported.lasting = reported.lasting + 1 if is_turn else 0
-        earlier = site.substituted_in(calls.step)
+        at_step, because = site.state.last_substituted
+        earlier = because if at_step == calls.step else ""
         reason = refusal or calls.bypass or site.substituted or earlier
         is_mixed = refusal is None and (calls.bypass or (earlier and runs == asked))
         if not reported.some and reason and (is_mixed or (is_turn and reported.turns >= 2)):

@@ -40,8 +40,6 @@ MISSED_SAMPLES = 3
 #: How many modules of each kind are named.
 _NAMED = 3
 
-_SEVERAL = "look", "were", "them"
-
 _WHENCE = {
     "q": "it came into attention with the queries, from the layer's input or its weights",
     "k": "it came into attention with the keys, from the layer's input or its weights",
@@ -179,7 +177,9 @@ class Notices:
                 )
         sentences = list(_replaced(called))
         if unseen:
-            looks, was, them = ("looks", "was", "it") if len(unseen) == 1 else _SEVERAL
+            looks, was, them = "look", "were", "them"
+            if len(unseen) == 1:
+                looks, was, them = "looks", "was", "it"
             sentences.append(
                 f"{_counted(unseen, 'module')} that {looks} like attention ran and {was} not seen"
                 f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)};"

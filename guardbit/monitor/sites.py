@@ -31,7 +31,7 @@ from guardbit.monitor.interception.seen import (
 )
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
-from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
+from guardbit.monitor.unseen import UnseenAttentionError, has_matrix, refuse_unseen
 from guardbit.records import STABILIZERS, nearest
 
 T = TypeVar("T")
@@ -71,18 +71,15 @@ class Limits:
 
     not_switchable: str | None = _why_not("no head can be switched")  # by any call so far
     unwatched: str | None = _why_not("nothing of the calls is watched")  # of the latest step
-    # Why a switch of heads would change nothing in the latest calls.
-    unstabilizable: str | None = _why_not("no stabilizer works")
+    unstabilizable: str | None = _why_not("no stabilizer works")  # in the latest calls
     weights_unavailable: str | None = _why_not(
         "the spectral norms and dq_coherent_error, which need W_Q, are unavailable"
     )
     keys_unavailable: str | None = _why_not(  # where W_Q is available
         "the spectral norms of W_K and of W_Q^T W_K are unavailable"
     )
-    # Of heads that are not switched.
-    errors_unavailable: str | None = _why_not("rounding errors are unavailable")
+    errors_unavailable: str | None = _why_not("rounding errors are unavailable")  # unswitched
     several_calls: str | None = _why_not("only a part of the calls is measured")
-    # Why it is unknown which head a number means.
     mixed_heads: str | None = _why_not("heads cannot be told apart")
 
 
@@ -246,8 +243,7 @@ class Site:
         """Returns the trained parameters that may make its queries; W_Q is not looked for."""
         found: Iterable[nn.Parameter] = ()
         if self._layout is None:
-            modules = (module for module, _ in self.record.modules)
-            matrices = (m for m in modules if any(p.dim() >= 2 for p in m.parameters()))
+            matrices = (module for module, _ in self.record.modules if has_matrix(module))
             found = next((m.parameters() for m in matrices), ())
         elif not isinstance(self._layout, str):
             with suppress(LayoutUnavailable):
@@ -336,7 +332,7 @@ class Site:
         if reason is not None:
             return reason
         for module, inputs in self.record.modules:
-            if not any(p.dim() >= 2 for p in module.parameters()):
+            if not has_matrix(module):
                 continue
             run = functools.partial(rerun, self.number, module, inputs, [*ATTEMPTS])
             try:
@@ -397,11 +393,6 @@ class Site:
         if state.failure is not None:
             return f"the kernels of its switched heads failed ({state.failure})"
         return state.substituted
-
-    def substituted_in(self, step: int) -> str:
-        """Why heads ran another stabilizer in some call of a step (see `StepCalls`), or ""."""
-        when, why = self.state.last_substituted
-        return why if when == step else ""
 
     @property
     def launches(self) -> dict[tuple[str, str], int]:
@@ -481,8 +472,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields each module that is no wrapper, with a name without those of wrappers."""
-    of_wrappers: set[str] = set()
-    taken: set[str] = set()
+    of_wrappers, taken = set[str](), set[str]()
     for full, module in model.named_modules():
         if (place := _wrapped_in(module)) is not None:
             of_wrappers.add(f"{full}.{place}".removeprefix("."))
@@ -844,11 +834,9 @@ def with_switched(
                 raise IndexError(
                     f"head {head} is out of range; site '{target.name}' has heads 0 to {number - 1}"
                 )
-        mixed = target.limits.mixed_heads
-        if mixed is not None and len(set(chosen)) < number:
-            raise ValueError(
-                f"heads of site '{target.name}' cannot be switched one by one: {mixed}"
-            )
+        why = target.limits.mixed_heads
+        if why is not None and len(set(chosen)) < number:
+            raise ValueError(f"heads of site '{target.name}' cannot be switched one by one: {why}")
         given = check_stabilizers(stabilizer, len(chosen))
         for head, name in zip(chosen, given, strict=True):
             names[head] = name

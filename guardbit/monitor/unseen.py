@@ -42,12 +42,12 @@ def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     words = [word.lower() for word in _WORDS.findall(kind)]
     if _ATTENTION.search(kind) or not _KINDS_OF_ATTENTION.isdisjoint(words[-1:]):
         is_bare = next(module.parameters(), None) is None
-        return _has_matrix(module) or (is_bare and _PARTS.isdisjoint(words[-1:]))
+        return has_matrix(module) or (is_bare and _PARTS.isdisjoint(words[-1:]))
     last = name.rpartition(".")[2].rpartition("_")[2].lower()
-    return last in _SLOTS and any(_has_matrix(part) for part in module.children())
+    return last in _SLOTS and any(has_matrix(part) for part in module.children())
 
 
-def _has_matrix(module: nn.Module) -> bool:
+def has_matrix(module: nn.Module) -> bool:
     return any(parameter.dim() >= 2 for parameter in module.parameters())
 
 

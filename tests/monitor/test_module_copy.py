@@ -4,8 +4,6 @@ import collections
 import copy
 import enum
 import random
-import tempfile
-import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -154,9 +152,6 @@ KEPT = {
     "a global name and a function": (
         begin_to_count, lambda *_: counting(), lambda self: (total, counting.calls),
     ),
-    "a thread's own": (
-        threading.local, lambda self, x: getattr(self.held, "factor", 2.0), lambda self: None,
-    ),
     "a member of an enum": (
         lambda: Modes.DISABLED,
         lambda self, x: 2.0 if self.held is Modes.DISABLED else x.nan,
@@ -171,11 +166,6 @@ KEPT = {
     "a closure": (list, patched, lambda self: len(self.held)),
     "a default": (list, patched_by_default, lambda self: len(self.held)),
     "a hook": (list, hooked, lambda self: len(self.held)),
-    "a file": (
-        lambda: tempfile.TemporaryFile("w"),  # noqa: SIM115
-        lambda self, x: self.held.write("called"),
-        lambda self: (self.held.tell(), self.held.close()),
-    ),
     "an iterator": (
         lambda: iter(n for n in range(1000)),
         lambda self, x: next(self.held),

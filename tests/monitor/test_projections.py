@@ -272,7 +272,7 @@ def test_an_adapter_whose_b_is_still_zero_hides_no_latent(site_of):
         return q + module.up(module.down(x)).unflatten(-1, (4, 16)).transpose(1, 2), *others
 
     module.project = adapted
-    with pytest.raises(guardbit.LayoutUnavailable, match="'down.weight' together"):
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'down\.weight' together"):
         site_of(module).query_weights()
 
 

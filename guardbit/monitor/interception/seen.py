@@ -292,8 +292,7 @@ def _found_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         refusal = None
     if not num_heads and refusal is None:
         return None
-    inputs = [(module, _inputs(number, module)) for number, module in enclosing]
-    modules = [(module, described) for module, described in inputs if described is not None]
+    modules = [(m, inputs) for n, m in enclosing if (inputs := _inputs(n, m)) is not None]
     if refusal is None:
         calls = _compiled(state.ran_at, num_heads, can=True, could=True)
     else:

@@ -77,18 +77,6 @@ def test_what_an_evaluation_returns_without_a_logsumexp_is_no_other_value(name, 
         assert inst.sites["0"].launches["backward", "exact_delta"] == 1
 
 
-def test_a_module_of_that_name_without_kernels_is_none(monkeypatch):
-    """As vLLM's, which only has a forward."""
-    module = type(sys)("vllm.vllm_flash_attn.flash_attn_interface")
-    module.flash_attn_varlen_func = lambda q, k, v: q
-    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    entry = by_name("kernels/flash_attn_3.flash_attn_varlen_func")
-    monkeypatch.setattr(entry, "original", None)
-    assert not entry.find()
-
-
 @pytest.mark.parametrize("implementation", ["kernels-community/flash-attn2", "flash_attention_2"])
 def test_hugging_face_models_on_a_kernel_of_the_hub(implementation, tiny, monkeypatch):
     """`flash_attention_2` takes the hub's where flash_attn is not installed."""

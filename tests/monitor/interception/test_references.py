@@ -154,16 +154,6 @@ def test_a_tuple_of_two_functions_that_are_replaced(tiny, instrument):
     assert both[0] is then
 
 
-def test_many_references_take_their_number_of_time(tiny):
-    # Comparing each object's references with each of the tuples would take hours: the limit of the
-    # whole suite is what finds that.
-    lots = [("fused", F.scaled_dot_product_attention) for _ in range(50_000)]
-    inst = guardbit.instrument(tiny.GPT())
-    assert all(attend is sdpa.scaled_dot_product_attention for _, attend in lots)
-    inst.remove()
-    assert all(attend is engines.scaled_dot_product_attention for _, attend in lots)
-
-
 def halved(original):
     """Wraps like a profiler or an adapter, but changes the weights."""
 
