@@ -161,7 +161,7 @@ class SiteState:
     _failed_for_good: bool = False
     _failure_told: bool = False
     # By `call`: where one of several fails, only that one is PyTorch's when it is recomputed.
-    _settings: dict[int, _Setting] = field(default_factory=dict)
+    settings: dict[int, _Setting] = field(default_factory=dict)
 
     def switch(self, stabilizers: tuple[str, ...] | None) -> None:
         """Sets `stabilizers`; kernels that failed before are tried again."""
@@ -172,10 +172,10 @@ class SiteState:
 
     def begin_forward(self, is_first: bool = False) -> None:
         """Lets a switch take effect, unless this forward is a recomputation in a backward."""
-        if self.call not in self._settings or is_first or not is_recomputing():
+        if self.call not in self.settings or is_first or not is_recomputing():
             stabilizers = None if self._failed_for_good else self.stabilizers
             at_rest = self.at_rest or not self.is_observed
-            self._settings[self.call] = _Setting(stabilizers, at_rest)
+            self.settings[self.call] = _Setting(stabilizers, at_rest)
 
     @property
     def is_observed(self) -> bool:
@@ -184,7 +184,7 @@ class SiteState:
 
     @property
     def _setting(self) -> _Setting:
-        return self._settings.get(self.call, _Setting(None, at_rest=False))
+        return self.settings.get(self.call, _Setting(None, at_rest=False))
 
     @property
     def is_idle(self) -> bool:
@@ -240,7 +240,7 @@ class SiteState:
         """Records that PyTorch's function takes a call, also when its forward is recomputed."""
         if {*self.running} - {"none"}:
             self.fall_back(error)
-        self._settings[self.call] = _Setting(None, at_rest=True)
+        self.settings[self.call] = _Setting(None, at_rest=True)
 
     def succeed(self) -> None:
         self.failure = None
@@ -253,7 +253,7 @@ class SiteState:
         self._failed_for_good = not is_transient
         if not is_recomputing():
             # Not at rest: a recomputation must save the same tensors as this call.
-            self._settings[self.call] = _Setting(None, at_rest=False)
+            self.settings[self.call] = _Setting(None, at_rest=False)
         if not self._failure_told:
             self._failure_told = True
             log.warning(

@@ -230,7 +230,7 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
     """Collects the calls of a site, and keeps them from looking like calls of the model."""
     num_frames = len(frame_stack)
     state = runtime.site(number)
-    before = replace(state, launches=state.launches.copy())
+    before = replace(state, launches=state.launches.copy(), settings=state.settings.copy())
 
     def run() -> None:
         probe.site = number
