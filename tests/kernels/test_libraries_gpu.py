@@ -162,7 +162,7 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
         run_ = torch.compile(model, fullgraph=True) if compiled else model
         watched = step(run_)
         (name,) = inst.sites
-        assert inst.sites[name].refusal is None
+        assert inst.sites[name].calls.refusal is None
         assert len(calls) == 1
         queries = model.qkv.weight[:256].float().view(4, 64, 256)
         assert torch.equal(inst.sites[name].query_weights(), queries)

@@ -52,7 +52,7 @@ def observed(model, *args, tiny):
     with instrumented(model, calls.append) as inst:
         assert tiny.equal(tiny.step(model, *args), before)
         site = inst.sites["attention"]
-        told = {name: getattr(site, name) for name in ("refusal", "unwatched", "entry", "launches")}
+        told = {name: getattr(site, name) for name in ("calls", "record", "launches")}
         return calls, types.SimpleNamespace(**told), before
 
 
