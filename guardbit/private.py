@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ NAMES: dict[str, Private] = {
         "ops of libraries are not known by their schema", (Never, Never, Never),
     ),
     "flex_autograd": Private(
-        (FLEX_HOME + ".FlexAttentionAutogradOp",), "eager FlexAttention is not corrected", (None,)
+        (FLEX_HOME + ".FlexAttentionAutogradOp",), "FlexAttention is not watched", (None,)
     ),
     "flex_indexing": Private(
         ("torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex",),
@@ -170,7 +171,8 @@ NAMES: dict[str, Private] = {
         ("torch._dynamo.config",), "compiled models may meet their limit of graphs", (None,)
     ),
     "stance": Private(
-        (_EVAL_FRAME + "_stance",), "fail_on_recompile is not looked at", (None,), is_read=True
+        (_EVAL_FRAME + "_stance",), "compiled models run GuardBit's op at every step",
+        (SimpleNamespace(stance="fail_on_recompile"),), is_read=True,
     ),
     "optimized_module": Private(
         (_EVAL_FRAME + "OptimizedModule",), "compiled modules are not looked into", (Never,)

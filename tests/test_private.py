@@ -24,7 +24,7 @@ AT_IMPORT = "dispatch_mode", "ordinary_function", "sdpa", "skip_code", "torch_sc
 #: What neither run looks up: other attention, dropout, Inductor, checkpoints, several ranks.
 ELSEWHERE = {
     "default_store", "flex_autograd", "flex_indexing", "inductor", "op_types", "random_ops",
-    "stance", "stop_recomputation", "tracing_context", "varlen_choice",
+    "stop_recomputation", "tracing_context", "varlen_choice",
 }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def losses(is_watched, is_compiled):
     torch.compiler.reset()
     model = model_of().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = MonitorSession(model, every_n_train_steps=2) if is_watched else None
+    session = MonitorSession(model, every_n_train_steps=3) if is_watched else None
     counter = nullcontext() if is_compiled else FlopCounterMode(display=False)
     device = nullcontext() if is_compiled else torch.device("cpu")
     run = torch.compile(model, backend="eager") if is_compiled else model
@@ -41,7 +41,13 @@ def losses(is_watched, is_compiled):
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(2, 12, 32, generator=draw).bfloat16()
-        with counter, device, session.step(step) if session else nullcontext() as record:
+        stance = "fail_on_recompile" if is_compiled and step else "default"
+        with (
+            torch.compiler.set_stance(stance),
+            counter,
+            device,
+            session.step(step) if session else nullcontext() as record,
+        ):
             optimizer.zero_grad()
             loss = run(x).float().square().mean()
             loss.backward()
