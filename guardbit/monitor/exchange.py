@@ -45,6 +45,7 @@ class Part(NamedTuple):
     refusals: dict[str, str | None]  # why no call so far could be switched, or None
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
+    modules: list[str]  # those that could call attention
 
 
 class Exchange:
@@ -56,7 +57,8 @@ class Exchange:
         self.metadata: dict[str, dict[str, Any]] = {}
         self._lacking: set[tuple[str, str]] = set()
         self._are_compared, self._told = False, set[str]()
-        # Of this rank, if all have the same modules: what `_numbers_of` returns.
+        # Of this rank, if all have the same modules: sum and number of W_Q's norms, and a code of
+        # what is switched, or 0 if it is not known.
         self._numbers = 0.0, 0, 0
 
     def log_what_is_lacking(self) -> None:
@@ -66,17 +68,6 @@ class Exchange:
             if why and (name, why) not in self._lacking:
                 self._lacking.add((name, why))
                 log.warning("rank %d: %s", ranks.rank(), why)
-
-    def are_parts(self) -> bool:
-        """Whether ranks hold different parts of a model; found out once, by all ranks together."""
-        if self._are_compared:
-            return False
-        self._are_compared = True
-        modules, sites = self._instrumentation.candidates, list(self._instrumentation.sites)
-        same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
-        if not any(same) and ranks.rank() == 0:
-            log.info("%s; those of rank 0: %s", PARTS, ", ".join(sites) or "none")
-        return not any(same)
 
     def agree_on_weights(self) -> None:
         """Marks the modules that some rank has not called; all ranks call it.
@@ -107,16 +98,26 @@ class Exchange:
 
         refusals = attempt("refusals", lambda: of_sites("limits.not_switchable"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
-        mine = Part(samples, refusals or {}, asked or {}, self.metadata)
+        modules = sorted(instrumentation.candidates)
+        mine = Part(samples, refusals or {}, asked or {}, self.metadata, modules)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part("known", mine, heads)
-        whole = Part(joined([part.samples for part in parts]), {}, {}, {})
+        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [])
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
-        are_alike = several and len(parts) == 1
-        self._numbers = _numbers_of(samples, asked) if are_alike else (0.0, 0, 0)
+        names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
+        if not self._are_compared and min(map(len, names)) > 1:
+            if ranks.rank() == 0:
+                log.info("%s; those of rank 0: %s", PARTS, ", ".join(parts[0].refusals) or "none")
+            self._journal.note({"parallel": PARTS})
+        self._are_compared = True
+        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
+        switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
+        code = 0 if asked is None else zlib.crc32(repr(switched).encode())
+        self._numbers = (0.0, 0, 0) if len(parts) > 1 else (sum(norms), len(norms), code)
         return whole
 
     def tell(self, step: int) -> None:
@@ -140,17 +141,6 @@ class Exchange:
         for event in dict.fromkeys(event for events in of_ranks for event in events):
             if event not in own:
                 self._journal.record(event)
-
-
-def _numbers_of(
-    samples: list[Sample], asked: dict[str, list[str]] | None
-) -> tuple[float, int, int]:
-    """Returns the sum and the number of W_Q's norms, and a code of switches; 0: not known."""
-    values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
-    norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-    switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
-    code = 0 if asked is None else zlib.crc32(repr(switched).encode())
-    return sum(norms), len(norms), code
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

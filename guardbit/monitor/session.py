@@ -27,7 +27,7 @@ from guardbit.kernels.runtime import AttentionCall, may_recompile, runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
-from guardbit.monitor.exchange import PARTS, Exchange
+from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
@@ -357,8 +357,6 @@ class Session(Guarded):
         for stage in () if are_on else stages:
             if not ranks.all_agree(stage not in self._stages.off, stage):
                 self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
-        if self._exchange.are_parts():
-            self._journal.note({"parallel": PARTS})
         return _WATCHING not in self._stages.off
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
@@ -377,12 +375,14 @@ class Session(Guarded):
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
         self._is_informed |= "capture" not in self._stages.off
+        if facts == self._journal.metadata.get("sites"):
+            return
         self._notices.report_nothing_to_correct(facts)
         self._switching.needless = self._journal.needless = {
             site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
         }
-        self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = normalised_sites({"sites": facts})
+        self._journal.describe(facts, self.policy is not None)
 
     def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
         ended = self._schedule.last_ended or 0
@@ -461,8 +461,8 @@ class Session(Guarded):
                 self.news += [alarm] if is_new else []
         if self.news and (webhook := self._webhook):
             self.attempt("alerts", lambda: webhook.tell(self._name, self.news))
-
-        self.attempt("burst", lambda: self._begin_bursts(found))
+        if found:
+            self.attempt("burst", lambda: self._begin_bursts(found))
 
     def _begin_bursts(self, found: list[Alarm]) -> None:
         if nothing_to_correct(self._journal.metadata, PRECISE):
