@@ -107,6 +107,8 @@ class Exchange:
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
+        if not several:
+            return whole
         names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
         if not self._are_compared and min(map(len, names)) > 1:
             if ranks.rank() == 0:
