@@ -21,6 +21,9 @@ from guardbit.kernels.runtime import NO_SITE, number_of, runtime
 #: Where an instrumented module keeps its `Place`.
 SITE_ATTRIBUTE = "_guardbit_site"
 
+#: Frames from what the guard calls to the caller of the guard.
+BEYOND_GUARD = 3
+
 #: What a copy of a module has in place of the number of a site.
 NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64, device="cpu")
 

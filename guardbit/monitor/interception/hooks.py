@@ -22,6 +22,7 @@ from guardbit.kernels.runtime import (
 from guardbit.monitor.interception import seen
 from guardbit.monitor.interception.errors import hook
 from guardbit.monitor.interception.frames import (
+    BEYOND_GUARD,
     NOWHERE,
     SITE_ATTRIBUTE,
     Absent,
@@ -41,9 +42,6 @@ from guardbit.monitor.interception.installation import look_again
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import note_traced_inputs
 
-# Frames from what the guard calls to the caller of the guard.
-_BEYOND_GUARD = 3
-
 
 def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     note_traced_inputs(module, args, kwargs)
@@ -53,7 +51,7 @@ def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> N
 
 
 def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    caller = sys._getframe(_BEYOND_GUARD)
+    caller = sys._getframe(BEYOND_GUARD)
     if is_traced():
         return
     if "_is_replica" in vars(module):

@@ -60,7 +60,7 @@ def _before(args: Args, kwargs: Kwargs) -> Around | None:
 def _go_on_inside(site: Tensor, frame: Frame) -> None:
     drop_stale()
     again = Frame(frame.module, frame.args, frame.kwargs)
-    push(site, again, sys._getframe(3))  # the one that the guard is called from
+    push(site, again, sys._getframe(frames.BEYOND_GUARD))
 
 
 _pop = guarded(pop)
@@ -100,20 +100,31 @@ def install(user: object) -> None:
         return
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
-    _keep_compiler_rules()
-    home, hook_stubs, *_ = private.torch_script
-    if home is not None:
-        _replace(home, "get_hook_stubs", partial(_hook_stubs_of_others, hook_stubs))
+    _restore.append(_drop_graphs)  # last, by the user's limits
+    for owner, name, replacement in _effects():
+        if hasattr(owner, name):
+            _replace(owner, name, replacement)
     _put_in_place(found, {original_checkpoint: checkpoint})
-    _restore.append(_drop_graphs)
+
+
+def _effects() -> Iterator[tuple[Any, str, Any]]:
+    """Yields all that is replaced in the process beside functions that models call, and where."""
+    # The compiler looks functions up by name, and is to find PyTorch's and no stand-ins.
+    rules, load = private.trace_rules
+    yield rules, "load_object", _loading_originals(load)
+    # It knows a checkpoint by itself; models of transformers hold it in a partial.
+    yield private.checkpoint_builder[0], "is_utils_checkpoint", _is_checkpoint
+    # TorchScript compiles a watched model without GuardBit's hooks.
+    home, hook_stubs, *_ = private.torch_script
+    yield home, "get_hook_stubs", partial(_hook_stubs_of_others, hook_stubs)
     # To each graph come two, see `Runtime.rest`, or four where a checkpoint runs a block again.
     config = private.dynamo_config
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        if hasattr(config, name):
-            _replace(config, name, _Limit(5 * getattr(config, name)))
-    if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
-        _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    _replace(runtime, "on_flash_call", note_flash_call)
+        yield config, name, _Limit(5 * getattr(config, name, 0))
+    # The hooks keep the stack of running modules, which is a side effect.
+    yield config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True
+    # `guardbit.flash_attention` knows no sites, and tells of its calls.
+    yield runtime, "on_flash_call", note_flash_call
 
 
 @guarded
@@ -220,11 +231,7 @@ def _drop_graphs() -> None:
             reset(code)
 
 
-def _keep_compiler_rules() -> None:
-    """Lets the compiler, which looks functions up by name, find PyTorch's and no stand-ins."""
-    rules, load = private.trace_rules
-    if rules is None:
-        return
+def _loading_originals(load: Callable[[str], Any]) -> Callable[[str], Any]:
     originals = {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
     originals = Own({checkpoint: original_checkpoint, **originals})
 
@@ -232,20 +239,16 @@ def _keep_compiler_rules() -> None:
         found = load(name)
         return originals.get(found, found)
 
-    _replace(rules, "load_object", load_original)
-    if (builder := private.checkpoint_builder[0]) is not None:
-        _replace(builder, "is_utils_checkpoint", _is_checkpoint)
+    return load_original
 
 
 def _is_checkpoint(x: Any) -> bool:
-    """Whether the compiler has met a checkpoint; models of transformers hold it in a partial."""
     return x is original_checkpoint or x is checkpoint
 
 
 def _hook_stubs_of_others(get: Callable[[nn.Module], Any], module: nn.Module) -> Any:
-    """Lets TorchScript compile a watched module without GuardBit's hooks."""
     others = nn.Module()
-    for name in ("_forward_hooks", "_forward_pre_hooks"):
+    for name in _HOOKS:
         for key, hook in getattr(module, name).items():
             if type(getattr(hook, "__self__", None)) is not frames.Absent:
                 getattr(others, name)[key] = hook

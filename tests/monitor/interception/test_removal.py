@@ -28,16 +28,29 @@ def state_of(model):
     }  # fmt: skip
 
 
+def effects():
+    """What is replaced in a process while a model is watched."""
+    config = torch._dynamo.config
+    return (
+        F.multi_head_attention_forward,
+        torch.utils.checkpoint.checkpoint,
+        torch._dynamo.trace_rules.load_object,
+        torch._dynamo.variables.builder.is_utils_checkpoint,
+        torch.jit._recursive.get_hook_stubs,
+        config.recompile_limit,
+        config.accumulated_recompile_limit,
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint,
+        runtime.on_flash_call,
+    )
+
+
 def test_removal_restores_everything(tiny, tokens):
     first, second = tiny.GPT(), tiny.GPT()
     before = [tiny.step(model, tokens) for model in (first, second)]
-    originals = (
-        F.multi_head_attention_forward,
-        torch.utils.checkpoint.checkpoint,
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint,
-    )
+    originals = effects()
     states = state_of(first), state_of(second)
     one, two = guardbit.instrument(first), guardbit.instrument(second)
+    assert all(now != was for now, was in zip(effects(), originals, strict=True))
     for model, expected in zip((first, second), before, strict=True):
         assert tiny.equal(tiny.step(model, tokens), expected)
     assert list(one.sites) == list(two.sites) == ["h.0.attn", "h.1.attn"]
@@ -53,11 +66,7 @@ def test_removal_restores_everything(tiny, tokens):
     two.remove()
     assert F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     assert state_of(second) == states[1]
-    assert originals == (
-        F.multi_head_attention_forward,
-        torch.utils.checkpoint.checkpoint,
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint,
-    )
+    assert effects() == originals
     assert tiny.equal(tiny.step(first, tokens), before[0])
     assert not one.sites
 
