@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from numbers import Complex, Real
 from typing import Any, TypeVar
@@ -58,6 +59,20 @@ _FORMAT = 9
 _WATCHING = "watching"
 
 
+class Phase(IntEnum):
+    """What a session does; it goes on to a later phase, never back (`Session._become`).
+
+    Whether it is within a step, the schedule knows; what could not be set up is void (`Guarded`).
+    """
+
+    OPEN = 0  # it watches, judges and switches
+    FAILED = 1  # the model is left alone; other ranks hear of it after the next sampled step
+    FAILED_IN_STEP = 2  # the same, once the step has ended
+    OFF = 3  # the model is left alone, and no rank waits for another any more
+    CLOSED = 4  # the model is left
+    LEAVING = 5  # closed within a step: the model is left once that has ended
+
+
 def _forget_step(session: Session) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
@@ -89,8 +104,7 @@ class Session(Guarded):
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
-        # Once it is closed, nothing more is watched or switched.
-        self._is_closed = self._is_leaving = self._wants_out = False
+        self._phase = Phase.OPEN
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(settings.policy)
@@ -131,10 +145,16 @@ class Session(Guarded):
         self._notices = Notices(self.instrumentation, self._journal, settings)
         self._ended: RunEnd | None = None
         self._are_heard = True  # whether any came in the latest one that calls are wanted of
-        self._has_given_up = False
         # Whether it is known how modules run, so that no switch is needless; ranks must agree.
         self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
+
+    def _become(self, phase: Phase) -> None:
+        self._phase = max(self._phase, phase)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._phase >= Phase.CLOSED
 
     # --- the run's events ------------------------------------------------------------------------
 
@@ -312,12 +332,12 @@ class Session(Guarded):
             if not was_sampled:
                 self.attempt("burst", lambda: self.instrumentation.observe(None))
         alarms = self.catch_up()
-        if self._is_closed or not was_sampled or self._has_given_up:
+        if not was_sampled or self._phase >= Phase.OFF:
             return alarms
         self.attempt("capture", lambda: self.instrumentation.observe(None))
         # From here on an error may hit one rank alone, which must still take part in this.
-        self._has_given_up = not self.attempt("ranks", self._agree)
-        if self._has_given_up:
+        if not self.attempt("ranks", self._agree):
+            self._become(Phase.OFF)
             return alarms
         self.attempt("snapshots", lambda: self._snapshots.write(step))
         with unchanged():
@@ -516,7 +536,7 @@ class Session(Guarded):
             allowed = f"{', '.join(RUN_ENDS[:-1])} or {RUN_ENDS[-1]}"
             _warn(f"end is {end!r}; it must be {allowed}: interrupted is recorded")
             end = "interrupted"
-        self._is_closed, self._schedule.is_sampled = True, False
+        self._end_watching()
         self._ended = end
         last = (  # the last one first
             self._tell_end,
@@ -664,14 +684,19 @@ class Session(Guarded):
     def _step_ended(self) -> None:
         while self._waiting:
             self._stages.always("switch", self._waiting.pop(0))
-        if self._wants_out and self.instrumentation.is_installed:
+        is_left = self._phase in (Phase.FAILED_IN_STEP, Phase.LEAVING)
+        if is_left and self.instrumentation.is_installed:
             self._stand_back()
+
+    def _end_watching(self) -> None:
+        self._become(Phase.CLOSED)
+        self._schedule.is_sampled = False
 
     def _leave(self) -> None:
         """Lets go of the model now, or when the step has ended if this is the first call."""
-        self._is_closed, self._schedule.is_sampled = True, False
-        if self._schedule.is_within_step and not self._is_leaving:
-            self._is_leaving = self._wants_out = True
+        self._end_watching()
+        if self._schedule.is_within_step and self._phase < Phase.LEAVING:
+            self._become(Phase.LEAVING)
         else:
             self._let_go()
 
@@ -801,7 +826,8 @@ class Session(Guarded):
         if not self._schedule.is_within_step:
             off = off - self._stages.rested  # at the next sample
         unfit = off & {_WATCHING, "capture", "metrics"}
-        wanted = bool(self._measurement.plan.calls) and not unfit and not self._has_given_up
+        is_open = self._phase is Phase.OPEN
+        wanted = bool(self._measurement.plan.calls) and not unfit and is_open
         bursts = () if unfit | (off & {"burst"}) else self._burst.heads
         self.instrumentation.rest(
             not (is_sampled and wanted), bursts, are_counted=self._schedule.is_counted(step)
@@ -855,11 +881,11 @@ class Session(Guarded):
         _quietly(self._drop_calls)
         if self._is_closed:
             _quietly(lambda: self._journal.close("crashed"))
-        is_within = not self._is_closed and self._schedule.is_within_step
-        if is_within and not self.instrumentation.switched:
-            self._wants_out = True
-        else:
-            self._stand_back()
+        elif self._schedule.is_within_step and not self.instrumentation.switched:
+            self._become(Phase.FAILED_IN_STEP)
+            return
+        self._become(Phase.FAILED)
+        self._stand_back()
 
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""
