@@ -45,7 +45,7 @@ def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
     session = callback.session
     if session is not None:
         # The step that has begun will not end any more. In a run that finished, none may have.
-        first = [session._warn_of_steps] if how == "finished" else []
+        first = [session._schedule.close] if how == "finished" else []
         undo_all([lambda: session.close(how), session.abandon_step, *first])
         callback.session = None
 

@@ -115,7 +115,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._restored: dict[str, Any] = {}
         #: The module that `_restored` belongs to; None if it comes from a checkpoint.
         self._state_of: weakref.ref[pl.LightningModule] | None = None
-        self._watched: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         self._val_loss: Tensor | None = None
@@ -159,7 +158,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         _publish(trainer, self._logged.latest)  # callbacks that find no value end the training
         if self.session is None:
             return  # the next checkpoint then holds the same state as the last one
-        self._watched = weakref.ref(pl_module)
         state, self._restored = self._restored, {}
         if not state:
             return
@@ -229,7 +227,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     @guard.method(at_last=end)
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
-        self._close()
+        self._close(pl_module)
 
     @guard.method(at_last=end)
     def on_exception(
@@ -237,7 +235,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ) -> None:
         """Writes what is left; the exception is raised as ever."""
         # Ctrl-C and a scheduler's SIGTERM are no errors of the run.
-        self._close("crashed" if isinstance(exception, Exception) else "interrupted")
+        self._close(pl_module, "crashed" if isinstance(exception, Exception) else "interrupted")
 
     @guard.method(lambda monitor: getattr(monitor, "_restored", {}))
     def state_dict(self) -> dict[str, Any]:
@@ -253,15 +251,15 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the session out: it belongs to this process's model."""
-        return {**vars(self), "session": None, "_state_of": None, "_watched": None}
+        return {**vars(self), "session": None, "_state_of": None}
 
-    def _close(self, how: RunEnd = "finished") -> None:
+    def _close(self, pl_module: pl.LightningModule, how: RunEnd = "finished") -> None:
         session = self.session
         if session is None:
             return
         try:
             # For the same Trainer's next fit, which goes on from here.
-            self._restored, self._state_of = self.state_dict(), self._watched
+            self._restored, self._state_of = self.state_dict(), weakref.ref(pl_module)
         finally:
             end(self, how)
         with suppress(Exception):  # of a handler of the user's

@@ -86,8 +86,8 @@ class MonitorSession(Session):
         if self._notices.first("last line"):
             self._say(lambda: last_line(self._ended or "finished", self, self._logged.place))
 
-    def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
-        alarms = super()._take_samples(step, sent)
+    def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
+        alarms = super()._judge(step, sent)
         write = self._write
         if write is not None and ranks.rank() == 0:
             self.attempt("logging", lambda: write(self._logged.metrics(self), step))

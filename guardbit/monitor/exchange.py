@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from guardbit.monitor import ranks
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.sites import Instrumentation
-from guardbit.monitor.stages import Stages, log
+from guardbit.monitor.stages import WATCHING, FailedElsewhereError, Stages, log
 from guardbit.records import Event, Sample
 
 #: What the run's metadata says where ranks hold different modules.
@@ -54,22 +54,32 @@ class Exchange:
     def __init__(self, instrumentation: Instrumentation, stages: Stages, journal: Journal) -> None:
         self._instrumentation, self._stages, self._journal = instrumentation, stages, journal
         # What the run's metadata says of this rank's attention modules.
-        self.metadata: dict[str, dict[str, Any]] = {}
+        self._metadata: dict[str, dict[str, Any]] = {}
         self._lacking: set[tuple[str, str]] = set()
         self._are_compared, self._told = False, set[str]()
         # Of this rank, if all have the same modules: sum and number of W_Q's norms, and a code of
         # what is switched, or 0 if it is not known.
         self._numbers = 0.0, 0, 0
 
-    def log_what_is_lacking(self) -> None:
+    def _log_what_is_lacking(self) -> None:
         """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
-        for name, known in self.metadata.items() if ranks.rank() > 0 else ():
+        for name, known in self._metadata.items() if ranks.rank() > 0 else ():
             why = known["weights_unavailable"]
             if why and (name, why) not in self._lacking:
                 self._lacking.add((name, why))
                 log.warning("rank %d: %s", ranks.rank(), why)
 
-    def agree_on_weights(self) -> None:
+    def agree(self) -> bool:
+        """Turns stages off that are off on some rank; returns whether all go on watching."""
+        self._agree_on_weights()
+        stages = (WATCHING, "capture", "metrics", "samples")
+        are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
+        for stage in () if are_on else stages:
+            if not ranks.all_agree(stage not in self._stages.off, stage):
+                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
+        return WATCHING not in self._stages.off
+
+    def _agree_on_weights(self) -> None:
         """Marks the modules that some rank has not called; all ranks call it.
 
         Ranks that share weights gather them together, so none may gather those of such a module.
@@ -88,9 +98,11 @@ class Exchange:
         for name, site in here.items():
             site.is_uncalled_elsewhere = name in of_any
 
-    def share(self, samples: list[Sample]) -> Part:
+    def share(self, samples: list[Sample], facts: dict[str, dict[str, Any]] | None) -> Part:
         """Returns what the ranks know; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
+        self._metadata = self._metadata if facts is None else facts
+        attempt("metrics", self._log_what_is_lacking)
         instrumentation = self._instrumentation
 
         def of_sites(what: str) -> dict[str, Any]:
@@ -99,7 +111,7 @@ class Exchange:
         refusals = attempt("refusals", lambda: of_sites("limits.not_switchable"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
         modules = sorted(instrumentation.candidates)
-        mine = Part(samples, refusals or {}, asked or {}, self.metadata, modules)
+        mine = Part(samples, refusals or {}, asked or {}, self._metadata, modules)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         parts = ranks.of_each_part("known", mine, heads)
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [])

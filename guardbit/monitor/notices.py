@@ -59,7 +59,7 @@ class Notices:
         self, instrumentation: Instrumentation, journal: Journal, settings: Settings
     ) -> None:
         self._instrumentation, self._journal = instrumentation, journal
-        self._on_alarm = settings.on_alarm
+        self._on_alarm, self._is_strict = settings.on_alarm, settings.strict
         self._other_cadence = settings.every_n_train_steps + 1
         # The latest sampled steps; the modules that were called in one, and module -> the latest
         # one that it was called in, or the one before its first call.
@@ -134,6 +134,7 @@ class Notices:
 
     # --- attention that is not watched -----------------------------------------------------------
 
+    @interception.unchanged()
     def report_outside(self, step: int) -> None:
         """Reports, once, attention that a sampled step called outside the model."""
         outside = self.outside
@@ -296,7 +297,10 @@ class Notices:
         return metadata_of(sites, self._why_passed_by)
 
     def report_nothing(self, step: int) -> None:
-        """Reports, once, that no attention was seen so far."""
+        """Reports, once, that no attention was seen so far; raises that if it is strict."""
+        # A step may call no attention: one that was skipped, or that of a discriminator.
+        if self._is_strict:
+            raise RuntimeError(self.why_nothing)
         if self._instrumentation.lost():
             self._none_called(step, self.why_nothing, "lost")
         elif self.first("unseen"):

@@ -1,6 +1,17 @@
 """One monitored run: connects measuring, detectors, policy, switching and the store.
 
 It knows no framework and has no console: callbacks drive it (`guardbit.callbacks`).
+
+What happens in a step: `begin_batch` says whether calls are to be seen, `_receive_call` measures
+them inside the backward, and `end_step` runs named stages (`Stages`), in three lists:
+1. `end_step`, after each step: what was not seen, and what ran otherwise than asked;
+2. `_measure`, after a sampled step: norms of weights are taken, and all numbers sent to the host;
+3. `_judge`, once these have come: scalars, detectors and alarms; `_act` then switches and clips.
+What ranks exchange after a sampled step, in this order: which modules were not called ("uncalled"),
+whether stages are on, and once whether all hold the same modules ("agree"); in `_measure` weights
+that are sharded; in `_judge` the modules measured ("sites", "agree") and, if all ranks measured
+theirs, the sums of calls ("state of"), then samples ("known"); at last codes of weights, switches
+and events ("end") and, where these differ, the events ("events").
 """
 
 from __future__ import annotations
@@ -24,21 +35,22 @@ from guardbit.alerts import webhook_of_run
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import OFF, PRECISE, RECOVERED, SHARES, Judgement, nothing_to_correct
-from guardbit.kernels.runtime import AttentionCall, may_recompile, runtime
+from guardbit.kernels.runtime import AttentionCall, may_recompile
 from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
-from guardbit.monitor.measure import Burst, Measurement, NoAttentionSeenError, Sent, largest
+from guardbit.monitor.measure import Burst, Measurement, Sent, largest
 from guardbit.monitor.notices import Notices
+from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
-from guardbit.monitor.stages import FailedElsewhereError, Stages, log, text_of
+from guardbit.monitor.stages import WATCHING, Stages, log, text_of
 from guardbit.records import (
     RUN_ENDS,
     Alarm,
@@ -54,9 +66,6 @@ T = TypeVar("T")
 
 # Of a state. Raise it when states that were taken before no longer fit.
 _FORMAT = 9
-
-# The stage of everything outside other stages; if it fails, nothing more is watched.
-_WATCHING = "watching"
 
 
 class Phase(IntEnum):
@@ -89,6 +98,10 @@ class Session(Guarded):
     """One monitored run; callbacks, that of plain loops among them, drive it."""
 
     _strict = False
+    _phase = Phase.OPEN
+    # A step whose samples are still to be judged, and these, unless they could not be sent.
+    _unjudged: tuple[int, Sent | None] | None = None
+    _ended: RunEnd | None = None
 
     @guard.method()
     def __init__(self, model: nn.Module, **settings: Any) -> None:
@@ -104,38 +117,29 @@ class Session(Guarded):
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
-        self._phase = Phase.OPEN
+        self._watch_nothing()
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(settings.policy)
         self.dry_run = settings.dry_run
-        self.loss_scale = 1.0
-        self.scalars: dict[str, float] = {}
-        self.samples: list[Sample] = []
-        self.alarms: list[Alarm] = []
-        self.news: list[Alarm] = []  # those of a rule or head that had not alarmed before
-        self.sampled_step: int | None = None
         self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
             warn_of_settings(settings.measured, self.policy, self.detectors)
         with refusing():
-            self.instrumentation: Instrumentation = instrument(model, settings.sites)
+            self.instrumentation = instrument(model, settings.sites)
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
         self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
-        # A step whose samples are still to be judged, and these, unless they could not be sent.
-        self._unjudged: tuple[int, Sent | None] | None = None
         # Those of a checkpoint that no policy has acted on: this run's may.
         self._unheeded: list[Alarm] = []
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
         self._webhook = webhook_of_run() if ranks.rank() == 0 else None
         self._name = os.fspath(settings.dirpath or "a run without a folder")
         self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
-        self._journal = Journal(
-            settings.dirpath, settings.described(), self._stages, _advice(settings)
-        )
+        described, advice = settings.described(), settings.advice
+        self._journal = Journal(settings.dirpath, described, self._stages, advice)
         self._findings = self._journal.findings
         directions = self._measurement.directions
         self._snapshots = Snapshots(self.instrumentation, settings, directions, self._journal.note)
@@ -143,18 +147,21 @@ class Session(Guarded):
         self._clipping = Clipping(self.policy, self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self._journal)
         self._notices = Notices(self.instrumentation, self._journal, settings)
-        self._ended: RunEnd | None = None
         self._are_heard = True  # whether any came in the latest one that calls are wanted of
         # Whether it is known how modules run, so that no switch is needless; ranks must agree.
         self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
 
-    def _become(self, phase: Phase) -> None:
-        self._phase = max(self._phase, phase)
-
-    @property
-    def _is_closed(self) -> bool:
-        return self._phase >= Phase.CLOSED
+    def _watch_nothing(self) -> None:
+        """Sets what callbacks read; it stays so if the session cannot be set up."""
+        self.instrumentation: Instrumentation = Instrumentation.of_nothing()
+        self.policy: Policy | None = None
+        self.dry_run, self.loss_scale = False, 1.0
+        self.scalars: dict[str, float] = {}
+        self.samples: list[Sample] = []
+        self.alarms: list[Alarm] = []
+        self.news: list[Alarm] = []  # those of a rule or head that had not alarmed before
+        self.sampled_step: int | None = None
 
     # --- the run's events ------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class Session(Guarded):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
         self._schedule.begin(step)
-        self.attempt(_WATCHING, lambda: self._begin(step, is_new))
+        self.attempt(WATCHING, lambda: self._begin(step, is_new))
 
     def _begin(self, step: int, is_new: bool) -> None:
         is_resumed = self._schedule.last_ended is not None
@@ -223,7 +230,7 @@ class Session(Guarded):
         return self._findings.alarmed
 
     @property
-    @guard.method(lambda _: frozenset({_WATCHING}))
+    @guard.method(lambda _: frozenset({WATCHING}))
     def stages_off(self) -> frozenset[str]:
         """The stages that are off after an error of the monitor, some until a later sample."""
         return frozenset(self._stages.off)
@@ -289,12 +296,11 @@ class Session(Guarded):
 
     def _take_of_step(self, name: str, value: Tensor | float, *more: float) -> None:
         self._schedule.use(name)
-        step = self._schedule.step
+        step, is_open = self._schedule.step, not self._is_closed
         # Once the stage "samples" is off, nobody would read it.
-        is_read = not self._is_closed and not self._stages.off & {"samples", _WATCHING}
-        if step is not None and is_read:
+        if step is not None and is_open and not self._stages.off & {"samples", WATCHING}:
             take = getattr(self._measurement.run, name)
-            self._take(name, value, lambda: take(step, value, *more))
+            self._take(name, value, partial(take, step, value, *more))
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once where it is none."""
@@ -319,33 +325,42 @@ class Session(Guarded):
             return []
         step, was_sampled = ended
         if not self._is_closed:
-            self.attempt("switch", self.instrumentation.end_step)
-            if was_sampled:
-                with unchanged():
-                    self.attempt("coverage", lambda: self._notices.report_outside(step))
-            self.attempt("coverage", lambda: self._notices.report_unseen(step))
-            self.attempt("switch", lambda: self._notices.report_runs(step))
-            self.attempt("proofs", self._notices.report_proofs)
+            outside = [("coverage", partial(self._notices.report_outside, step))]
+            self._run(
+                ("switch", self.instrumentation.end_step),
+                *(outside if was_sampled else ()),
+                ("coverage", partial(self._notices.report_unseen, step)),
+                ("switch", partial(self._notices.report_runs, step)),
+                ("proofs", self._notices.report_proofs),
+            )
         self._step_ended()
+        stop_listening = partial(self.instrumentation.observe, None)
         if self._burst.is_on:
             self.attempt("burst", self._burst.forget_step)
             if not was_sampled:
-                self.attempt("burst", lambda: self.instrumentation.observe(None))
+                self.attempt("burst", stop_listening)
         alarms = self.catch_up()
         if not was_sampled or self._phase >= Phase.OFF:
             return alarms
-        self.attempt("capture", lambda: self.instrumentation.observe(None))
+        self.attempt("capture", stop_listening)
         # From here on an error may hit one rank alone, which must still take part in this.
-        if not self.attempt("ranks", self._agree):
+        if not self.attempt("ranks", self._exchange.agree):
             self._become(Phase.OFF)
             return alarms
-        self.attempt("snapshots", lambda: self._snapshots.write(step))
+        self._measure(step)
+        return alarms if self._may_wait() else [*alarms, *self.catch_up()]
+
+    def _measure(self, step: int) -> None:
+        """Sends what a sampled step shows to the host; on all ranks, or on none."""
         with unchanged():
-            columns = self.attempt("metrics", lambda: self._columns(step))
-            usable = columns is not None and "capture" not in self._stages.off
-            send = partial(self._measurement.send, columns or {}, step, self.loss_scale, usable)
+            done = self._run(
+                ("snapshots", partial(self._snapshots.write, step)),
+                ("metrics", partial(self._columns, step)),
+            )
+            columns = done["metrics"]
+            is_whole = columns is not None and "capture" not in self._stages.off
+            send = partial(self._measurement.send, columns or {}, step, self.loss_scale, is_whole)
             self._unjudged = step, self.attempt("samples", send)
-            return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     @guard.method(lambda _: [])
     def catch_up(self) -> list[Alarm]:
@@ -358,10 +373,10 @@ class Session(Guarded):
         """
         unjudged, self._unjudged = self._unjudged, None
         with unchanged():
-            alarms = unjudged and self.attempt(_WATCHING, lambda: self._take_samples(*unjudged))
+            alarms = unjudged and self.attempt(WATCHING, partial(self._judge, *unjudged))
             if unjudged:
-                self.attempt("ranks", lambda: self._exchange.tell(unjudged[0]))
-        self._stages.always(_WATCHING, self._rest_between_steps)
+                self.attempt("ranks", partial(self._exchange.tell, unjudged[0]))
+        self._stages.always(WATCHING, self._rest_between_steps)
         return alarms or []
 
     def _may_wait(self) -> bool:
@@ -369,15 +384,6 @@ class Session(Guarded):
         _, sent = self._unjudged or (0, None)
         is_under_way = sent is not None and sent.numbers.is_under_way
         return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
-
-    def _agree(self) -> bool:
-        self._exchange.agree_on_weights()
-        stages = (_WATCHING, "capture", "metrics", "samples")
-        are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
-        for stage in () if are_on else stages:
-            if not ranks.all_agree(stage not in self._stages.off, stage):
-                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
-        return _WATCHING not in self._stages.off
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
         if not self.instrumentation.sites:
@@ -387,10 +393,6 @@ class Session(Guarded):
         self._notices.end_sampled_step(step, are_heard)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
-        self._exchange.metadata = self._notices.site_facts()
-        self._exchange.log_what_is_lacking()
-        if ranks.world_size() == 1:  # else once they know of one another's
-            self._record_facts(self._exchange.metadata)
         return columns
 
     def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
@@ -404,67 +406,61 @@ class Session(Guarded):
         self.detectors.normalised = normalised_sites({"sites": facts})
         self._journal.describe(facts, self.policy is not None)
 
-    def _take_samples(self, step: int, sent: Sent | None) -> list[Alarm]:
+    def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
+        """Judges a sampled step whose numbers have come, and acts on it; on all ranks alike."""
         ended = self._schedule.last_ended or 0
         samples = self.samples = self._samples_of_all_ranks(sent)
-        self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
-        self.attempt("burst", lambda: self._burst.note(samples))
-        self.attempt("burst", self._follow_burst)
-        self.attempt("notices", lambda: self._notices.report_samples(samples, self.loss_scale))
-        found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
-        evidence = self._journal.evidence
-        found = self.attempt("judgement", lambda: graded(found, evidence)) or found
+        done = self._run(
+            ("scalars", partial(largest, samples)),
+            ("burst", partial(self._burst.note, samples)),
+            ("burst", self._follow_burst),
+            ("notices", partial(self._notices.report_samples, samples, self.loss_scale)),
+            ("detectors", partial(self.detectors.update, samples)),
+        )
+        self.scalars, found = done["scalars"] or {}, done["detectors"] or []
+        found = self.attempt("judgement", partial(graded, found, self._journal.evidence)) or found
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms, self.news = step, alarms, []
-        self.attempt("alarms", lambda: self._record_alarms(found))
-        earlier, self._unheeded = [*self._unheeded, *alarms], []
-
-        def decide() -> None:
-            now = self._schedule.last_ended or 0
-            self.attempt(
-                "policy",
-                lambda: self._switching.decide(
-                    earlier, step, now, self.detectors.restless(), self._findings.way_back
-                ),
-            )
-            self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
-
-        if self._is_informed:
-            self._after_step(decide)
-        else:  # an error came in between
-            self._unheeded = earlier
-        self.attempt("verdict", lambda: self._journal.report_verdict(ended, self._burst.is_on))
+        self.attempt("alarms", partial(self._record_alarms, found))
+        self._unheeded = [*self._unheeded, *alarms]
+        if self._is_informed:  # else an error came in between
+            unheeded, self._unheeded = self._unheeded, []
+            self._after_step(partial(self._act, step, unheeded, samples))
+        is_measuring = self._burst.is_on
+        self.attempt("verdict", partial(self._journal.report_verdict, ended, is_measuring))
         return alarms
+
+    def _act(self, step: int, alarms: list[Alarm], samples: list[Sample]) -> None:
+        self._run(
+            ("policy", partial(self._decide, step, alarms)),
+            ("clip", lambda: self._clipping.act(self.instrumentation.sites, samples)),
+        )
+
+    def _decide(self, step: int, alarms: list[Alarm]) -> None:
+        now, restless = self._schedule.last_ended or 0, self.detectors.restless()
+        self._switching.decide(alarms, step, now, restless, self._findings.way_back)
 
     def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
         """Returns the samples of all ranks; every rank calls it."""
         own = sent and self.attempt("samples", partial(self._measurement.receive, sent))
         sent = None if own is None else sent
-        if self._measurement.parted and ranks.world_size() == 1:
-            self.attempt("metrics", lambda: self._record_facts(self._notices.site_facts()))
+        facts = self.attempt("metrics", self._notices.site_facts)
         # A rank that has nothing, and may have failed, takes part all the same.
         calls = self._stages.always("metrics", lambda: self._measurement.of_all_ranks(sent))
         # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
         # calls cannot be switched is no reason not to switch the next ones.
-        known = self._exchange.share(own or [])
+        known = self._exchange.share(own or [], facts)
         self._switching.refusals = known.refusals
         self._switching.asked_elsewhere = known.asked
-        if ranks.world_size() > 1:
-            self.attempt("metrics", lambda: self._record_facts(known.metadata))
+        self.attempt("metrics", partial(self._record_facts, known.metadata))
         samples = known.samples
         if sent and calls:
             add = partial(self._measurement.add, sent, *calls, samples)
             samples = self.attempt("metrics", add) or samples
         if sent and not self.instrumentation.sites and not any(one.site for one in samples):
-            self.attempt("metrics", lambda: self._report_nothing(sent.step))
+            self.attempt("metrics", partial(self._notices.report_nothing, sent.step))
         return samples
-
-    def _report_nothing(self, step: int) -> None:
-        # A step may call no attention: one that was skipped, or that of a discriminator.
-        if self._strict:
-            raise NoAttentionSeenError(self._notices.why_nothing)
-        self._notices.report_nothing(step)
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
@@ -480,9 +476,8 @@ class Session(Guarded):
                 self._notices.announce(alarm)
                 self.news += [alarm] if is_new else []
         if self.news and (webhook := self._webhook):
-            self.attempt("alerts", lambda: webhook.tell(self._name, self.news))
-        if found:
-            self.attempt("burst", lambda: self._begin_bursts(found))
+            self.attempt("alerts", partial(webhook.tell, self._name, self.news))
+        self.attempt("burst", partial(self._begin_bursts, found))
 
     def _begin_bursts(self, found: list[Alarm]) -> None:
         if nothing_to_correct(self._journal.metadata, PRECISE):
@@ -510,17 +505,15 @@ class Session(Guarded):
         if step is None or not self._schedule.is_within_step:
             return
         self._schedule.abandon()
-        self.attempt("capture", lambda: self.instrumentation.observe(None))
-        self.attempt("capture", self._measurement.discard)
-        self.attempt("burst", self._burst.forget_step)
-        self.attempt("coverage", self._notices.outside.stop)
-        self.attempt("snapshots", self._snapshots.discard)
-        self.attempt("samples", lambda: self._measurement.run.forget_step(step))
+        self._run(
+            ("capture", partial(self.instrumentation.observe, None)),
+            ("capture", self._measurement.discard),
+            ("burst", self._burst.forget_step),
+            ("coverage", self._notices.outside.stop),
+            ("snapshots", self._snapshots.discard),
+            ("samples", partial(self._measurement.run.forget_step, step)),
+        )
         self._step_ended()
-
-    @guard.method()
-    def _warn_of_steps(self) -> None:
-        self._schedule.close()
 
     @guard.method(at_last=lambda session: session._leave())
     def close(self, end: RunEnd = "finished") -> None:
@@ -536,7 +529,7 @@ class Session(Guarded):
             allowed = f"{', '.join(RUN_ENDS[:-1])} or {RUN_ENDS[-1]}"
             _warn(f"end is {end!r}; it must be {allowed}: interrupted is recorded")
             end = "interrupted"
-        self._end_watching()
+        self._become(Phase.CLOSED)
         self._ended = end
         last = (  # the last one first
             self._tell_end,
@@ -544,6 +537,7 @@ class Session(Guarded):
             lambda: self._journal.close(end),
             self._stages.end_sample,
             self._write_what_is_left,
+            partial(self.attempt, "metrics", self._record_never_met),
             self._report_what_ran_last,
             self._drop_calls,
             self._switching.remember,  # gone from the model in a moment
@@ -564,14 +558,13 @@ class Session(Guarded):
         self._notices.outside.stop()
 
     def _write_what_is_left(self) -> None:
-        """Writes the scalars of steps since the last sampled one, and which modules none met."""
-        self.attempt("metrics", self._record_never_met)
-        ended = self._schedule.last_ended or 0
-        measurement = self._measurement
+        """Writes the scalars of steps since the last sampled one."""
+        ended, measurement = self._schedule.last_ended or 0, self._measurement
         left = self.attempt("samples", lambda: measurement.receive(measurement.send({}, ended)))
         self._journal.add(left or [])
 
     def _record_never_met(self) -> None:
+        """Records which modules no sampled step has met."""
         if self._notices.end_samples():
             # Of other ranks, what they said last.
             known = self._journal.metadata.get("sites", {})
@@ -620,6 +613,10 @@ class Session(Guarded):
         """Logs an event and writes it to the journal."""
         self._journal.record(event)
 
+    def _run(self, *stages: tuple[str, Callable[[], object]]) -> dict[str, Any]:
+        """Runs stages one after the other, each as `attempt` does; returns what they return."""
+        return {stage: self.attempt(stage, function) for stage, function in stages}
+
     @guard.method()
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
         """Runs a stage of the monitor, unless it is off; returns None then, and if it fails."""
@@ -666,14 +663,22 @@ class Session(Guarded):
         if not self._schedule.is_sampled:
             return
         self._are_heard = True
-        runtime.site(call.site).precisions.add(_precision_of(call.q))
         self._measurement.consume(call)
         self.attempt("snapshots", lambda: self._snapshots.consume(call))
 
-    # --- leaving the model -----------------------------------------------------------------------
+    # --- phases: all that changes them, and what is done then -------------------------------------
 
     # A forward and its recomputation in activation checkpointing must be alike. So nothing that
     # changes how calls run happens within a step: it waits until the step has ended.
+
+    def _become(self, phase: Phase) -> None:
+        self._phase = max(self._phase, phase)
+        if self._is_closed:
+            self._schedule.is_sampled = False
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._phase >= Phase.CLOSED
 
     def _after_step(self, function: Callable[[], None]) -> None:
         if self._schedule.is_within_step:
@@ -688,17 +693,24 @@ class Session(Guarded):
         if is_left and self.instrumentation.is_installed:
             self._stand_back()
 
-    def _end_watching(self) -> None:
-        self._become(Phase.CLOSED)
-        self._schedule.is_sampled = False
-
     def _leave(self) -> None:
         """Lets go of the model now, or when the step has ended if this is the first call."""
-        self._end_watching()
+        self._become(Phase.CLOSED)
         if self._schedule.is_within_step and self._phase < Phase.LEAVING:
             self._become(Phase.LEAVING)
         else:
             self._let_go()
+
+    def _give_up(self) -> None:
+        """Leaves the model alone for good; what is recorded stays."""
+        _quietly(self._drop_calls)
+        if self._is_closed:
+            _quietly(lambda: self._journal.close("crashed"))
+        elif self._schedule.is_within_step and not self.instrumentation.switched:
+            self._become(Phase.FAILED_IN_STEP)
+            return
+        self._become(Phase.FAILED)
+        self._stand_back()
 
     def _stand_back(self) -> None:
         """Leaves the model alone; until the session is closed, switched heads stay switched."""
@@ -825,14 +837,14 @@ class Session(Guarded):
         off = self._stages.off
         if not self._schedule.is_within_step:
             off = off - self._stages.rested  # at the next sample
-        unfit = off & {_WATCHING, "capture", "metrics"}
+        unfit = off & {WATCHING, "capture", "metrics"}
         is_open = self._phase is Phase.OPEN
-        wanted = bool(self._measurement.plan.calls) and not unfit and is_open
+        is_wanted = is_sampled and is_open and bool(self._measurement.plan.calls) and not unfit
         bursts = () if unfit | (off & {"burst"}) else self._burst.heads
         self.instrumentation.rest(
-            not (is_sampled and wanted), bursts, are_counted=self._schedule.is_counted(step)
+            not is_wanted, bursts, are_counted=self._schedule.is_counted(step)
         )
-        return is_sampled and wanted
+        return is_wanted
 
     def _rest_between_steps(self) -> None:
         """Foresees the next step: some loops run its forward before they say that it begins."""
@@ -850,7 +862,7 @@ class Session(Guarded):
             self._never_begin(error)
             return
         try:
-            self._stages.fail(_WATCHING, error)
+            self._stages.fail(WATCHING, error)
         finally:
             self._give_up()
 
@@ -859,8 +871,8 @@ class Session(Guarded):
         self._journal.record_own(Event(self._latest_step, "monitor_error", "", (), why))
 
     def _report_failure(self, stage: str, why: str) -> None:
-        where = OFF if stage in (_WATCHING, "ranks") else stage
-        if stage in ("burst", "capture", _WATCHING, "ranks"):
+        where = OFF if stage in (WATCHING, "ranks") else stage
+        if stage in ("burst", "capture", WATCHING, "ranks"):
             _quietly(self._burst.fail)
             _quietly(self._note_burst)
         event = Event(self._latest_step, "monitor_error", "", (), f"{where}: {why}")
@@ -868,7 +880,7 @@ class Session(Guarded):
             self._journal.store_failed(event)
         else:
             self._journal.record_own(event)
-        if stage in (_WATCHING, "ranks"):
+        if stage in (WATCHING, "ranks"):
             self._give_up()
 
     @property
@@ -876,24 +888,10 @@ class Session(Guarded):
         step = self._schedule.step
         return step if step is not None else self._schedule.last_ended or 0
 
-    def _give_up(self) -> None:
-        """Leaves the model alone for good; what is recorded stays."""
-        _quietly(self._drop_calls)
-        if self._is_closed:
-            _quietly(lambda: self._journal.close("crashed"))
-        elif self._schedule.is_within_step and not self.instrumentation.switched:
-            self._become(Phase.FAILED_IN_STEP)
-            return
-        self._become(Phase.FAILED)
-        self._stand_back()
-
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""
-        vars(self).update(
-            instrumentation=Instrumentation.of_nothing(), samples=[], alarms=[], scalars={},
-            sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
-        )  # fmt: skip
         self._is_void = True
+        self._watch_nothing()
         log.unwatched(error)
         _quietly(lambda: leave_word(self._dirpath, f"{OFF}: {text_of(error)}"))
 
@@ -910,20 +908,6 @@ def _quietly(function: Callable[[], object]) -> None:
 def _warn(line: str) -> None:
     if ranks.rank() == 0:
         log.warning("%s", line)
-
-
-def _advice(settings: Settings) -> str:
-    """What an alarm's line tells the user to do."""
-    if settings.policy is None:
-        return "attach a policy to correct it"
-    return "dry_run: nothing is switched" if settings.dry_run else ""
-
-
-def _precision_of(q: Tensor) -> str:
-    """The dtype that attention computes in; TF32 rounds FP32 to ten bits."""
-    # The older setting, `float32_matmul_precision`, raises an error after a use of this one.
-    is_tf32 = q.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if q.dtype == torch.float32 and is_tf32 else str(q.dtype).removeprefix("torch.")
 
 
 def _is_number(value: object) -> bool:

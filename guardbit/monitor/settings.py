@@ -133,6 +133,13 @@ class Settings:
     def measured(self) -> tuple[str, ...]:
         return INDICATORS if self.indicators is None else tuple(self.indicators)
 
+    @property
+    def advice(self) -> str:
+        """What an alarm's line tells the user to do."""
+        if self.policy is None:
+            return "attach a policy to correct it"
+        return "dry_run: nothing is switched" if self.dry_run else ""
+
     def described(self) -> dict[str, Any]:
         """Returns what is kept of them with a run, as plain data."""
         numbers = "every_n_train_steps", "num_rows", "num_audited_heads", "dry_run"

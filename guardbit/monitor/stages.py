@@ -64,8 +64,11 @@ class FailedElsewhereError(RuntimeError):
 # For how many samples a stage rests after each failure, before it is tried again.
 _RESTS = (0, 3, 15)
 
+#: The stage of everything outside other stages; if it fails, nothing more is watched.
+WATCHING = "watching"
+
 # What has tries of its own, or what nothing can follow.
-_LASTING = frozenset({"watching", "ranks", "store", "state", "close"})
+_LASTING = frozenset({WATCHING, "ranks", "store", "state", "close"})
 
 #: How an event ends by which a stage is off for good, and how one that will be tried again.
 FOR_GOOD, FOR_NOW = "it is off for the rest of the run", "it is tried again at later samples"

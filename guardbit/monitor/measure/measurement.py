@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.catalog import HEAD_INDICATORS, SUMS
-from guardbit.kernels.runtime import AttentionCall
+from guardbit.kernels.runtime import AttentionCall, runtime
 from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.audits import Audits
@@ -36,10 +36,6 @@ _ORIGINS = "origins"
 
 #: Name, step and factor of a scalar of the run.
 Scalar = tuple[str, int, float]
-
-
-class NoAttentionSeenError(RuntimeError):
-    """No step so far has called attention that GuardBit sees."""
 
 
 class Sent(NamedTuple):
@@ -85,6 +81,7 @@ class Measurement:
 
     def consume(self, call: AttentionCall) -> None:
         """Takes one attention call of a sampled step, inside its backward."""
+        runtime.site(call.site).precisions.add(precision_of(call.q))
         if self._metric is None or call.site not in self._known:
             # `observe` shows a call in the forward, when later modules are not known yet.
             before = self._known if self._metric else {}
@@ -264,6 +261,13 @@ class Measurement:
             )
             for place, (name, site) in enumerate(sites.items())
         }  # fmt: skip
+
+
+def precision_of(q: Tensor) -> str:
+    """The dtype that attention computes in; TF32 rounds FP32 to ten bits."""
+    # The older setting, `float32_matmul_precision`, raises an error after a use of this one.
+    is_tf32 = q.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if q.dtype == torch.float32 and is_tf32 else str(q.dtype).removeprefix("torch.")
 
 
 def largest(samples: Sequence[Sample]) -> dict[str, float]:

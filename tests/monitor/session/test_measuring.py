@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_run
-from guardbit.monitor.measure.measurement import Transfer
+from guardbit.monitor.measure.measurement import Transfer, precision_of
 from guardbit.monitor.replay import normalised_sites, replay
-from guardbit.monitor.session import _precision_of
 from guardbit.store import read_metadata
 from tests.monitor.session.plain_loop import NORMS, SITES, Always, Loop, attention, events_of
 
@@ -29,15 +28,15 @@ def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
 def test_tf32_is_noticed_whichever_setting_allows_it(setting, value):
     matmul, on_gpu = torch.backends.cuda.matmul, SimpleNamespace(is_cuda=True, dtype=torch.float32)
     before = matmul.fp32_precision
-    assert _precision_of(on_gpu) == "float32"
+    assert precision_of(on_gpu) == "float32"
     # Hugging Face's Trainer uses the newer one with torch_compile=True; PyTorch raises an error
     # where the other is asked for then.
     setattr(matmul, setting, value)
     try:
-        assert _precision_of(on_gpu) == "tf32"
+        assert precision_of(on_gpu) == "tf32"
     finally:
         matmul.fp32_precision = before
-    assert _precision_of(on_gpu) == "float32"
+    assert precision_of(on_gpu) == "float32"
 
 
 def test_suspects_are_audited_besides_those_in_turn(tmp_path):
