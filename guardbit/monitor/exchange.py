@@ -55,19 +55,10 @@ class Exchange:
         self._instrumentation, self._stages, self._journal = instrumentation, stages, journal
         # What the run's metadata says of this rank's attention modules.
         self._metadata: dict[str, dict[str, Any]] = {}
-        self._lacking: set[tuple[str, str]] = set()
         self._are_compared, self._told = False, set[str]()
         # Of this rank, if all have the same modules: sum and number of W_Q's norms, and a code of
         # what is switched, or 0 if it is not known.
         self._numbers = 0.0, 0, 0
-
-    def _log_what_is_lacking(self) -> None:
-        """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
-        for name, known in self._metadata.items() if ranks.rank() > 0 else ():
-            why = known["weights_unavailable"]
-            if why and (name, why) not in self._lacking:
-                self._lacking.add((name, why))
-                log.warning("rank %d: %s", ranks.rank(), why)
 
     def agree(self) -> bool:
         """Turns stages off that are off on some rank; returns whether all go on watching."""
@@ -102,7 +93,6 @@ class Exchange:
         """Returns what the ranks know; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         self._metadata = self._metadata if facts is None else facts
-        attempt("metrics", self._log_what_is_lacking)
         instrumentation = self._instrumentation
 
         def of_sites(what: str) -> dict[str, Any]:

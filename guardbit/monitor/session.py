@@ -44,7 +44,6 @@ from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, Sent, largest
 from guardbit.monitor.notices import Notices
-from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import Settings, warn_of_settings
@@ -117,19 +116,23 @@ class Session(Guarded):
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
-        self._watch_nothing()
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(settings.policy)
         self.dry_run = settings.dry_run
+        self.loss_scale = 1.0
+        self.scalars: dict[str, float] = {}
+        self.samples: list[Sample] = []
+        self.alarms: list[Alarm] = []
+        self.news: list[Alarm] = []  # those of a rule or head that had not alarmed before
+        self.sampled_step: int | None = None
         self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
             warn_of_settings(settings.measured, self.policy, self.detectors)
         with refusing():
-            self.instrumentation = instrument(model, settings.sites)
-        self.instrumentation.keep_residuals(
-            self.policy is not None and self.policy.stabilizer == "compensated"
-        )
+            self.instrumentation: Instrumentation = instrument(model, settings.sites)
+        is_compensated = self.policy is not None and self.policy.stabilizer == "compensated"
+        self.instrumentation.keep_residuals(is_compensated)
         self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
         # Those of a checkpoint that no policy has acted on: this run's may.
@@ -151,17 +154,6 @@ class Session(Guarded):
         # Whether it is known how modules run, so that no switch is needless; ranks must agree.
         self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
-
-    def _watch_nothing(self) -> None:
-        """Sets what callbacks read; it stays so if the session cannot be set up."""
-        self.instrumentation: Instrumentation = Instrumentation.of_nothing()
-        self.policy: Policy | None = None
-        self.dry_run, self.loss_scale = False, 1.0
-        self.scalars: dict[str, float] = {}
-        self.samples: list[Sample] = []
-        self.alarms: list[Alarm] = []
-        self.news: list[Alarm] = []  # those of a rule or head that had not alarmed before
-        self.sampled_step: int | None = None
 
     # --- the run's events ------------------------------------------------------------------------
 
@@ -334,15 +326,14 @@ class Session(Guarded):
                 ("proofs", self._notices.report_proofs),
             )
         self._step_ended()
-        stop_listening = partial(self.instrumentation.observe, None)
         if self._burst.is_on:
             self.attempt("burst", self._burst.forget_step)
             if not was_sampled:
-                self.attempt("burst", stop_listening)
+                self.attempt("burst", partial(self.instrumentation.observe, None))
         alarms = self.catch_up()
         if not was_sampled or self._phase >= Phase.OFF:
             return alarms
-        self.attempt("capture", stop_listening)
+        self.attempt("capture", partial(self.instrumentation.observe, None))
         # From here on an error may hit one rank alone, which must still take part in this.
         if not self.attempt("ranks", self._exchange.agree):
             self._become(Phase.OFF)
@@ -353,11 +344,8 @@ class Session(Guarded):
     def _measure(self, step: int) -> None:
         """Sends what a sampled step shows to the host; on all ranks, or on none."""
         with unchanged():
-            done = self._run(
-                ("snapshots", partial(self._snapshots.write, step)),
-                ("metrics", partial(self._columns, step)),
-            )
-            columns = done["metrics"]
+            self.attempt("snapshots", partial(self._snapshots.write, step))
+            columns = self.attempt("metrics", partial(self._columns, step))
             is_whole = columns is not None and "capture" not in self._stages.off
             send = partial(self._measurement.send, columns or {}, step, self.loss_scale, is_whole)
             self._unjudged = step, self.attempt("samples", send)
@@ -427,15 +415,12 @@ class Session(Guarded):
         if self._is_informed:  # else an error came in between
             unheeded, self._unheeded = self._unheeded, []
             self._after_step(partial(self._act, step, unheeded, samples))
-        is_measuring = self._burst.is_on
-        self.attempt("verdict", partial(self._journal.report_verdict, ended, is_measuring))
+        self.attempt("verdict", partial(self._journal.report_verdict, ended, self._burst.is_on))
         return alarms
 
     def _act(self, step: int, alarms: list[Alarm], samples: list[Sample]) -> None:
-        self._run(
-            ("policy", partial(self._decide, step, alarms)),
-            ("clip", lambda: self._clipping.act(self.instrumentation.sites, samples)),
-        )
+        self.attempt("policy", partial(self._decide, step, alarms))
+        self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
 
     def _decide(self, step: int, alarms: list[Alarm]) -> None:
         now, restless = self._schedule.last_ended or 0, self.detectors.restless()
@@ -841,9 +826,8 @@ class Session(Guarded):
         is_open = self._phase is Phase.OPEN
         is_wanted = is_sampled and is_open and bool(self._measurement.plan.calls) and not unfit
         bursts = () if unfit | (off & {"burst"}) else self._burst.heads
-        self.instrumentation.rest(
-            not is_wanted, bursts, are_counted=self._schedule.is_counted(step)
-        )
+        are_counted = self._schedule.is_counted(step)
+        self.instrumentation.rest(not is_wanted, bursts, are_counted=are_counted)
         return is_wanted
 
     def _rest_between_steps(self) -> None:
@@ -891,7 +875,10 @@ class Session(Guarded):
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""
         self._is_void = True
-        self._watch_nothing()
+        vars(self).update(
+            instrumentation=Instrumentation.of_nothing(), samples=[], alarms=[], scalars={},
+            sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
+        )  # fmt: skip
         log.unwatched(error)
         _quietly(lambda: leave_word(self._dirpath, f"{OFF}: {text_of(error)}"))
 
