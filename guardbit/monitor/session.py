@@ -8,10 +8,10 @@ them inside the backward, and `end_step` runs named stages (`Stages`), in three 
 2. `_measure`, after a sampled step: norms of weights are taken, and all numbers sent to the host;
 3. `_judge`, once these have come: scalars, detectors and alarms; `_act` then switches and clips.
 What ranks exchange after a sampled step, in this order: which modules were not called ("uncalled"),
-whether stages are on, and once whether all hold the same modules ("agree"); in `_measure` weights
-that are sharded; in `_judge` the modules measured ("sites", "agree") and, if all ranks measured
-theirs, the sums of calls ("state of"), then samples ("known"); at last codes of weights, switches
-and events ("end") and, where these differ, the events ("events").
+whether stages are on ("agree"); in `_measure` weights that are sharded; in `_judge` the modules
+measured ("sites", "agree") and, if all ranks measured theirs, the sums of calls ("state of"), then
+samples ("known"); at last codes of weights, switches and events ("end") and, where those of events
+differ, the events ("events").
 """
 
 from __future__ import annotations
