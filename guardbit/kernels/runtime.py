@@ -90,6 +90,9 @@ class _Setting(NamedTuple):
     at_rest: bool
 
 
+_BEFORE_ANY = _Setting(None, at_rest=False)
+
+
 @dataclass(slots=True)
 class Clock:
     """Counts the steps of a model, so that each call can be assigned to a step."""
@@ -184,13 +187,13 @@ class SiteState:
 
     @property
     def _setting(self) -> _Setting:
-        return self.settings.get(self.call, _Setting(None, at_rest=False))
+        return self.settings.get(self.call, _BEFORE_ANY)
 
     @property
     def is_idle(self) -> bool:
         """Whether the forward that began may be left to PyTorch's function."""
-        at_rest, switched = self._setting.at_rest, self._setting.stabilizers or ()
-        return at_rest and not {*self.requested, *self.own(switched)} - {"none"}
+        switched, at_rest = self._setting
+        return at_rest and not {*self.requested, *self.own(switched or ())} - {"none"}
 
     @property
     def is_unobserved(self) -> bool:

@@ -137,10 +137,11 @@ def next_call() -> int:
 
 def count_call() -> int:
     """Counts a call; returns how many its forward has now."""
-    frame, number = _calling(), next_call()
-    if frame is not None:
-        frame.calls = number
-    return number
+    frame = _calling()
+    if frame is None:
+        return 1
+    frame.calls += 1
+    return frame.calls
 
 
 def pop(module: nn.Module) -> None:
