@@ -401,8 +401,7 @@ def _read_call(context: Any) -> None:
 
 
 def _keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
-    _sites[site_number(module)].inputs = inputs
-    _types[type(module)].inputs = inputs
+    _sites[site_number(module)].inputs = _types[type(module)].inputs = inputs
 
 
 def _keep_traced_share(number: int, heads: Heads) -> str | None:
