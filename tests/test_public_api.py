@@ -56,7 +56,7 @@ PARAMETERS = {
 #: Methods, properties and attributes of the objects users hold.
 MEMBERS = {
     "Instrumentation": ["load_stabilizers", "remove", "sites", "stabilizers", "switch"],
-    "Site": ["key_weights", "launches", "num_heads", "query_weight", "query_weights", "refusal"],
+    "Site": ["key_weights", "launches", "limits", "num_heads", "query_weight", "query_weights"],
     "MonitorSession": [
         "abandon_step",
         "alarmed_heads",
