@@ -47,6 +47,10 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+def _chooses_none(*_: Any, **__: Any) -> bool:
+    raise RuntimeError("it does not say which kernel would run")
+
+
 _C = "torch._C."
 _AUTOGRAD = "torch._C._autograd."
 _EVAL_FRAME = "torch._dynamo.eval_frame."
@@ -152,7 +156,7 @@ NAMES: dict[str, Private] = {
     ),
     "varlen_choice": Private(
         ("torch.nn.attention.varlen." + _VARLEN_CHOICE,),
-        "calls of varlen_attn are taken for flash kernels'", (_always(False),),
+        "calls of varlen_attn are not watched from 2.14 on", (_chooses_none,),
     ),
     "op_types": Private(
         ("torch._library.custom_ops.CustomOpDef", "torch._ops.OpOverloadPacket",

@@ -177,15 +177,18 @@ class VarlenCuDNN(Varlen):
 
 def varlen_runs_on_cudnn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
-    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, **_: Any,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    num_splits: int | None = None, **_: Any,
 ) -> bool:  # fmt: skip
     """Whether PyTorch's own selection takes cuDNN; raises RuntimeError where it refuses a call."""
     window = list(window_size)
     if private.RELEASE >= (2, 15):
-        chosen = private.varlen_choice(query, key, value, cu_seq_q, cu_seq_k, max_q, window)
+        given = query, key, value, cu_seq_q, cu_seq_k, max_q, window
+        chosen = private.varlen_choice(*given, num_splits=num_splits)
         return chosen == SDPBackend.CUDNN_ATTENTION.value
     if private.RELEASE >= (2, 14):
-        return private.varlen_choice(query, key, value, max_q, window, enable_gqa)
+        given = query, key, value, max_q, window, enable_gqa
+        return private.varlen_choice(*given, num_splits=num_splits)
     return False
 
 

@@ -199,27 +199,31 @@ def a_card(monkeypatch, capability, cudnn):
 
 HOPPER, AMPERE, CAUSAL, FULL = (9, 0), (8, 0), (-1, 0), (-1, -1)
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-#: Card, cuDNN, window, key heads, longest -> the first release of PyTorch that runs it on cuDNN.
+#: Card, cuDNN, window, key heads, longest, splits -> the first release that runs it on cuDNN.
 CHOICES = [
-    (HOPPER, 91900, FULL, 4, 512, (2, 14)),
-    (HOPPER, 91900, CAUSAL, 4, 512, (2, 15)),
-    (HOPPER, 91900, FULL, 2, 512, (2, 15)),
-    (HOPPER, 91900, (20, 0), 4, 512, None),
-    (HOPPER, 91900, FULL, 4, 100, None),
-    (HOPPER, 91700, FULL, 4, 512, None),
-    (AMPERE, 91900, FULL, 4, 512, None),
+    (HOPPER, 91900, FULL, 4, 512, 1, None),
+    (HOPPER, 91900, FULL, 4, 512, None, (2, 14)),
+    (HOPPER, 91900, CAUSAL, 4, 512, None, (2, 15)),
+    (HOPPER, 91900, FULL, 2, 512, None, (2, 15)),
+    (HOPPER, 91900, (20, 0), 4, 512, None, None),
+    (HOPPER, 91900, FULL, 4, 100, None, None),
+    (HOPPER, 91700, FULL, 4, 512, None, None),
+    (AMPERE, 91900, FULL, 4, 512, None, None),
 ]
 
 
-@pytest.mark.parametrize(("card", "cudnn", "window", "kv_heads", "longest", "since"), CHOICES)
+@pytest.mark.parametrize(
+    ("card", "cudnn", "window", "kv_heads", "longest", "splits", "since"), CHOICES
+)
 def test_a_packed_call_runs_on_what_pytorch_chooses(
-    monkeypatch, card, cudnn, window, kv_heads, longest, since
+    monkeypatch, card, cudnn, window, kv_heads, longest, splits, since
 ):
     a_card(monkeypatch, card, cudnn)
     with FakeTensorMode():
         q, k = (torch.empty(600, h, 64, dtype=torch.bfloat16, device="cuda") for h in (4, kv_heads))
         starts = torch.empty(3, dtype=torch.int32, device="cuda")
-        chosen = varlen_runs_on_cudnn(q, k, k, starts, starts, longest, window, kv_heads < 4)
+        given = q, k, k, starts, starts, longest, window, kv_heads < 4
+        chosen = varlen_runs_on_cudnn(*given, num_splits=splits)
     assert chosen == (since is not None and since <= RELEASE)
 
 

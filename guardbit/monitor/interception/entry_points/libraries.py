@@ -168,7 +168,8 @@ class LibraryEntryPoint(base.EntryPoint):
         if spec.documents is not None:  # behind the last one kernels write nothing
             end = int(spec.documents.cu_queries[-1])
             pairs = [[x[:end] if x.dim() == 3 else x[..., :end] for x in pair] for pair in pairs]
-        is_same = isinstance(ours, tuple) == isinstance(theirs, tuple)
+        lengths = [len(x) if isinstance(x, tuple) else 0 for x in (ours, theirs)]
+        is_same = lengths[0] == lengths[1]
         if is_same and all(torch.equal(x, y) for x, y in pairs):
             return None
         return "its function does not return what its kernel does, so that it is another one"
@@ -208,7 +209,7 @@ class LibraryEntryPoint(base.EntryPoint):
             try:
                 label = "varlen_attn on cuDNN" if varlen_runs_on_cudnn(**given) else label
             except RuntimeError as error:
-                return base.Refusal(f"PyTorch refuses it: {error}", q, k)
+                return base.Refusal(f"PyTorch chooses no kernel: {error}", q, k)
         engine = _ENGINES[label, bool(asked.get("deterministic", False))]
         scheduling = tuple(-1 if (x := given.get(name)) is None else int(x) for name in SCHEDULING)
         if max(scheduling) > -1:
