@@ -258,10 +258,8 @@ class LiveRuns:
     def look(self) -> None:
         """Reads what is new of the open runs, and then for some time of the others, in turn."""
         until: float | None = None
-        if (
-            self.is_list
-            and time.monotonic() - (self._searched or -SEARCH_SECONDS) >= SEARCH_SECONDS
-        ):
+        since = time.monotonic() - (self._searched or -SEARCH_SECONDS)
+        if self.is_list and since >= SEARCH_SECONDS:
             self._search()
         for run in sorted(self._runs, key=lambda run: (not run.is_open, run.looked_at)):
             if not run.is_open:

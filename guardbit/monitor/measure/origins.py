@@ -87,7 +87,8 @@ class Origins:
         product = gradient.float() * parameter
         squares, known = product.square(), self._made.setdefault(parameter, {})
         for one in range(product.dim()) if axis is None else (axis,):
-            _add(known, one, torch.stack([_of_features(x, one) for x in (product, squares)]))
+            sums = [x if x.dim() < 2 else x.sum(one).flatten() for x in (product, squares)]
+            _add(known, one, torch.stack(sums))
 
     def columns(self, sites: Mapping[str, Site], step: int) -> dict[str, Tensor]:
         """Returns what `judge` reads of each module; takes back rows that got no gradient."""
@@ -124,10 +125,6 @@ class Origins:
 
 def _add(sums: dict[Any, Tensor], key: object, more: Tensor) -> None:
     sums[key] = sums[key] + more if key in sums else more
-
-
-def _of_features(product: Tensor, axis: int) -> Tensor:
-    return product if product.dim() < 2 else product.sum(axis).flatten()
 
 
 def _parting(

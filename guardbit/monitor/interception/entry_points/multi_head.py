@@ -85,10 +85,6 @@ def _heads_of_module(args: Args, kwargs: Kwargs) -> Heads:
     return num_heads, num_heads, _given("embed_dim_to_check", args, kwargs) // num_heads
 
 
-def _why_query(query: Tensor) -> str | None:
-    return "its inputs are nested" if query.is_nested else why_kind(query, query, query)
-
-
 def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     """Records an eager call; returns what watches it if there is an observer."""
     if not runtime.is_inside_site():
@@ -105,7 +101,8 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     number = number_of(runtime.current)
     heads = _heads_of_module(args, kwargs)
     query = _given("query", args, kwargs)
-    why = _why_misread or _why_query(query) or why_now(query)
+    why = _why_misread or ("its inputs are nested" if query.is_nested else None)
+    why = why or why_kind(query, query, query) or why_now(query)
     refusal = _RETURNS_WEIGHTS if why is None else f"{_RETURNS_WEIGHTS}; nor is it watched: {why}"
     given = (*args, *kwargs.values())
     is_trained = any(isinstance(x, Tensor) and x.requires_grad for x in given)
