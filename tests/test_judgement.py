@@ -672,6 +672,20 @@ def test_what_a_corrected_head_does_is_not_credited_to_its_switch(switched_at, s
     assert ("were switched before their alarm" in found.headline) == (state != "saved")
 
 
+def test_the_fall_of_a_head_that_was_switched_before_does_not_save_another():
+    made = samples(logit=falling)
+    for name, x in (
+        ("rounding_share_low", 0.8),
+        ("rounding_share", 0.9),
+        ("rounding_share_high", 1),
+    ):
+        made.append(Sample(LAST, SITE, 1, name, (np.nan, x, np.nan, np.nan)))
+    events = [switch(0, heads=(2,)), alarm(6750), alarm(6750, head=1), switch(6750, heads=(1,))]
+    found = judged(*events, of=made)
+    assert (found.state, found.cause.what) == ("switched", "rounding")
+    assert judged(*events[1:3], switch(6750), of=made).state == "saved"
+
+
 def of_precision(*names):
     return {"sites": {SITE: {"precision": names, "kernels": ["FLASH_ATTENTION"]}}}
 

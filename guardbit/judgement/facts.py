@@ -68,6 +68,7 @@ class Facts:
         }
         changes = [evidence.changes(head, step) for head, step in since.items()]
         corrected = corrected_before(alarmed, switched)
+        answered = [evidence.changes(h, step) for h, step in since.items() if h not in corrected]
         gone = (evidence.error_gone(h, step) for h, step in since.items() if h not in corrected)
         grades = severities(evidence, (event.step for event in alarms))
 
@@ -125,7 +126,7 @@ class Facts:
         self.first_switch = min((event.step for event in switched.values()), default=None)
         self.switched = len(switched)  # heads, at the end
         self.alarmed_and_switched = len(since)
-        self.corrected_before = len(corrected)  # heads whose switch is no answer to their alarm
+        self.corrected_before = len(corrected)  # so many have no switch that answers their alarm
         self.stabilizers = tuple(dict.fromkeys(event.stabilizer for event in switched.values()))
         self.alarming_again = len(_alarming_again(evidence, alarms, switched))
         self.still_growing = sum(bool(of) and min(map(_growth, of)) > 1 for of in changes)
@@ -134,11 +135,11 @@ class Facts:
         # Those without a sample up to their alarm, as in the folder of a resumed run: what the
         # switch does to them cannot be seen.
         self.unknown_before = sum(evidence.span(head)[0] > alarmed[head].step for head in since)
-        self.fallen = sum(any(change.is_fall for change in of) for of in changes)
-        self.are_enough = all(any(change.is_enough for change in of) for of in changes)
+        self.fallen = sum(any(change.is_fall for change in of) for of in answered)
+        self.are_enough = all(any(change.is_enough for change in of) for of in answered)
         # The largest one by a tenth or more, rather one beyond the samples' scatter.
         self.largest_fall: Change | None = min(
-            (c for of in changes for c in of if c.after <= FALLEN * c.before),
+            (c for of in answered or changes for c in of if c.after <= FALLEN * c.before),
             key=lambda change: (not change.is_fall, change.after / change.before),
             default=None,
         )

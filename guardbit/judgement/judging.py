@@ -236,7 +236,7 @@ def _without_alarm(of: Facts) -> tuple[State, str]:
 
 def _has_fallen(of: Facts) -> bool:
     """Whether half of the switched heads fell: those that were not what moved need not."""
-    return 2 * of.fallen >= of.alarmed_and_switched > 0
+    return 2 * of.fallen >= of.alarmed_and_switched - of.corrected_before > 0
 
 
 def _not_saved(of: Facts, cause: Cause) -> str:
@@ -294,8 +294,7 @@ def cause_of(
     corrected = corrected_before(alarmed, evidence.switched(events))
     for head, alarm in alarmed.items():
         step, measured = evidence.shares.get(head, (-1, {}))
-        # Before its alarm a head may not have moved, and rounding not moved it. The share of one
-        # that was corrected says what rounding would have done, and not what raised the alarm.
+        # Before its alarm a head may not have moved; of a corrected one the share raised no alarm.
         if step < alarm.step or head in corrected:
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):

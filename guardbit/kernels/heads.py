@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,14 +81,12 @@ class Saved(NamedTuple):
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def _exact(*tensors: Tensor, **how: Any) -> Tensor:
-    return dispatch.carry_exact_delta(*tensors, **how).out
-
-
 #: Stabilizer -> the function that writes the O' with its delta and returns it; it takes the
 #: arguments of `reference.carry_exact_delta`. A row that sees no key, or whose delta is not finite,
 #: keeps its O.
-DELTAS: dict[str, Callable[..., Tensor]] = {"exact_delta": _exact}
+DELTAS: dict[str, Callable[..., Tensor]] = {
+    "exact_delta": lambda *tensors, **how: dispatch.carry_exact_delta(*tensors, **how).out
+}
 
 #: The stabilizers that need our forward. With the others the engine's forward runs.
 OWN_FORWARD = frozenset({"compensated", "row_max"})

@@ -274,9 +274,8 @@ class Journal:
             log.warning("%s", printable(f"GuardBit: {line}"))
             return
         log.info("%s", printable(line))
-        on_heads = _NEEDLESS if self.needless.get(event.site) else self.advice
-        if is_switched:
-            on_heads = _SWITCHED
+        needless = _NEEDLESS if self.needless.get(event.site) else ""
+        on_heads = _SWITCHED if is_switched else needless or self.advice
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, on_heads)))
 
     def add(self, samples: list[Sample]) -> None:

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 #: Seconds that a rank waits for the others.
 EXCHANGE_SECONDS = 60.0
+#: Numbers of an exchange: gloo ends the process if ranks that part bring different lengths.
+_ROOM = 4
 
 # The group of the default process group, and that process group.
 _group: tuple[Any, Any] | None = None
@@ -89,14 +91,15 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 def gathered(what: str, *numbers: float) -> list[tuple[float, ...]]:
     """Returns the numbers of each rank, which must all take part in the same exchange."""
-    mine = torch.tensor([zlib.crc32(what.encode()), *numbers], dtype=torch.float64, device="cpu")
+    sent = [zlib.crc32(what.encode()), *numbers, *[0.0] * (_ROOM - len(numbers))]
+    mine = torch.tensor(sent, dtype=torch.float64, device="cpu")
     found = [torch.empty_like(mine) for _ in range(world_size())]
     with _own_group() as own:
         own.allgather(found, mine).wait()
         answers = [other.tolist() for other in found]
         if any(other[0] != mine[0] for other in answers):
             raise RuntimeError("it takes part in another exchange")
-    return [tuple(others) for _, *others in answers]
+    return [tuple(others[: len(numbers)]) for _, *others in answers]
 
 
 @contextmanager

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, to_hex
-from matplotlib.text import Annotation
 
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
@@ -232,34 +229,6 @@ def test_a_run_without_the_indicator_draws_nothing(run, name):
     assert CHARTS[name](without, run.events) is None
     broken = run.frame.assign(value=run.frame["value"].where(without["value"].notna(), np.nan))
     assert CHARTS[name](broken, run.events) is None
-
-
-@charts
-def test_no_text_leaves_the_canvas_and_no_names_overlap(run, name):
-    extreme = run.frame.assign(
-        value=run.frame["value"].where(run.frame["indicator"] != "max_logit", 1e4 * run.frame.value)
-    )
-    figure = CHARTS[name](extreme, run.events)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    names = []
-    for axes in figure.axes:
-        titles = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
-        ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()]
-        notes = [text for text in axes.texts if isinstance(text, Annotation)]
-        names += [note.get_window_extent(renderer) for note in notes if note.arrow_patch]
-        for text in [*titles, *notes, *ticks]:
-            if text.get_text() and text.get_visible():
-                assert text.get_fontsize() >= 9
-        for text in [*titles, *notes]:
-            box = text.get_window_extent(renderer)
-            if text.get_text():
-                assert box.x0 >= 0 and box.y0 >= 0, text
-                assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
-    # Annotation extents include their leader lines, which may cross: compare the texts' heights.
-    middles = sorted(box.y0 + box.height / 2 for box in names)
-    assert all(after - before >= 13 for before, after in pairwise(middles))
 
 
 def test_the_recorded_failure_draws_one_line_a_layer():

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
+from guardbit.monitor import exchange
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import FOR_NOW
@@ -112,6 +113,24 @@ def test_ranks_that_run_in_float32_switch_nothing(tmp_path):
     for asked, off in seen(tmp_path / "found"):
         assert (asked, off) == ({SITES[0]: ["none"] * 2, SITES[1]: ["none"] * 4}, [])
     assert "runs in float32" in events_of(tmp_path / "run", "refusal").why.iloc[0]
+
+
+def parting(folder):
+    begin("cpu")
+    loop = Loop(dirpath=folder / "run")
+    for step in range(4):
+        if dist.get_rank() == 1 and step == 2:
+            exchange.Part = fail  # between two exchanges of a sample
+        with loop.session.step(step) as record:
+            record.loss(loop.backward(step))
+    loop.session.close()
+    keep(folder, ["found"], lambda *_: loop.session.judgement.headline)
+
+
+def test_ranks_that_part_in_a_sample_are_lost_and_train_on(tmp_path):
+    launch(parting, 2, tmp_path)
+    for headline in seen(tmp_path / "found"):
+        assert "from step 2 on, because the monitor is off, training goes on" in headline
 
 
 def unreadable(folder):
