@@ -19,7 +19,8 @@ docs: $(VENV)/.installed
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs --durations=20
 
-# Those marked `slow` as well: every committed run of the study, and every fault that is injected.
+# Tests marked `slow` as well: all committed runs of the study, compiled models beside each of the
+# user's modes, and kernels compiled ahead of time.
 test-all: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs -m "not gpu"
 

@@ -126,7 +126,7 @@ class Facts:
         self.first_switch = min((event.step for event in switched.values()), default=None)
         self.switched = len(switched)  # heads, at the end
         self.alarmed_and_switched = len(since)
-        self.corrected_before = len(corrected)  # so many have no switch that answers their alarm
+        self.corrected_before = len(corrected)  # heads that were switched before their alarm
         self.stabilizers = tuple(dict.fromkeys(event.stabilizer for event in switched.values()))
         self.alarming_again = len(_alarming_again(evidence, alarms, switched))
         self.still_growing = sum(bool(of) and min(map(_growth, of)) > 1 for of in changes)

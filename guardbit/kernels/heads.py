@@ -261,7 +261,7 @@ class Ran(NamedTuple):
 # --- forward -------------------------------------------------------------------------------------
 
 
-class Ahead(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a forward gives."""
 
     out: Tensor
@@ -270,7 +270,7 @@ class Ahead(NamedTuple):
     ran: Ran
 
 
-def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tensor) -> Ahead:
+def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tensor) -> ForwardResult:
     """Runs a call forward."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
     engine, training = call.library, call.training
@@ -319,7 +319,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
         lse = lse + shift_of_lse(q, keys.shift, spec.scale)
     if training:
         state.note(names, why)
-    return Ahead(out, lse, residual, Ran(engine, shares_backward, on_triton, names))
+    return ForwardResult(out, lse, residual, Ran(engine, shares_backward, on_triton, names))
 
 
 def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forward, bool]:
@@ -390,7 +390,7 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 # --- backward ------------------------------------------------------------------------------------
 
 
-class Back(NamedTuple):
+class BackwardResult(NamedTuple):
     """What a backward gives."""
 
     gradients: Gradients
@@ -398,7 +398,7 @@ class Back(NamedTuple):
     names: tuple[str, ...]  # the stabilizer that each head ran
 
 
-def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> Back:
+def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResult:
     """Runs a call backward."""
     state, engine = runtime.site(number_of(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
@@ -424,7 +424,7 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> Back:
         return found
 
     if engine is not None and (ran.shares_backward or not plan.own):
-        return Back(by_engine(d_out), carried, plan.names)
+        return BackwardResult(by_engine(d_out), carried, plan.names)
     own = None
     try:
         own = _by_ours(call, d_out, saved._replace(out=carried), ran.on_triton, plan)
@@ -436,15 +436,15 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> Back:
         state.fall_back(error)
         plan = plan_of(_without(OWN_FORWARD, plan.names), True)
     if own is None:
-        return Back(by_engine(d_out), carried, plan.names)
+        return BackwardResult(by_engine(d_out), carried, plan.names)
     _count(state, "backward", plan, ran.on_triton)
     if engine is None or len(plan.own) == call.heads:
-        return Back(own, carried, plan.names)
+        return BackwardResult(own, carried, plan.names)
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
     index = device_constant(plan.own, torch.int64, d_out.device)
     merged = _merge(by_engine(d_out.index_fill(1, index, 0)), own, plan.own)
-    return Back(merged, carried, plan.names)
+    return BackwardResult(merged, carried, plan.names)
 
 
 def _carried(

@@ -447,7 +447,7 @@ def _report(
     d_out: Tensor,
     saved: Saved,
     ran: Ran,
-    found: heads.Back,
+    found: heads.BackwardResult,
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""

@@ -125,9 +125,9 @@ class Exchange:
         return whole
 
     def tell(self, step: int) -> None:
-        """Records other ranks' events up to the end of a sampled step, and if they differ.
+        """Records what other ranks met in a sampled step, and whether ranks have parted.
 
-        All ranks call it, also after an error in the step.
+        They part if their weights or switches differ. All ranks call it, also after an error.
         """
         if ranks.world_size() == 1:
             return

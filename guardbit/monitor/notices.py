@@ -297,7 +297,7 @@ class Notices:
         return metadata_of(sites, self._why_passed_by)
 
     def report_nothing(self, step: int) -> None:
-        """Reports, once, that no attention was seen so far; raises that if it is strict."""
+        """Reports once that no attention was seen so far; a strict session raises it instead."""
         # A step may call no attention: one that was skipped, or that of a discriminator.
         if self._is_strict:
             raise RuntimeError(self.why_nothing)

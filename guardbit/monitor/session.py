@@ -135,7 +135,7 @@ class Session(Guarded):
         self.instrumentation.keep_residuals(is_compensated)
         self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
-        # Those of a checkpoint that no policy has acted on: this run's may.
+        # Alarms of a checkpoint that no policy acted on; the policy of this run may.
         self._unheeded: list[Alarm] = []
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
         self._webhook = webhook_of_run() if ranks.rank() == 0 else None
