@@ -52,7 +52,7 @@ class AttentionSpec:
     # Boolean, True where a query sees a key, or floating, added to the scaled scores. Any shape
     # that broadcasts to (B, H, N, M). None for no such mask.
     mask: Tensor | None = None
-    dropout_p: float = 0.0  # probability with which an entry of P is dropped
+    dropout_p: float = 0  # probability with which an entry of P is dropped
     # How many keys before and after its own place a query sees, -1 for all. Its own place is the
     # last key that `causal=True` would show: the last keys are aligned with the last queries (of
     # each document), as in FlashAttention's `window_size`.
@@ -60,8 +60,8 @@ class AttentionSpec:
     # Packed sequences; `causal` and `window` then hold within each. None for one sequence.
     documents: Documents | None = None
     # Scores s are replaced by softcap * tanh(s / softcap), after the scale and before masks; 0 for
-    # no cap.
-    softcap: float = 0.0
+    # no cap. Not 0.0, as `sdpa.bind` says.
+    softcap: float = 0
     # (H,), one more score of each head that takes part in the softmax and has no value: the
     # probabilities of the keys add up to less than 1. None for no sinks.
     sinks: Tensor | None = None

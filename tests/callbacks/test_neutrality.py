@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager, nullcontext
 
 import lightning.pytorch as pl
@@ -152,6 +153,8 @@ def traced(model):
         return [graph(batch(104)), *(str(node.target) for node in graph.graph.nodes)]
     except fx.proxy.TraceError as why:
         return [str(why)]
+    finally:
+        gc.collect()  # PyTorch 2.11's checkpoint keeps its hooks until then, if what it runs raises
 
 
 def trained(name, beside, watch, compiled=False):

@@ -38,7 +38,8 @@ def test_the_output_has_the_bits_of_pytorchs_and_the_layout_of_the_queries(queri
 def made_by(function):
     """How many tensors a call makes, besides copies and what the engine makes for itself."""
     function()  # small tensors are made once
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         function()
     makers = ("aten::empty_like", "aten::new_empty", "aten::empty_strided")
     return sum(event.name in makers for event in profile.events() or () if event.cpu_parent is None)

@@ -20,22 +20,15 @@ from guardbit.kernels.spec import AttentionSpec
 from tests import flash_stand_in
 from tests.kernels.exact_delta_cases import relative
 from tests.kernels.tensors import library_inputs
-from tests.oracle import dense
-from tests.oracle import packed as packed_on
+from tests.oracle import dense, packed
 
 #: An engine of another kind has a test of its own.
 ENGINES = tuple(name for name in LIBRARIES if flash_stand_in.is_of(name))
 CUDNN = "varlen_attn on cuDNN"
 TAKE_SINKS = tuple(name for name in ENGINES if name.endswith("flash_attn_4"))
+SINKS = torch.tensor([0.5, -1.0, 3.0, -30.0])
 
-
-def packed(queries, keys):
-    return packed_on(queries, keys, "cpu")
-
-
-def sinks(*values):
-    return torch.tensor(values)
-
+packed = functools.partial(packed, device="cpu")
 
 #: Lengths of documents: of one token and of none, and longer than a tile.
 LENGTHS = [40, 1, 0, 150, 7]
@@ -67,12 +60,10 @@ CASES = {
     "batch, window": (AttentionSpec(0.2, True, window=(30, 5)), 4, ENGINES[1:]),
     "soft cap": (AttentionSpec(1.0, True, softcap=5.0), 2, ENGINES[1:]),
     "sinks": (
-        AttentionSpec(0.2, True, sinks=sinks(0.5, -1.0, 3.0, -30.0).bfloat16()), 2, TAKE_SINKS,
+        AttentionSpec(0.2, True, sinks=SINKS.bfloat16()), 2, TAKE_SINKS,
     ),
     "packed sinks": (
-        AttentionSpec(
-            0.2, True, documents=packed(LENGTHS, LENGTHS), sinks=sinks(0.5, -1.0, 3.0, 0.0)
-        ), 2, TAKE_SINKS,
+        AttentionSpec(0.2, True, documents=packed(LENGTHS, LENGTHS), sinks=SINKS), 2, TAKE_SINKS,
     ),
 }  # fmt: skip
 WHO = [(name, engine) for name, (*_, who) in CASES.items() for engine in who]
