@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.dashboards import document
+from guardbit.dashboards import report
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event, Sample
@@ -147,7 +147,7 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, monke
     pytest.importorskip("starlette", reason="the extra `live` is not installed")
     from guardbit.dashboards.live import LiveRun
 
-    monkeypatch.setattr(document, "CHARTS", {})  # drawn once, in the next test
+    monkeypatch.setattr(report, "CHARTS", {})  # drawn once, in the next test
     folder = tmp_path / "run"
     write_run(folder)
     CORRUPTIONS[name](folder)
@@ -156,14 +156,14 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, monke
     assert headline.startswith("run: ")
     assert all(line.startswith("guardbit: left out ") and len(line) < 500 for line in lines)
     assert (lines == []) == (name in KEPT)
-    report = (folder / "report.html").read_text()
-    assert "layer 1, head 2" in report and "steps 0 to 290" in report
+    page = (folder / "report.html").read_text()
+    assert "layer 1, head 2" in page and "steps 0 to 290" in page
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         watcher = LiveRun(folder)
         watcher.look()
-        state = json.loads(json.dumps(watcher.state(-1, None), allow_nan=False))
-        head = watcher.head(1, 2)
+        state = json.loads(json.dumps(watcher.state(), allow_nan=False))
+        head = watcher.page.head(1, 2)
     assert (state["layers"], state["heads"], state["last_step"]) == (2, 4, 290)
     assert [1, 2] in state["map"]["alarmed"] and "max_logit" in head["indicators"]
     with warnings.catch_warnings(record=True) as caught:

@@ -65,7 +65,7 @@ def views(folder, session):
         text = CliRunner().invoke(app, [command, "--json", str(folder)]).stdout
         yield f"{command} --json", json.loads(text)["outcome"]
     yield "replay", CliRunner().invoke(app, ["replay", str(folder)]).stdout
-    yield "report", str({**document_of(loaded), "pictures": None, "settings": None})
+    yield "report", str({**document_of("run", loaded.recorded), "settings": None})
     yield "live", str(row)
     yield "load", loaded.judgement.state
     yield "notebook", loaded._repr_html_()

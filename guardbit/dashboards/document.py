@@ -1,4 +1,4 @@
-"""What the report of one run says."""
+"""What the page of one run says: its report, and its live page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pandas as pd
 
 from guardbit.catalog import (
@@ -19,10 +20,7 @@ from guardbit.catalog import (
     SHARE_OF_ROWS,
     Indicator,
 )
-from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.loading import Diagnosed, LoadedRun
-from guardbit.dashboards.page import MOST_ALARMS, RunPage, last_loss
-from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, Recorded
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, Diagnosed, Head, RunSoFar
 from guardbit.records import Event, named
 
 #: A wider table of heads does not fit the page.
@@ -34,12 +32,12 @@ HEAD_COLUMNS = (
     "delta_bias_cumulative",
     "dq_relative_error",
 )
-#: Diagnosed heads that are shown.
-_MOST_DIAGNOSED = 8
+#: Heads with alarms, and diagnosed ones, that are shown.
+_MOST_ALARMED, _MOST_DIAGNOSED = 40, 8
 
 #: A cell of two texts shows the second small below the first.
 Cell = str | tuple[str, str]
-#: What `report.html` renders: names of its parts -> what they show.
+#: What `page.html` renders: names of its parts -> what they show.
 Document = dict[str, Any]
 
 
@@ -63,70 +61,68 @@ class Tile(NamedTuple):
     outcome: str = ""
 
 
-def document_of(run: LoadedRun) -> Document:
-    """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
-    recorded = run.recorded
-    figures = {name: draw(recorded) for name, draw in CHARTS.items()}
-    return {
-        "title": run.name,
+def document_of(title: str, run: RunSoFar, *, is_over: bool = True) -> Document:
+    """The outcome first, then the alarms and the heads to watch; last the settings."""
+    judgement = run.judgement
+    document = {
+        "title": title,
         "extent": extent(run),
-        "headline": run.judgement.headline,
-        "outcome": run.judgement.state,
+        "headline": judgement.headline if is_over else judgement.headline_running,
+        "outcome": judgement.state,
         "lede": summary(run),
         "tiles": tiles(run),
-        "pictures": {name: figure for name, figure in figures.items() if figure is not None},
-        "answers": RunPage(run.name, recorded).answers() if recorded.evidence.steps else None,
-        "runs": [heads_of(run)],
+        "runs": [heads_of(title, run)],
         "settings": settings(run.metadata),
         "side_by_side": None,
-        "effect": _before_and_after(recorded),
+        "effect": _before_and_after(run),
         "diagnosed": _why_heads_diverge(run.diagnosed),
     }
+    if run.evidence.steps is None and not is_over:
+        document |= {"headline": "Waiting for the first sample", "outcome": "waiting", "lede": []}
+    return document
 
 
-def heads_of(run: LoadedRun) -> Document:
+def heads_of(title: str, run: RunSoFar) -> Document:
     """What became of the heads: their alarms, and those to worry about."""
-    alarms = _alarms_by_head(run.recorded)
-    more = len(alarms) - MOST_ALARMS
+    alarms = _alarms_by_head(run)
+    more = len(alarms) - _MOST_ALARMED
     return {
-        "run": run.name,
+        "run": title,
         "summary": summary(run),
-        "alarms": alarms[:MOST_ALARMS],
+        "alarms": alarms[:_MOST_ALARMED],
         "alarms_note": f"{plural(more, 'head')} that alarmed later not shown." * (more > 0),
-        **_heads_to_watch(run.recorded),
+        **_heads_to_watch(run),
     }
 
 
-def extent(run: LoadedRun) -> str:
-    recorded = run.recorded
-    if recorded.evidence.steps is None:
+def extent(run: RunSoFar) -> str:
+    if run.evidence.steps is None:
         return "no samples"
-    first, last = recorded.steps
-    heads, layers = len(recorded.history.heads), len(recorded.heads_of_layer)
+    first, last = run.steps
+    heads, layers = len(run.history.heads), len(run.heads_of_layer)
     text = f"steps {first:,} to {last:,} · {plural(layers, 'layer')}"
     # One value a layer may be the largest over its heads: their number is then not known.
     text += f" · {plural(heads, 'head')}" if heads > layers else ""
     return f"{text} · {run.resumed}" if run.resumed else text
 
 
-def summary(run: LoadedRun) -> list[str]:
+def summary(run: RunSoFar) -> list[str]:
     """What happened, in a few sentences, most important first."""
-    is_empty = run.recorded.evidence.steps is None
-    alarms = run.recorded.alarms
+    is_empty = run.evidence.steps is None
     sentences = ["The run recorded no samples."] if is_empty else []
-    if alarms or not is_empty:
+    if run.alarms or not is_empty:
         sentences.append(run.judgement.verdict_and_advice)
     sentences += [
         f"The first alarm came at step {first.step:,} ({where(first)}): {first.why}"
-        for first in alarms[:1]
+        for first in run.alarms[:1]
     ]
     return sentences if is_empty else [*sentences, run.judgement.risk.sentence]
 
 
-def tiles(run: LoadedRun) -> list[Tile]:
-    """First alarm, lead, heads switched and loss at the end."""
-    recorded, numbers = run.recorded, run.judgement.numbers
-    current = list(recorded.stabilizers().values())
+def tiles(run: RunSoFar) -> list[Tile]:
+    """First alarm, lead, heads switched and last loss."""
+    numbers = run.judgement.numbers
+    current = list(run.stabilizers().values())
     undone = current.count("none")
     switched = [
         ", ".join(sorted({*current} - {"none"})),
@@ -136,25 +132,33 @@ def tiles(run: LoadedRun) -> list[Tile]:
         f"{undone} undone" if undone else "",
     ]
     first_alarm, said = "none", ""
-    if alarms := recorded.alarms:
+    if alarms := run.alarms:
         first_alarm = f"step {alarms[0].step:,}"
         said = f"{where(alarms[0])}; {plural(len(alarms), 'alarm')} in all"
     departed = numbers["missing_loss"] or "the loss has not diverged"
     if numbers["departed"] is not None:
         departed = f"the loss diverged at step {numbers['departed']:,}"
     lead = "–" if numbers["lead"] is None else f"{numbers['lead']:,} steps"
-    last = last_loss(recorded.last_losses)
-    samples = len(recorded.last_losses)
+    last = last_loss(run.last_losses)
+    samples = len(run.last_losses)
     median = f"median of the last {samples} samples" if isinstance(last, float) else ""
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
         Tile("Heads switched", f"{numbers['switched']:,}", "; ".join(filter(None, switched))),
-        Tile("Loss at the end", loss_of(last), median),
+        Tile("Last loss", loss_of(last), median),
     ]
 
 
-def effect_of_switch(run: Recorded) -> list[tuple[str, Head | None, float, float]]:
+def last_loss(losses: Sequence[float]) -> float | str | None:
+    """The median of the last losses, "not finite" if the very last is not, None without any."""
+    if not losses:
+        return None
+    median = float(np.median(losses))
+    return median if np.isfinite([median, losses[-1]]).all() else "not finite"
+
+
+def effect_of_switch(run: RunSoFar) -> list[tuple[str, Head | None, float, float]]:
     """Each indicator of the worst switched head, and of the run, before and after the switch."""
     switched, alarms = run.first("switch"), run.first("alarm")
     if not switched:
@@ -194,7 +198,7 @@ def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[flo
     return float(before.median()), float(after.median())
 
 
-def _before_and_after(run: Recorded) -> Table | None:
+def _before_and_after(run: RunSoFar) -> Table | None:
     rows: list[list[str]] = []
     for indicator, head, before, after in effect_of_switch(run):
         comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
@@ -211,7 +215,7 @@ def _before_and_after(run: Recorded) -> Table | None:
     return Table(header, rows, numbers_from=2) if rows else None
 
 
-def _alarms_by_head(run: Recorded) -> list[Document]:
+def _alarms_by_head(run: RunSoFar) -> list[Document]:
     """One row a head, however often it has alarmed, in the order of the first alarm."""
     of: dict[tuple[str, str, Head | None], list[Event]] = {}
     for event in run.alarms:
@@ -236,7 +240,7 @@ def _alarms_by_head(run: Recorded) -> list[Document]:
     ]
 
 
-def _heads_to_watch(run: Recorded) -> Document:
+def _heads_to_watch(run: RunSoFar) -> Document:
     """The heads to worry about, worst first, and a note that says which they are."""
     watched = run.heads_to_watch()
     if watched.empty:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from guardbit.catalog import CATALOG, INDICATORS, RUN_INDICATORS
+from guardbit.catalog import CATALOG, HEAD_INDICATORS, INDICATORS, RUN_INDICATORS
 
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
@@ -130,6 +130,15 @@ class History:
             nothing = np.full(len(known), np.nan)
             return nothing, nothing
         return self.low[indicator][known, column], self.high[indicator][known, column]
+
+    def table(self, indicator: str) -> pd.DataFrame:
+        """The middle of each bucket's values, with a row a step and a column a head."""
+        low, high = (
+            of.get(indicator, np.empty((self._buckets, 0))) for of in (self.low, self.high)
+        )
+        heads = self.heads[: low.shape[1]] if indicator in HEAD_INDICATORS else None
+        middle = (low / 2 + high / 2)[self.known]
+        return pd.DataFrame(middle, self.steps[self.known], heads)
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
         """The excess up to a bucket by layer and head, the index of its indicator, their names."""

@@ -18,7 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,13 +28,15 @@ from starlette.datastructures import QueryParams
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from guardbit.dashboards import marks
+from guardbit.dashboards.document import last_loss
 from guardbit.dashboards.loading import read_diagnosed
-from guardbit.dashboards.page import Json, RunPage, asset
+from guardbit.dashboards.page import Json, RunPage, rendered, source_of_script
 from guardbit.dashboards.tables import RunSoFar
+from guardbit.judgement import Ended
 from guardbit.records import Event
 from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
 from guardbit.store.files import names_of_runs
@@ -53,15 +57,11 @@ HOST = "127.0.0.1"
 #: Names this machine has for itself; through an SSH tunnel the browser uses one of them too.
 ALLOWED_HOSTS = (HOST, "localhost")
 
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-_SHARED = ("page.css", "theme.css", "charts.js", "live.js", "uPlot.iife.min.js", "uPlot.min.css")
-#: Files of a run's page, the page itself first, and of the list of runs.
-ASSETS = ("page.html", "page.js", *_SHARED)
-LIST_ASSETS = ("list.html", "list.js", *_SHARED)
 #: The page runs its own scripts only, talks to this server only, and stands in no frame.
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "Content-Security-Policy": f"default-src 'none'; script-src {source_of_script('page.html')} "
+    f"{source_of_script('list.html')}; connect-src 'self'; style-src 'unsafe-inline'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -72,7 +72,8 @@ _REFUSAL = "Not found. The address ends in a token and a slash, and is new after
 
 #: Called with the name of a run and its new alarms, the first of each head only.
 Tell = Callable[[str, Sequence[Event]], None]
-Question = Callable[["LiveRun", QueryParams], Json]
+Question = Callable[["LiveRun", QueryParams], Any]
+Answer = Callable[[Request], Response]
 
 
 class LiveRun:
@@ -85,12 +86,13 @@ class LiveRun:
         self.is_open = is_open  # whether its page is wanted, and not its judgement alone
         self.is_stopped = False
         self.looked_at = 0.0
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._changed: int | None = None
         self._alarms: list[Event] = []
         self._follower = RunFollower(self.path)
         self._run = RunSoFar(BUCKETS)
-        self._page = RunPage(self.name, self._run)
+        self.page = RunPage(self._run)
+        self._judged: Json = {}  # once its samples were read
         self._event_files: tuple[str, ...] = ()
         self._is_reading = False
         # A run that is over keeps no samples once it was judged: a long list needs little memory.
@@ -104,16 +106,16 @@ class LiveRun:
         except FileNotFoundError:
             if before is not None:
                 raise
-        if not self.is_open and self._changed == before:
+        if not self.is_open and self._changed == before and self._ended == self._run.ended:
             return []
         if self._is_forgotten:
             self._follower, self._is_forgotten = RunFollower(self.path), False
         if self._follower.look():
-            with self._lock:
+            with self.lock:
                 self._run.forget_samples()
         has_changed = self._read_samples()
-        diagnosed = read_diagnosed(folder_of_run(self.path)).heads
-        about = self._follower.metadata, self._follower.end or "not closed", diagnosed
+        diagnosed = read_diagnosed(folder_of_run(self.path))
+        about = self._follower.metadata, self._ended, diagnosed
         run = self._run
         has_changed |= (run.metadata, run.ended, run.diagnosed) != about
         run.diagnosed = diagnosed
@@ -127,57 +129,41 @@ class LiveRun:
             # Samples are shown whatever is wrong with the events.
             if has_changed:
                 self._update_state()
-            if not self.is_open and self._is_over:
-                with self._lock:
+            if not self.is_open and self._ended:
+                with self.lock:
                     self._is_forgotten = True
                     self._run.forget_samples()
         return alarms
 
-    def state(self, since: int, step: int | None) -> Json:
+    def state(self, since: int = -1) -> Json:
         """Returns the page's state, or only the run's status if nothing changed since a version."""
-        with self._lock:
-            if since == self._page.version and step is None:
-                return {"version": since, "status": self._status()}
-            return {**self._page.state(step), "status": self._status()}
-
-    def head(self, layer: int, head: int) -> Json:
-        with self._lock:
-            return self._page.head(layer, head)
-
-    def curves(self, indicator: str) -> Json:
-        with self._lock:
-            return self._page.curves(indicator)
+        if since == self.page.state["version"]:
+            return {"version": since, "status": self._status()}
+        main = self.page.main(self.name, is_part=True)
+        return {**self.page.state, "main": main, "status": self._status()}
 
     def largest(self) -> Json:
-        with self._lock:
-            return {"name": self.name, **self._page.largest()}
+        with self.lock:
+            return {"name": self.name, **self.page.largest()}
 
     def row(self) -> Json:
         """Returns the run's row in the list; with a headline once its samples were read."""
-        first = self._alarms[0] if self._alarms else None
-        with self._lock:
-            state = self._page.state()
-        judged = {
-            "headline": state["headline" if self._is_over else "headline_running"],
-            "outcome": state["outcome"],
-            "loss": state["loss"],
-        }
         return {
             "name": self.name,
             "end": self._follower.end,
             "seconds_silent": self._seconds_silent() or 0.0,
-            "last_step": state["last_step"],
+            "last_step": self.page.state["last_step"],
             "problem": self.problem,
             "alarms": len(self._alarms),
-            "first_alarm": first.step if first else None,
-            "where": first.site if first else "",
-            "heads": list(first.heads) if first else [],
-            **(judged if state["outcome"] != "waiting" else {}),
+            "first_alarm": asdict(self._alarms[0]) if self._alarms else None,
+            **self._judged,
         }
 
     @property
-    def _is_over(self) -> bool:
-        return bool(self._follower.end) or (self._seconds_silent() or 0.0) > SILENT_SECONDS
+    def _ended(self) -> Ended | None:
+        """How the run ended, None while it goes on; a silent one was killed."""
+        is_silent = (self._seconds_silent() or 0.0) > SILENT_SECONDS
+        return self._follower.end or ("not closed" if is_silent else None)
 
     def _read_samples(self) -> bool:
         """Reads new samples; returns whether there are any."""
@@ -186,7 +172,7 @@ class LiveRun:
         self._is_reading = True
         try:
             for batch in self._follower.batches():
-                with self._lock:
+                with self.lock:
                     self._run.take(batch.to_pandas())
                 has_changed = True
                 if time.monotonic() - updated > UPDATE_SECONDS:
@@ -201,16 +187,23 @@ class LiveRun:
     def _take_events(self, events: list[Event]) -> list[Event]:
         """Replaces the events; returns the new alarms among the first of each head."""
         known = set(self._alarms)
-        with self._lock:
+        with self.lock:
             self._run.events = events
             self._alarms = [event for event, mark in marks.marked(events) if mark == "alarm"]
         return [alarm for alarm in self._alarms if alarm not in known]
 
     def _update_state(self) -> None:
-        with self._lock:
-            self._run.metadata = self._follower.metadata
-            self._run.ended = self._follower.end or "not closed"
-            self._page.update_state()
+        with self.lock:
+            run = self._run
+            run.metadata, run.ended = self._follower.metadata, self._ended
+            self.page.update_state()
+            if run.evidence.steps is not None:
+                found = run.judgement
+                self._judged = {
+                    "headline": found.headline if run.ended else found.headline_running,
+                    "outcome": found.state,
+                    "loss": last_loss(run.last_losses),
+                }
 
     def _seconds_silent(self) -> float | None:
         written = self._follower.last_written
@@ -223,7 +216,7 @@ class LiveRun:
             "samples": self._run.evidence.steps is not None,
             "seconds_silent": self._seconds_silent(),
             "read": read / max(found, 1) if self._is_reading else 1.0,
-            # As the picture's headline has it: what the follower knows, the next picture shows.
+            # As the headline has it: what the follower knows, the next state shows.
             "end": None if self._run.ended == "not closed" else self._run.ended,
             "problem": self.problem,
         }
@@ -370,11 +363,12 @@ class LiveServer:
 def application(runs: LiveRuns, token: str) -> Starlette:
     """The application: a fixed list of addresses below the token."""
 
-    def of_run(question: Question) -> Callable[[Request], Response]:
+    def of_run(question: Question, respond: Callable[[Any], Response] = _json) -> Answer:
         # The only run of a page has no number in its address.
         def answer(request: Request) -> Response:
             run = runs.opened(request.path_params.get("number", 0))
-            return _json(question(run, request.query_params))
+            with run.lock:
+                return respond(question(run, request.query_params))
 
         return answer
 
@@ -384,11 +378,13 @@ def application(runs: LiveRuns, token: str) -> Starlette:
             raise ValueError("runs must be whole numbers with commas between them")
         return _json(runs.overlay([int(part) for part in named]))
 
-    routes: list[BaseRoute] = _assets(ASSETS)
+    routes: list[BaseRoute] = [
+        Route("/", of_run(lambda run, _: run.page.main(run.name), HTMLResponse))
+    ]
     routes += [Route(f"/{name}", of_run(question)) for name, question in QUESTIONS.items()]
     if runs.is_list:
         routes = [
-            *_assets(LIST_ASSETS),
+            Route("/", lambda _: HTMLResponse(rendered("list.html"))),
             Route("/runs", lambda _: _json(runs.rows())),
             Route("/overlay", overlay),
             Mount("/run/{number:int}", routes=routes),
@@ -409,28 +405,13 @@ def _whole(asked: QueryParams, name: str) -> int:
         raise ValueError(f"{name} must be a whole number, got {value[:40]!r}") from None
 
 
-def _state(run: LiveRun, asked: QueryParams) -> Json:
-    step = _whole(asked, "step")
-    return run.state(_whole(asked, "since"), None if step < 0 else step)
-
-
 #: What the page of a run asks.
 QUESTIONS: dict[str, Question] = {
-    "state": _state,
-    "head": lambda run, asked: run.head(_whole(asked, "layer"), _whole(asked, "head")),
-    "curves": lambda run, asked: run.curves(asked.get("indicator", "")),
+    "state": lambda run, asked: run.state(_whole(asked, "since")),
+    "map": lambda run, asked: run.page.map_at(_whole(asked, "step")),
+    "head": lambda run, asked: run.page.head(_whole(asked, "layer"), _whole(asked, "head")),
+    "curves": lambda run, asked: run.page.curves(asked.get("indicator", "")),
 }
-
-
-def _assets(names: Sequence[str]) -> list[BaseRoute]:
-    """The files of a page; the first stands for the page itself."""
-
-    def route(name: str) -> Route:
-        content, kind = asset(name), _TYPES[name[name.rindex(".") :]]
-        path = "/" if name == names[0] else f"/{name}"
-        return Route(path, lambda _: Response(content, media_type=f"{kind}; charset=utf-8"))
-
-    return [route(name) for name in names]
 
 
 def _json(content: Json) -> Response:

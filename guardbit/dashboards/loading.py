@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from guardbit.dashboards.palette import OUTCOME_COLOURS
-from guardbit.dashboards.tables import Recorded
+from guardbit.dashboards.tables import Diagnosed, Recorded
 from guardbit.judgement import Ended, Judgement
 from guardbit.records import from_zero, nearest
 from guardbit.store import files, reading
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 DIAGNOSIS = Path("diagnosis", "diagnosis.json")
 # What `guardbit.dashboards.figures` exports that `Plots` has as a method, or that draws no run.
 _NO_FIGURES = ("story", "model_map", "CHARTS", "runs_over_steps")
-
-
-class Diagnosed(NamedTuple):
-    """What a run's folder holds to explain why heads diverge."""
-
-    snapshots: int = 0  # number of steps with a snapshot of heads
-    heads: Sequence[Mapping[str, Any]] = ()  # what was found of each head that was diagnosed
 
 
 def read_diagnosed(folder: Path) -> Diagnosed:
@@ -88,7 +81,7 @@ class LoadedRun:
     @cached_property
     def recorded(self) -> Recorded:
         """What figures and reports are made from."""
-        return Recorded(self.samples, self.events, self.metadata, self.ended, self.diagnosed.heads)
+        return Recorded(self.samples, self.events, self.metadata, self.ended, self.diagnosed)
 
     @property
     def judgement(self) -> Judgement:
@@ -97,9 +90,7 @@ class LoadedRun:
 
     @property
     def resumed(self) -> str:
-        """The steps at which the run went on from a checkpoint, in words; "" if it never did."""
-        steps = [f"{step:,}" for step in reading.resumptions(self.metadata)]
-        return f"resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
+        return self.recorded.resumed
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""

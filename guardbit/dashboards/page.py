@@ -1,19 +1,26 @@
-"""What a page shows of a run, as JSON: embedded in a report, or polled by the live page."""
+"""The page of a run: its report, which holds all it draws, and its live page, which asks for it.
+
+Scripts and styles are part of every page, so that it opens without a network; a policy lets no
+other script run.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
+import jinja2
 import numpy as np
 import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
+from guardbit.dashboards.document import document_of
 from guardbit.dashboards.history import (
     EXCESS_INDICATORS,
     Floats,
@@ -23,7 +30,7 @@ from guardbit.dashboards.history import (
     lower_quantile,
 )
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.tables import Head, RunSoFar
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, RunSoFar
 from guardbit.records import Event
 
 Json = dict[str, Any]
@@ -33,8 +40,6 @@ _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
 #: thousands of alarms.
 _MOST_EVENTS = 40
-#: Alarms that a report tells of.
-MOST_ALARMS = 40
 #: How many heads, evenly spread, the typical range of an indicator is computed from.
 _TYPICAL_HEADS = 1024
 #: Indicators of heads that are drawn of several runs at once, beside the loss.
@@ -51,6 +56,8 @@ CATALOG_OF_PAGES: Json = {
     }
     for one in CATALOG
 }
+#: What all pages share; each has a script of its own besides.
+_SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "live.js")
 
 
 def asset(name: str) -> str:
@@ -59,30 +66,50 @@ def asset(name: str) -> str:
     return place.read_text(encoding="utf-8")
 
 
+def script_of(name: str) -> str:
+    """The scripts of `page.html` or `list.html`."""
+    return "\n".join(map(asset, (*_SCRIPTS, name.replace(".html", ".js"))))
+
+
+def source_of_script(name: str) -> str:
+    """What a policy calls the scripts of a page."""
+    digest = hashlib.sha256(script_of(name).encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_PAGES = jinja2.Environment(
+    loader=jinja2.FunctionLoader(asset), autoescape=True, undefined=jinja2.StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
+_PAGES.globals.update(asset=asset, averaged=SAMPLES_AVERAGED)
+_PAGES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+
+
+def rendered(name: str, **shown: object) -> str:
+    """A page as HTML."""
+    return _PAGES.get_template(name).render(shown, script=script_of(name))
+
+
 class RunPage:
     """What the page of a run asks about it."""
 
-    def __init__(self, title: str, run: RunSoFar) -> None:
+    def __init__(self, run: RunSoFar) -> None:
         self.run = run
-        self.version = 0  # each state has its own
-        self._title = title
+        self.state: Json = {"version": 0}
         self.update_state()
 
     def update_state(self) -> None:
         """Computes what the page shows first, so that an answer costs next to nothing."""
         run, history = self.run, self.run.history
-        found = run.judge()
-        waiting = "Waiting for the first sample" if run.evidence.steps is None else ""
-        self.version += 1
-        self._state: Json = {
-            "version": self.version,
-            "title": self._title,
+        run.forget_conclusions()
+        self.state = {
+            "version": self.state["version"] + 1,
             "layers": history.num_layers,
             "heads": history.num_heads,
             "sites": {str(layer): site for site, layer in run.evidence.layers.items()},
             "steps": _steps(history),
             "last_step": history.last_step,
-            **self._map(history.used - 1),
+            **self.map_at(history.last_step),
             "indicators": [  # the sum of flags that says which tensors have a NaN is no curve
                 name for name in HEAD_INDICATORS if name in history.high and name != "nonfinite"
             ],
@@ -95,42 +122,34 @@ class RunPage:
             },
             "catalog": CATALOG_OF_PAGES,
             "palette": {"heat": HEAT_STOPS, "heat_dark": HEAT_STOPS_DARK, "most": MOST_EXCESS},
-            "outcome": "waiting" if waiting else found.state,
-            "headline": waiting or found.headline,
-            "headline_running": waiting or found.headline_running,
-            "departed": found.numbers["departed"],
-            "loss": last_loss(run.last_losses),
-            "advice": "" if waiting else found.verdict_and_advice,
-            "marks": _marks(run.events, found.numbers["departed"]),
+            "departed": run.departed,
+            "marks": _marks(run.events, run.departed),
         }
 
-    def state(self, step: int | None = None) -> Json:
-        """Returns the latest state, with map and worst heads at a step; None for the newest."""
-        at_step = {} if step is None else self._map(self.run.history.bucket_of(step))
-        return {**self._state, **at_step}
+    def main(self, title: str, *, is_part: bool = False) -> str:
+        """Returns the live page as HTML, or only the part of it that a run changes."""
+        shown = document_of(title, self.run, is_over=self.run.ended is not None)
+        return rendered("page.html", document=shown, is_live=True, is_part=is_part, answers={})
 
     def head(self, layer: int, head: int) -> Json:
         run, history = self.run, self.run.history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
         events = [e for e in run.events if (layer, head) in run.evidence.heads_of(e)]
-        sites = run.evidence.layers.items()
         indicators: Json = {}
-        for name in self._state["indicators"]:
+        for name in self.state["indicators"]:
             low, high = history.of_head(name, layer, head)
             if not np.isnan(high).all():
                 typical = plain_numbers(self._typical(name, (0.5,))[0])
                 indicators[name] = {**_span(low, high), "typical": typical}
         return {
-            "layer": layer,
-            "head": head,
-            "site": next((site for site, at in sites if at == layer), ""),
+            "site": self.state["sites"].get(str(layer), ""),
             "steps": _steps(history),
             "indicators": indicators,
             "events": [_event(event) for event in _shown(events)],
             "marks": _marks(
                 [*events, *(event for event in run.events if not event.site)],
-                self._state["departed"],
+                self.state["departed"],
             ),
         }
 
@@ -157,49 +176,35 @@ class RunPage:
         history = self.run.history
         lines: Json = {}
         if "loss" in history.high:
-            known = history.known
-            middle = (history.low["loss"][known, 0] + history.high["loss"][known, 0]) / 2
-            lines["loss"] = plain_numbers(middle)
+            lines["loss"] = plain_numbers(history.table("loss").to_numpy()[:, 0])
         for name in OVERLAID:
             if name in history.high:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
                 lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
-        firsts = {mark["kind"]: mark for mark in reversed(self._state["marks"])}
+        firsts = {mark["kind"]: mark for mark in reversed(self.state["marks"])}
         return {"steps": _steps(history), "lines": lines, "marks": list(firsts.values())}
 
     def answers(self) -> Json:
         """Returns everything that the page can ask for, for a page without a server."""
-        state = self.state()
-        maps = self._maps()
-        first = min((event.step for event in self.run.first("alarm").values()), default=math.inf)
-        known = [one["map"]["step"] for one in maps]
         return {
-            "state": {**state, "events": self._timeline(), "version": 0},
-            "maps": maps,
-            "start": min(int(np.searchsorted(known, first)), len(maps) - 1),
-            "curves": {name: self.curves(name) for name in state["indicators"]},
+            "state": self.state,
+            "maps": self._maps(),
+            "curves": {name: self.curves(name) for name in self.state["indicators"]},
             "heads": self._histories(),
         }
 
-    def _timeline(self) -> list[Json]:
-        """The events in their order, later alarms left out; an alarm before what answers it."""
-        alarms = self.run.alarms[:MOST_ALARMS]
-        others = [event for event in self.run.events if event.kind != "alarm"]
-        return [_event(one) for one in sorted([*alarms, *others], key=lambda event: event.step)]
-
     def _maps(self) -> list[Json]:
-        steps = self._state["steps"]
+        steps = self.state["steps"]
         if not steps:
             return []
-        size = len(json.dumps(self._map(self.run.history.used - 1)))
+        size = len(json.dumps(self.map_at(steps[-1])))
         count = int(np.clip(MOST_OF_MAPS // size, 2, MAPS))
         chosen = {steps[round(at)] for at in np.linspace(0, len(steps) - 1, count)}
         for mark in ("alarm", "switch"):
             for event in [*self.run.first(mark).values()][:1]:
                 # The map of the whole bucket that holds the step, so that it shows what happened.
                 chosen.update([step for step in steps if step >= event.step][:1])
-        maps = [self._map(self.run.history.bucket_of(step)) for step in sorted(chosen)]
-        return [one for one in maps if one["map"]["step"] >= 0]
+        return [self.map_at(step) for step in sorted(chosen)]
 
     def _histories(self) -> Json:
         """The histories of the alarmed heads, then of those farthest above their baseline."""
@@ -218,9 +223,10 @@ class RunPage:
             heads[f"{layer},{head}"] = history
         return heads
 
-    def _map(self, bucket: int) -> Json:
-        """The model map at a bucket, with the marks of what had happened by then; worst heads."""
+    def map_at(self, step: int) -> Json:
+        """Returns the model map at a step, what had happened by then, and the worst heads."""
         history = self.run.history
+        bucket = history.bucket_of(step)
         step = int(history.steps[bucket]) if bucket >= 0 else -1
         excess, which, names = self.run.excess(bucket)
         stabilizers = self.run.stabilizers(step).items()
@@ -259,15 +265,15 @@ class RunPage:
         return worst
 
     def _notable(self) -> list[Head]:
-        worst = [(head["layer"], head["head"]) for head in self._state["worst"]]
+        worst = [(head["layer"], head["head"]) for head in self.state["worst"]]
         return list(dict.fromkeys([*self.run.first("alarm"), *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         history = self.run.history
-        middle = history.high[indicator][history.known]
-        if indicator not in EXCESS_INDICATORS:
-            # Signed sums, and the entropy, whose small values matter.
-            middle = middle / 2 + history.low[indicator][history.known] / 2
+        # Of signed sums, and of the entropy, small values matter too.
+        has_size = indicator in EXCESS_INDICATORS
+        of_heads = history.high[indicator][history.known] if has_size else history.table(indicator)
+        middle = np.asarray(of_heads)
         middle = middle[:, :: -(-middle.shape[1] // _TYPICAL_HEADS)].T
         return [lower_quantile(middle, quantile)[0] for quantile in quantiles]
 
@@ -285,14 +291,6 @@ def plain_numbers(values: Floats) -> list[float | None]:
 
 def _span(low: Floats, high: Floats) -> Json:
     return {"low": plain_numbers(low), "high": plain_numbers(high)}
-
-
-def last_loss(losses: Sequence[float]) -> float | str | None:
-    """The median of the last losses, "not finite" if the very last is not, None without any."""
-    if not losses:
-        return None
-    median = float(np.median(losses))
-    return median if np.isfinite([median, losses[-1]]).all() else "not finite"
 
 
 def _steps(history: History) -> list[int]:

@@ -1,20 +1,16 @@
 """Reports about runs: what happened first, the evidence after it.
 
-A report is one page that opens without a network, with its figures as PNGs beside it. What it
-draws, and the scripts that draw it, are part of the page; a policy of its own lets no other script
-run and nothing be fetched.
+A report is one page (`page.py`) with its figures as PNGs beside it; its policy lets nothing be
+fetched.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jinja2
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -27,14 +23,17 @@ from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import (
     CATALOG_OF_PAGES,
-    asset,
-    last_loss,
+    RunPage,
     plain_numbers,
+    rendered,
+    source_of_script,
     thinned,
 )
-from guardbit.dashboards.tables import SAMPLES_AVERAGED, rows_of
+from guardbit.dashboards.tables import rows_of
 from guardbit.judgement import Judgement
 
+#: What a page says, what it draws, and the pictures beside it.
+Report = tuple[Document, Document | None, Mapping[str, Figure | None]]
 #: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
     ("loss", "Training loss", "loss"),
@@ -61,9 +60,10 @@ def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
         raise ValueError(f"The report needs the path of an HTML file, but {output} is a folder.")
     if output.suffix.lower() not in ("", ".html"):
         raise ValueError(f"A report is an HTML file: {output} must end in .html, or be a folder.")
-    shown = document.document_of(runs[0]) if len(runs) == 1 else compared(runs)
+    shown, answers, figures = _of_one(runs[0]) if len(runs) == 1 else compared(runs)
     folder = output.with_name(f"{output.stem}_figures")
-    pictures = {folder / f"{name}.png": figure for name, figure in shown["pictures"].items()}
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    pictures = {folder / f"{name}.png": figure for name, figure in drawn.items()}
     _refuse_links(output, folder, *pictures)
     folder.mkdir(parents=True, exist_ok=True)
     # Figures of an earlier report that this one does not have.
@@ -72,8 +72,25 @@ def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
             (folder / f"{name}.png").unlink(missing_ok=True)
     for path, figure in pictures.items():
         figure.savefig(path, dpi=STYLE["savefig.dpi"])
-    output.write_text(_page(shown, folder.name), encoding="utf-8")
+    page = rendered(
+        "page.html",
+        document=shown,
+        answers=answers,
+        is_live=False,
+        is_part=False,
+        folder=folder.name if pictures else "",
+        policy=f"default-src 'none'; script-src {source_of_script('page.html')}; "
+        "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'",
+    )
+    output.write_text(page, encoding="utf-8")
     return output
+
+
+def _of_one(run: LoadedRun) -> Report:
+    recorded = run.recorded
+    answers = RunPage(recorded).answers() if recorded.evidence.steps else None
+    figures = {name: draw(recorded) for name, draw in CHARTS.items()}
+    return document.document_of(run.name, recorded), answers, figures
 
 
 def _refuse_links(*paths: Path) -> None:
@@ -86,25 +103,7 @@ def _refuse_links(*paths: Path) -> None:
             )
 
 
-def _page(shown: Document, folder: str) -> str:
-    script = "\n".join((asset("uPlot.iife.min.js"), asset("charts.js"), asset("report.js")))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.from_string(asset("report.html")).render(
-        document=shown,
-        folder=folder,
-        averaged=SAMPLES_AVERAGED,
-        style=asset("uPlot.min.css") + asset("theme.css"),
-        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-        "img-src data:; base-uri 'none'; form-action 'none'",
-        script=script,
-    )
-
-
-def compared(runs: Sequence[LoadedRun]) -> Document:
+def compared(runs: Sequence[LoadedRun]) -> Report:
     titles = [run.name for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
@@ -122,7 +121,7 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
     kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
-    return {
+    shown = {
         "title": " · ".join(titles),
         "extent": document.plural(len(runs), "run"),
         "headline": f"{document.plural(len(runs), 'run')}: {told}",
@@ -134,14 +133,13 @@ def compared(runs: Sequence[LoadedRun]) -> Document:
             Tile(name, _short(outcome.state).capitalize(), outcome.headline, outcome.state)
             for name, outcome in outcomes.items()
         ],
-        "pictures": _pictures(samples, outcomes),
-        "answers": _answers(samples, outcomes),
-        "runs": [document.heads_of(run) for run in runs],
+        "runs": [document.heads_of(run.name, run.recorded) for run in runs],
         "settings": _settings(runs),
         "side_by_side": Table(
             ["", *titles], [[name, *[one[name] for one in facts]] for name in facts[0]]
         ),
     }
+    return shown, _answers(samples, outcomes), _pictures(samples, outcomes)
 
 
 def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
@@ -157,10 +155,10 @@ def _short(state: str) -> str:
 
 
 def _facts(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
-    first_alarm, lead, switched, _ = document.tiles(run)
-    loss = last_loss(losses.to_numpy()[losses.index <= common][-1:].tolist())
+    first_alarm, lead, switched, _ = document.tiles(run.recorded)
+    loss = document.last_loss(losses.to_numpy()[losses.index <= common][-1:].tolist())
     return {
-        "Recorded": document.extent(run),
+        "Recorded": document.extent(run.recorded),
         "Outcome": run.judgement.state,
         "Ended": run.judgement.ended or "–",
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
@@ -227,19 +225,18 @@ def _marked(outcome: Judgement) -> dict[str, int]:
 
 def _pictures(
     samples: Mapping[str, pd.DataFrame], outcomes: Mapping[str, Judgement]
-) -> dict[str, Figure]:
+) -> dict[str, Figure | None]:
     said = {"alarm": "alarm", "switch": "switched", "departed": "✕ loss diverged"}
     marked = {
         name: {said[kind]: step for kind, step in _marked(outcome).items()}
         for name, outcome in outcomes.items()
     }
     samples = {name: frame for name, frame in samples.items() if not frame.empty}
-    pictures = {
+    return {
         f"runs_{indicator}": runs_over_steps(samples, indicator, title, label, marked)
         for indicator, title, label in OVERLAYS
         if samples
     }
-    return {name: figure for name, figure in pictures.items() if figure is not None}
 
 
 def _settings(runs: Sequence[LoadedRun]) -> list[tuple[str, Table]]:

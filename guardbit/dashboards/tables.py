@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -18,11 +18,11 @@ import pandas as pd
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.dashboards.history import Floats, History, Integers, farthest
 from guardbit.dashboards.marks import Mark, events_of, mark_of
-from guardbit.judgement import Ended, Evidence, Judgement, departed, judge
+from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.judgement.evidence import Head as Head
 from guardbit.records import Event
 from guardbit.store.files import COLUMNS, check_columns
-from guardbit.store.reading import samples_of
+from guardbit.store.reading import resumptions, samples_of
 
 #: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
 #: to damp one sample's noise.
@@ -33,6 +33,13 @@ NOTABLE = 1.5
 BUCKETS = 300
 
 
+class Diagnosed(NamedTuple):
+    """What a run's folder holds to explain why heads diverge."""
+
+    snapshots: int = 0  # number of steps with a snapshot of heads
+    heads: Sequence[Mapping[str, Any]] = ()  # what was found of each head that was diagnosed
+
+
 class RunSoFar:
     """The events of a run, and its samples in memory that does not grow with its length."""
 
@@ -40,13 +47,19 @@ class RunSoFar:
         self.events: list[Event] = []
         self.metadata: Mapping[str, Any] = {}
         self.ended: Ended | None = None
-        self.diagnosed: Sequence[Mapping[str, Any]] = []  # what `guardbit diagnose` has said
+        self.diagnosed = Diagnosed()
         self._buckets = buckets
         self.forget_samples()
 
     def forget_samples(self) -> None:
         """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
         self.history, self.evidence = History(self._buckets), Evidence()
+        self._latest = pd.DataFrame(columns=COLUMNS)
+
+    def forget_conclusions(self) -> None:
+        """So that they are drawn anew, from all that was read."""
+        for name in ("judgement", "worst", "heads_of_layer"):
+            self.__dict__.pop(name, None)
 
     def take(self, rows: pd.DataFrame) -> None:
         """Adds samples, with the columns of `guardbit.read_run`."""
@@ -56,14 +69,25 @@ class RunSoFar:
         for name, chosen in rows.groupby("indicator", observed=True).indices.items():
             chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
             self.history.add(str(name), *(column[chosen] for column in columns))
+        latest = latest_rows(rows)
+        self._latest = (
+            latest if self._latest.empty else latest_rows(pd.concat([self._latest, latest]))
+        )
 
-    def judge(self) -> Judgement:
-        return judge(self.evidence, self.events, self.metadata, self.ended, self.diagnosed)
+    @cached_property
+    def judgement(self) -> Judgement:
+        return judge(self.evidence, self.events, self.metadata, self.ended, self.diagnosed.heads)
 
     @property
     def departed(self) -> int | None:
         """The step at which the loss diverged, as the judgement has it."""
-        return departed(self.events, self.evidence)
+        return self.judgement.numbers["departed"]
+
+    @property
+    def resumed(self) -> str:
+        """The steps at which the run went on from a checkpoint, in words; "" if it never did."""
+        steps = [f"{step:,}" for step in resumptions(self.metadata)]
+        return f"resumed at step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
 
     @property
     def last_losses(self) -> list[float]:
@@ -97,46 +121,9 @@ class RunSoFar:
         self.history.moved = {head: event.step for head, event in moved.items()}
         return self.history.excess(bucket)
 
-
-class Recorded(RunSoFar):
-    """A run that was read, with every sample."""
-
-    def __init__(
-        self,
-        samples: pd.DataFrame,
-        events: pd.DataFrame | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        ended: Ended | None = None,
-        diagnosed: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        super().__init__(BUCKETS)
-        self.samples, self.diagnosed = check_samples(samples), diagnosed
-        self.events, self.metadata, self.ended = events_of(events), metadata or {}, ended
-        self.take(self.samples)
-        self._rows = self.samples.groupby("indicator", observed=True).indices
-
     @property
     def steps(self) -> tuple[int, int]:
         return self.evidence.steps or (0, 0)
-
-    @cached_property
-    def judgement(self) -> Judgement:
-        return self.judge()
-
-    @cached_property
-    def sites(self) -> dict[int, str]:
-        """Layer -> the name of its attention module, for every layer with a sample."""
-        layers = of_heads(self.samples).drop_duplicates(["layer"])
-        return dict(zip(map(int, layers["layer"]), layers["site"], strict=True))
-
-    def by_head(self, indicator: str) -> pd.DataFrame:
-        return by_head(self._rows_of(indicator), indicator)
-
-    def of_run(self, indicator: str) -> pd.Series:
-        return of_run(self._rows_of(indicator), indicator)
-
-    def _rows_of(self, indicator: str) -> pd.DataFrame:
-        return self.samples.iloc[self._rows.get(indicator, [])]
 
     def label(self, head: Head) -> str:
         """The name of a head in figures and tables."""
@@ -148,15 +135,67 @@ class Recorded(RunSoFar):
         """Layer -> number of heads that have a sample."""
         return Counter(layer for layer, _ in self.history.heads)
 
-    def first_step(self, mark: Mark) -> int | None:
-        return next((event.step for event in self.first(mark).values()), None)
-
     @cached_property
     def worst(self) -> dict[Head, float]:
         """Every head -> how far it is above its baseline, worst first; NaN is unknown, and last."""
         excess, _, _ = self.excess()
         known = set(self.history.heads)
         return {head: float(excess[head]) for head in farthest(excess) if head in known}
+
+    def by_head(self, indicator: str) -> pd.DataFrame:
+        return self.history.table(indicator)
+
+    def of_run(self, indicator: str) -> pd.Series:
+        return cast(pd.Series, self.history.table(indicator).squeeze(axis=1)).dropna()
+
+    def heads_to_watch(self, count: int = 10) -> pd.DataFrame:
+        """The heads a person should look at, worst first, with their latest values."""
+        table = self._latest.pivot(index=["layer", "head"], columns="indicator", values="value")
+        recorded = [name for name in HEAD_INDICATORS if name in table.columns]
+        latest = table.reindex(columns=recorded).astype(float)
+        alarms, stabilizers = self.first("alarm"), self.stabilizers()
+        heads = latest.index.to_frame()
+        heads["site"] = self._latest.groupby(["layer", "head"])["site"].first()
+        heads["alarm_step"] = [alarms[h].step if h in alarms else np.nan for h in latest.index]
+        heads["rule"] = [alarms[h].rule if h in alarms else "" for h in latest.index]
+        heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
+        if heads.empty:
+            return heads
+        heads["excess"] = [self.worst.get(head, np.nan) for head in latest.index]
+        heads["largest"] = latest.iloc[:, 0].abs()
+        order = ["alarm_step", "excess", "largest"]
+        heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
+        return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)
+
+
+class Recorded(RunSoFar):
+    """A run that was read, with every sample."""
+
+    def __init__(
+        self,
+        samples: pd.DataFrame,
+        events: pd.DataFrame | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ended: Ended | None = None,
+        diagnosed: Diagnosed | None = None,
+    ) -> None:
+        super().__init__(BUCKETS)
+        self.samples, self.diagnosed = check_samples(samples), diagnosed or Diagnosed()
+        self.events, self.metadata, self.ended = events_of(events), metadata or {}, ended
+        self.take(self.samples)
+        self._rows = self.samples.groupby("indicator", observed=True).indices
+
+    def by_head(self, indicator: str) -> pd.DataFrame:
+        return by_head(self._rows_of(indicator), indicator)
+
+    def of_run(self, indicator: str) -> pd.Series:
+        return of_run(self._rows_of(indicator), indicator)
+
+    def _rows_of(self, indicator: str) -> pd.DataFrame:
+        return self.samples.iloc[self._rows.get(indicator, [])]
+
+    def first_step(self, mark: Mark) -> int | None:
+        return next((event.step for event in self.first(mark).values()), None)
 
     @cached_property
     def story(self) -> list[Head]:
@@ -172,23 +211,6 @@ class Recorded(RunSoFar):
         extreme = [(int(layer), int(head)) for layer, head in extremes.head(1).index]
         story = [head for head in self.story if head in table.columns]
         return list(dict.fromkeys([*story, *extreme]))
-
-    def heads_to_watch(self, count: int = 10) -> pd.DataFrame:
-        """The heads a person should look at, worst first, with their latest values."""
-        latest = latest_values(self.samples)
-        alarms, stabilizers = self.first("alarm"), self.stabilizers()
-        heads = latest.index.to_frame()
-        heads["site"] = [self.sites[layer] for layer, _ in latest.index]
-        heads["alarm_step"] = [alarms[h].step if h in alarms else np.nan for h in latest.index]
-        heads["rule"] = [alarms[h].rule if h in alarms else "" for h in latest.index]
-        heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
-        if heads.empty:
-            return heads
-        heads["excess"] = [self.worst.get(head, np.nan) for head in latest.index]
-        heads["largest"] = latest.iloc[:, 0].abs()
-        order = ["alarm_step", "excess", "largest"]
-        heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
-        return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
@@ -226,12 +248,9 @@ def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
     return cast(pd.Series, samples["value"]).astype(float).sort_index()
 
 
-def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
-    """The last recorded value of every head."""
+def latest_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The last row of every indicator of every head."""
     samples = of_heads(frame)
     samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
     samples = samples.sort_values(["step"], kind="stable")
-    samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
-    table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
-    recorded = [name for name in HEAD_INDICATORS if name in table.columns]
-    return table.reindex(columns=recorded).astype(float)
+    return samples.drop_duplicates(["layer", "head", "indicator"], keep="last")

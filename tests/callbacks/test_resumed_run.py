@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import guardbit
 from guardbit import AttentionMonitor, HuggingFaceMonitor
 from guardbit.cli import app
-from guardbit.dashboards import document
+from guardbit.dashboards import document, report
 from tests.callbacks.conftest import TinyGPT, Trains
 from tests.callbacks.test_huggingface import gpt2, train
 from tests.monitor.session.plain_loop import Loop
@@ -78,17 +78,17 @@ def test_the_last_line_is_of_the_whole_run(run, tmp_path, capsys, caplog):
     run(tmp_path)
     lines = [*capsys.readouterr().err.splitlines(), *caplog.messages]
     last = [line for line in lines if "GuardBit: run finished" in line][-1]
-    report = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout)
-    assert report["outcome"] == "warning", "its first losses are the best ones"
-    assert report["headline"] in last
+    reported = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout)
+    assert reported["outcome"] == "warning", "its first losses are the best ones"
+    assert reported["headline"] in last
     assert guardbit.load(tmp_path).resumed == f"resumed at step {FIRST}"
 
 
 def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(document, "CHARTS", {})  # which take most of the time
+    monkeypatch.setattr(report, "CHARTS", {})  # which take most of the time
 
     def said():
-        shown = document.extent(guardbit.load(tmp_path))
+        shown = document.extent(guardbit.load(tmp_path).recorded)
         console = CliRunner().invoke(app, ["report", str(tmp_path)]).stderr
         assert ("resumed" in shown) == ("resumed" in console)
         return shown.partition(" · resumed ")[2]

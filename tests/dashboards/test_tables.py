@@ -148,7 +148,7 @@ def test_figures_are_about_the_heads_that_lead_the_table(run):
     heads = [(5, 4), (2, 7), (2, 3)]
     watched = recorded.heads_to_watch(3)
     assert list(zip(watched["layer"], watched["head"], strict=True)) == recorded.story == heads
-    drawn = RunPage("run", recorded).curves("max_logit")["heads"]
+    drawn = RunPage(recorded).curves("max_logit")["heads"]
     assert [(head["layer"], head["head"]) for head in drawn] == heads
 
 

@@ -145,12 +145,12 @@ def read(command: str, folder: Path) -> str:
             for _ in range(2):
                 with contextlib.suppress(OSError, ValueError):  # a sentence, which the page shows
                     watcher.look()
-            json.dumps(watcher.state(-1, None), allow_nan=False)
+            json.dumps(watcher.state(), allow_nan=False)
             # What is lost is not found; the page answers with 404.
             with contextlib.suppress(LookupError):
-                json.dumps(watcher.head(0, 0), allow_nan=False)
+                json.dumps(watcher.page.head(0, 0), allow_nan=False)
             with contextlib.suppress(LookupError):
-                json.dumps(watcher.curves("max_logit"), allow_nan=False)
+                json.dumps(watcher.page.curves("max_logit"), allow_nan=False)
             return ""
         result = CliRunner().invoke(app, ARGUMENTS[command](folder))
     except Exception:

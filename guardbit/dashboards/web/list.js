@@ -1,7 +1,7 @@
-"use strict";
 // The list of runs: asks every two seconds how they are doing, and draws those that are ticked.
 
-const ASK_EVERY = 2000, MOST = 4;
+const ASK_EVERY_MS = 2000;
+const MOST_DRAWN = 4;
 // Of each indicator that is drawn its title and what its axis is called.
 const TITLES = {
   loss: ["Training loss", "loss"],
@@ -9,25 +9,10 @@ const TITLES = {
   max_logit: ["Largest max logit", "largest logit"],
   multiple_maxima_bf16: ["Largest share of rows with several maxima, BF16", "share of rows"],
 };
-const view = { chosen: [], log: true, smoothing: 0, drawn: null, state: { catalog: {} } };
-
-// What the store knows: how the run ended; of one without an end, whether it still writes.
-function stateOf(run) {
-  if (run.problem) return ["lost", "cannot be read", run.problem];
-  if (run.end) return [run.end, run.end, ago(run.seconds_silent)];
-  if (run.seconds_silent > SILENT_AFTER) return ["silent", "silent", `last written ${ago(run.seconds_silent)}; it hangs or was killed`];
-  return ["alive", "running", `last written ${ago(run.seconds_silent)}`];
-}
-
-function alarmsOf(run) {
-  if (run.first_alarm == null) return "";
-  const heads = run.heads.length ? `, head${run.heads.length > 1 ? "s" : ""} ${run.heads.join(", ")}` : "";
-  const more = run.alarms > 1 ? `, and ${run.alarms - 1} more` : "";
-  return `first alarm at step ${run.first_alarm.toLocaleString("en")}: ${run.where || "the whole run"}${heads}${more}`;
-}
-
 // The worst first, as a report orders them.
-const WORST = ["lost", "learning-rate", "alarmed", "switched", "warning", "unclear", "saved", "healthy"];
+const WORST = [
+  "lost", "learning-rate", "alarmed", "switched", "warning", "unclear", "saved", "healthy",
+];
 const ORDERS = {
   written: (run) => run.seconds_silent,
   name: (run) => run.name,
@@ -36,106 +21,143 @@ const ORDERS = {
   step: (run) => -run.last_step,
 };
 
+const view = {
+  chosen: [],
+  log: true,
+  smoothing: 0,
+  list: null,
+  drawn: null,
+  state: { catalog: {} },
+};
+const s = (count) => count > 1 ? "s" : "";
+
 function chosenRows(runs) {
-  const wanted = $("filter").value.toLowerCase(), key = ORDERS[$("sort").value];
-  const compare = (a, b) => typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a < b ? -1 : a > b ? 1 : 0;
-  return runs.filter((run) => `${run.name} ${run.headline ?? ""}`.toLowerCase().includes(wanted)).sort((a, b) => compare(key(a), key(b)));
+  const wanted = $("filter").value.toLowerCase();
+  const key = ORDERS[$("sort").value];
+  const compare = (a, b) => typeof a === "string"
+    ? a.localeCompare(b, "en", { numeric: true })
+    : Number(a > b) - Number(a < b);
+  const isWanted = (run) => `${run.name} ${run.headline ?? ""}`.toLowerCase().includes(wanted);
+  return runs.filter(isWanted).sort((a, b) => compare(key(a), key(b)));
 }
 
 function drawList({ folder, runs }) {
+  const running = runs.filter((run) => stateOf(run)[0] === "alive").length;
+  const alarmed = runs.filter((run) => run.first_alarm).length;
+  const count = `${runs.length} run${s(runs.length)}`;
   $("title").textContent = folder;
-  const running = runs.filter((run) => stateOf(run)[0] === "alive").length, alarmed = runs.filter((run) => run.first_alarm != null).length;
-  $("headline").textContent = runs.length ? `${runs.length} run${runs.length > 1 ? "s" : ""}: ${running} running, ${alarmed} with alarms` : "No run yet";
-  $("runs").tBodies[0].replaceChildren(...chosenRows(runs).map((run) => {
-    const row = element("tr"), box = element("input"), tick = element("td"), name = element("td"), state = element("td"), link = element("a"), outcome = element("td");
-    box.type = "checkbox"; box.checked = view.chosen.includes(run.id);
-    box.disabled = !box.checked && view.chosen.length >= MOST;
-    box.setAttribute("aria-label", `draw ${run.name}`);
-    box.onchange = () => choose(run.id, box.checked);
-    const at = view.chosen.indexOf(run.id);
-    if (at >= 0) box.style.accentColor = colourOf(at);
-    tick.append(box);
-    link.href = `run/${run.id}/`;
-    link.append(...run.name.split("/").flatMap((part, at) => at ? ["/", element("wbr"), part] : [part]));
-    name.append(link);
-    const [kind, word, more] = stateOf(run);
-    state.append(element("span", word, `chip ${kind}`), element("small", more));
-    outcome.append(element("span", run.headline ?? (run.problem ? "–" : "reading"), run.outcome && `outcome ${run.outcome}`), element("small", alarmsOf(run)));
-    const loss = element("td", typeof run.loss === "number" ? number(run.loss) : run.loss ?? "–", "number"), step = element("td", run.last_step < 0 ? "–" : run.last_step.toLocaleString("en"), "number");
-    loss.dataset.label = "loss"; step.dataset.label = "last step";
-    row.append(tick, name, outcome, loss, step, state);
-    row.dataset.id = run.id; row.className = run.first_alarm == null ? "" : "has-alarm";
-    return row;
-  }));
+  $("headline").textContent = runs.length
+    ? `${count}: ${running} running, ${alarmed} with alarms`
+    : "No run yet";
+  $("runs").tBodies[0].replaceChildren(...chosenRows(runs).map(rowOf));
 }
 
-function choose(id, wanted) {
-  view.chosen = wanted ? [...view.chosen, id].slice(0, MOST) : view.chosen.filter((one) => one !== id);
+function rowOf(run) {
+  const row = element("tr", null, run.first_alarm ? "has-alarm" : "");
+  row.dataset.id = run.id;
+  const loss = typeof run.loss === "number" ? number(run.loss) : run.loss ?? "–";
+  const step = run.last_step < 0 ? "–" : stepText(run.last_step);
+  row.append(
+    cell([boxOf(run)]),
+    cell([linkOf(run)]),
+    cell(outcomeOf(run)),
+    cell([loss], "number", "loss"),
+    cell([step], "number", "last step"),
+    cell(chipOf(run)),
+  );
+  return row;
+}
+
+function cell(parts, kind, label) {
+  const made = element("td", null, kind);
+  made.append(...parts);
+  if (label) made.dataset.label = label;
+  return made;
+}
+
+function boxOf(run) {
+  const box = element("input");
+  const at = view.chosen.indexOf(run.id);
+  box.type = "checkbox";
+  box.checked = at >= 0;
+  box.disabled = !box.checked && view.chosen.length >= MOST_DRAWN;
+  box.setAttribute("aria-label", `draw ${run.name}`);
+  box.onchange = () => choose(run.id, box.checked);
+  if (box.checked) box.style.accentColor = colourOfRun(at);
+  return box;
+}
+
+function linkOf(run) {
+  const link = element("a");
+  link.href = `run/${run.id}/`;
+  const parts = run.name.split("/");
+  link.append(...parts.flatMap((part, at) => at ? ["/", element("wbr"), part] : [part]));
+  return link;
+}
+
+function outcomeOf(run) {
+  const said = run.headline ?? (run.problem ? "–" : "reading");
+  const kind = run.outcome && `outcome ${run.outcome}`;
+  return [element("span", said, kind), element("small", alarmsOf(run))];
+}
+
+function chipOf(run) {
+  const [kind, word, more] = stateOf(run);
+  return [element("span", word, `chip ${kind}`), element("small", more)];
+}
+
+function choose(id, isWanted) {
+  const others = view.chosen.filter((one) => one !== id);
+  view.chosen = isWanted ? [...others, id].slice(0, MOST_DRAWN) : others;
   history.replaceState(null, "", view.chosen.length ? `#runs=${view.chosen.join(",")}` : "#");
   tick();
 }
 
-// A running median over so many points on either side: one bad batch does not bend it.
-function smoothed(values, width) {
-  if (!width) return values;
-  return values.map((value, at) => {
-    if (value == null) return null;
-    const near = values.slice(Math.max(at - width, 0), at + width + 1).filter((one) => one != null).sort((a, b) => a - b);
-    return near[near.length >> 1];
-  });
-}
-
-// Runs have steps of their own: all of them on one axis, each line with its own points.
-function together(runs, name) {
-  const at = new Map();
-  runs.forEach((run, index) => {
-    if (!run.lines[name]) return;
-    const values = smoothed(run.lines[name], view.smoothing);
-    run.steps.forEach((place, point) => {
-      if (!at.has(place)) at.set(place, Array(runs.length).fill(null));
-      at.get(place)[index] = values[point];
-    });
-  });
-  const places = [...at.keys()].sort((a, b) => a - b);
-  return { steps: places, columns: runs.map((_, index) => places.map((place) => at.get(place)[index])) };
-}
+const drawnRuns = () => view.drawn?.runs ?? [];
 
 function drawOverlays() {
-  const runs = view.drawn?.runs ?? [], wanted = [];
+  const runs = drawnRuns();
+  const wanted = [];
   $("over").hidden = !runs.length;
   for (const [name, [title, axis]] of Object.entries(TITLES)) {
-    if (!runs.some((run) => run.lines[name])) continue;
     view.state.catalog[name] = { label: title, is_signed: false };
-    const { steps, columns } = together(runs, name);
+    const { steps, columns } = onOneAxis(runs, name, view.smoothing);
     if (!steps.length) continue;
-    wanted.push({ name, title, axis, steps, lines: runs.map((run, index) => ({ label: run.name, high: columns[index], colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) });
+    const lines = runs.map((run, index) => lineOfRun(run.name, columns[index], index));
+    wanted.push({ name, title, axis, steps, lines });
   }
+  const ofRun = (run, index) => run.marks.map((mark) => ({ ...mark, run: index }));
+  const marks = () => drawnRuns().flatMap(ofRun);
   $("reading").hidden = wanted.length > 0;
-  const marks = () => (view.drawn?.runs ?? []).flatMap((run, index) => run.marks.map((mark) => ({ ...mark, run: index })));
   drawKey(marks());
   drawCharts($("overlays"), wanted, marks);
 }
 
 async function update() {
-  const list = await ask("runs");
-  if (view.chosen.length) view.drawn = await ask(`overlay?runs=${view.chosen.join(",")}`);
-  else view.drawn = null;
+  const list = await askServer("runs");
+  const asked = `overlay?runs=${view.chosen.join(",")}`;
+  view.drawn = view.chosen.length ? await askServer(asked) : null;
   view.list = list;
   drawList(list);
   drawOverlays();
-  $("status").textContent = `${list.runs.length} runs`; $("status").className = "alive";
+  showStatus("alive", `${list.runs.length} runs`);
   document.body.dataset.ready = "yes";
 }
 
-for (const control of ["filter", "sort"]) $(control).addEventListener("input", () => view.list && drawList(view.list));
-$("log").addEventListener("change", (event) => { view.log = event.target.checked; drawOverlays(); });
+for (const control of ["filter", "sort"]) {
+  $(control).addEventListener("input", () => view.list && drawList(view.list));
+}
+$("log").addEventListener("change", (event) => {
+  view.log = event.target.checked;
+  drawOverlays();
+});
 $("smoothing").addEventListener("input", (event) => {
   view.smoothing = Number(event.target.value);
-  $("smoothing-label").textContent = view.smoothing ? `median of ${2 * view.smoothing + 1}` : "none";
+  const points = 2 * view.smoothing + 1;
+  $("smoothing-label").textContent = view.smoothing ? `median of ${points}` : "none";
   drawOverlays();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawOverlays);
 const linked = /^#runs=([\d,]+)$/.exec(location.hash);
-if (linked) view.chosen = linked[1].split(",").map(Number).slice(0, MOST);
-tick();
-setInterval(tick, ASK_EVERY);
+if (linked) view.chosen = linked[1].split(",").map(Number).slice(0, MOST_DRAWN);
+askEvery(ASK_EVERY_MS);

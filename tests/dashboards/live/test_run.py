@@ -12,7 +12,7 @@ from guardbit.store import RunFollower, RunWriter
 
 def state_of(watcher):
     watcher.look()
-    return watcher.state(-1, None)
+    return watcher.state()
 
 
 def measured(values):
@@ -57,16 +57,16 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
             read.append(follower.bytes_found)
         # A merge is read once more; reading all at every look would be 210 rounds' worth.
         assert sum(read) < 3 * 20 * read[0]
-        state = watcher.state(-1, None)
+        state = watcher.state()
         assert state_of(watcher)["version"] == state["version"]
         worst = state["worst"][0]
         assert (worst["layer"], worst["head"], worst["indicator"]) == (1, 2, "max_logit")
         # 200 times the others, whose noise is 1 %.
         assert worst["excess"] == pytest.approx(200, rel=0.1)
     watcher._is_reading, follower.bytes_read, follower.bytes_found = True, 1, 4
-    assert watcher.state(-1, None)["status"]["read"] == 0.25
+    assert watcher.state()["status"]["read"] == 0.25
     watcher.look()  # closing merged everything into one file
-    head = watcher.head(1, 2)
+    head = watcher.page.head(1, 2)
     assert len(measured(head["indicators"]["max_logit"]["high"])) == 200
 
 
@@ -79,7 +79,7 @@ def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
         writer.record(range(41, 71, 10))
         state = state_of(watcher)
     assert state["last_step"] == 61
-    assert max(measured(watcher.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
+    assert max(measured(watcher.page.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
 
 
 def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_path):
@@ -92,18 +92,16 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
             if step in (1, 4, 99):
                 writer.flush()
                 watcher.look()
-        said = "nclear: from step 10 on, because no attention was measured"
-        ended = "; the run was not closed: it was killed, or it still runs"
-        assert watcher.state(-1, None)["headline"] == f"U{said}{ended}"
-        assert watcher.state(-1, None)["headline_running"] == f"Running, u{said}"
+        said = "Running, unclear: from step 10 on, because no attention was measured"
+        assert watcher.row()["headline"] == said
+        assert f">{said}</h1>" in watcher.state()["main"]
         # Metadata come with samples, in a session that has begun before.
         writer.update_metadata({"unseen": ["h.1.attn"], "settings": {"heads_judged_by": {}}})
         writer.add([Sample(100, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
         writer.flush()
         watcher.look()
-    assert watcher.state(-1, None)["headline"] == (
-        "Unclear: no rule could judge the heads; the run was not closed: it was killed, or it still"
-        " runs; only 1 of 2 attention modules was watched"
+    assert watcher.row()["headline"] == (
+        "Running, unclear: no rule could judge the heads; only 1 of 2 attention modules was watched"
     )
 
 
@@ -116,7 +114,7 @@ def test_samples_are_shown_whatever_is_wrong_with_the_events(recorder, tmp_path)
     watcher = LiveRun(tmp_path)
     with pytest.warns(UserWarning, match="left out"), pytest.raises(ValueError, match="of events"):
         watcher.look()  # the thread tells the page
-    state = watcher.state(-1, None)
+    state = watcher.state()
     assert state["last_step"] == 4 and state["events"] == []
 
 
@@ -132,14 +130,14 @@ def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):
     watcher = LiveRun(tmp_path)
     watcher.look()
     for answer in (
-        watcher.state(-1, None),
-        watcher.state(-1, 10**30),
-        watcher.head(0, 2),
-        watcher.curves("delta_bias_abs"),
-        watcher.curves("delta_bias"),
+        watcher.state(),
+        watcher.page.map_at(10**30),
+        watcher.page.head(0, 2),
+        watcher.page.curves("delta_bias_abs"),
+        watcher.page.curves("delta_bias"),
     ):
         json.dumps(answer, allow_nan=False)
-    assert watcher.state(-1, None)["worst"][0]["excess"] > 1e20
+    assert watcher.state()["worst"][0]["excess"] > 1e20
 
 
 def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_path):
@@ -147,7 +145,7 @@ def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_
         writer.record(range(0, 40))
     watcher = LiveRun(tmp_path)
     watcher.look()
-    curves = watcher.curves("max_logit")
+    curves = watcher.page.curves("max_logit")
     assert (curves["heads"][0]["layer"], curves["heads"][0]["head"]) == (1, 2)
     assert len(curves["heads"]) == 3
     assert curves["heads"][0]["high"][-1] > 150 > 2 > curves["typical_high"][-1]
@@ -187,6 +185,6 @@ def test_first_alarms_switches_and_departures_are_told_however_many_events_follo
     assert events[5:] == [(event.step, event.site) for event in later[-40:]]
     assert state["num_events"] == 805
     # A head's own charts mark what concerns it, and the loss.
-    head = watcher.head(2, 1)
+    head = watcher.page.head(2, 1)
     assert [(mark["step"], mark["kind"]) for mark in head["marks"]] == [(20, "alarm")]
     assert head["events"][0]["why"] == "first of two heads"
