@@ -13,12 +13,13 @@ import guardbit
 from guardbit.callbacks.loggers import last_line
 from guardbit.cli import app
 from guardbit.dashboards.document import document_of
-from guardbit.dashboards.live import LiveRuns
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event
 from tests.monitor.session.plain_loop import Loop, model_of
 from tests.test_judgement import LAST, samples
+
+live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
 
 STEPS = 12
 #: Those that a run without alarms goes through at every sampled step.
@@ -58,7 +59,7 @@ def views(folder, session):
         loaded = guardbit.load(folder)
     except (FileNotFoundError, ValueError):
         return  # the store or what it gets failed in the first step: nothing was written
-    runs = LiveRuns(folder.parent)
+    runs = live.LiveRuns(folder.parent)
     runs.look()
     (row,) = runs.rows()["runs"]
     for command in ("report", "replay"):

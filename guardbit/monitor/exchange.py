@@ -33,6 +33,7 @@ _OTHER_SWITCHES = (
     "ranks have switched heads differently, so some of what they compute may not be corrected: load"
     " states and call `switch` on all ranks alike, not in `on_alarm`, which rank 0 alone calls"
 )
+_SOME_RANKS = "on some ranks: "
 # Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
 # differ by FP32's rounding, stages by their random weights, 1e-3 and more.
 _SAME_WEIGHTS = 1e-4
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
     modules: list[str]  # those that could call attention
+    heads: dict[str, range] | None  # of this rank
 
 
 class Exchange:
@@ -101,16 +103,22 @@ class Exchange:
         refusals = attempt("refusals", lambda: of_sites("limits.not_switchable"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
         modules = sorted(instrumentation.candidates)
-        mine = Part(samples, refusals or {}, asked or {}, self._metadata, modules)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
-        parts = ranks.of_each_part("known", mine, heads)
-        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [])
+        mine = Part(samples, refusals or {}, asked or {}, self._metadata, modules, heads)
+        unfound = {name: facts["weights_unavailable"] for name, facts in self._metadata.items()}
+        parts = ranks.of_each_part("known", mine, (heads, unfound))
+        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [], None)
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
         if not several:
             return whole
+        for name, facts in whole.metadata.items():
+            of_parts = (part.metadata.get(name, facts) for part in parts)
+            whys = [known["weights_unavailable"] for known in of_parts]
+            if None in whys and any(whys):
+                facts["weights_unavailable"] = _SOME_RANKS + next(filter(None, whys))
         names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
         if not self._are_compared and min(map(len, names)) > 1:
             if ranks.rank() == 0:
@@ -121,7 +129,8 @@ class Exchange:
         norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
         switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
         code = 0 if asked is None else zlib.crc32(repr(switched).encode())
-        self._numbers = (0.0, 0, 0) if len(parts) > 1 else (sum(norms), len(norms), code)
+        is_divided = any(part.heads != heads for part in parts)
+        self._numbers = (0.0, 0, 0) if is_divided else (sum(norms), len(norms), code)
         return whole
 
     def tell(self, step: int) -> None:

@@ -365,7 +365,7 @@ class Journal:
             named: dict[str, list[str]] = {}
             for name, known in modules.items():
                 whose = f"W_Q of site '{name}' is unavailable: "
-                reason = (known.get(what) or "").removeprefix(whose)
+                reason = (known.get(what) or "").replace(whose, "")
                 if reason and (what, name, reason) not in self._warned:
                     self._warned.add((what, name, reason))
                     named.setdefault(reason, []).append(name)

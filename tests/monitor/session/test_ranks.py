@@ -12,10 +12,11 @@ from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
-from guardbit.monitor import exchange
+from guardbit.monitor import exchange, sites
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import FOR_NOW
+from guardbit.store import read_metadata
 from tests.callbacks.several_ranks import begin, keep, launch, logged, refusal, seen
 from tests.monitor.session.plain_loop import (
     LOUD,
@@ -113,6 +114,28 @@ def test_ranks_that_run_in_float32_switch_nothing(tmp_path):
     for asked, off in seen(tmp_path / "found"):
         assert (asked, off) == ({SITES[0]: ["none"] * 2, SITES[1]: ["none"] * 4}, [])
     assert "runs in float32" in events_of(tmp_path / "run", "refusal").why.iloc[0]
+
+
+def without_weights(folder, lost):
+    begin("cpu")
+    if dist.get_rank() == lost:
+        sites.settle = fail
+    with logged() as lines:
+        loop = Loop(dirpath=folder / "run")
+        loop.run(range(2))
+    keep(folder, ["told"], lambda *_: lines)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_rank_0_says_of_which_module_some_ranks_find_no_weights(tmp_path, lost):
+    launch(without_weights, 2, tmp_path, lost)
+    why = "the module could not be run by itself: on purpose"
+    told = [line for _, line in seen(tmp_path / "told")[0] if "unavailable" in line]
+    assert len(told) == 1 and told[0].endswith(f"{', '.join(SITES)}: on some ranks: {why}")
+    for name, known in read_metadata(tmp_path / "run")["sites"].items():
+        of_site = f"W_Q of site '{name}' is unavailable: {why}"
+        assert known["weights_unavailable"] == f"on some ranks: {of_site}"
+    assert sorted(values(tmp_path / "run", "w_q_spectral_norm", SITES[0])) == [0, 1], "a rank's"
 
 
 def parting(folder):
