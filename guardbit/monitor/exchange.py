@@ -115,10 +115,9 @@ class Exchange:
         if not several:
             return whole
         for name, facts in whole.metadata.items():
-            of_parts = (part.metadata.get(name, facts) for part in parts)
-            whys = [known["weights_unavailable"] for known in of_parts]
-            if None in whys and any(whys):
-                facts["weights_unavailable"] = _SOME_RANKS + next(filter(None, whys))
+            whys = {part.metadata.get(name, facts)["weights_unavailable"] for part in parts}
+            if None in whys and len(whys) > 1:
+                facts["weights_unavailable"] = _SOME_RANKS + min(whys - {None})
         names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
         if not self._are_compared and min(map(len, names)) > 1:
             if ranks.rank() == 0:

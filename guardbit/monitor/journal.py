@@ -364,8 +364,9 @@ class Journal:
             what, cannot = limit.name, limit.metadata["logged"]
             named: dict[str, list[str]] = {}
             for name, known in modules.items():
-                whose = f"W_Q of site '{name}' is unavailable: "
-                reason = (known.get(what) or "").replace(whose, "")
+                reason = (known.get(what) or "").replace(
+                    f"W_Q of site '{name}' is unavailable: ", ""
+                )
                 if reason and (what, name, reason) not in self._warned:
                     self._warned.add((what, name, reason))
                     named.setdefault(reason, []).append(name)

@@ -778,14 +778,10 @@ class Session(Guarded):
         if state.get("format") != _FORMAT:
             self._switching.load(stabilizers, state.get("is_of_parts", False))
             self._findings.is_whole = False
-            names, more = ", ".join(stabilizers) or "none", ""
-            if self.policy is not None and stabilizers:
-                more = f"; alarms on those of {names} no longer widen what is switched"
             log.warning(
                 "the state is incomplete or of another version of GuardBit: the heads it has"
-                " switched stay switched (%s), detectors and sums begin anew%s",
-                names,
-                more,
+                " switched stay switched (%s), detectors and sums begin anew",
+                ", ".join(stabilizers) or "none",
             )
             return
         self.detectors.load_state_dict(state["detectors"])

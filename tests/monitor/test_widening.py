@@ -124,7 +124,7 @@ def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog
         tmp_path, old, rules=(Names(since=9000),), policy=Policy(scope="head")
     )
     (told,) = [message for message in caplog.messages if "another version" in message]
-    assert told.endswith("; alarms on those of 1 no longer widen what is switched")
+    assert told.endswith("switched stay switched (1), detectors and sums begin anew")
     # Whatever is taken now, it was alarmed before: also in the state of the state.
     state = run(model, session, (1500, 2000))[2000]
     session.close()

@@ -15,7 +15,7 @@ from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from studies.rescue import analyse, lines, measures
-from studies.rescue.packed import Run, begun_at, load, pack, step_of
+from studies.rescue.packed import Run, begun_at, load, pack
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -331,11 +331,6 @@ def test_of_a_copy_from_a_named_step_what_follows_is_kept(tmp_path):
     assert copy.events["step"].tolist() == original.events["step"].tolist() == [7]
 
 
-@pytest.mark.parametrize("name", ["step=6000.ckpt", "runs/lr1.5e-3/step=6000-v1.ckpt"])
-def test_the_step_of_a_checkpoint(name):
-    assert step_of(name) == step_of(Path(name)) == 6000
-
-
 def bounded(frame, every=1):
     """The run with logits of 50 at most, and all but the loss sampled every so many steps."""
     value = frame["value"].where(frame["indicator"] != "max_logit", frame["value"].clip(-50, 50))
@@ -389,15 +384,6 @@ def test_bounded_logits_and_few_samples_leave_a_thousand_steps_of_lead():
         first = replay(bounded(read_run(RESULTS / name), 1000)).first_alarm
         leads.append(runs.loc[name, "failed_at"] - first)
     assert min(leads) >= 1000 and np.median(leads) >= 3500
-
-
-def test_a_step_that_was_named_is_in_the_name():
-    assert begun_at("late-exact_delta-cudnn-seed4-again6-from13000") == 13_000
-    assert begun_at("from_start-compensated-cudnn-seed4") is None
-
-
-def test_runs_at_too_high_a_rate_are_several():
-    assert len(list(RESULTS.glob("*-lr3.0e-03-*/"))) >= 4
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs(read_once, monkeypatch, tmp_path):
