@@ -33,7 +33,6 @@ _OTHER_SWITCHES = (
     "ranks have switched heads differently, so some of what they compute may not be corrected: load"
     " states and call `switch` on all ranks alike, not in `on_alarm`, which rank 0 alone calls"
 )
-_SOME_RANKS = "on some ranks: "
 # Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
 # differ by FP32's rounding, stages by their random weights, 1e-3 and more.
 _SAME_WEIGHTS = 1e-4
@@ -117,7 +116,7 @@ class Exchange:
         for name, facts in whole.metadata.items():
             whys = {part.metadata.get(name, facts)["weights_unavailable"] for part in parts}
             if None in whys and len(whys) > 1:
-                facts["weights_unavailable"] = _SOME_RANKS + min(whys - {None})
+                facts["weights_unavailable"] = f"on some ranks: {min(whys - {None})}"
         names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
         if not self._are_compared and min(map(len, names)) > 1:
             if ranks.rank() == 0:

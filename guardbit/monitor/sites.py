@@ -192,10 +192,7 @@ class Site:
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights."""
-        try:
-            head = operator.index(head)
-        except TypeError:
-            raise TypeError(f"head is {head!r}; it must be a whole number") from None
+        (head,) = checked_heads([head])
         weights, own = self.query_weights(), self.own_heads
         if len(own) == self.num_heads:
             own = range(len(weights))

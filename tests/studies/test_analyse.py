@@ -341,7 +341,6 @@ def bounded(frame, every=1):
 #: At 6e-4, and yet their heads explode.
 EXPLODE = tuple(f"stock-cudnn-lr6.0e-04-seed1-again{number}" for number in (14, 20))
 
-
 # Copies from a named step hold their original's alarms, and not what these were raised by.
 COMMITTED = [run for run in sorted(RESULTS.glob("*/")) if begun_at(run.name) is None]
 
