@@ -113,10 +113,10 @@ class Exchange:
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
         if not several:
             return whole
-        for name, facts in whole.metadata.items():
-            whys = {part.metadata.get(name, facts)["weights_unavailable"] for part in parts}
+        for name, known in whole.metadata.items():
+            whys = {part.metadata.get(name, known)["weights_unavailable"] for part in parts}
             if None in whys and len(whys) > 1:
-                facts["weights_unavailable"] = f"on some ranks: {min(whys - {None})}"
+                known["weights_unavailable"] = f"on some ranks: {min(whys - {None})}"
         names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
         if not self._are_compared and min(map(len, names)) > 1:
             if ranks.rank() == 0:
