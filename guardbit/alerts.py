@@ -43,7 +43,7 @@ class Webhook:
     def __init__(self, url: str) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"a webhook is an address like https://host/path, got {url!r}")
+            raise ValueError(f"the webhook is {url!r}; it must be like https://host/path")
         self._url = url
         self._host = parts.hostname
         # Discord takes what Slack takes, too, at an address that says so.

@@ -184,7 +184,7 @@ def report(
     if as_json:
         with user_errors(OSError, ValueError):
             if output is not None:
-                raise ValueError("--json writes no report: leave --output out")
+                raise ValueError("--json writes no report: remove --output")
             runs = [load(path) for path in paths]
             outcomes = [
                 {"run": str(path), **json_of(run.judgement, run)}
@@ -215,7 +215,7 @@ def _report_path(paths: Sequence[Path], output: Path | None) -> Path:
         return output / name if output.is_dir() or not output.suffix else output
     if len(paths) > 1:
         if Path(name).exists():
-            raise ValueError(f"{name} is there already: --output {name} overwrites it")
+            raise ValueError(f"{name} exists already; --output {name} overwrites it")
         return Path(name)
     from guardbit.store.files import stem_of_run
 
@@ -321,8 +321,8 @@ def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
         key, _, number = threshold.partition("=")
         if key not in allowed:
             raise ValueError(
-                f"--threshold must be RULE.NAME=NUMBER, got {threshold!r}; there are "
-                f"{', '.join(allowed)}"
+                f"--threshold is {threshold!r}; it must be RULE.NAME=NUMBER with one of"
+                f" {', '.join(allowed)}"
             )
         rule, _, field = key.partition(".")
         try:
@@ -331,7 +331,7 @@ def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
                 raise ValueError
         except ValueError:
             kind = "a whole number" if allowed[key] is int else "a number"
-            raise ValueError(f"--threshold {key} must be {kind}, got {number!r}") from None
+            raise ValueError(f"--threshold {key} is {number!r}; it must be {kind}") from None
         by_name[rule] = dataclasses.replace(by_name[rule], **{field: value})
     return tuple(by_name.values())
 
@@ -362,7 +362,7 @@ def live(
 
     with user_errors(OSError, ValueError):
         if path.is_file():
-            raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
+            raise ValueError(f"{path} is a file; live needs the folder of a run: try report")
         try:
             from guardbit.dashboards.live import LiveRuns, LiveServer
         except ModuleNotFoundError as error:
@@ -408,7 +408,7 @@ def demo(
     place = run_dir or Path("runs/recorded" if recorded else "runs/demo")
     with user_errors(OSError, ValueError):
         if recorded and healthy:
-            raise ValueError("--recorded shows runs that were made: leave --healthy out")
+            raise ValueError("--recorded shows recorded runs: remove --healthy")
         # Before minutes of training are wasted.
         with writing_to(place, "give another folder by --run-dir"):
             place.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ class _HeadMetric(Metric):
         sums, maxima = self._state_names()
         for name, value in zip((*sums, *maxima), values, strict=True):
             if len(value) != self.num_heads:
-                raise ValueError(f"{len(value)} heads came, but num_heads is {self.num_heads}")
+                raise ValueError(f"there are {len(value)} heads; num_heads is {self.num_heads}")
             before = getattr(self, name)
             setattr(self, name, before + value if name in sums else before.maximum(value))
 
@@ -119,10 +119,10 @@ class SpectralNorm(_HeadMetric):
             if name not in self.kind.removeprefix("w_"):
                 continue
             if weights is None:
-                raise ValueError(f"{self.indicator} needs w_{name}")
+                raise ValueError(f"w_{name} is None; {self.indicator} needs it")
             copies = self.num_heads // len(weights) if name == "k" else 1
             if copies * len(weights) != self.num_heads:
-                raise ValueError(f"w_{name} has {len(weights)} heads for {self.num_heads}")
+                raise ValueError(f"w_{name} has {len(weights)} heads, not {self.num_heads}")
             grams.append(gram_matrices(weights).repeat_interleave(copies, 0))
         self._take([spectral_norms(*grams)[0]])
 

@@ -61,7 +61,7 @@ def from_zero(number: Any, name: str) -> int:
     except TypeError:
         checked = -1
     if checked < 0:
-        raise ValueError(f"{name} is {number!r}; it must be a whole number, 0 or more")
+        raise ValueError(f"{name} is {number!r}; it must be a whole number, at least 0")
     return checked
 
 

@@ -309,12 +309,18 @@ def test_replay_takes_other_thresholds():
 @pytest.mark.parametrize(
     ("threshold", "message"),
     [
-        ("head_growth=3", "--threshold must be RULE.NAME=NUMBER, got 'head_growth=3'; there are "),
-        ("no_rule.slope=3", "got 'no_rule.slope=3'; there are model_logits."),
-        ("head_growth.name=3", "got 'head_growth.name=3'"),
-        ("head_growth.norm=steep", "head_growth.norm must be a number, got 'steep'"),
-        ("head_growth.norm=nan", "head_growth.norm must be a number, got 'nan'"),
-        ("loss_departure.samples=2.5", "loss_departure.samples must be a whole number, got '2.5'"),
+        (
+            "head_growth=3",
+            "'head_growth=3'; it must be RULE.NAME=NUMBER with one of ",
+        ),
+        ("no_rule.slope=3", "is 'no_rule.slope=3'; it must be"),
+        ("head_growth.name=3", "is 'head_growth.name=3'"),
+        ("head_growth.norm=steep", "head_growth.norm is 'steep'; it must be a number"),
+        ("head_growth.norm=nan", "head_growth.norm is 'nan'; it must be a number"),
+        (
+            "loss_departure.samples=2.5",
+            "samples is '2.5'; it must be a whole number",
+        ),
     ],
 )
 def test_bad_thresholds_are_refused(small_run, threshold, message):
@@ -410,7 +416,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     assert f"{tmp_path.name}/version_1/run: " in result.stderr
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert f"<th>{tmp_path.name}/version_1/run</th>" in text
-    check_refused(invoke("report", plain_run, other), "comparison.html is there already")
+    check_refused(invoke("report", plain_run, other), "comparison.html exists already")
     again = invoke("report", plain_run, other, "--output", "comparison.html")
     assert again.exit_code == 0
 
@@ -429,7 +435,7 @@ def test_a_warning_about_one_file_is_said_once(plain_run, tmp_path):
 
 def test_live_shows_folders_only_and_says_where(tmp_path, monkeypatch):
     live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
-    said = "a webhook is an address like https://host/path, got 'example.org'"
+    said = "the webhook is 'example.org'; it must be like https://host/path"
     check_refused(invoke("live", tmp_path, "--notify", "example.org"), said)
     (tmp_path / "run.csv").write_text(HEADER)
     check_refused(invoke("live", tmp_path / "run.csv"), "live shows the folder of a run")
@@ -507,7 +513,7 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path):
     assert pages == {"comparison.html", "lost.html", "switched.html"}
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
-    check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
+    check_refused(invoke("demo", "--recorded", "--healthy"), "remove --healthy")
 
 
 def test_version_is_the_packages():

@@ -204,10 +204,13 @@ def test_nothing_measured_is_nan():
     [
         (lambda: MultipleMaxima(2, "fp16"), "kind is 'fp16'; allowed are fp32, bf16"),
         (lambda: MaxLogit(2, heads="mean"), "heads is 'mean'; allowed are all, largest"),
-        (lambda: MaxLogit(2)(torch.ones(1, 3, 1, 4), torch.ones(1, 3, 1, 4)), "3 heads came"),
-        (lambda: SpectralNorm(4)(torch.ones(2, 1, 4)), "w_q has 2 heads for 4"),
-        (lambda: SpectralNorm(4, "w_k")(w_k=torch.ones(3, 1, 4)), "w_k has 3 heads for 4"),
-        (lambda: SpectralNorm(2, "qk")(torch.ones(2, 1, 4)), "qk_spectral_norm needs w_k"),
+        (lambda: MaxLogit(2)(torch.ones(1, 3, 1, 4), torch.ones(1, 3, 1, 4)), "there are 3 heads"),
+        (lambda: SpectralNorm(4)(torch.ones(2, 1, 4)), "w_q has 2 heads, not 4"),
+        (lambda: SpectralNorm(4, "w_k")(w_k=torch.ones(3, 1, 4)), "w_k has 3 heads, not 4"),
+        (
+            lambda: SpectralNorm(2, "qk")(torch.ones(2, 1, 4)),
+            "w_k is None; qk_spectral_norm",
+        ),
         (lambda: attention_metrics(2, indicators=["loss"]), "indicator 'loss' is unknown"),
     ],
 )

@@ -104,12 +104,12 @@ class HeadInputs:
 
     def __post_init__(self) -> None:
         if self.q.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"only BF16 and FP16 heads are diagnosed, but q is {self.q.dtype}")
+            raise ValueError(f"q is {self.q.dtype}; it must be BF16 or FP16 to be diagnosed")
         tensors = [self.q, self.k, self.v, self.d_out, self.out, self.dq]
         if not all(x is None or bool(x.isfinite().all()) for x in tensors):
             raise ValueError(
-                "the inputs, the output or dQ of the head hold NaN or infinity: it is too late to"
-                " tell what made it so; an earlier snapshot is needed"
+                "the inputs, the output or dQ of the head hold NaN or infinity: use an earlier"
+                " snapshot to see what made them so"
             )
 
     @property

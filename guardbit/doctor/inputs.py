@@ -81,15 +81,12 @@ def parse_shape(text: str) -> Shape:
         shape = Shape(*(int(part) for part in text.split(",")))
     except (TypeError, ValueError):
         raise ValueError(
-            f"a shape is five whole numbers, B,H,H_kv,N,D, such as 8,12,12,1024,64, not {text!r}"
+            f"shape is {text!r}; it must be five whole numbers, B,H,H_kv,N,D, e.g. 8,12,12,1024,64"
         ) from None
     if min(shape) < 1:
-        raise ValueError(f"the numbers of a shape are 1 or more, but it is {shape}")
+        raise ValueError(f"shape is {text!r}; each number must be at least 1")
     if shape.heads % shape.kv_heads:
-        raise ValueError(
-            f"query heads share key heads evenly, but {shape.heads} is no multiple of"
-            f" {shape.kv_heads}"
-        )
+        raise ValueError(f"shape is {text!r}; H must be a multiple of H_kv")
     return shape
 
 
@@ -98,10 +95,10 @@ def parse_window(mask: str) -> int | None:
     name, _, number = mask.partition(":")
     if name == "window":
         if not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"a window has 1 key or more, such as window:512, not {mask!r}")
+            raise ValueError(f"mask is {mask!r}; it must have at least 1 key, e.g. window:512")
         return int(number)
     if mask not in MASKS:
-        raise ValueError(f"masks are {', '.join(MASKS)}, but it is {mask!r}")
+        raise ValueError(f"mask is {mask!r}; allowed are {', '.join(MASKS)}")
     return None
 
 

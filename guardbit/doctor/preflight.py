@@ -110,7 +110,7 @@ class Examiner:
     def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
         """Examines the engines for a shape and a mask, also those of packed sequences."""
         if dtype_name not in DTYPES:
-            raise ValueError(f"dtypes are {' and '.join(DTYPES)}, but it is {dtype_name!r}")
+            raise ValueError(f"dtype is {dtype_name!r}; allowed are {', '.join(DTYPES)}")
         place = f"{shape} {mask} {dtype_name}"
         if self._is_left_out(place, shape, mask):
             return

@@ -132,7 +132,7 @@ def flash_attention(
     _check_agreement(q, k, v)
     stabilizers = check_stabilizers(stabilizer, q.size(1))
     if not isinstance(causal, bool) and causal != "top-left":
-        raise ValueError(f"causal is {causal!r}; allowed are False, True and 'top-left'")
+        raise ValueError(f"causal is {causal!r}; it must be False, True or 'top-left'")
     numbers = {"beta": beta, "eps": eps, "dropout_p": dropout_p}
     for name, value in (numbers if scale is None else {"scale": scale, **numbers}).items():
         if not isinstance(value, int | float) and not hasattr(value, "__float__"):
@@ -175,7 +175,7 @@ def flash_attention(
 
 def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[str, ...]:
     if not isinstance(stabilizer, str | Sequence):
-        raise ValueError(f"stabilizer is {stabilizer!r}; expected a name or one name a head")
+        raise ValueError(f"stabilizer is {stabilizer!r}; it must be a name, or one per head")
     names = (stabilizer,) * num_heads if isinstance(stabilizer, str) else tuple(stabilizer)
     for name in names:
         if name not in STABILIZERS:
@@ -183,18 +183,18 @@ def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[
                 f"stabilizer {name!r} is unknown; allowed are {', '.join(STABILIZERS)}"
             )
     if len(names) != num_heads:
-        raise ValueError(f"{len(names)} stabilizers were given for {num_heads} heads")
+        raise ValueError(f"stabilizer has {len(names)} names; there are {num_heads} heads")
     return names
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
         if x.is_nested or x.layout is not torch.strided:
-            raise ValueError(f"{name} is a nested or sparse tensor; expected a dense one")
+            raise ValueError(f"{name} is a nested or sparse tensor; it must be dense")
         if x.dim() != 4:
-            raise ValueError(f"{name} has {x.dim()} dimensions; expected 4: (B, H, N, D)")
+            raise ValueError(f"{name} has {x.dim()} dimensions; it must have 4: (B, H, N, D)")
         if x.dtype not in _DTYPES:
             raise ValueError(f"{name} is {x.dtype}; allowed are bfloat16, float16 and float32")
 

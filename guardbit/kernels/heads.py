@@ -127,7 +127,7 @@ def resolve(
     """Settles what the heads of a call run, which were asked to run `asked`."""
     extras = call.spec.extras
     if engine is None and extras:
-        raise ValueError(f"GuardBit's own kernels take {_none_of(extras)}.")
+        raise ValueError(f"GuardBit's own kernels take {_none_of(extras)}")
     unshifted, wanted = "", set(asked) - {"none"}
     if not wanted:
         return Settled(asked, False, "")

@@ -72,8 +72,7 @@ def visible_range(
         cu_queries, cu_keys = spec.documents[:2]
         if cu_queries.device.type != own.device.type:
             raise ValueError(
-                f"`documents` needs to be on the device of q, {own.device}, but is on"
-                f" {cu_queries.device}."
+                f"documents is on {cu_queries.device}; it must be on the device of q, {own.device}"
             )
         document = torch.searchsorted(cu_queries[1:].contiguous(), own, right=True)
         present = document < len(cu_queries) - 1
@@ -138,8 +137,7 @@ def dense_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         return mask.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"`mask` needs a shape that broadcasts to (B, H, N, M) = {shape},"
-            f" but has {tuple(mask.shape)}."
+            f"mask has shape {tuple(mask.shape)}; it must broadcast to (B, H, N, M) = {shape}"
         ) from None
 
 

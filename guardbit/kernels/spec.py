@@ -73,23 +73,23 @@ class AttentionSpec:
         check_causal(self.causal)
         mask = self.mask
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"`mask` takes booleans or floating numbers, but it is {mask.dtype}.")
+            raise TypeError(f"mask is {mask.dtype}; it must hold booleans or floating numbers")
         if len(self.window) != 2 or any(type(n) is not int or n < -1 for n in self.window):
             raise ValueError(
-                "`window` takes two whole numbers, keys before and after, -1 for all, but it is"
-                f" {self.window!r}."
+                f"window is {self.window!r}; it must be two whole numbers, keys before and after,"
+                " -1 for all"
             )
         if not 0 <= self.softcap < math.inf:
             raise ValueError(
-                f"`softcap` takes a finite number from 0 on, 0 for none, but it is {self.softcap}."
+                f"softcap is {self.softcap}; it must be finite and at least 0, 0 for none"
             )
         if self.documents is not None:
             _check_documents(self.documents)
         if self.sinks is not None and not self.sinks.is_floating_point():
-            raise TypeError(f"`sinks` takes floating numbers, but it is {self.sinks.dtype}.")
+            raise TypeError(f"sinks is {self.sinks.dtype}; it must hold floating numbers")
         if self.sinks is not None and self.sinks.dim() != 1:
             raise ValueError(
-                f"`sinks` takes one number a head, (H,), but has {tuple(self.sinks.shape)}."
+                f"sinks has shape {tuple(self.sinks.shape)}; it must be one number per head, (H,)"
             )
 
     @property
@@ -127,12 +127,11 @@ class AttentionSpec:
         batch, heads = shape[:2]
         if self.sinks is not None and len(self.sinks) != heads:
             raise ValueError(
-                f"`sinks` needs one number a head, ({heads},), but has {tuple(self.sinks.shape)}."
+                f"sinks has shape {tuple(self.sinks.shape)}; it must be one number per head,"
+                f" ({heads},)"
             )
         if self.documents is not None and batch != 1:
-            raise ValueError(
-                f"`documents` needs a batch of one, packed sequences, but it is {batch}."
-            )
+            raise ValueError(f"the batch is {batch}; it must be 1 for documents, which are packed")
 
 
 def _check_documents(documents: Documents) -> None:
@@ -140,26 +139,26 @@ def _check_documents(documents: Documents) -> None:
     dtypes = [x.dtype for x in starts]
     if dtypes != [torch.int32] * 2:
         raise TypeError(
-            f"`cu_queries` and `cu_keys` take INT32, but are {dtypes[0]} and {dtypes[1]}."
+            f"cu_queries and cu_keys are {dtypes[0]} and {dtypes[1]}; they must be torch.int32"
         )
     shapes = [tuple(x.shape) for x in starts]
     if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0] == (0,):
         raise ValueError(
-            "`cu_queries` and `cu_keys` need one number a document and one more, (G + 1,), but have"
-            f" {shapes[0]} and {shapes[1]}."
+            f"cu_queries and cu_keys have shapes {shapes[0]} and {shapes[1]}; they must have one"
+            " number per document and one more, (G + 1,)"
         )
     if starts[0].device != starts[1].device:
         raise ValueError(
-            "`cu_queries` and `cu_keys` need to be on one device, but are on"
-            f" {starts[0].device} and {starts[1].device}."
+            f"cu_queries and cu_keys are on {starts[0].device} and {starts[1].device}; they must be"
+            " on one device"
         )
     if min(documents.max_queries, documents.max_keys) < 0:
         raise ValueError(
-            "`max_queries` and `max_keys` take numbers from 0 on, but are"
-            f" {documents.max_queries} and {documents.max_keys}."
+            f"max_queries and max_keys are {documents.max_queries} and {documents.max_keys}; they"
+            " must be at least 0"
         )
 
 
 def check_causal(causal: Causal) -> None:
     if causal not in (False, True, "top-left"):
-        raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')
+        raise ValueError(f"causal is {causal!r}; it must be False, True or 'top-left'")

@@ -251,8 +251,8 @@ class _Search:
         states = self._states[side]
         if states.ndim != 4:
             raise LayoutUnavailable(
-                f"the {side} must have shape (batch, heads, tokens, features), "
-                f"got {tuple(states.shape)}"
+                f"the {side} has shape {tuple(states.shape)}; it must be (batch, heads, tokens,"
+                " features)"
             )
         if not states.isfinite().all():
             raise LayoutUnavailable(f"the {side} holds infinities or NaNs")

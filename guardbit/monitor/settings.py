@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 def takes(function: Any, count: int) -> bool:
-    """Whether a function can be called with so many arguments."""
+    """Whether a function can be called with `count` arguments."""
     with suppress(ValueError):  # of a builtin, which has no signature
         try:
             inspect.signature(function).bind(*range(count))
@@ -61,7 +61,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda n: n is None or is_whole(n, 1),
         "a whole number, at least 1, or None for all rows",
     ),
-    "snapshot_megabytes": (_is_amount, "a number from 0 on, 0 for none"),
+    "snapshot_megabytes": (_is_amount, "a number, at least 0, 0 for none"),
     "sites": (_are_names, "a list of names, at least one, or None for all"),
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
@@ -117,7 +117,7 @@ class Settings:
         if self.dirpath is not None:
             if os.path.isfile(self.dirpath):
                 raise ValueError(
-                    f"dirpath is {os.fspath(self.dirpath)!r}, a file; a run needs a folder"
+                    f"dirpath is {os.fspath(self.dirpath)!r}, a file; it must be a folder"
                 )
             # The program may change its directory in mid-run.
             object.__setattr__(self, "dirpath", os.path.abspath(self.dirpath))

@@ -198,7 +198,7 @@ class Site:
             own = range(len(weights))
         heads = max(self.num_heads, len(weights))
         if not 0 <= head < heads:
-            raise IndexError(f"head must be in 0..{heads - 1}, got {head}")
+            raise IndexError(f"head is {head}; it must be 0 to {heads - 1}")
         if head not in own:
             where = f"{own.start} to {own.stop - 1}"
             raise self._unavailable(f"head {head} is on another rank, this one has {where}")
@@ -763,7 +763,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
         TypeError: If the model is no `nn.Module`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}; expected an nn.Module")
+        raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
     if is_of_fabric(model):
         model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
@@ -845,4 +845,4 @@ def checked_heads(heads: Iterable[int]) -> list[int]:
     try:
         return [operator.index(head) for head in heads]
     except TypeError:
-        raise ValueError(f"heads is {heads!r}; expected a list of whole numbers") from None
+        raise ValueError(f"heads is {heads!r}; it must be a list of whole numbers") from None

@@ -292,7 +292,7 @@ def warn_of_rows(left_out: int, rows: int, path: Path) -> None:
 def checked_event(event: Any) -> dict[str, Any]:
     """Returns one event with its step as an int and its heads as a tuple of ints."""
     if not isinstance(event, dict):
-        raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
+        raise ValueError(f"an event is {str(event)[:40]!r}; it must be a JSON object")
     missing = [name for name in EVENT_COLUMNS if name not in event]
     if missing:
         raise ValueError(f"an event lacks {', '.join(missing)}")
@@ -305,7 +305,7 @@ def checked_event(event: Any) -> dict[str, Any]:
     texts = {name: event[name] for name in EVENT_COLUMNS if name not in ("step", "heads")}
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise ValueError(f"an event's {name} must be text, got {str(text)[:40]!r}")
+            raise ValueError(f"an event's {name} is {str(text)[:40]!r}; it must be text")
         # A lone surrogate cannot be written to any file.
         texts[name] = text.encode(errors="replace").decode()
     return {"step": step, "heads": heads, **texts}
@@ -324,6 +324,6 @@ def checked_session(session: Any) -> Session:
         raise ValueError("a session must have metadata")
     start = session.get("start_step")
     if not isinstance(start, int) or not -1 <= start <= MAX_STEP:
-        raise ValueError(f"a session's start_step must be a whole number from -1, got {start!r}")
+        raise ValueError(f"start_step is {start!r}; it must be a whole number, at least -1")
     end = session.get("end")
     return Session(start, session["metadata"], end if end in RUN_ENDS else None)

@@ -116,7 +116,7 @@ class RunWriter:
         start_step: int | None = None,  # of the checkpoint that the run continues from
     ) -> None:
         if start_step is not None and start_step < 0:
-            raise ValueError(f"start_step of a run must be 0 or more, got {start_step}")
+            raise ValueError(f"start_step is {start_step}; it must be at least 0")
         folder = Path(path)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")

@@ -78,7 +78,7 @@ def test_a_webhook_nobody_answers_at_is_told_of_before_the_first_message(caplog)
 
 @pytest.mark.parametrize("url", ["", "example.org/x", "file:///etc/passwd", "https://"])
 def test_an_address_that_is_no_webhook_is_refused(url):
-    with pytest.raises(ValueError, match="a webhook is an address like https://host/path, got"):
+    with pytest.raises(ValueError, match="it must be like https://host/path"):
         Webhook(url)
 
 

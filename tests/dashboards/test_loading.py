@@ -81,7 +81,7 @@ def test_what_is_no_step_layer_or_count_is_one_sentence(run, wrong):
     ):
         with pytest.raises(ValueError) as caught:
             look(wrong)
-        assert str(caught.value) == f"{name} is {wrong!r}; it must be a whole number, 0 or more"
+        assert str(caught.value) == f"{name} is {wrong!r}; it must be a whole number, at least 0"
 
 
 def test_a_figure_takes_its_own_arguments_in_their_order_and_no_others(run):

@@ -100,7 +100,7 @@ def test_remedies_are_those_of_the_oracle(name):
     ("change", "spec", "why"),
     [
         (lambda q: q, AttentionSpec(0.3, dropout_p=0.1), "dropout cannot be diagnosed"),
-        (lambda q: q.float(), AttentionSpec(0.3), "only BF16 and FP16 heads"),
+        (lambda q: q.float(), AttentionSpec(0.3), "it must be BF16 or FP16"),
         (lambda q: q * math.nan, AttentionSpec(0.3), "an earlier snapshot is needed"),
     ],
 )

@@ -136,12 +136,12 @@ def test_units_of_the_first_inputs_do_not_take_the_time_of_the_others(clock):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--shape", "1,2,3"), "a shape is five whole numbers"),
-        (("--shape", "1,3,2,8,8"), "3 is no multiple of 2"),
-        (("--shape", "1,0,1,8,8"), "the numbers of a shape are 1 or more"),
-        (("--mask", "window"), "a window has 1 key or more"),
-        (("--mask", "triangle"), "masks are full, causal"),
-        (("--dtype", "fp8"), "dtypes are bf16 and fp16"),
+        (("--shape", "1,2,3"), "shape is '1,2,3'; it must be five whole numbers"),
+        (("--shape", "1,3,2,8,8"), "H must be a multiple of H_kv"),
+        (("--shape", "1,0,1,8,8"), "each number must be at least 1"),
+        (("--mask", "window"), "it must have at least 1 key"),
+        (("--mask", "triangle"), "mask is 'triangle'; allowed are full, causal"),
+        (("--dtype", "fp8"), "dtype is 'fp8'; allowed are bf16, fp16"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(arguments, sentence):

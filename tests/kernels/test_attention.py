@@ -444,8 +444,8 @@ K = torch.zeros(2, 2, 7, 16)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": [1.0]}, TypeError, "q is a list; expected a tensor"),
-        ({"k": K[0]}, ValueError, r"k has 3 dimensions; expected 4: \(B, H, N, D\)"),
+        ({"q": [1.0]}, TypeError, "q is a list; it must be a tensor"),
+        ({"k": K[0]}, ValueError, r"k has 3 dimensions; it must have 4: \(B, H, N, D\)"),
         ({"v": K.double()}, ValueError, "v is torch.float64; allowed are bfloat16, float16 and"),
         ({"q": Q.half()}, ValueError, "float16, torch.float32, torch.float32; they must agree"),
         ({"q": Q.to("meta")}, ValueError, "q, k, v are on meta, cpu, cpu; they must agree"),
@@ -453,8 +453,8 @@ K = torch.zeros(2, 2, 7, 16)
         ({"q": Q[:1]}, ValueError, r"q is \(1, 4, 5, 16\) and k .* batch and head size must agree"),
         ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide into 2 key heads"),
         ({"k": K[:, :0], "v": K[:, :0]}, ValueError, "4 query heads do not divide into 0 key"),
-        ({"causal": "bottom-right"}, ValueError, "causal is 'bottom-right'; allowed are False"),
-        ({"causal": 2}, ValueError, "causal is 2; allowed are False, True and 'top-left'"),
+        ({"causal": "bottom-right"}, ValueError, "causal is 'bottom-right'; it must be False"),
+        ({"causal": 2}, ValueError, "causal is 2; it must be False, True or 'top-left'"),
         ({"causal": None}, ValueError, "causal is None; allowed"),
         ({"scale": math.nan}, ValueError, "scale is nan; it must be finite, or None"),
         ({"beta": 1.0}, ValueError, "beta is 1.0; it must be greater than 1"),
@@ -470,11 +470,11 @@ K = torch.zeros(2, 2, 7, 16)
         ({"beta": None}, ValueError, "beta is None; it must be a number"),
         ({"eps": "x"}, ValueError, "eps is 'x'; it must be a number"),
         ({"dropout_p": [0.1]}, ValueError, r"dropout_p is \[0.1\]; it must be a number"),
-        ({"q": Q.to_sparse()}, ValueError, "q is a nested or sparse tensor; expected a dense one"),
+        ({"q": Q.to_sparse()}, ValueError, "q is a nested or sparse tensor; it must be dense"),
         ({"backend": "cuda"}, ValueError, "backend is 'cuda'; allowed are auto, torch, triton"),
         ({"stabilizer": "rowmax"}, ValueError, "stabilizer 'rowmax' is unknown; allowed are none"),
         ({"stabilizer": ["none", "x", "none", "none"]}, ValueError, "stabilizer 'x' is unknown"),
-        ({"stabilizer": ["none"] * 3}, ValueError, "3 stabilizers were given for 4 heads"),
+        ({"stabilizer": ["none"] * 3}, ValueError, "stabilizer has 3 names; there are 4 heads"),
     ],
 )
 def test_bad_arguments_are_named(change, error, message):

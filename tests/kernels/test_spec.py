@@ -73,15 +73,15 @@ def test_nobody_waits_for_the_device():
 @pytest.mark.parametrize(
     ("fields", "error", "sentence"),
     [
-        ({"window": (-2, 0)}, ValueError, r"`window` takes two whole numbers.*\(-2, 0\)"),
+        ({"window": (-2, 0)}, ValueError, r"window is \(-2, 0\); it must be two whole numbers"),
         ({"window": (1, 2, 3)}, ValueError, "two whole numbers"),
         ({"window": (1.5, 0)}, ValueError, "two whole numbers"),
         ({"window": (None, None)}, ValueError, "two whole numbers"),
-        ({"softcap": -1.0}, ValueError, "`softcap` takes a finite number from 0 on.*-1.0"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0; it must be finite and at least 0"),
         ({"softcap": math.inf}, ValueError, "inf"),
         ({"softcap": math.nan}, ValueError, "nan"),
-        ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError, "`sinks` takes floating numbers"),
-        ({"sinks": torch.zeros(1, 4)}, ValueError, r"\(H,\), but has \(1, 4\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError, "it must hold floating numbers"),
+        ({"sinks": torch.zeros(1, 4)}, ValueError, r"shape \(1, 4\); it must be .* \(H,\)"),
     ],
 )
 def test_a_field_that_makes_no_sense_is_refused_in_a_sentence(fields, error, sentence):
@@ -92,12 +92,20 @@ def test_a_field_that_makes_no_sense_is_refused_in_a_sentence(fields, error, sen
 def test_documents_that_make_no_sense_are_refused_in_a_sentence():
     good = torch.tensor([0, 3], dtype=torch.int32)
     for documents, error, sentence in (
-        (Documents(good.long(), good, 3, 3), TypeError, "INT32, but are torch.int64"),
-        (Documents(good, good[:1], 3, 3), ValueError, r"have \(2,\) and \(1,\)"),
+        (
+            Documents(good.long(), good, 3, 3),
+            TypeError,
+            "are torch.int64 and torch.int32; they must",
+        ),
+        (Documents(good, good[:1], 3, 3), ValueError, r"shapes \(2,\) and \(1,\)"),
         (Documents(good[None], good[None], 3, 3), ValueError, r"\(1, 2\)"),
         (Documents(good[:0], good[:0], 3, 3), ValueError, r"\(0,\)"),
-        (Documents(good, good, -1, 3), ValueError, "from 0 on, but are -1 and 3"),
-        (Documents(good, good.to("meta"), 3, 3), ValueError, "one device.*cpu and meta"),
+        (Documents(good, good, -1, 3), ValueError, "are -1 and 3; they must be at least 0"),
+        (
+            Documents(good, good.to("meta"), 3, 3),
+            ValueError,
+            "cpu and meta; they must be on one device",
+        ),
     ):
         with pytest.raises(error, match=sentence):
             AttentionSpec(1.0, documents=documents)
@@ -107,13 +115,11 @@ def test_what_does_not_fit_the_tensors_is_refused_in_a_sentence():
     documents = packed([3, 4], [5, 6], "cpu")
     spec = AttentionSpec(1.0, documents=documents)
     spec.check_shape((1, 2, 7, 11))
-    with pytest.raises(ValueError, match="needs a batch of one, packed sequences, but it is 2"):
+    with pytest.raises(ValueError, match="the batch is 2; it must be 1 for documents"):
         spec.check_shape((2, 2, 7, 11))
-    with pytest.raises(
-        ValueError, match=r"`sinks` needs one number a head, \(2,\), but has \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(3,\); it must be one number per head, \(2,\)"):
         AttentionSpec(1.0, sinks=torch.zeros(3)).check_shape((1, 2, 7, 8))
-    with pytest.raises(ValueError, match="on the device of q, meta, but is on cpu"):
+    with pytest.raises(ValueError, match="is on cpu; it must be on the device of q, meta"):
         visible_range(spec, (1, 2, 7, 11), "meta")
 
 

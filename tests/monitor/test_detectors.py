@@ -292,9 +292,9 @@ def test_a_site_may_show_more_heads_later():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="name of its own, got"):
+    with pytest.raises(ValueError, match="they must differ"):
         Detectors((HeadGrowth(), HeadGrowth(norm=1.0)))
-    with pytest.raises(ValueError, match="cool_down_steps of Detectors must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="cool_down_steps is -1; it must be at least 0"):
         Detectors(cool_down_steps=-1)
     with pytest.raises(ValueError, match=r"is of the rules \['gradient_error'\]"):
         Detectors((HeadGrowth(),)).load_state_dict(Detectors((GradientError(),)).state_dict())

@@ -488,7 +488,7 @@ def test_parameters_rescaled_before_use_are_refused(reparametrized, width, bf16)
         (lambda q: q[:, [0, 0, 2, 3]], "overlap in the rows of 'q_proj.weight'"),
         # Gradients that lie: q's values come from elsewhere.
         (lambda q: q - q.detach() + torch.ones_like(q), r"changed their query by 0\.0e\+00"),
-        (lambda q: q.flatten(0, 1), r"must have shape \(batch, heads, tokens, features\)"),
+        (lambda q: q.flatten(0, 1), r"it must be \(batch, heads, tokens, features\)"),
         (lambda q: q * 0, "is zero everywhere"),
         (lambda q: q / 0, "holds infinities or NaNs"),
         # sqrt at 0: a value of 0 with an infinite slope.

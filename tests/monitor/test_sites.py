@@ -59,7 +59,7 @@ def test_what_cannot_be_instrumented(model, inst):
         guardbit.instrument(nn.Sequential(model.h[0]), sites=["0.attn"])
     stock = F.scaled_dot_product_attention
     for nothing in (None, [model], type(model)):
-        with pytest.raises(TypeError, match=r"the model is a \w+; expected an nn.Module"):
+        with pytest.raises(TypeError, match=r"model is a \w+; it must be an nn.Module"):
             guardbit.instrument(nothing)
     with pytest.raises(ValueError, match="Linear has no module that could call attention"):
         guardbit.instrument(nn.Linear(2, 2))
@@ -322,9 +322,9 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
         (("x*", "none"), ValueError, r"no attention site is called 'x\*'; there are h.0.attn, h.1"),
         ((None, "none"), TypeError, "site is None; it must be a name or a pattern"),
         (("h.0", "none"), ValueError, "no attention site is called 'h.0'"),
-        (("h.0.attn", "none", 3), ValueError, "heads is 3; expected a list of whole numbers"),
-        (("h.0.attn", "none", [1.5]), ValueError, "expected a list of whole numbers"),
-        (("h.0.attn", None), ValueError, "stabilizer is None; expected a name or one name a head"),
+        (("h.0.attn", "none", 3), ValueError, "heads is 3; it must be a list of whole numbers"),
+        (("h.0.attn", "none", [1.5]), ValueError, "it must be a list of whole numbers"),
+        (("h.0.attn", None), ValueError, "stabilizer is None; it must be a name, or one per head"),
         (("*", "rowmax"), ValueError, "stabilizer 'rowmax' is unknown; allowed are none, exact"),
         (
             ("*", "none", [4]),
@@ -332,8 +332,8 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
             "head 4 is out of range; site 'h.0.attn' has heads 0 to 3",
         ),
         (("*", "none", [0, -1]), IndexError, "head -1 is out of range"),
-        (("*", ["none"] * 2, [1]), ValueError, "2 stabilizers were given for 1 heads"),
-        (("*", ["none"] * 3), ValueError, "3 stabilizers were given for 4 heads"),
+        (("*", ["none"] * 2, [1]), ValueError, "stabilizer has 2 names; there are 1 heads"),
+        (("*", ["none"] * 3), ValueError, "stabilizer has 3 names; there are 4 heads"),
     ],
 )
 def test_bad_switches_are_named_and_change_nothing(arguments, error, message, inst):
@@ -439,7 +439,7 @@ def test_stabilizers_are_saved_and_loaded(model, inst, tiny, tokens, instrument)
         twin.load_stabilizers({"h.7.attn": ["none"] * 4})
     with pytest.raises(ValueError, match="stabilizer 'x' is unknown"):
         twin.load_stabilizers({"h.0.attn": ["row_max"] * 4, "h.1.attn": ["x"] * 4})
-    with pytest.raises(ValueError, match="3 stabilizers were given for 4 heads"):
+    with pytest.raises(ValueError, match="stabilizer has 3 names; there are 4 heads"):
         twin.load_stabilizers({"h.0.attn": ["row_max"] * 3})
     assert twin.stabilizers() == saved
 

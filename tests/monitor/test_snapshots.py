@@ -131,7 +131,7 @@ def test_impossible_demands_are_refused(tmp_path):
         session.snapshot("x", [0])
     with pytest.raises(IndexError, match=r"head 9 of layers\.1 does not exist; it has 4"):
         session.snapshot(SITE, [9])
-    with pytest.raises(ValueError, match="heads is 3; expected a list of whole numbers"):
+    with pytest.raises(ValueError, match="heads is 3; it must be a list of whole numbers"):
         session.snapshot(SITE, 3)
     session.close()
     off = MonitorSession(model_of(), snapshot_megabytes=0, dirpath=tmp_path / "off")
@@ -150,7 +150,7 @@ def test_other_ranks_keep_nothing_and_refuse_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({"dtype": torch.float32}, "only BF16 and FP16 heads"), ({"dropout": 0.1}, "dropout")],
+    [({"dtype": torch.float32}, "it must be BF16 or FP16"), ({"dropout": 0.1}, "dropout")],
 )
 def test_what_cannot_be_diagnosed_is_told_in_the_metadata(tmp_path, monkeypatch, settings, why):
     settings = dict(settings)

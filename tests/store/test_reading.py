@@ -210,7 +210,7 @@ def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind,
     [
         (lambda text: text[:20], "Expecting value"),
         (lambda text: '{"step": 2, "kind": "alarm"}', "an event lacks site, heads, why"),
-        (lambda text: "null", "an event must be a JSON object, got 'None'"),
+        (lambda text: "null", "an event is 'None'; it must be a JSON object"),
         (lambda text: text.replace("1,", '"soon",', 1), "step and heads must be whole numbers"),
         (lambda text: text.replace("1,", "null,", 1), "step and heads must be whole numbers"),
         (lambda text: text.replace("[1]", '"ab"'), "step and heads must be whole numbers"),

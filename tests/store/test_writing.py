@@ -243,7 +243,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 
 
 def test_a_start_before_the_first_step_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="start_step of a run must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="start_step is -1; it must be at least 0"):
         RunWriter(tmp_path, start_step=-1)
     assert not list(tmp_path.iterdir())
 

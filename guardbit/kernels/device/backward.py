@@ -362,7 +362,7 @@ def backward(
     shift = causal_shift(causal, seqlen_q, seqlen_k)
     codes = launch.device_codes(tuple(stabilizers), computed_heads, q.device)
     if "compensated" in stabilizers and residual is None:
-        raise ValueError("Compensated heads need the forward's residual, but it is None.")
+        raise ValueError("residual is None; compensated heads need the forward's")
     # Never read if no head is compensated; any pointer to bytes will do.
     residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))

@@ -571,6 +571,6 @@ def carry_exact_delta(
         if len(set(head_ids)) < q.shape[1]:
             into.copy_(out)
     if into.stride(-1) != 1:
-        raise ValueError("`into` needs rows whose neighbouring elements are adjacent in memory.")
+        raise ValueError("into has strided rows; its rows must be contiguous")
     given = {"spec": spec, "head_ids": head_ids, "out": out, "carrier": into}
     return Carried(into, exact_delta(d_out, q, k, v, lse, **given))

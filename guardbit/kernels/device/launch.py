@@ -35,10 +35,10 @@ def check_tensors(**tensors: Tensor) -> None:
     dtypes = {name: x.dtype for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1 or next(iter(dtypes.values())) not in DTYPES:
         came = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"The Triton kernels take BF16 or FP16, one for all; got {came}.")
+        raise TypeError(f"q, k, v are {came}; for Triton all must be bfloat16, or all float16")
     for name, x in tensors.items():
         if not x.is_cuda and not INTERPRET.value:
-            raise ValueError(f"The Triton kernels need CUDA tensors, but {name} is on {x.device}.")
+            raise ValueError(f"{name} is on {x.device}; for Triton it must be on a CUDA device")
 
 
 @lru_cache(maxsize=1024)

@@ -145,7 +145,7 @@ def _wide(q: Tensor) -> torch.dtype:
 def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
     missing = [head for head in head_ids if not 0 <= head < num_heads]
     if missing:
-        raise IndexError(f"`head_ids` takes 0 to {num_heads - 1}, but holds {missing}.")
+        raise IndexError(f"head_ids holds {missing}; each must be 0 to {num_heads - 1}")
 
 
 def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Sequence[int]) -> None:

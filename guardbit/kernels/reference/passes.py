@@ -167,11 +167,11 @@ def check_names(
 ) -> None:
     if len(stabilizers) != heads:
         raise ValueError(
-            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
+            f"stabilizers has {len(stabilizers)} names; it must have one per head, {heads}"
         )
     unknown = sorted(set(stabilizers) - set(allowed))
     if unknown:
-        raise ValueError(f"`stabilizers` takes {', '.join(allowed)}, but holds {unknown}.")
+        raise ValueError(f"stabilizers holds {unknown}; allowed are {', '.join(allowed)}")
 
 
 def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor | None:
@@ -230,7 +230,7 @@ def backward(
     compensated = _head_mask(stabilizers, "compensated", q.device)
     if compensated is not None:
         if residual is None:
-            raise ValueError("Compensated heads need the forward's residual, but it is None.")
+            raise ValueError("residual is None; compensated heads need the forward's")
         correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
         delta = delta + torch.where(compensated, correction, 0.0)
 

@@ -101,9 +101,9 @@ class Detectors:
                 )
         names = [rule.name for rule in rules]
         if len(set(names)) < len(names):
-            raise ValueError(f"each rule of Detectors needs a name of its own, got {names}")
+            raise ValueError(f"the rules' names are {names}; they must differ")
         if cool_down_steps < 0:
-            raise ValueError(f"cool_down_steps of Detectors must be >= 0, got {cool_down_steps}")
+            raise ValueError(f"cool_down_steps is {cool_down_steps}; it must be at least 0")
         self.rules = tuple(rules)
         self.cool_down_steps = cool_down_steps
         # Modules where the size of W_Q does not reach the scores, as under QK norm: set by the

@@ -141,7 +141,7 @@ def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog
         ({"snapshot_megabytes": True}, "snapshot_megabytes is True; it must be a number from 0"),
         ({"snapshot_megabytes": -1}, "snapshot_megabytes is -1; it must be a number from 0"),
         ({"dirpath": ""}, "dirpath is ''; it must be a path, or None"),
-        ({"dirpath": __file__}, "dirpath is .*test_settings.py', a file; a run needs a folder"),
+        ({"dirpath": __file__}, "dirpath is .*test_settings.py', a file; it must be a folder"),
     ],
 )
 def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
