@@ -207,10 +207,7 @@ def test_nothing_measured_is_nan():
         (lambda: MaxLogit(2)(torch.ones(1, 3, 1, 4), torch.ones(1, 3, 1, 4)), "there are 3 heads"),
         (lambda: SpectralNorm(4)(torch.ones(2, 1, 4)), "w_q has 2 heads, not 4"),
         (lambda: SpectralNorm(4, "w_k")(w_k=torch.ones(3, 1, 4)), "w_k has 3 heads, not 4"),
-        (
-            lambda: SpectralNorm(2, "qk")(torch.ones(2, 1, 4)),
-            "w_k is None; qk_spectral_norm",
-        ),
+        (lambda: SpectralNorm(2, "qk")(torch.ones(2, 1, 4)), "w_k is None; qk_spectral_norm"),
         (lambda: attention_metrics(2, indicators=["loss"]), "indicator 'loss' is unknown"),
     ],
 )

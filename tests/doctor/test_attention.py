@@ -101,7 +101,7 @@ def test_remedies_are_those_of_the_oracle(name):
     [
         (lambda q: q, AttentionSpec(0.3, dropout_p=0.1), "dropout cannot be diagnosed"),
         (lambda q: q.float(), AttentionSpec(0.3), "it must be BF16 or FP16"),
-        (lambda q: q * math.nan, AttentionSpec(0.3), "an earlier snapshot is needed"),
+        (lambda q: q * math.nan, AttentionSpec(0.3), "use an earlier snapshot"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_in_a_sentence(change, spec, why):

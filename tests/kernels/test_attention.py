@@ -455,7 +455,7 @@ K = torch.zeros(2, 2, 7, 16)
         ({"k": K[:, :0], "v": K[:, :0]}, ValueError, "4 query heads do not divide into 0 key"),
         ({"causal": "bottom-right"}, ValueError, "causal is 'bottom-right'; it must be False"),
         ({"causal": 2}, ValueError, "causal is 2; it must be False, True or 'top-left'"),
-        ({"causal": None}, ValueError, "causal is None; allowed"),
+        ({"causal": None}, ValueError, "causal is None; it must"),
         ({"scale": math.nan}, ValueError, "scale is nan; it must be finite, or None"),
         ({"beta": 1.0}, ValueError, "beta is 1.0; it must be greater than 1"),
         ({"beta": math.inf}, ValueError, "beta is inf; it must be greater than 1 and finite"),

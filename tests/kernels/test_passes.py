@@ -137,9 +137,9 @@ def test_compensation_takes_the_coherent_error_with_either_sign():
 def test_refusals():
     q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
     options = {"causal": False, "scale": 1.0}
-    with pytest.raises(ValueError, match="1 came for 2 heads"):
+    with pytest.raises(ValueError, match="has 1 names; it must have one per head, 2"):
         forward.forward(q, k, v, stabilizers=["none"], **options)
-    with pytest.raises(ValueError, match=r"takes none, .* but holds \['row_max_published'\]"):
+    with pytest.raises(ValueError, match=r"holds \['row_max_published'\]; allowed are none"):
         forward.forward(q, k, v, stabilizers=["row_max_published"] * 2, **options)
     with pytest.raises(ValueError, match="'bottom'"):
         forward.forward(q, k, v, causal="bottom", scale=1.0, stabilizers=["none"] * 2)

@@ -181,7 +181,7 @@ def test_rows_after_one_step(how, model, tiny, tokens, instrument):
         weight.mul_(2)
     assert torch.equal(site.query_weights(), weight[:64].float().view(4, 16, 64))
     for head in (-1, 4):
-        with pytest.raises(IndexError, match=r"0\.\.3"):
+        with pytest.raises(IndexError, match=r"it must be 0 to 3"):
             site.query_weight(head)
     for head in (1.5, None, "1"):
         with pytest.raises(ValueError, match="expected a list of whole numbers"):

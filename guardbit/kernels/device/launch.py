@@ -35,7 +35,7 @@ def check_tensors(**tensors: Tensor) -> None:
     dtypes = {name: x.dtype for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1 or next(iter(dtypes.values())) not in DTYPES:
         came = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"q, k, v are {came}; for Triton all must be bfloat16, or all float16")
+        raise TypeError(f"dtypes are {came}; for Triton all must be bfloat16, or all float16")
     for name, x in tensors.items():
         if not x.is_cuda and not INTERPRET.value:
             raise ValueError(f"{name} is on {x.device}; for Triton it must be on a CUDA device")

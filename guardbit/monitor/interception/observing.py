@@ -78,7 +78,7 @@ def observe(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
     check_causal(causal)
     if torch.compiler.is_compiling():
         _note_traced(module, heads_of(q, k))

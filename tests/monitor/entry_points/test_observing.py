@@ -155,9 +155,9 @@ def test_a_module_may_be_named(x, tiny):
 
 def test_bad_input_is_refused_in_a_sentence():
     q = torch.zeros(1, 2, 9, 16)
-    with pytest.raises(TypeError, match="k is a NoneType; expected a tensor"):
+    with pytest.raises(TypeError, match="k is a NoneType; it must be a tensor"):
         guardbit.observe(q, None, q)
-    with pytest.raises(ValueError, match="`causal` takes"):
+    with pytest.raises(ValueError, match="causal is 'yes'; it must be False"):
         guardbit.observe(q, q, q, causal="yes")
 
 
