@@ -432,7 +432,7 @@ def test_live_shows_folders_only_and_says_where(tmp_path, monkeypatch):
     said = "the webhook is 'example.org'; it must be like https://host/path"
     check_refused(invoke("live", tmp_path, "--notify", "example.org"), said)
     (tmp_path / "run.csv").write_text(HEADER)
-    check_refused(invoke("live", tmp_path / "run.csv"), "live shows the folder of a run")
+    check_refused(invoke("live", tmp_path / "run.csv"), "live needs the folder of a run")
     run = live.LiveServer.run
     monkeypatch.setattr(live.LiveServer, "run", lambda self: (self.stop(), run(self)))
     result = invoke("live", tmp_path / "not_yet")

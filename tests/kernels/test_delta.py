@@ -130,9 +130,7 @@ def test_a_strided_l(module):
 @BOTH
 def test_refusals(module):
     tensors, lse = inputs((1, 2, 2, 5, 5, 16, 16)), torch.zeros(1, 2, 5, device=DEVICE)
-    with pytest.raises(
-        ValueError, match=r"shape \(4, 5\); it must broadcast to .* = \(1, 2, 5, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(4, 5\); it must broadcast .* \(1, 2, 5, 5\)"):
         mask = torch.zeros(4, 5, device=DEVICE)
         module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0, mask=mask), head_ids=[0])
     with pytest.raises(ValueError, match="'bottom'"):
