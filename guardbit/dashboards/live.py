@@ -1,7 +1,7 @@
 """The live page: follows runs, and serves their pages on this machine only.
 
-What is served is a fixed list of addresses: the pages, their files, and a few questions about runs
-that are answered as JSON; runs are numbered. No address names a file of a run or of anything else.
+What is served is a fixed list of addresses: the pages, and a few questions about runs that are
+answered as JSON; runs are numbered. No address names a file of a run or of anything else.
 All of them begin with a token that only the person who started the server knows, so that other
 people on the machine and other pages in the browser cannot read along; requests that name another
 host are refused, which is what a page uses that has pointed its own name at this machine (DNS
@@ -34,7 +34,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from guardbit.dashboards import marks
 from guardbit.dashboards.document import last_loss
 from guardbit.dashboards.loading import read_diagnosed
-from guardbit.dashboards.page import Json, RunPage, rendered, source_of_script
+from guardbit.dashboards.page import OVERLAYS, Json, RunPage, rendered, source_of_script
 from guardbit.dashboards.tables import RunSoFar
 from guardbit.judgement import Ended
 from guardbit.records import Event
@@ -384,7 +384,7 @@ def application(runs: LiveRuns, token: str) -> Starlette:
     routes += [Route(f"/{name}", of_run(question)) for name, question in QUESTIONS.items()]
     if runs.is_list:
         routes = [
-            Route("/", lambda _: HTMLResponse(rendered("list.html"))),
+            Route("/", lambda _: HTMLResponse(rendered("list.html", overlays=OVERLAYS))),
             Route("/runs", lambda _: _json(runs.rows())),
             Route("/overlay", overlay),
             Mount("/run/{number:int}", routes=routes),

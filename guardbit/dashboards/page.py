@@ -18,7 +18,7 @@ import jinja2
 import numpy as np
 import pandas as pd
 
-from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
+from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS, VALIDATION_LOSS
 from guardbit.dashboards import marks
 from guardbit.dashboards.document import document_of
 from guardbit.dashboards.history import (
@@ -35,6 +35,14 @@ from guardbit.records import Event
 
 Json = dict[str, Any]
 
+#: What is drawn of several runs over one another: indicator, title, label of the axis.
+OVERLAYS = (
+    ("loss", "Training loss", "loss"),
+    (VALIDATION_LOSS, "Validation loss", "loss"),  # the paper's figure 7
+    ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
+    ("max_logit", "Largest max logit", "largest logit"),
+    ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
+)
 #: Heads named in the list of the worst, and drawn in a curve.
 _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
@@ -42,8 +50,6 @@ _WORST, _DRAWN = 8, len(HIGHLIGHTS)
 _MOST_EVENTS = 40
 #: How many heads, evenly spread, the typical range of an indicator is computed from.
 _TYPICAL_HEADS = 1024
-#: Indicators of heads that are drawn of several runs at once, beside the loss.
-OVERLAID = ("w_q_spectral_norm", "max_logit", "multiple_maxima_bf16")
 #: Model maps of a report's player, evenly spread, beside those of the first alarm and switch.
 MAPS = 40
 #: Most characters of all maps together, and of all histories of single heads, worst heads first.
@@ -177,8 +183,8 @@ class RunPage:
         lines: Json = {}
         if "loss" in history.high:
             lines["loss"] = plain_numbers(history.table("loss").to_numpy()[:, 0])
-        for name in OVERLAID:
-            if name in history.high:
+        for name, *_ in OVERLAYS:
+            if name in history.high and name not in lines:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
                 lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
         firsts = {mark["kind"]: mark for mark in reversed(self.state["marks"])}

@@ -14,7 +14,6 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import document
 from guardbit.dashboards.document import Document, Table, Tile
 from guardbit.dashboards.figures import CHARTS, runs_over_steps
@@ -22,7 +21,7 @@ from guardbit.dashboards.figures.run import RUN_LINES, of_runs_or_worst_heads
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.page import (
-    CATALOG_OF_PAGES,
+    OVERLAYS,
     RunPage,
     plain_numbers,
     rendered,
@@ -34,14 +33,6 @@ from guardbit.judgement import Judgement
 
 #: What a page says, what it draws, and the pictures beside it.
 Report = tuple[Document, Document | None, Mapping[str, Figure | None]]
-#: What is drawn over one another: indicator, title, label of the axis.
-OVERLAYS = (
-    ("loss", "Training loss", "loss"),
-    (VALIDATION_LOSS, "Validation loss", "loss"),  # the paper's figure 7
-    ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
-    ("max_logit", "Largest max logit", "largest logit"),
-    ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
-)
 _WORST_LAST = (
     "healthy", "saved", "unclear", "warning", "switched", "alarmed", "learning-rate", "lost",
 )  # fmt: skip
@@ -185,35 +176,20 @@ def _answers(
     samples: Mapping[str, pd.DataFrame], outcomes: Mapping[str, Judgement]
 ) -> Document | None:
     """What the page draws: the same overlays as the figures."""
-    overlays: list[Document] = []
-    for indicator, title, label in OVERLAYS:
-        series = of_runs_or_worst_heads(samples, indicator)
-        series = {name: thinned(values) for name, values in series.items() if len(values)}
-        if not series:
-            continue
-        table = pd.concat(series, axis=1).sort_index()
-        overlays.append(
+    drawn = {name: of_runs_or_worst_heads(samples, name) for name, *_ in OVERLAYS}
+    runs: list[Document] = []
+    for name, outcome in outcomes.items():
+        known = {indicator: thinned(of[name]) for indicator, of in drawn.items() if len(of[name])}
+        table = pd.concat(known, axis=1).sort_index() if known else pd.DataFrame()
+        runs.append(
             {
-                "name": indicator,
-                "title": title,
-                "axis": label,
+                "name": name,
                 "steps": table.index.tolist(),
-                "lines": [
-                    {"label": name, "run": at, "values": plain_numbers(table[name].to_numpy(float))}
-                    for at, name in enumerate(samples)
-                    if name in series
-                ],
+                "lines": {one: plain_numbers(table[one].to_numpy(float)) for one in known},
+                "marks": [{"step": at, "kind": kind} for kind, at in _marked(outcome).items()],
             }
         )
-    if not overlays:
-        return None
-    validation = {VALIDATION_LOSS: {"label": "validation loss", "is_signed": False}}
-    marks = [
-        {"step": step, "kind": kind, "run": number}
-        for number, name in enumerate(samples)
-        for kind, step in _marked(outcomes[name]).items()
-    ]
-    return {"overlays": overlays, "catalog": CATALOG_OF_PAGES | validation, "marks": marks}
+    return {"overlays": OVERLAYS, "runs": runs} if any(run["lines"] for run in runs) else None
 
 
 def _marked(outcome: Judgement) -> dict[str, int]:
@@ -233,8 +209,8 @@ def _pictures(
     }
     samples = {name: frame for name, frame in samples.items() if not frame.empty}
     return {
-        f"runs_{indicator}": runs_over_steps(samples, indicator, title, label, marked)
-        for indicator, title, label in OVERLAYS
+        f"runs_{overlay[0]}": runs_over_steps(samples, *overlay, marked)
+        for overlay in OVERLAYS
         if samples
     }
 

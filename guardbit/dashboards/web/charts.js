@@ -12,7 +12,6 @@ const MARKS = {
 };
 const MOST_MARKED_LINES = 8;
 const DASHES = [[], [8, 4], [8, 3, 2, 3]];
-const DASH_OF_OTHERS = [2, 3];
 // The label of a band's edges, which no legend shows.
 const RANGE = "range";
 const CHART_HEIGHT = 250;
@@ -276,7 +275,7 @@ function visibleRange(plot, isLog, isLoss) {
   if (isLoss && steps.length >= 20 && from <= steps[0]) {
     from = Math.min(steps[Math.floor(steps.length / 10)], to);
   }
-  const departed = view.state.departed ?? Infinity;
+  const departed = view.state?.departed ?? Infinity;
   if (!isLoss && departed > from) to = Math.min(to, departed);
   return rangeOf(steps, lines, from, to, isLog);
 }
@@ -324,10 +323,6 @@ function curvesOf(name, found) {
   return { name, steps: found.steps, lines };
 }
 
-function lineOfRun(label, high, run) {
-  return { label, high, colour: colourOfRun(run), dash: DASHES[run] ?? DASH_OF_OTHERS };
-}
-
 const positive = (values) => values.map((value) => value != null && value > 0 ? value : null);
 const middle = (low, high) => high.map((value, i) => value == null ? null : (value + low[i]) / 2);
 const textOf = (show) => (_, value) => value == null ? "" : show(value);
@@ -361,9 +356,9 @@ function prepared({ name, title, axis, steps, lines }, isLog) {
     });
     data.push(ready(middle(low, line.high)));
   }
-  const label = labelOf(name);
+  const label = title ?? labelOf(name);
   const unit = /\((.*)\)$/.exec(label)?.[1];
-  const heading = title ?? label.replace(/ \(.*\)$/, "");
+  const heading = label.replace(/ \(.*\)$/, "");
   return {
     heading,
     up: (axis ?? unit ?? label) + (isLog ? ", log scale" : ""),
@@ -414,7 +409,7 @@ function drawCharts(place, wanted, marks) {
   const zoomed = kept.find(({ plot }) => isZoomed(plot));
   const zoom = zoomed && { min: zoomed.plot.scales.x.min, max: zoomed.plot.scales.x.max };
   const drawn = wanted.map((one) => {
-    const next = prepared(one, view.log && !view.state.catalog[one.name].is_signed);
+    const next = prepared(one, view.log && !view.state?.catalog[one.name].is_signed);
     const old = kept.find(({ key }) => key === next.key);
     if (!old) return chart(place, next, marks);
     old.plot.setData(next.data, !zoom);
@@ -443,4 +438,24 @@ function isZoomed(plot) {
   const [steps] = plot.data;
   const { min, max } = plot.scales.x;
   return steps.length > 1 && (min > steps[0] + 1e-9 || max < steps.at(-1) - 1e-9);
+}
+
+// --- runs over one another -------------------------------------------------------------------
+
+// One line a run. Overlays are [indicator, title, label of the axis]; runs have `lines` of them.
+function drawOverlays(overlays, runs, smoothing = 0) {
+  const wanted = [];
+  for (const [name, title, axis] of overlays) {
+    const { steps, columns } = onOneAxis(runs, name, smoothing);
+    const lines = runs.map((run, at) => (
+      { label: run.name, high: columns[at], colour: colourOfRun(at), dash: DASHES[at] ?? [2, 3] }
+    ));
+    const drawn = lines.filter((_, at) => runs[at].lines[name]);
+    if (steps.length) wanted.push({ name, title, axis, steps, lines: drawn });
+  }
+  const marks = runs.flatMap((run, at) => run.marks.map((mark) => ({ ...mark, run: at })));
+  drawKey(marks);
+  $("overlays").marks = marks;
+  drawCharts($("overlays"), wanted, () => $("overlays").marks);
+  return wanted.length;
 }

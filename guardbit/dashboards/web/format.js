@@ -131,6 +131,7 @@ function onOneAxis(runs, name, width) {
     if (!run.lines[name]) return;
     const values = smoothed(run.lines[name], width);
     run.steps.forEach((step, point) => {
+      if (values[point] == null) return;
       if (!at.has(step)) at.set(step, Array(runs.length).fill(null));
       at.get(step)[index] = values[point];
     });

@@ -2,13 +2,7 @@
 
 const ASK_EVERY_MS = 2000;
 const MOST_DRAWN = 4;
-// Of each indicator that is drawn its title and what its axis is called.
-const TITLES = {
-  loss: ["Training loss", "loss"],
-  w_q_spectral_norm: ["Largest W_Q spectral norm", "largest singular value"],
-  max_logit: ["Largest max logit", "largest logit"],
-  multiple_maxima_bf16: ["Largest share of rows with several maxima, BF16", "share of rows"],
-};
+const data = JSON.parse($("data").textContent);
 // The worst first, as a report orders them.
 const WORST = [
   "lost", "learning-rate", "alarmed", "switched", "warning", "unclear", "saved", "healthy",
@@ -27,7 +21,6 @@ const view = {
   smoothing: 0,
   list: null,
   drawn: null,
-  state: { catalog: {} },
 };
 const s = (count) => count > 1 ? "s" : "";
 
@@ -113,24 +106,11 @@ function choose(id, isWanted) {
   tick();
 }
 
-const drawnRuns = () => view.drawn?.runs ?? [];
-
-function drawOverlays() {
-  const runs = drawnRuns();
-  const wanted = [];
+function drawTicked() {
+  const runs = view.drawn?.runs ?? [];
   $("over").hidden = !runs.length;
-  for (const [name, [title, axis]] of Object.entries(TITLES)) {
-    view.state.catalog[name] = { label: title, is_signed: false };
-    const { steps, columns } = onOneAxis(runs, name, view.smoothing);
-    if (!steps.length) continue;
-    const lines = runs.map((run, index) => lineOfRun(run.name, columns[index], index));
-    wanted.push({ name, title, axis, steps, lines });
-  }
-  const ofRun = (run, index) => run.marks.map((mark) => ({ ...mark, run: index }));
-  const marks = () => drawnRuns().flatMap(ofRun);
-  $("reading").hidden = wanted.length > 0;
-  drawKey(marks());
-  drawCharts($("overlays"), wanted, marks);
+  const count = drawOverlays(data.overlays, runs, view.smoothing);
+  $("reading").hidden = count > 0;
 }
 
 async function update() {
@@ -139,7 +119,7 @@ async function update() {
   view.drawn = view.chosen.length ? await askServer(asked) : null;
   view.list = list;
   drawList(list);
-  drawOverlays();
+  drawTicked();
   showStatus("alive", `${list.runs.length} runs`);
   document.body.dataset.ready = "yes";
 }
@@ -149,15 +129,15 @@ for (const control of ["filter", "sort"]) {
 }
 $("log").addEventListener("change", (event) => {
   view.log = event.target.checked;
-  drawOverlays();
+  drawTicked();
 });
 $("smoothing").addEventListener("input", (event) => {
   view.smoothing = Number(event.target.value);
   const points = 2 * view.smoothing + 1;
   $("smoothing-label").textContent = view.smoothing ? `median of ${points}` : "none";
-  drawOverlays();
+  drawTicked();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawOverlays);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTicked);
 const linked = /^#runs=([\d,]+)$/.exec(location.hash);
 if (linked) view.chosen = linked[1].split(",").map(Number).slice(0, MOST_DRAWN);
 askEvery(ASK_EVERY_MS);

@@ -277,18 +277,8 @@ function startRun() {
   window.addEventListener("hashchange", follow);
 }
 
-// Runs side by side: one line a run.
-function drawOverlays() {
-  drawKey(data.marks);
-  const wanted = data.overlays.map((overlay) => ({
-    ...overlay,
-    lines: overlay.lines.map(({ label, values, run }) => lineOfRun(label, values, run)),
-  }));
-  drawCharts($("overlays"), wanted, () => data.marks);
-}
-
 function drawAgain() {
-  if (data.overlays) drawOverlays();
+  if (data.overlays) drawOverlays(data.overlays, data.runs);
   else if (view.state) drawRun();
 }
 
@@ -302,8 +292,7 @@ window.addEventListener("resize", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAgain);
 
 if (data.overlays) {
-  view.state = { catalog: data.catalog };
-  drawOverlays();
+  drawAgain();
 } else if (data.is_live) {
   startRun();
   askEvery(ASK_EVERY_MS);
