@@ -93,7 +93,7 @@ class LiveRun:
         self._run = RunSoFar(BUCKETS)
         self.page = RunPage(self._run)
         self._judged: Json = {}  # once its samples were read
-        self._event_files: tuple[str, ...] = ()
+        self._event_files: tuple[str, ...] | None = ()  # that were read
         self._is_reading = False
         # A run that is over keeps no samples once it was judged: a long list needs little memory.
         self._is_forgotten = False
@@ -110,7 +110,9 @@ class LiveRun:
             return []
         if self._is_forgotten:
             self._follower, self._is_forgotten = RunFollower(self.path), False
+            self._event_files = None
         if self._follower.look():
+            self._event_files = None  # a resumed run does some steps again: their events go
             with self.lock:
                 self._run.forget_samples()
         has_changed = self._read_samples()

@@ -74,11 +74,12 @@ def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
     watcher = LiveRun(tmp_path)
     with recorder(tmp_path, ill_from=50) as writer:
         writer.record(range(0, 100, 10))
-    assert state_of(watcher)["last_step"] == 90
+        writer.alarm(60)
+    assert state_of(watcher)["last_step"] == 90 and watcher.row()["alarms"] == 1
     with recorder(tmp_path, start_step=40) as writer:
         writer.record(range(41, 71, 10))
         state = state_of(watcher)
-    assert state["last_step"] == 61
+    assert state["last_step"] == 61 and state["events"] == [] and watcher.row()["alarms"] == 0
     assert max(measured(watcher.page.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
 
 
