@@ -47,14 +47,22 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _chooses_none(*_: Any, **__: Any) -> bool:
-    raise RuntimeError("it does not say which kernel would run")
+def lacking(*_: Any, **__: Any) -> Any:
+    """Stands in for a function without which GuardBit cannot tell what a call runs."""
+    raise RuntimeError("this release of PyTorch lacks what GuardBit asks")
+
+
+def _kernel(forward: str, without: str = "calls that run this kernel are not switched") -> Private:
+    """A kernel's forward, and its backward, which `torch.ops` alone has."""
+    backward = forward.rpartition(".")[2].removesuffix("_forward") + "_backward"
+    return Private((forward, f"torch.ops.aten.{backward}"), without, (lacking, lacking))
 
 
 _C = "torch._C."
 _AUTOGRAD = "torch._C._autograd."
 _EVAL_FRAME = "torch._dynamo.eval_frame."
 _COUNTED = "modes of the user's, such as a FLOP counter, see GuardBit's work"
+_NOT_PACKED = "calls of varlen_attn that run this kernel are not watched"
 _VARLEN_CHOICE = (
     "_select_backend" if RELEASE >= (2, 15)
     else "_can_use_cudnn" if RELEASE >= (2, 14)
@@ -146,6 +154,17 @@ NAMES: dict[str, Private] = {
         "who replaced F.scaled_dot_product_attention before is asked for attention",
         (torch.nn.functional.scaled_dot_product_attention,),
     ),
+    "sdpa_choice": Private(
+        ("torch._fused_sdp_choice",), "heads of F.scaled_dot_product_attention are not switched",
+        (_always(torch.nn.attention.SDPBackend.OVERRIDEABLE.value),),
+    ),
+    # By way of `torch.ops` a forward takes the host 2 to 4 us more.
+    "cpu_flash_ops": _kernel("torch._scaled_dot_product_flash_attention_for_cpu"),
+    "flash_ops": _kernel("torch._scaled_dot_product_flash_attention"),
+    "cudnn_ops": _kernel("torch._scaled_dot_product_cudnn_attention"),
+    "efficient_ops": _kernel("torch._scaled_dot_product_efficient_attention"),
+    "packed_flash_ops": _kernel("torch.ops.aten._flash_attention_forward", _NOT_PACKED),
+    "packed_cudnn_ops": _kernel("torch.ops.aten._cudnn_attention_forward", _NOT_PACKED),
     "ordinary_function": Private(
         (_C + "_disabled_torch_function_impl",),
         "tensors of subclasses that leave functions to PyTorch are not watched", (Never,),
@@ -156,7 +175,7 @@ NAMES: dict[str, Private] = {
     ),
     "varlen_choice": Private(
         ("torch.nn.attention.varlen." + _VARLEN_CHOICE,),
-        "calls of varlen_attn are not watched from 2.14 on", (_chooses_none,),
+        "calls of varlen_attn are not watched from 2.14 on", (lacking,),
     ),
     "op_types": Private(
         ("torch._library.custom_ops.CustomOpDef", "torch._ops.OpOverloadPacket",
@@ -172,7 +191,8 @@ NAMES: dict[str, Private] = {
     ),
     # PyTorch's compiler.
     "dynamo_config": Private(
-        ("torch._dynamo.config",), "compiled models may meet their limit of graphs", (None,)
+        ("torch._dynamo.config",), "compiled models may meet their limit of graphs",
+        (SimpleNamespace(recompile_limit=sys.maxsize),),
     ),
     "stance": Private(
         (_EVAL_FRAME + "_stance",), "compiled models run GuardBit's op at every step",
@@ -206,10 +226,6 @@ NAMES: dict[str, Private] = {
          "torch._dynamo.variables.TensorVariable"),
         "compiled calls are not watched", (Never, Never, Never),
     ),
-    "stop_recomputation": Private(
-        ("torch.utils.checkpoint._StopRecomputationError",),
-        "a checkpoint that ends its recomputation early is taken for an error", (Never,),
-    ),
     "random_ops": Private(
         ("torch._functorch.compile_utils.rand_ops",),
         "two equal compiled calls with dropout may draw once", ([],),
@@ -226,7 +242,7 @@ NAMES: dict[str, Private] = {
     # What modules call.
     "default_store": Private(
         ("torch.distributed.distributed_c10d._get_default_store",),
-        "runs of several ranks are not monitored", (_always(None),),
+        "runs of several ranks are not monitored", (lacking,),
     ),
     "dispatch_mode": Private(
         ("torch.utils._python_dispatch.TorchDispatchMode",),

@@ -117,13 +117,8 @@ def largest_products(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
 def attend(q, k, v, spec, sinks=None, kept=None) -> Forward:
     """Attention in FP64. A row that sees no key has weights and an output of 0.
 
-    Args:
-        q: `(B, H, N, D)`, of any dtype as k and v.
-        k: `(B, H_kv, M, D)`.
-        v: `(B, H_kv, M, E)`.
-        spec: What the call asks for.
-        sinks: In place of those of `spec`, `(H,)`; for their gradient.
-        kept: What dropout multiplies P by, `(B, H, N, M)`: 0, or one over the share that stays.
+    `sinks`, (H,), are in place of those of `spec`, for their gradient. By `kept`, (B, H, N, M),
+    dropout multiplies P: 0, or one over the share that stays. Values may have another width.
     """
     scores = scores_of(q, k, spec)
     sinks = spec.sinks if sinks is None else sinks

@@ -5,33 +5,66 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from guardbit import MonitorSession, private
 from guardbit.doctor.preflight import this_machine
 from guardbit.doctor.text import describe_machine
+from guardbit.kernels import engines, op, tensors
+from guardbit.kernels.engines import libraries as of_libraries
+from tests.faults.scenarios import Dropping
+from tests.monitor.entry_points.library_models import install
 from tests.monitor.session.plain_loop import model_of
+from tests.toys import Attention, Model
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
 #: Names that only a compiled model uses.
 OF_COMPILER = [name for name, row in private.NAMES.items() if "torch._dynamo" in row.paths[0]]
-OF_COMPILER += ["is_exporting"]
-#: What modules of GuardBit's look up when they are imported.
-AT_IMPORT = "dispatch_mode", "ordinary_function", "sdpa", "skip_code", "torch_script"
-#: What neither run looks up: other attention, dropout, Inductor, checkpoints, several ranks.
-ELSEWHERE = {
-    "default_store", "flex_autograd", "flex_indexing", "inductor", "op_types", "random_ops",
-    "stop_recomputation", "tracing_context", "varlen_choice",
+OF_COMPILER += ["flex_indexing", "inductor", "is_exporting", "random_ops"]
+#: What modules of GuardBit's look up when they are imported, or once when they are first used.
+AT_IMPORT = (
+    "dispatch_mode", "flex_autograd", "ordinary_function", "sdpa", "skip_code", "torch_script",
+)  # fmt: skip
+#: What only kernels for GPUs, and other releases of PyTorch, look up.
+ELSEWHERE = {"flash_ops", "cudnn_ops", "efficient_ops", "packed_cudnn_ops"}
+ELSEWHERE |= {"varlen_choice"} if private.RELEASE < (2, 14) else set()
+ELSEWHERE |= {"tracing_context"} if private.RELEASE >= (2, 13) else set()
+
+
+class Packed(Attention):
+    def attend(self, q, k, v):
+        starts = torch.tensor([0, 12, 24], dtype=torch.int32)
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = varlen.varlen_attn(*packed, starts, starts, 12, 12)
+        return out.unflatten(0, (2, 12)).transpose(1, 2)
+
+
+class Flex(Attention):
+    def attend(self, q, k, v):
+        mask = flex_attention.create_block_mask(
+            lambda b, h, i, j: (i - j) % 3 != 1, 2, None, 12, 12, "cpu"
+        )
+        return flex_attention.flex_attention(q, k, v, block_mask=mask)
+
+
+#: Name -> a layer that uses it.
+LAYERS = {
+    "flex_indexing": Flex, "op_types": Packed, "packed_flash_ops": Packed, "random_ops": Dropping,
+    "varlen_choice": Packed,
 }  # fmt: skip
 
 
-def losses(is_watched, is_compiled):
+def losses(is_watched, is_compiled, layer=None):
     torch.manual_seed(0)
     torch.compiler.reset()
-    model = model_of().bfloat16()
+    model = Model(*model_of().layers, *([layer()] if layer else [])).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = MonitorSession(model, every_n_train_steps=3) if is_watched else None
     counter = nullcontext() if is_compiled else FlopCounterMode(display=False)
@@ -60,19 +93,39 @@ def losses(is_watched, is_compiled):
     return found
 
 
-@pytest.fixture(scope="module")
-def unwatched():
-    return {is_compiled: losses(False, is_compiled) for is_compiled in (False, True)}
+@cache
+def unwatched(is_compiled, layer=None):
+    return losses(False, is_compiled, layer)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_looked_up_anew(monkeypatch):
+    """Names are, and kernels of libraries, for which others stand in; FlexAttention is trained."""
+    caches = engines.engine_of, op._decoded, op._forbid_merging, of_libraries.parameters
+    monkeypatch.setattr(tensors, "_promised", set())
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    _, take_back = install(monkeypatch)
+    for one in caches:
+        one.cache_clear()
+    yield
+    take_back()
+    for one in caches:
+        one.cache_clear()
 
 
 @pytest.mark.parametrize("name", [name for name in private.NAMES if name not in AT_IMPORT])
-def test_training_goes_on_without(name, unwatched, monkeypatch, caplog):
+def test_training_goes_on_without(name, monkeypatch, caplog, request):
     look_up, row = private._look_up, private.NAMES[name]
     monkeypatch.setattr(private, "_look_up", lambda at: None if at in row.paths else look_up(at))
     monkeypatch.delitem(vars(private), name, raising=False)
-    is_compiled = name in OF_COMPILER
-    assert losses(True, is_compiled) == unwatched[is_compiled]
+    if name == "default_store":  # that of several ranks; the other does not exist
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("fake", rank=0, world_size=2, store=store)
+        request.addfinalizer(torch.distributed.destroy_process_group)
+    how = name in OF_COMPILER, LAYERS.get(name)
+    assert losses(True, *how) == unwatched(*how)
     assert "UNWATCHED" not in caplog.text
+    assert not any(record.exc_info for record in caplog.records), "a sentence, and no traceback"
     assert name in vars(private) or name in ELSEWHERE
     getattr(private, name)
     assert private.sentence(row) in caplog.messages
@@ -80,7 +133,7 @@ def test_training_goes_on_without(name, unwatched, monkeypatch, caplog):
     del vars(private)[name]
 
 
-def test_training_goes_on_without_what_is_looked_up_at_import(unwatched):
+def test_training_goes_on_without_what_is_looked_up_at_import():
     rows = [private.NAMES[name] for name in AT_IMPORT]
     script = f"""
 from guardbit import private
@@ -90,7 +143,7 @@ from tests.test_private import losses
 print([losses(True, is_compiled) for is_compiled in (False, True)])
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout == f"{list(unwatched.values())}\n"
+    assert ran.stdout == f"{[unwatched(is_compiled) for is_compiled in (False, True)]}\n"
     assert all(private.sentence(row) in ran.stderr for row in rows)
 
 

@@ -58,42 +58,24 @@ def instrumented(
 
 
 class Attention(nn.Module):
-    """Self-attention of tokens (B, N, width).
-
-    Attributes:
-        is_causal: Whether queries see the keys up to their own place only.
-        mask: What queries see instead, as PyTorch's function takes it.
-        dropout_p: Probability with which an entry of P is dropped.
-    """
+    """Self-attention of tokens (B, N, width)."""
 
     is_causal = True
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # what queries see instead, as PyTorch's function takes it
     dropout_p = 0.0
 
     def __init__(
         self,
         heads: int = 2,
-        kv_heads: int | None = None,
+        kv_heads: int | None = None,  # None for as many
         *,
         head_dim: int = 16,
         width: int = 32,
-        is_fused: bool = True,
+        is_fused: bool = True,  # one projection `qkv` in place of `q_proj`, `k_proj` and `v_proj`
         bias: bool = True,
-        has_out: bool = True,
+        has_out: bool = True,  # a projection `out`, with which heads need not fill the width
         is_residual: bool = True,
     ) -> None:
-        """Makes the projections.
-
-        Args:
-            heads: Query heads.
-            kv_heads: Key heads; None for as many.
-            head_dim: Features of a head.
-            width: Features of a token.
-            is_fused: Whether one projection `qkv` stands for `q_proj`, `k_proj` and `v_proj`.
-            bias: Whether projections have one.
-            has_out: Whether there is a projection `out`; heads then need not fill the width.
-            is_residual: Whether the input is added to what comes out.
-        """
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim, self.is_grouped, self.is_residual = head_dim, kv_heads != heads, is_residual

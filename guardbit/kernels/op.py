@@ -39,7 +39,7 @@ from guardbit.kernels.engines import (
     LibraryEngine,
     library_engine,
 )
-from guardbit.kernels.engines.base import drawing_once, generator_of
+from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
 from guardbit.kernels.runtime import AttentionCall, is_traced, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
@@ -307,28 +307,19 @@ def _empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
     )
 
 
-def _empty_out(call: Call) -> Tensor:
-    """An output, uninitialised, in the layout that compiled graphs are promised."""
-    return _laid_out(call.q, call.v.size(3), call.library is not None)
-
-
 def _laid_out(q: Tensor, width: int, rows_first: bool) -> Tensor:
+    """An output, uninitialised, in the layout that compiled graphs are promised."""
     if rows_first:
         batch, num_heads, rows, _ = q.shape
         return q.new_empty(batch, rows, num_heads, width).transpose(1, 2)
     return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
 
 
-def _promised_strides(call: Call) -> tuple[int, ...]:
-    """Strides of `_empty_out`, without its memory."""
-    q = call.q
-    return _strides(q.shape, q.stride(), call.v.size(3), call.library is not None)
-
-
 @lru_cache(maxsize=1024)
 def _strides(
     shape: tuple[int, ...], strides: tuple[int, ...], width: int, rows_first: bool
 ) -> tuple[int, ...]:
+    """Strides of what `_laid_out` makes, without its memory."""
     q = torch.empty_strided(shape, strides, dtype=torch.int8, device="meta")
     return _laid_out(q, width, rows_first).stride()
 
@@ -346,8 +337,9 @@ def _packed(
         residual = _nothing(torch.int8, call.q.device)
     if call.traced:
         ran_codes = ran_codes.clone()
-        if out.stride() != _promised_strides(call):
-            out = laid_out_as(out, _empty_out(call))
+        q, width, rows_first = call.q, call.v.size(3), call.library is not None
+        if out.stride() != _strides(q.shape, q.stride(), width, rows_first):
+            out = laid_out_as(out, _laid_out(q, width, rows_first))
         out, lse, residual = map(aligned, (out, lse, residual))
     return Saved(out, lse, residual, ran_codes, *drawn)
 
@@ -408,12 +400,7 @@ def _forward_by_pytorch(call: Call) -> Saved:
         return _forward(call)
     q, k, v, spec = call.q, call.k, call.v, call.spec
     drawn = _empty_random(q, spec.dropout_p)
-    if spec.dropout_p > 0:
-        drawn[1].copy_(generator_of(q.device).get_state())
-    if call.training:  # PyTorch's choice of a kernel depends on it
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    with torch.set_grad_enabled(call.training):
-        out = _BY_PYTORCH.compute(q, k, v, spec).detach()
+    out, _ = _BY_PYTORCH.forward(inputs_of(call, *drawn), call.training)
     try:
         engine = engines.choose(q, k, v, spec, call.training, call.wants_mask)
     except Exception:
@@ -516,7 +503,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, ...]:
     q = call.q
     kept = call.traced and call.keeps_residual
     return (
-        _empty_out(call),
+        _laid_out(call.q, call.v.size(3), call.library is not None),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
         torch.empty_like(q, dtype=torch.int8) if kept else q.new_empty(0, dtype=torch.int8),
         call.site.new_empty(_NUM_FACTS + q.size(1), dtype=torch.int64),

@@ -92,7 +92,9 @@ def _without_inputs_on_the_cpu(lower: Callable[..., Any]) -> Callable[..., Any]:
         if not any(map(_is_on_gpu, tensors)):
             return lower(*args, **kwargs)
         unaligned = graphs.graph.unaligned_buffers
-        names = [_name_of_input(x) for x in tensors if not _is_on_gpu(x)]
+        # What the graph computes, and is no input of it, has no name.
+        inputs = [getattr(x.data, "data", None) for x in tensors if not _is_on_gpu(x)]
+        names = [getattr(buffer, "name", None) for buffer in inputs]
         hidden = [name for name in names if name is not None and name in unaligned]
         for name in hidden:
             unaligned.discard(name)
@@ -106,9 +108,3 @@ def _without_inputs_on_the_cpu(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_on_gpu(x: Any) -> bool:
     return x.get_device().type != "cpu"
-
-
-def _name_of_input(x: Any) -> str | None:
-    """Returns the name of a graph input; None for what the graph computes."""
-    buffer = getattr(x.data, "data", None)
-    return getattr(buffer, "name", None)

@@ -35,7 +35,7 @@ _num_groups = 0
 _are_lost: Any = None
 
 
-class RanksLostError(RuntimeError):
+class RanksLostError(ConnectionError):
     """Raised when another rank did not come to an exchange in time, and ever after."""
 
 

@@ -66,23 +66,14 @@ POINTERS = {
 
 
 class Variant(NamedTuple):
-    """A kernel as it is compiled.
+    """A kernel as it is compiled."""
 
-    Attributes:
-        kernel: The entry's name, and what the variant has besides.
-        width: Head dimension.
-        source: Triton's.
-        options: For the compiler.
-        with_code: Whether it is compiled to the end, not only until shared memory is laid out.
-        both: Whether it is compiled both ways, to compare them.
-    """
-
-    kernel: str
-    width: int
+    kernel: str  # the entry's name, and what the variant has besides
+    width: int  # of a head
     source: Any
     options: dict[str, Any]
-    with_code: bool
-    both: bool
+    with_code: bool  # whether it is compiled to the end, not only until shared memory is laid out
+    both: bool  # whether it is compiled both ways, to compare them
 
 
 def source_of(kernel, constants, dtype, pointers):
@@ -289,15 +280,10 @@ def read_record():
 
 
 def look_up(architecture, *, anew=False, fill=False):
-    """Yields a row of the record for each variant.
+    """Yields a row of the record for each variant, by compute capability times ten.
 
-    Args:
-        architecture: Compute capability times ten.
-        anew: Whether to compile all of them, whatever is known.
-        fill: Whether to compile those that the record of this compiler lacks.
-
-    Raises:
-        LookupError: If the record of this compiler lacks one, or says something else.
+    With `anew` it compiles all of them, whatever is known, with `fill` those that the record of
+    this compiler lacks; without, a lack is a LookupError, as is a record that says something else.
     """
     from triton.backends.compiler import GPUTarget
 

@@ -54,6 +54,7 @@ class Engine(ABC):
     reads_out: bool = True
     deterministic: bool = False  # whether the call asks for a backward that adds in a fixed order
     scheduling: tuple[int, ...] = ()  # see `LibraryEngine`
+    longest: int = 1  # queries that the longest packed document of a call has at least
 
     @cached_property  # the enum builds the name at each access
     def name(self) -> str:

@@ -34,8 +34,6 @@ SCHEDULING = ("num_splits", "pack_gqa", "sm_margin", "tokens_first")
 #: (tokens, batch, heads, head size), or, for packed sequences, (tokens, heads, head size).
 Layout = Literal["BHND", "BNHD", "NBHD", "NHD"]
 
-_aten = torch.ops.aten
-
 _IS_ROCM = torch.version.hip is not None
 
 
@@ -128,8 +126,8 @@ class Varlen(LibraryEngine):
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, _, _ = inputs
         q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *_documents(spec), 0.0, spec.causal is True, False, **_range(spec),
+        out, lse, *_ = private.packed_flash_ops[0](
+            q, k, v, *(spec.documents or ()), 0.0, spec.causal is True, False, **_range(spec),
             **self.scheduled,
         )  # fmt: skip
         return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
@@ -138,8 +136,8 @@ class Varlen(LibraryEngine):
         q, k, v, spec, drawn, _ = inputs
         tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         philox = philox_of(drawn, q.device).view(torch.uint64)
-        gradients = _aten._flash_attention_backward(
-            *tensors, lse.squeeze(0), *_documents(spec), 0.0, spec.causal is True, philox,
+        gradients = private.packed_flash_ops[1](
+            *tensors, lse.squeeze(0), *(spec.documents or ()), 0.0, spec.causal is True, philox,
             q.new_empty(0), **_range(spec),
         )  # fmt: skip
         return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
@@ -149,6 +147,7 @@ class VarlenCuDNN(Varlen):
     """cuDNN's kernels for packed sequences, which `varlen_attn` may run from torch 2.14 on."""
 
     label = "varlen_attn on cuDNN"
+    longest = 129  # PyTorch runs shorter ones on flash kernels, but for the latest cuDNN
 
     def why_missing(self, is_packed: bool) -> str | None:
         if private.RELEASE < (2, 14):
@@ -158,8 +157,8 @@ class VarlenCuDNN(Varlen):
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, _, _ = inputs
         q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
-        out, lse, *_ = _aten._cudnn_attention_forward(
-            q, k, v, None, *_documents(spec), True, 0.0, spec.causal is True, False,
+        out, lse, *_ = private.packed_cudnn_ops[0](
+            q, k, v, None, *(spec.documents or ()), True, 0.0, spec.causal is True, False,
             scale=spec.scale,
         )  # fmt: skip
         return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
@@ -168,8 +167,8 @@ class VarlenCuDNN(Varlen):
         q, k, v, spec, drawn, _ = inputs
         tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         philox = philox_of(drawn, q.device).view(torch.uint64)
-        gradients = _aten._cudnn_attention_backward(
-            *tensors, lse.squeeze(0), philox, philox, None, *_documents(spec), 0.0,
+        gradients = private.packed_cudnn_ops[1](
+            *tensors, lse.squeeze(0), philox, philox, None, *(spec.documents or ()), 0.0,
             spec.causal is True, scale=spec.scale,
         )  # fmt: skip
         return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
@@ -178,23 +177,23 @@ class VarlenCuDNN(Varlen):
 def varlen_runs_on_cudnn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
     window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-    num_splits: int | None = None, **_: Any,
+    num_splits: int | None = None, scale: float | None = None, **_: Any,
 ) -> bool:  # fmt: skip
     """Whether PyTorch's own selection takes cuDNN; raises RuntimeError where it refuses a call."""
     window = list(window_size)
     if private.RELEASE >= (2, 15):
+        if scale is not None and not scale > 0:
+            raise RuntimeError("it takes scales above 0 only")
         given = query, key, value, cu_seq_q, cu_seq_k, max_q, window
         chosen = private.varlen_choice(*given, num_splits=num_splits)
         return chosen == SDPBackend.CUDNN_ATTENTION.value
     if private.RELEASE >= (2, 14):
-        given = query, key, value, max_q, window, enable_gqa
-        return private.varlen_choice(*given, num_splits=num_splits)
+        given = query, key, value, max_q, window
+        chosen = private.varlen_choice(*given, enable_gqa, num_splits=num_splits)
+        if chosen != private.varlen_choice(*given):
+            raise RuntimeError("its backward runs another one than its forward")
+        return chosen
     return False
-
-
-def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
-    assert spec.documents is not None
-    return tuple(spec.documents)
 
 
 def _range(spec: AttentionSpec) -> dict[str, Any]:

@@ -159,7 +159,11 @@ def _measured(
             random = random.unsqueeze(d)
         return random.expand(shape)
 
-    rows, keys = (min(x.size(2), _LENGTH + x.size(2) % _LENGTH) for x in (q, k))
+    length = _LENGTH * math.ceil(engine.longest / _LENGTH)
+    rows, keys = (min(x.size(2), length + x.size(2) % _LENGTH) for x in (q, k))
+    cu_queries, cu_keys = spec.starts
+    if cu_queries is not None and cu_queries is cu_keys:
+        rows = keys = min(rows, keys)
     heads = 2 * group if k.size(1) > 1 else group
     small_q, small_k, small_v = (
         like(q, heads, rows), like(k, heads // group, keys), like(v, heads // group, keys)
@@ -169,7 +173,7 @@ def _measured(
         mask=_cut(spec.mask, heads, rows, keys),
         dropout_p=0.0,
         window=tuple(min(n, _SHORT) for n in spec.window),
-        documents=None if spec.documents is None else _made_up(rows, keys, q.device),
+        documents=spec.documents and _made_up(rows, keys, engine.longest, q.device),
         sinks=None if spec.sinks is None else spec.sinks.detach()[:heads],
     )
     inputs = Inputs(small_q, small_k, small_v, small, wants_mask=wants_mask)
@@ -230,15 +234,12 @@ def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None
     return cut
 
 
-def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
-    """Returns documents of several lengths, short and long."""
-    starts, longest = [], []
-    for length in (rows, keys):
-        inner = [n for n in (1, 1 + _SHORT) if n < length]
-        places = [0, *inner, *[length] * (3 - len(inner))]
-        starts.append(torch.tensor(places, dtype=torch.int32, device=device))
-        longest.append(max(b - a for a, b in pairwise(places)))
-    return Documents(starts[0], starts[1], longest[0], longest[1])
+def _made_up(rows: int, num_keys: int, longest: int, device: torch.device) -> Documents:
+    """Returns documents of several lengths, short ones and one of at least `longest`."""
+    inner = [n for n in (1, 1 + _SHORT) if n + longest <= min(rows, num_keys)]
+    places = [[0, *inner, length] for length in (rows, num_keys)]
+    queries, keys = (torch.tensor(each, dtype=torch.int32, device=device) for each in places)
+    return Documents(queries, keys, *(max(b - a for a, b in pairwise(each)) for each in places))
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:

@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +24,6 @@ from guardbit.kernels.engines.base import (
     philox_of,
 )
 from guardbit.kernels.spec import AttentionSpec
-
-# By way of `torch.ops`, which alone has the backwards, a call takes the host 2 to 4 us more.
-_forwards: Any = torch
-_aten = torch.ops.aten
 
 #: PyTorch's own function, from a place where nobody replaces it: `F.scaled_dot_product_attention`
 #: may be another function by now.
@@ -52,14 +47,14 @@ class CPUFlash(Engine):
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, _, _ = inputs
-        return _forwards._scaled_dot_product_flash_attention_for_cpu(
+        return private.cpu_flash_ops[0](
             q, k, v, spec.dropout_p, spec.causal is not False,
             attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
         )  # fmt: skip
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, _, _ = inputs
-        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = private.cpu_flash_ops[1](
             d_out, q, k, v, out, lse, spec.dropout_p, spec.causal is not False,
             attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
         )  # fmt: skip
@@ -71,7 +66,7 @@ class Flash(Engine):
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, _ = inputs
-        out, lse, _, _, _, _, seed, offset, _ = _forwards._scaled_dot_product_flash_attention(
+        out, lse, _, _, _, _, seed, offset, _ = private.flash_ops[0](
             q, k, v, spec.dropout_p, spec.causal is not False, False, scale=spec.scale
         )
         keep(drawn, seed, offset)
@@ -80,7 +75,7 @@ class Flash(Engine):
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
         philox = philox_of(drawn, q.device).view(torch.uint64)
-        gradients = _aten._scaled_dot_product_flash_attention_backward(
+        gradients = private.flash_ops[1](
             d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), spec.dropout_p,
             spec.causal is not False, philox, philox[:0], scale=spec.scale,
         )  # fmt: skip
@@ -94,7 +89,7 @@ class CuDNN(Engine):
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, _ = inputs
-        out, lse, _, _, _, _, seed, offset, _ = _forwards._scaled_dot_product_cudnn_attention(
+        out, lse, _, _, _, _, seed, offset, _ = private.cudnn_ops[0](
             q, k, v, additive(spec.mask, q.dtype, _HIDDEN), training, spec.dropout_p,
             spec.causal is not False, False, scale=spec.scale,
         )  # fmt: skip
@@ -104,7 +99,7 @@ class CuDNN(Engine):
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
         seed, offset = philox_of(drawn, q.device).unbind()
-        gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+        gradients = private.cudnn_ops[1](
             d_out, q, k, v, out, lse.unsqueeze(-1), seed, offset,
             additive(spec.mask, q.dtype, _HIDDEN), None, None, q.size(2), k.size(2), spec.dropout_p,
             spec.causal is not False, scale=spec.scale,
@@ -124,7 +119,7 @@ class Efficient(Engine):
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, _ = inputs
-        out, lse, seed, offset = _forwards._scaled_dot_product_efficient_attention(
+        out, lse, seed, offset = private.efficient_ops[0](
             q, k, v, _prepared(spec.mask, q, k), training, spec.dropout_p,
             spec.causal is not False, scale=spec.scale,
         )  # fmt: skip
@@ -138,7 +133,7 @@ class Efficient(Engine):
         else:
             seed, offset = philox_of(drawn, q.device).unbind()
         padded_lse = F.pad(lse, (0, -q.size(2) % _LSE_ALIGNMENT), value=torch.inf)
-        dq, dk, dv, d_mask = _aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, d_mask = private.efficient_ops[1](
             d_out, q, k, v, _prepared(spec.mask, q, k), out, padded_lse, seed, offset,
             spec.dropout_p, [True, True, True, wants_mask], spec.causal is not False,
             scale=spec.scale,
@@ -186,7 +181,11 @@ class AutogradEngine(Engine):
                     " captured in a CUDA graph inside an instrumented model"
                 )
             drawn.generator_state.copy_(generator_of(q.device).get_state())
-        return self.compute(q, k, v, spec), None
+        chooses = training and not self._is_forced
+        if chooses:  # what PyTorch chooses depends on it
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with torch.set_grad_enabled(chooses):
+            return self.compute(q, k, v, spec).detach(), None
 
     def backward(
         self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, create_graph: bool = False
@@ -228,7 +227,7 @@ def choose(
             q = q.detach().requires_grad_()  # in a compiled graph, where nothing says so
         if wants_mask and mask is not None and not mask.requires_grad:
             mask = mask.detach().requires_grad_()
-        choice = _forwards._fused_sdp_choice(
+        choice = private.sdpa_choice(
             q, k, v, mask, spec.dropout_p, spec.causal is not False,
             scale=spec.scale, enable_gqa=q.size(1) != k.size(1),
         )  # fmt: skip
@@ -240,12 +239,14 @@ def choose(
 def engine_of(number: int, is_cuda: bool, head_dim: int) -> Engine:
     backend = SDPBackend(number)
     if backend == SDPBackend.FLASH_ATTENTION and not is_cuda:
-        return CPUFlash()
+        engine, ops = CPUFlash, private.cpu_flash_ops
     # PyTorch pads other head sizes itself.
-    if backend == SDPBackend.FLASH_ATTENTION and head_dim % 8 == 0:
-        return Flash()
-    if backend == SDPBackend.CUDNN_ATTENTION:
-        return CuDNN()
-    if backend == SDPBackend.EFFICIENT_ATTENTION:
-        return Efficient()
-    return AutogradEngine(backend)
+    elif backend == SDPBackend.FLASH_ATTENTION and head_dim % 8 == 0:
+        engine, ops = Flash, private.flash_ops
+    elif backend == SDPBackend.CUDNN_ATTENTION:
+        engine, ops = CuDNN, private.cudnn_ops
+    elif backend == SDPBackend.EFFICIENT_ATTENTION:
+        engine, ops = Efficient, private.efficient_ops
+    else:
+        return AutogradEngine(backend, is_forced=backend != SDPBackend.OVERRIDEABLE)
+    return AutogradEngine(backend) if private.lacking in ops else engine()

@@ -5,18 +5,20 @@ The libraries are stood in for by `tests.flash_stand_in`; the truth is FP64, doc
 
 import functools
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
-from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
-from guardbit.kernels.engines.libraries import as_given, varlen_runs_on_cudnn
-from guardbit.kernels.engines.proof import proof_of
+from guardbit import private
+from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine, proof
+from guardbit.kernels.engines.libraries import as_given
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.monitor.interception.entry_points.libraries import VARLEN
 from tests import flash_stand_in
 from tests.kernels.exact_delta_cases import relative
 from tests.kernels.tensors import library_inputs
@@ -96,8 +98,8 @@ def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(case,
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
     assert state.launches["backward", engine] == state.launches["forward", engine] == 2
-    proof = proof_of(library_engine(engine, False), *inputs[1:], spec, False)
-    assert all(field in proof.configuration for field in spec.extras)
+    found_so = proof.proof_of(library_engine(engine, False), *inputs[1:], spec, False)
+    assert all(field in found_so.configuration for field in spec.extras)
     assert torch.equal(found[0], native[0])
     assert torch.equal(found[1][:, [0, 3]], native[1][:, [0, 3]])
     assert torch.equal(found[3], native[3])
@@ -179,52 +181,83 @@ def test_another_release_of_a_library_is_refused_with_what_it_lacks(monkeypatch)
     assert "no functions that GuardBit knows" in engine.why_missing(True)
 
 
-def a_card(monkeypatch, capability, cudnn):
-    """Lets PyTorch see a card and a cuDNN; fake tensors on it take no memory."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+HOPPER, AMPERE, CAUSAL = (9, 0), (8, 0), {"window_size": (-1, 0)}
+RELEASE = min(private.RELEASE, (2, 15))
+BOTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+OF_15, FROM_14, MIXED = {(2, 15)}, {(2, 14), (2, 15)}, {(2, 14): "its backward runs another one"}
+#: Card, cuDNN, key heads, longest, what is asked, allowed kernels -> the releases that run it on
+#: cuDNN; and why GuardBit leaves it to some.
+CHOICES = [
+    (HOPPER, 91900, 4, 512, {}, BOTH, FROM_14, {}),
+    (HOPPER, 91900, 4, 512, {}, BOTH[:1], {(2, 14)}, {}),
+    (HOPPER, 91900, 4, 512, CAUSAL, BOTH, OF_15, {}),
+    (HOPPER, 91900, 2, 512, {"enable_gqa": True}, BOTH, OF_15, {}),
+    (HOPPER, 91900, 4, 512, {"enable_gqa": True}, BOTH, OF_15, MIXED),
+    (HOPPER, 91900, 4, 512, {"num_splits": 1}, BOTH, (), MIXED),
+    (HOPPER, 91900, 4, 512, {"num_splits": 1, **CAUSAL}, BOTH, (), {}),
+    (HOPPER, 91900, 4, 512, {"scale": 0.0}, BOTH, {(2, 14)}, {(2, 15): "scales above 0 only"}),
+    (HOPPER, 91900, 4, 512, {"window_size": (20, 0)}, BOTH, (), {}),
+    (HOPPER, 91900, 4, 100, {}, BOTH, (), {}),
+    (HOPPER, 92400, 4, 100, {}, BOTH, OF_15, {}),
+    (HOPPER, 91700, 4, 512, {}, BOTH, (), {}),
+    (AMPERE, 91900, 4, 512, {}, BOTH, (), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("card", "cudnn", "kv_heads", "longest", "asked", "kernels", "by_cudnn", "left"), CHOICES
+)
+def test_a_packed_call_is_bound_to_what_pytorch_runs(
+    card, cudnn, kv_heads, longest, asked, kernels, by_cudnn, left, monkeypatch
+):
+    VARLEN.find()
+    if not asked.keys() <= VARLEN.defaults.keys():
+        pytest.skip(f"this PyTorch's varlen_attn does not take all of {list(asked)}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     for name in ("_should_use_cudnn", "_cudnn_version_and_major_capability"):
         if hasattr(varlen, name):
             getattr(varlen, name).cache_clear()
 
+    def noted(name, number, *_, **__):
+        ran.append(name)
+        return [torch.empty(0)] * number
 
-HOPPER, AMPERE, CAUSAL, FULL = (9, 0), (8, 0), (-1, 0), (-1, -1)
-RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-#: Card, cuDNN, window, key heads, longest, splits -> the first release that runs it on cuDNN.
-CHOICES = [
-    (HOPPER, 91900, FULL, 4, 512, 1, None),
-    (HOPPER, 91900, FULL, 4, 512, None, (2, 14)),
-    (HOPPER, 91900, CAUSAL, 4, 512, None, (2, 15)),
-    (HOPPER, 91900, FULL, 2, 512, None, (2, 15)),
-    (HOPPER, 91900, (20, 0), 4, 512, None, None),
-    (HOPPER, 91900, FULL, 4, 100, None, None),
-    (HOPPER, 91700, FULL, 4, 512, None, None),
-    (AMPERE, 91900, FULL, 4, 512, None, None),
-]
-
-
-@pytest.mark.parametrize(
-    ("card", "cudnn", "window", "kv_heads", "longest", "splits", "since"), CHOICES
-)
-def test_a_packed_call_runs_on_what_pytorch_chooses(
-    monkeypatch, card, cudnn, window, kv_heads, longest, splits, since
-):
-    a_card(monkeypatch, card, cudnn)
-    with FakeTensorMode():
+    ran = []
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", varlen._varlen_attn._init_fn)
+    for name, number in (("flash", 5), ("cudnn", 9)):
+        function = functools.partial(noted, name, number)
+        monkeypatch.setattr(torch.ops.aten, f"_{name}_attention_forward", function)
+    with FakeTensorMode(), sdpa_kernel(kernels):  # fake tensors take no memory of the card
         q, k = (torch.empty(600, h, 64, dtype=torch.bfloat16, device="cuda") for h in (4, kv_heads))
         starts = torch.empty(3, dtype=torch.int32, device="cuda")
-        given = q, k, k, starts, starts, longest, window, kv_heads < 4
-        chosen = varlen_runs_on_cudnn(*given, num_splits=splits)
-    assert chosen == (since is not None and since <= RELEASE)
+        given = q, k, k, starts, starts, longest, longest
+        with suppress(ValueError):  # PyTorch refuses it
+            varlen.varlen_attn(*given, **asked)
+        bound = VARLEN.bind(*given, **asked)
+    assert (ran == ["cudnn"]) == (RELEASE in by_cudnn)
+    if RELEASE in left:
+        assert left[RELEASE] in bound.why
+    else:
+        assert bound.library.label == (CUDNN if ran == ["cudnn"] else "varlen_attn")
 
 
-@pytest.mark.skipif(RELEASE < (2, 15), reason="this PyTorch chooses without sdpa_kernel")
-def test_a_packed_call_honours_sdpa_kernel(monkeypatch):
-    a_card(monkeypatch, HOPPER, 91900)
-    with FakeTensorMode(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        q = torch.empty(600, 4, 64, dtype=torch.bfloat16, device="cuda")
-        starts = torch.empty(3, dtype=torch.int32, device="cuda")
-        assert not varlen_runs_on_cudnn(q, q, q, starts, starts, 512)
+@pytest.mark.parametrize(("rows", "keys"), [(129, 129), (130, 130), (512, 512), (600, 512)])
+def test_cudnn_is_proved_with_documents_that_pytorch_gives_it(rows, keys, monkeypatch):
+    monkeypatch.setattr(proof, "_proofs", {})
+    engine, seen = library_engine(CUDNN, False), []
+    monkeypatch.setattr(engine, "forward", lambda inputs, training: (
+        seen.append(inputs.spec.documents) or type(engine).forward(engine, inputs, training)
+    ))  # fmt: skip
+    starts = packed([keys], [keys])[0]
+    spec = AttentionSpec(0.2, True, documents=Documents(starts, starts, keys, keys))
+    q, k = (torch.randn(1, 2, length, 32).bfloat16() for length in (rows, keys))
+    assert not proof.proof_of(engine, q, k, k, spec, False).failure
+    (documents,) = seen
+    lengths = documents.cu_queries.diff()
+    assert documents.max_queries == lengths.max() > 128 and lengths.min() > 0
+    assert torch.equal(documents.cu_queries, documents.cu_keys)
 
 
 @pytest.mark.parametrize(

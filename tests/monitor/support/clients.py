@@ -34,23 +34,14 @@ Slices = Callable[[Any], Tensor]
 
 
 class Client(NamedTuple):
-    """A model of a framework.
-
-    Attributes:
-        name: What it is.
-        build: Makes the model.
-        loss: Runs it.
-        holders: Names of the modules that hold the weights of attention.
-        query: Each head's rows of W_Q.
-        key: The same of W_K; None where no single matrix has them.
-    """
+    """A model of a framework."""
 
     name: str
     build: Callable[[], nn.Module]
     loss: Callable[[Any], Tensor]
-    holders: tuple[str, ...]
-    query: Slices
-    key: Slices | None
+    holders: tuple[str, ...]  # names of the modules that hold the weights of attention
+    query: Slices  # each head's rows of W_Q
+    key: Slices | None  # the same of W_K; None where no single matrix has them
 
 
 # -- torchtitan ------------------------------------------------------------------------------------

@@ -90,27 +90,17 @@ def vectors(name: str) -> dict[str, Tensor]:
 
 
 class Architecture(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        build: Makes the model, of width 64 with 4 heads of 16.
-        sites: Where its attention is called.
-        rows: Every head's rows of W_Q and of W_K, from the attention module; or why there are none.
-        batch: What the model is called with.
-        refusal: Why it cannot be switched.
-        part: Name of the part of an attention module that calls it, where that has no weights.
-        keyless: Sites whose keys no matrix of theirs makes, if not all are; and why.
-        calls: How often a site calls attention in a forward, if more than once.
-    """
-
-    build: Callable
-    sites: tuple[str, ...]
+    build: Callable  # makes the model, of width 64 with 4 heads of 16
+    sites: tuple[str, ...]  # where its attention is called
+    # Every head's rows of W_Q and of W_K, from the attention module; or why there are none.
     rows: tuple[Slices | str, Slices | str]
     batch: Callable[[], dict[str, Any]] = language
-    refusal: str | None = None
-    part: str = ""
-    keyless: tuple[tuple[str, ...], str] = ((), "")
-    calls: tuple[tuple[str, int], ...] = ()
+    refusal: str | None = None  # why it cannot be switched
+    part: str = ""  # of an attention module that calls it, where that part has no weights
+    keyless: tuple[tuple[str, ...], str] = ((), "")  # sites whose keys no matrix makes, and why
+    calls: tuple[tuple[str, int], ...] = ()  # how often a site calls attention, if more than once
 
 
 # -- where the rows lie ----------------------------------------------------------------------------

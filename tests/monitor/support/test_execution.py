@@ -45,26 +45,17 @@ LEAVE_THE_KERNEL = ["exact_delta", "centered_keys"]
 
 
 class Mode(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        compiled: "whole", "blocks" or "".
-        checkpointed: What is recomputed in the backward: "outer", the blocks; "inner", attention
-            alone, inside its own forward; or "".
-        options: Further arguments of `checkpoint`.
-        autocast: The dtype it casts to.
-        weights: The parameters' dtype.
-        between: What happens before every step.
-        growth: By how many tokens sequences grow with every step.
-    """
-
-    compiled: str = ""
+    compiled: str = ""  # "whole", "blocks" or ""
+    # What is recomputed in the backward: "outer", the blocks; "inner", attention alone, inside its
+    # own forward; or "".
     checkpointed: str = ""
-    options: Mapping[str, object] = MappingProxyType({})
+    options: Mapping[str, object] = MappingProxyType({})  # further arguments of `checkpoint`
     autocast: torch.dtype | None = None
     weights: torch.dtype = torch.float32
-    between: Callable[[Loop], None] | None = None
-    growth: int = 0
+    between: Callable[[Loop], None] | None = None  # what happens before every step
+    growth: int = 0  # by how many tokens sequences grow with every step
 
 
 class Loop:

@@ -44,25 +44,15 @@ HEADS, WIDTH, HEAD = 4, 64, 16
 
 
 class Case(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        name: What people call the function.
-        build: Makes a model and its input; two calls give the same.
-        queries: The rows of W_Q of a model, `(H, d_head, width)`.
-        keys: Those of W_K, `(H_kv, d_head, width)`.
-        against: What the function ran on.
-        stabilizer: What its heads are switched to.
-        breaks_graph: Whether a compiled call stays with the function, whose stand-in is no graph.
-    """
+    """A row of the table."""
 
     name: str
-    build: Callable[[], tuple[nn.Module, Tensor]]
-    queries: Callable[[nn.Module], Tensor]
-    keys: Callable[[nn.Module], Tensor]
-    against: str
+    build: Callable[[], tuple[nn.Module, Tensor]]  # a model and its input; two calls give the same
+    queries: Callable[[nn.Module], Tensor]  # the rows of W_Q of a model, `(H, d_head, width)`
+    keys: Callable[[nn.Module], Tensor]  # those of W_K, `(H_kv, d_head, width)`
+    against: str  # what the function ran on
     stabilizer: str = "exact_delta"
-    breaks_graph: bool = False
+    breaks_graph: bool = False  # a compiled call stays with the function, a stand-in without graph
 
 
 class Own(toys.Attention):
@@ -211,13 +201,7 @@ CASES = [
 
 
 class Run:
-    """A model in training, watched or not.
-
-    Args:
-        case: Which model.
-        compiled: Whether it runs compiled.
-        watched: Whether a session watches it, every step.
-    """
+    """A model in training, watched at every step or not at all."""
 
     def __init__(self, case: Case, compiled: bool, watched: bool = True):
         self.case = case

@@ -96,10 +96,6 @@ class Watched(NamedTuple):
     bound: Bound
 
 
-def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return out
-
-
 @dataclass(eq=False)
 class EntryPoint:
     """A function that people call for attention."""
@@ -109,7 +105,7 @@ class EntryPoint:
     attribute: str  # its name there; with a dot, the names of a class and its method
     bind: Callable[..., Bound | Refusal]  # what the arguments of a call ask for
     # The original's value, of out in the caller's layout, lse `(B, H, N)` and these arguments.
-    returns: Callable[..., Any] = _only_out
+    returns: Callable[..., Any] = lambda out, *_, **__: out
     # Installs the stand-in and returns what undoes it; None: wherever a reference to it is.
     put_in_place: Callable[[], Callable[[], None]] | None = None
     original: Callable[..., Any] | None = None  # None until its module is imported

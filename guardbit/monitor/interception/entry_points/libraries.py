@@ -209,7 +209,7 @@ class LibraryEntryPoint(base.EntryPoint):
             try:
                 label = "varlen_attn on cuDNN" if varlen_runs_on_cudnn(**given) else label
             except RuntimeError as error:
-                return base.Refusal(f"PyTorch chooses no kernel: {error}", q, k)
+                return base.Refusal(f"PyTorch does not run it on one kernel: {error}", q, k)
         engine = _ENGINES[label, bool(asked.get("deterministic", False))]
         scheduling = tuple(-1 if (x := given.get(name)) is None else int(x) for name in SCHEDULING)
         if max(scheduling) > -1:
