@@ -29,11 +29,7 @@ _GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn)
 
 
 def install(monkeypatch):
-    """Puts the stand-ins in place, and a module that has their functions by name.
-
-    Returns:
-        The module, and what takes the kernels back.
-    """
+    """Puts stand-ins in place; returns a module with their functions, and what takes them back."""
     take_back = flash_stand_in.install(monkeypatch)
     for entry in ENTRY_POINTS:
         if entry.home.startswith(("flash_attn", "transformer_engine")) or "kernels/" in entry.name:
