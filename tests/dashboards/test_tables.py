@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from guardbit.dashboards import marks, tables
 from guardbit.dashboards.document import effect_of_switch
 from guardbit.dashboards.page import RunPage
-from guardbit.dashboards.tables import Recorded
+from guardbit.dashboards.tables import Recorded, RunSoFar
 from tests.dashboards.made import EVENTS, journal, samples
 
 cells = st.dictionaries(
@@ -155,6 +155,14 @@ def test_figures_are_about_the_heads_that_lead_the_table(run):
 def effects(run, events):
     """Indicator -> head, value before the switch, value after it."""
     found = effect_of_switch(Recorded(run.frame, events))
+    # A page that keeps a bucket a sample, in FP32, says the same.
+    page = RunSoFar(400)
+    page.take(run.frame)
+    page.events = marks.events_of(events)
+    kept = effect_of_switch(page)
+    assert [row[:2] for row in kept] == [row[:2] for row in found]
+    sides = [[side for row in rows for side in row[2:]] for rows in (kept, found)]
+    assert sides[0] == pytest.approx(sides[1], rel=2**-23, nan_ok=True)
     return {indicator: (head, before, after) for indicator, head, before, after in found}
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path, recorder):
     return tmp_path
 
 
-def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder):
+def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder, monkeypatch):
     runs = LiveRuns(folder)
     runs.look()
     rows = {row["name"]: row for row in runs.rows()["runs"]}
@@ -43,6 +43,11 @@ def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder):
     }  # fmt: skip
     assert len({row["id"] for row in rows.values()}) == 4
     assert all(row["alarms"] == 0 and row["problem"] == "" for row in rows.values())
+    # One that nobody has opened, and that writes no more, was killed.
+    monkeypatch.setattr(live, "SILENT_SECONDS", 0.0)
+    runs.look()
+    (on,) = (row for row in runs.rows()["runs"] if row["name"] == "on")
+    assert on["headline"].endswith("the run was not closed: it was killed, or it still runs")
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(folder):

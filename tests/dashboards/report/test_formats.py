@@ -62,12 +62,8 @@ def test_runs_stand_side_by_side(comparison):
     assert "<td>seed</td><td>1</td><td>2</td>" in text
     assert "<td>precision" not in text
     names = {path.stem for path in (comparison.parent / "comparison_figures").iterdir()}
-    assert names == {
-        "runs_loss",
-        "runs_w_q_spectral_norm",
-        "runs_max_logit",
-        "runs_multiple_maxima_bf16",
-    }
+    drawn = ("loss", "w_q_spectral_norm", "max_logit", "multiple_maxima_bf16")
+    assert names == {f"runs_{indicator}" for indicator in drawn}
 
 
 @pytest.mark.parametrize("length", [0, 1, 400, 401, 1200, 1999])

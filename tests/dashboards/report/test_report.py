@@ -51,9 +51,6 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag):
         assert self.open and self.open.pop() == tag, f"</{tag}> closes another element"
 
