@@ -164,7 +164,7 @@ NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 35.9, 6751)}, f"{SAVED} 35.9, loss unharmed"),
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 36.1, 6751)}, f"Switched: {NOT_FALLEN}"),
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 20.0, LAST)}, f"Switched: {NOT_FALLEN}"),
-        (SWITCHED, {**AFTER, "logit": step_to(40, 20, 9900)}, f"{IN_VAIN} half fell within"),
+        (SWITCHED, {**AFTER, "logit": step_to(40, 20, 9900)}, f"{IN_VAIN} too few heads fell"),
         ([alarm(600), switch(600)], {**AFTER, "logit": step_to(40, 20, 601)}, TOO_FEW),
         ([alarm(700), switch(700)], {**AFTER, "logit": step_to(40, 20, 701)}, "Saved: "),
         (SWITCHED, {"logit": falling}, f"{IN_VAIN} what rounding adds to W_Q"),
@@ -184,7 +184,7 @@ NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
         ([alarm(3000), switch(7000)], {"of": samples()[280:]}, f"{SINCE_3000}; 1 not measured be"),
         # A loss that has left is lost whatever was switched, unless it has come back.
         ([alarm(3000), loss_alarm(6910)], LEFT, LOST),
-        ([alarm(3000), switch(3000), loss_alarm(6910)], LEFT, f"{LOST}, in spite of the switch"),
+        ([alarm(3000), switch(3000), loss_alarm(6910)], LEFT, f"{LOST}, despite the switch"),
         ([alarm(3000), loss_alarm(6910), switch(8000)], LEFT, LOST),
         ([*SWITCHED, loss_alarm(6800)], {"loss": step_to(3, 2, 7000)}, f"Switched: {NOT_FALLEN}"),
         # One that ends not finite needs no alarm on it.
@@ -543,7 +543,7 @@ def test_attention_that_was_not_watched_is_said():
     said = "no call of attention was watched, only weights"
     assert (found.state, found.verdict) == ("unclear", "unclear")
     assert found.headline == f"Unclear: no alarm up to step 10,000; {said}"
-    assert "before attention is watched" in found.advice
+    assert "watches no attention" in found.advice
 
 
 def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
@@ -559,7 +559,7 @@ def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
     assert having(8).state == "healthy"
     lack = "no watched attention was measured in 3 of the sampled steps, the first at step 0"
     assert having(7).headline == f"Unclear: no alarm up to step 900; {lack}"
-    assert "before attention is watched" in having(7).advice
+    assert "watches no attention" in having(7).advice
     assert having(4, weights=5).advice.startswith("Go on: ")
     # Weights go on to be measured after the last call.
     of = [one for one in samples(norm=lambda step: 1.0) if one.site == "" or one.step < 4000
@@ -789,7 +789,7 @@ def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(
         assert f"is {largest:.3f} ({named})" in found.risk.sentence
         assert f"step {step:,}" in found.risk.sentence
         assert ("early" in found.risk.why, "late" in found.risk.why) == (step < 2000, step > 3000)
-        assert found.risk.why.endswith("a statistic, no promise") == (step >= 2000)
+        assert found.risk.why.endswith("a statistic, not a promise") == (step >= 2000)
 
 
 @pytest.mark.parametrize(
@@ -850,7 +850,7 @@ def test_alarms_of_most_heads_are_no_head_s_failure(alarmed, is_everywhere):
     heads = [(n, head) for n in range(3) for head in range(4)][:alarmed]
     alarms = [alarm(5000, head, site=f"h.{n}.attn") for n, head in heads]
     found = judged(*alarms)
-    assert found.state == "alarmed" and ("so many at once" in found.headline) == is_everywhere
+    assert found.state == "alarmed" and ("too many at once" in found.headline) == is_everywhere
     assert ("switching does not help" in found.advice) == is_everywhere
     assert ("Switch" in found.advice) != is_everywhere
     # Nor do switches save what they did not fail of.

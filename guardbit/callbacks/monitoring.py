@@ -133,8 +133,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         with refusing():
             if (monitors := len(_callbacks_of(trainer, AttentionMonitor))) > 1:
                 raise ValueError(
-                    f"the Trainer has {monitors} callbacks of AttentionMonitor's kind; a model is"
-                    " watched by one"
+                    f"the Trainer has {monitors} callbacks of AttentionMonitor's kind; it must have"
+                    " one: callbacks=[AttentionMonitor()]"
                 )
 
     @guard.method()

@@ -52,9 +52,9 @@ _WORDS = {"out": "the output", "lse": "logsumexp", "dq": "dQ", "dk": "dK", "dv":
 _SENTENCES = {
     "nonfinite": "{are} NaN or infinite from finite inputs{where}.",
     "race": (
-        "two runs differ in {named} by more than another order of sums can{where}: it is a race."
+        "two runs differ in {named} by more than the order of sums explains{where}: it is a race."
     ),
-    "truncation": "{are} too small as rounding toward zero makes it{where}.",
+    "truncation": "{are} too small, as after rounding toward zero{where}.",
     "off": "{are} outside the bounds of rounding{where}",
     "order": "{are} added in another order each time, within rounding.",
 }
@@ -188,19 +188,19 @@ class Examination:
             return
         carried = run_carried(engine, call, results, exacts)
         if _same(carried["dq"], results["dq"]) and self._is_of_output:
-            why = "its backward takes no notice of the output that it is given"
-            self._carrier = (f"{why}, so that it cannot be handed an exact delta.", False)
+            why = "its backward ignores the output that it is given"
+            self._carrier = (f"{why}, so it cannot take an exact delta.", False)
             return
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, False)
         found = gaps(call, carried, exacts, tiles_of(engine, call))
         off = sorted({gap.tensor for gap in found if gap.largest > 1}, key=TENSORS.index)
         if proof.failure:
-            self._carrier = (f"it cannot be handed an exact delta: {proof.failure}.", False)
+            self._carrier = (f"it cannot take an exact delta: {proof.failure}.", False)
         elif off:
             names = " and ".join(_WORDS[tensor] for tensor in off)
             self._carrier = (
-                f"in small it passes the test of an exact delta, but here {names} are outside"
-                " their bounds with one.",
+                f"it passes the small test of an exact delta, but here {names} are outside their"
+                " bounds with one.",
                 True,
             )
 

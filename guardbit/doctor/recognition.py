@@ -166,6 +166,6 @@ def _tell_rows(head: HeadInputs, wrong: Tensor) -> str:
     count, position = int(wrong.sum()), int(head.rows[row])
     return (
         f"{count} of {wrong.numel()} rows of dQ are wrong, the first row {position} of sequence"
-        f" {sequence}, and all others are as roundings make them: no rounding does that; a race of"
-        " threads does, or a tile that was not written"
+        f" {sequence}, and all others are as roundings make them: the cause is no rounding, but a"
+        " race of threads, or a tile that was not written"
     )

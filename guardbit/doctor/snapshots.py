@@ -57,7 +57,7 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
         try:
             held = torch.load(path, map_location="cpu", weights_only=True)
             if held["format"] != _FORMAT:
-                raise ValueError("it is of another version of GuardBit")
+                raise ValueError("another version of GuardBit wrote it")
             for one in held["heads"]:
                 # Earlier snapshots hold more.
                 inputs = HeadInputs(**{name: one[name] for name in names})
@@ -73,8 +73,8 @@ def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead
     """Reads the snapshots of a run, head by head, the first that was kept first."""
     if folder.is_file():
         raise ValueError(
-            f"cannot read a run from the file {folder}: the run's folder is needed, which holds the"
-            " inputs of alarmed heads"
+            f"{folder} is a file; it must be the folder of a run, which holds the inputs of alarmed"
+            " heads"
         )
     heads: dict[str, list[KeptHead]] = {}
     for snapshot in read_snapshots(folder):
@@ -93,5 +93,5 @@ def _why_none(folder: Path) -> str:
     named = read_events(folder).query("kind in ('alarm', 'advisory')")["heads"]
     if not noted and not any(named.map(len)):
         return "no head of this run was alarmed, so there is nothing to diagnose"
-    reason = noted or "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0"
+    reason = noted or "no sampled step followed a head's alarm, or snapshot_megabytes was 0"
     return f"the run at {folder} holds no snapshots: {reason}"

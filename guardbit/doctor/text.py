@@ -82,8 +82,8 @@ def explain(preflight: Preflight) -> Iterator[str]:
         yield f"{said} ({_some(places)})"
     if "rounded output" in preflight.delta.values():
         yield (
-            "A delta of the rounded output is how flash attention works, and what GuardBit watches"
-            " in training; exact_delta replaces it."
+            "Flash attention takes delta from the rounded output, which GuardBit watches in"
+            " training; exact_delta replaces it."
         )
     yield conclusion(preflight)
 
@@ -157,7 +157,7 @@ def _adding_up(found: Diagnosis) -> str:
         )
     if found.cause == "not rounding":
         way = "grow" if error.exact_drift > 0 else "shrink"
-        # At most so many standard deviations of a sum of rows with random signs.
+        # Bounds the drift in standard deviations of a sum of rows with random signs.
         is_sure = error.drift_share * math.sqrt(found.rows) >= SURE
         look = "look at the learning rate first"
         if not is_sure:
@@ -186,7 +186,7 @@ def _whence(found: Diagnosis) -> str:
         " rows tied maxima"
     )
     if found.cause in ("fault", "not rounding") or found.is_saturated:
-        return where + "; no stabilizer is called for."
+        return where + "; no stabilizer is needed."
     part = found.remedies[left].summed / (found.remedies["none"].summed or math.inf)
     return f"{where}; {left} leaves {_percent(part)} of it."
 
@@ -236,8 +236,8 @@ def page(kept: Sequence[KeptHead], found: Diagnosis, *, verbose: bool = False) -
     yield from sentences(found)
     if kept[-1].stabilizer != "none":
         yield (
-            f"The head ran {kept[-1].stabilizer}: what its own kernel would have returned is not"
-            " known, FlashAttention-2's roundings stand in for it."
+            f"The head ran {kept[-1].stabilizer}: what its own kernel would have returned is"
+            " unknown, and FlashAttention-2's roundings stand in for it."
         )
     if verbose:
         yield ""

@@ -274,7 +274,7 @@ def _missing_loss(
         return "no loss was recorded before the first alarm"
     if last <= max((event.step for event in switched.values()), default=-1):
         return "no loss was recorded after the last switch"
-    said = "the losses scatter too much to say that they have not risen"
+    said = "the losses scatter too much to show whether they have risen"
     return said if evidence.loss.is_unsure else ""
 
 

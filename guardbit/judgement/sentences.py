@@ -51,7 +51,7 @@ _RATE = "Look at the learning rate and the data: switching does not help."
 
 
 # Clauses, from those that need nothing to those that others fill.
-EVERYWHERE = "so many at once are no failure of single heads"
+EVERYWHERE = "too many at once for failures of single heads"
 NOT_ROUNDING = "rounding is not the cause"
 NOT_FALLEN = "logits and W_Q have not fallen yet"
 NO_HEAD = "no head was watched"
@@ -60,11 +60,11 @@ NO_LOSS_ALARM = "no alarm on the loss"
 BAD_GRADIENTS = "the gradients are not finite"
 NO_SAMPLES = "no attention was measured"
 TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
-WITHIN_SCATTER = "half fell within their scatter, or before it"
+WITHIN_SCATTER = "too few heads fell beyond scatter since then"
 CORRECTED = "the alarmed heads were switched before their alarm"
 GROWING = "other logits grow"
-OTHERWISE = "one of the alarmed heads is not moved by rounding, as measured"
-FEW_LOSSES = "too few losses since then to say that they are unharmed"
+OTHERWISE = "a measurement shows that rounding does not move one of the alarmed heads"
+FEW_LOSSES = "too few losses since then to say that the loss is unharmed"
 NOT_MEASURED = "{} not measured {}"
 STILL = "{} still {} after the switch"
 NOT_HEADS = "an alarm at step {:,} names no measured head"
@@ -117,7 +117,7 @@ def lost(of: Facts) -> str:
     else:
         said += f", {of.lead:,} steps after the first alarm"
         is_earlier = of.first_switch is not None and of.first_switch < departed
-        said += ", in spite of the switch" if is_earlier else ""
+        said += ", despite the switch" if is_earlier else ""
     if of.loss_is_finite or of.nonfinite is None:
         return said
     step, site, tensor, heads = of.nonfinite
@@ -215,9 +215,9 @@ def _advice(state: State, of: Facts, cause: Cause) -> str:
         if of.switched >= of.num_heads:
             return "Go back to a checkpoint before the first alarm: switching has not helped."
         if of.alarmed_and_switched == len(of.alarmed):
-            return "Keep a checkpoint; if the switched heads go on so, lower the learning rate."
+            return "Keep a checkpoint; if the switched heads do not calm down, lower the rate."
         if of.has_policy:
-            return "Switch the alarmed heads by hand: the policy has not; keep a checkpoint."
+            return "Switch the alarmed heads by hand, as the policy did not; keep a checkpoint."
     if state == "switched" and of.largest_fall is not None:
         return "Go on training, and keep a checkpoint."
     if state == "unclear" and of.errors:
@@ -225,7 +225,7 @@ def _advice(state: State, of: Facts, cause: Cause) -> str:
     if state == "unclear" and of.bad_gradients_since is not None:
         return "Look at the gradients: steps are skipped, or weights become NaN."
     if state == "unclear" and not (of.num_heads and of.has_calls):
-        return "Little is judged before attention is watched: the log says what is missing."
+        return "GuardBit watches no attention, so it judges little: the log says what is missing."
     if state == "lost" and (of.lead is None or cause.what == "not rounding"):
         return _LOST
     return _ADVICE[state]
@@ -237,10 +237,10 @@ def keys(step: int, largest: float, layers: list[int], when: str) -> str:
         f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
     )
     if when == "early":
-        return f"{why}; it tells from step {RISK_STEP:,} on"
+        return f"{why}; it can be judged from step {RISK_STEP:,} on"
     return (
         f"{why}; of the study's eight kinds of model the three above {AT_RISK} at step"
-        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly: a statistic, no"
+        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly: a statistic, not a"
         " promise"
     )
 

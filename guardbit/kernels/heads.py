@@ -167,7 +167,7 @@ def resolve(
     if beyond_ours:
         ours, takes = "impossible", f"takes {_none_of(beyond_ours)}"
     if call.library is not None:
-        ours, takes = "impossible", f"does not take the place of {call.library.title}"
+        ours, takes = "impossible", f"cannot replace {call.library.title}"
     unrounded = ""
     if call.q.dtype == torch.float32:
         unrounded = "attention runs in float32"
@@ -178,7 +178,7 @@ def resolve(
         kind = "delta" if name in DELTAS else name
         runs = _SUBSTITUTES.get(_Case(kind, shares_backward, ours), _Substitute(name, ""))
         if kind == "delta" and not shares_backward and unrounded:
-            runs = _Substitute("none", f"{{name}} would mend nothing: {unrounded}")
+            runs = _Substitute("none", f"{{name}} would correct nothing: {unrounded}")
         why = runs.why.format(name=name, takes=takes, obstacle=obstacle)
         found[name] = _Substitute(runs.name, why)
     reasons = (unshifted, *(one.why for one in found.values()))
@@ -210,7 +210,7 @@ _SUBSTITUTES = {
         "none", "{name} is not possible: {obstacle}",
     ),
     _Case("delta", False, "impossible"): _Substitute(
-        "none", "{name} is not possible: {obstacle}; no kernel takes its place",
+        "none", "{name} is not possible: {obstacle}; no kernel can replace it",
     ),
     _Case("compensated", True, "no residual"): _Substitute(
         "exact_delta",

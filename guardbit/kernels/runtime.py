@@ -261,7 +261,7 @@ class SiteState:
             self._failure_told = True
             log.warning(
                 "attention module '%s': the kernels of its switched heads failed (%s);"
-                " PyTorch's kernel runs in their place, %s",
+                " PyTorch's kernel runs instead, %s",
                 self.name,
                 self.failure,
                 "in this call" if is_transient else "until they are switched anew",

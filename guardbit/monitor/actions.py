@@ -33,9 +33,9 @@ TURN_STEPS = 100
 #: What to do about a head that grows where no rounding can be corrected.
 OTHERWISE = "a lower learning rate, QK norm or qk_clip bounds its growth"
 
-#: A head that is clipped again and again is reported once in so many steps.
+#: Steps between two reports of a head that is clipped again and again.
 REPORT_STEPS = 1000
-#: So many clips in a row, of which the next sample shows nothing, are enough.
+#: Clips in a row without an effect in the next sample, after which a head is clipped no more.
 MOST_IN_VAIN = 2
 
 
@@ -115,8 +115,8 @@ class Switching:
             why = f"{self._policy.advice}; {way_back} {self._policy.remedy}"
             if self._dry_run:
                 why = (
-                    "dry run: no head was switched, so it is not known whether that helps; had all"
-                    f" alarms come in spite of the switches, the advice would be: {why}"
+                    "dry run: no head was switched, so it is not known whether that helps; if all"
+                    f" alarms had come despite the switches, the advice would be: {why}"
                 )
             self._record(Event(last_ended, "advisory", "", (), why))
 
@@ -344,10 +344,10 @@ class Clipping:
             last = last._replace(in_vain=last.in_vain + 1 if was else 0)
             self._clipped[sample.site] = last
         if last is not None and last.in_vain == MOST_IN_VAIN:
-            return f"{MOST_IN_VAIN} clips of head {last.head} lowered W_Q and not the logits"
+            return f"{MOST_IN_VAIN} clips of head {last.head} lowered W_Q, but not the logits"
         try:
             if shared := _sharing(site, sites):
-                return f"its W_Q or W_K is that of {shared}, too, which a clip would scale as well"
+                return f"{shared} shares its W_Q or W_K, and a clip would scale that, too"
             clipped = clip(site, sample.values, bound)
         except LayoutUnavailable as unavailable:
             return str(unavailable)

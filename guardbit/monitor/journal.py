@@ -82,7 +82,7 @@ class Findings:
     def way_back(self) -> str:
         """The checkpoint to go back to where no switch has helped; `Policy.remedy` goes on."""
         if self.sound_step is None:
-            return "no checkpoint from before the first alarm is known; begin anew"
+            return "no checkpoint from before the first alarm is known; start again"
         # Trainers name files by the number of steps that are done, and steps count from 0.
         step = self.sound_step
         return (
@@ -173,7 +173,7 @@ class Journal:
         )
         if goes_on and not is_resumed:
             log.warning(
-                "%s holds a run already, and this one does not go on from its checkpoint: it"
+                "%s already holds a run, and this one does not go on from its checkpoint: it"
                 " hides what was recorded from step %d on; another dirpath keeps both",
                 self._dirpath,
                 first_step,

@@ -24,8 +24,8 @@ from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
 from guardbit.records import Alarm, Event, Sample
 
 _HOW_TO_SHOW = (
-    "Attention that is written out in PyTorch has no rounded delta, so nothing in it needs a"
-    " correction; to have it watched, or a kernel of its own, show it by guardbit.observe"
+    "Attention that is written out in PyTorch has no rounded delta, so it needs no correction; to"
+    " have it or your own kernel watched, put q, k, v = guardbit.observe(q, k, v) before it"
 )
 
 _FUNCTIONS = (
@@ -33,8 +33,8 @@ _FUNCTIONS = (
     " TransformerEngine's FusedAttnFunc or guardbit.flash_attention"
 )
 
-#: How many sampled steps have to pass a module by. Of layers that are dropped at random, a few do
-#: so now and then.
+#: Sampled steps in a row without a call of a module before that is reported. Layers that are
+#: dropped at random miss a few now and then.
 MISSED_SAMPLES = 3
 
 #: How many modules of each kind are named.
@@ -44,11 +44,11 @@ _WHENCE = {
     "q": "it came into attention with the queries, from the layer's input or its weights",
     "k": "it came into attention with the keys, from the layer's input or its weights",
     "v": "it came into attention with the values, from the layer's input or its weights",
-    "O": "attention made it in its forward, as q, k and v are finite",
+    "O": "attention made it in its forward, because q, k and v are finite",
     "dO": "it came with the gradient of the output, from what follows attention or from the loss",
-    "dQ": "attention made it in its backward, as q, k, v, O and dO are finite",
-    "dK": "attention made it in its backward, as q, k, v, O, dO and dQ are finite",
-    "dV": "attention made it in its backward, as q, k, v, O, dO, dQ and dK are finite",
+    "dQ": "attention made it in its backward, because q, k, v, O and dO are finite",
+    "dK": "attention made it in its backward, because q, k, v, O, dO and dQ are finite",
+    "dV": "attention made it in its backward, because q, k, v, O, dO, dQ and dK are finite",
 }
 
 
@@ -102,17 +102,17 @@ class Notices:
         if lost:
             named = _named([site.name for site in lost])
             return (
-                f"the modules that called attention are no longer in the model ({named}); of what"
-                " has replaced them nothing is watched, or only as a part of the module around it:"
-                " give the model as it is now a monitor of its own"
+                f"the modules that called attention are no longer in the model ({named}); what"
+                " replaced them is not watched, or only as a part of the module around it: give the"
+                " model as it is now a monitor of its own"
             )
         candidates = list(self._instrumentation.candidates.values())
         others = [*_replaced({}), *interception.left_alone()]
         if not others and not any(map(_is_attention, candidates)):
             return (
                 "no attention was found in this model, so nothing is watched: no module of it has"
-                f" called {_FUNCTIONS}, and none is called attention; if it has attention under"
-                " another name and in a kernel of its own, show it by guardbit.observe"
+                f" called {_FUNCTIONS}, and none is named attention; if its attention has another"
+                " name and its own kernel, put q, k, v = guardbit.observe(q, k, v) before it"
             )
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
@@ -146,15 +146,15 @@ class Notices:
             self._tell(
                 step,
                 f"{_named(new)} {'was' if len(new) == 1 else 'were'} added to the model after the"
-                " monitor began, and nothing of that is watched by itself or switched: give the"
-                " model as it is now a monitor of its own",
+                " monitor began, and neither watched separately nor switched: give the model as it"
+                " is now a monitor of its own",
             )
         if outside.count and not names and self.first("outside"):
             self._tell(
                 step,
                 f"attention was called outside the modules of the watched model, {outside.count}"
                 f" time{'' if outside.count == 1 else 's'} in this step (first {outside.where}),"
-                " and nothing of that is watched or switched: call it within the forward of a"
+                " where it is neither watched nor switched: call it within the forward of a"
                 " module of the model, or give the model that calls it a monitor of its own",
             )
 
@@ -173,23 +173,23 @@ class Notices:
             log.tell(f"GuardBit: {share}: {', '.join(self._table)}")
             if new := [name for name in called if self.known and name not in self.known]:
                 log.warning(
-                    "%s: not in the state that was loaded; sums and baselines begin here",
+                    "%s: not in the loaded state; sums and baselines begin here",
                     _named(new),
                 )
         sentences = list(_replaced(called))
         if unseen:
-            looks, was, them = "look", "were", "them"
+            looks, was, are = "look", "were", "they are"
             if len(unseen) == 1:
-                looks, was, them = "looks", "was", "it"
+                looks, was, are = "looks", "was", "it is"
             sentences.append(
                 f"{_counted(unseen, 'module')} that {looks} like attention ran and {was} not seen"
-                f" to call it, so nothing of {them} is watched or switched: {_kinds(unseen)};"
+                f" to call it, so {are} neither watched nor switched: {_kinds(unseen)};"
                 f" {share}. {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
             )
         if sharded := [site for site in called.values() if site.record.sharded]:
             sentences.append(
-                f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
-                f" none of them can be switched: {_kinds(sharded)}: {sharded[0].record.sharded}"
+                f"the heads of {_counted(sharded, 'attention module')} cannot be measured or"
+                f" switched: {_kinds(sharded)}: {sharded[0].record.sharded}"
             )
         for why in sentences:
             self._tell(step, why)
@@ -256,8 +256,8 @@ class Notices:
         self._unheard = [*self._unheard, step][-MISSED_SAMPLES - 1 :]
         why = (
             f"no backward of watched attention came in {MISSED_SAMPLES} sampled steps, so at most"
-            " weights were measured: unless attention is frozen or trained without one, the"
-            " backward belongs in the step; where networks take turns, try"
+            " weights were measured: run the backward within the step, unless attention is frozen"
+            " or trained without one; if networks take turns, try"
             f" every_n_train_steps={self._other_cadence}"
         )
         if len(self._unheard) >= MISSED_SAMPLES:
@@ -271,19 +271,19 @@ class Notices:
         return any(self._why_passed_by(site) for site in called if site.name not in self._met)
 
     def _why_passed_by(self, site: Site) -> str | None:
-        """Why nothing is measured in a module's calls, if sampled steps pass it by, or None."""
+        """Why nothing is measured in a module's calls, if sampled steps miss them, or None."""
         name, called = site.name, site.trained_in
         # Only steps around which it was called: a module that is done with misses nothing.
         if self._since.get(name, called) < self._sampled[0] < called:
-            missed = f"{MISSED_SAMPLES} sampled steps have passed it by"
-            why = f"{missed}, while it was called between them"
+            missed = f"it was called in none of the last {MISSED_SAMPLES} sampled steps"
+            why = f"{missed}, but between them"
         elif self._is_over and name not in self._met and called >= 0:
-            why = "it was called, and in no sampled step"
+            why = "it was called, but in no sampled step"
         else:
             return None
         return (
-            f"{why}; where layers are dropped at random others will meet it, and where networks"
-            f" take turns, try every_n_train_steps={self._other_cadence}"
+            f"{why}; if layers are dropped at random, later samples will meet it; if networks take"
+            f" turns, try every_n_train_steps={self._other_cadence}"
         )
 
     def site_facts(self) -> dict[str, dict[str, Any]]:
@@ -454,8 +454,8 @@ def _counted(sites: Sequence[Site], noun: str) -> str:
 def _nonfinite(found: Nonfinite, kernel: str) -> Event:
     made_here = found.tensor in ("O", "dQ", "dK", "dV") and kernel
     why = (
-        f"NaN or infinity, of this sampled step first in {found.tensor}: {_WHENCE[found.tensor]}"
-        f"{f' ({kernel})' if made_here else ''}; it may be older than this step, as those between"
-        " samples are not looked at"
+        f"NaN or infinity, in this sampled step first in {found.tensor}: {_WHENCE[found.tensor]}"
+        f"{f' ({kernel})' if made_here else ''}; it may be older, because steps between samples are"
+        " not checked"
     )
     return Event(found.step, "advisory", found.site, found.heads, why, rule="nonfinite")

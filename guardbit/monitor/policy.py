@@ -24,14 +24,14 @@ Restless = Mapping[str, Collection[int]]
 #: of the model.
 SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
-#: For so many steps after an alarm on the whole model only a measured cause qualifies heads.
+#: Steps after an alarm on the whole model in which only a measured cause qualifies heads.
 HOLD_STEPS = 5000
 
-#: What is switched has so many steps to show an effect: in all switched copies of the rescue study
-#: the median of the switched heads' logits fell within them (docs/evidence.md).
+#: Steps that a switch has to show an effect: in all switched copies of the rescue study the median
+#: of the switched heads' logits fell within them (docs/evidence.md).
 SETTLING_STEPS = 1500
 
-#: So many heads of one attention module, alarmed within so many steps, are the module's.
+#: If this many heads of one attention module alarm within WITHIN_STEPS, the whole module counts.
 HEADS_OF_ONE_MODULE, WITHIN_STEPS = 3, 1000
 
 
@@ -169,13 +169,13 @@ class Policy:
         check_settings(self, _MUST_BE)
         if always and quiet_steps is not None:
             raise ValueError(
-                f"quiet_steps is {quiet_steps} and always is True: with always no switch is ever"
-                " undone, so leave one of them out"
+                f"quiet_steps is {quiet_steps} and always is True: always=True undoes no switch, so"
+                " remove one of them"
             )
         if qk_clip is not None and not escalate:
             raise ValueError(
                 f"qk_clip is {qk_clip} and escalate is False: heads are clipped once wider switches"
-                " have not helped, so leave one of them out"
+                " have not helped, so remove one of them"
             )
         self.advice: str | None = None
         self.clipping: tuple[int, str] | None = None
@@ -296,7 +296,7 @@ class Policy:
     def _widen_from(self, alarm: Alarm, head: int, step: int, lasting: int) -> None:
         """Goes one step wider than what a head was switched with, once that has settled."""
         why = (
-            f"head {head} of {alarm.site} is alarmed {lasting:,} steps after it was to run"
+            f"head {head} of {alarm.site} is alarmed {lasting:,} steps after it was asked to run"
             f" {self.stabilizer}"
         )
         if self.always or self.scope == "model" or "" in self._widened:
@@ -323,8 +323,8 @@ class Policy:
             f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
         )
         return (
-            f"all heads of the model{which} were to run {self.stabilizer} from step {max(since)} on"
-            f"{clipped}, and {head} is alarmed again"
+            f"all heads of the model{which} were asked to run {self.stabilizer} from step"
+            f" {max(since)} on{clipped}, and {head} is alarmed again"
         )
 
     def _of_heads(self, step: int, stabilizers: Asked, restless: Restless) -> Iterator[Decision]:

@@ -96,11 +96,11 @@ class Schedule:
         if self.last_ended is not None and step < self.last_ended:
             self._once(
                 "set back",
-                f"step {step} begins after step {self.last_ended} has ended: samples of one number"
-                " replace each other, but sums over the run (delta_bias_cumulative) and the rules'"
-                " baselines keep the steps that were thrown away, unless the session loads the"
-                " state that it had before them (load_state_dict); pass the number of the"
-                " optimizer step, which grows over all epochs",
+                f"step {step} begins after step {self.last_ended} has ended: later samples of a"
+                " step replace earlier ones, but sums over the run (delta_bias_cumulative) and the"
+                " rules' baselines keep the replaced steps, unless the session loads the state that"
+                " it had before them (load_state_dict); pass the number of the optimizer step,"
+                " which grows over all epochs",
             )
         if not (self._is_open and step == self._last):
             self._not_ended += self._is_open
@@ -126,8 +126,8 @@ class Schedule:
     def _not_measured(self, what: str) -> None:
         self._once(
             "not ended",
-            f"{what}: nothing of that is measured (in a loop of your own: {_HOW}; with a framework:"
-            " let it step the optimizer)",
+            f"{what}: they are not measured (in a loop of your own: {_HOW}; with a framework: let"
+            " it step the optimizer)",
         )
 
     def _once(self, what: str, line: str) -> None:

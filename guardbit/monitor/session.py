@@ -300,7 +300,7 @@ class Session(Guarded):
             self.attempt(name, take)
         elif self._notices.first(f"{name} is no number"):
             kind = type(value).__name__
-            _warn(f"{name} is a {kind} that is no single real number: it is left out")
+            _warn(f"{name} is a {kind}; it must be a single real number: it is left out")
 
     @guard.method(lambda _: [], at_last=_forget_step)
     def end_step(self) -> list[Alarm]:
@@ -771,7 +771,7 @@ class Session(Guarded):
     def _load(self, state: Mapping[str, Any]) -> None:
         if "stabilizers" not in state:
             raise ValueError(
-                "this is no state of GuardBit's: pass what `state_dict` of a session returned"
+                "the state is not GuardBit's; it must be what `state_dict` of a session returned"
             )
         (state,) = state.get("all", (state,))
         stabilizers = state["stabilizers"]

@@ -28,8 +28,8 @@ def run():
 def test_a_run_says_what_became_of_it(run):
     said = (
         "Switched: 1 of 144 heads alarmed at step 6,750; logits of layer 2, head 11 fell from"
-        " 1,410 to 194; not known whether by the switch: half fell within their scatter, or before"
-        " it; the run was not closed: it was killed, or it still runs"
+        " 1,410 to 194; not known whether by the switch: too few heads fell beyond scatter"
+        " since then; the run was not closed: it was killed, or it still runs"
     )
     why = "Cause: unclear: what rounding adds to W_Q was not measured"
     to_do = (

@@ -141,7 +141,7 @@ OF_THE_LOSS = Event(3, "alarm", "", (), "the loss diverged", rule="loss_departur
 @pytest.mark.parametrize(
     ("metadata", "alarm", "why"),
     [
-        ({}, OF_A_HEAD, "holds no snapshots: no head was alarmed with a sampled step to come, or"),
+        ({}, OF_A_HEAD, "holds no snapshots: no sampled step followed a head's alarm, or"),
         ({"snapshots": "a call with dropout"}, OF_A_HEAD, "holds no snapshots: a call with dropo"),
         ({}, OF_THE_LOSS, "no head of this run was alarmed, so there is nothing to diagnose; "),
     ],
@@ -161,7 +161,7 @@ def test_what_is_not_there_is_refused(run, tmp_path):
     path.write_text("text")
     for command in ("diagnose", "report"):
         result = CliRunner().invoke(app, [command, str(path)])
-        check_refused(result, f"cannot read a run from the file {path}")
+        check_refused(result, f"{path} is a file; it must be")
 
 
 @pytest.mark.usefixtures("empty_figures")

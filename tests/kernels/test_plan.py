@@ -49,7 +49,7 @@ def test_our_forward_takes_no_new_field_and_exact_delta_takes_all(monkeypatch, f
     assert why.startswith(f"row_max takes no {field}, and exact_delta is not possible")
     names, shared, why = resolved(monkeypatch, spec, "exact_delta", "it lies")
     assert (names, shared) == (("none", "none"), False)
-    assert why.endswith("it lies; no kernel takes its place")
+    assert why.endswith("it lies; no kernel can replace it")
 
 
 @pytest.mark.parametrize("field", SPECS)

@@ -130,7 +130,7 @@ class MyAttentionBlock(nn.Sequential):
 
 ONE = "1 module that looks like attention ran and was not seen to call it"
 SHARE = "1 of 2 attention modules is watched"
-NO_NEED = "nothing in it needs a correction"
+NO_NEED = "it needs no correction"
 
 #: What is said of a model whose first layer is attention that is seen: the other layers, words of
 #: the sentence, and which modules are unseen.

@@ -317,7 +317,7 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope, settings, script):
         ({"stabilizer": "magic"}, "stabilizer is 'magic'; it must be one of"),
         ({"scope": "site"}, "scope is 'site'; it must be one of head, layer, model$"),
         ({"always": 1}, "always is 1; it must be True or False"),
-        ({"always": True, "quiet_steps": 5}, "quiet_steps is 5 and always is True: .* leave one"),
+        ({"always": True, "quiet_steps": 5}, "quiet_steps is 5 and always is True: .* remove one"),
         ({"agreeing_rules": 0}, "agreeing_rules is 0; it must be a whole number, at least 1"),
         ({"agreeing_rules": 1.5}, "agreeing_rules is 1.5; it must be a whole number"),
         ({"agreeing_rules": True}, "agreeing_rules is True; it must be a whole number"),
@@ -344,7 +344,7 @@ def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_th
     (layer,) = decisions(policy, 1600, [alarm()])
     assert (layer.site, layer.heads) == ("h.2", tuple(head for head in ALL if head != 3))
     assert layer.why == (
-        "head 3 of h.2 is alarmed 1,500 steps after it was to run compensated, so all of its"
+        "head 3 of h.2 is alarmed 1,500 steps after it was asked to run compensated, so all of its"
         " layer's heads are switched"
     )
     # The layer, too, has time to settle: also of the head that has had its.
@@ -353,13 +353,13 @@ def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_th
     assert [(d.site, d.heads, d.stabilizer) for d in model] == of_all(
         "compensated", set(PLAIN) - {"h.2"}
     )
-    assert "3,000 steps after it was to run compensated, so all heads of the model" in model[0].why
+    assert "was asked to run compensated, so all heads of the model" in model[0].why
     assert policy.advice is None
     assert at(policy, 4599, alarm()) == [] and policy.advice is None
     assert at(policy, 4600, alarm()) == []
     assert policy.advice == (
         "all heads of the model"
-        " were to run compensated from step 3100 on, and head 3 of h.2 is alarmed again"
+        " were asked to run compensated from step 3100 on, and head 3 of h.2 is alarmed again"
     )
 
 
@@ -401,7 +401,7 @@ def test_where_all_heads_are_switched_only_advice_is_left(settings):
     assert at(policy, 1600, alarm()) == []
     assert policy.advice == (
         "all heads of the model"
-        " were to run exact_delta from step 100 on, and head 3 of h.2 is alarmed again"
+        " were asked to run exact_delta from step 100 on, and head 3 of h.2 is alarmed again"
     )
     told = policy.advice
     at(policy, 9000, alarm())
@@ -425,7 +425,7 @@ def test_the_advice_does_not_claim_heads_that_somebody_else_has_switched():
     for step in (100, 1600):
         at(policy, step, alarm(), asked=taken)
     assert policy.advice.startswith(
-        "all heads of the model that could be switched were to run exact_delta"
+        "all heads of the model that could be switched were asked to run exact_delta"
     )
 
 

@@ -117,7 +117,7 @@ def test_weights_of_two_modules_are_not_clipped_for_one(shared, sites_of):
     assert is_unchanged()
     (event,) = told
     assert event.kind == "refusal"
-    assert "W_Q or W_K is that of '1', too, which a clip would scale as well" in event.why
+    assert "'1' shares its W_Q or W_K, and a clip would scale that, too" in event.why
 
 
 def clipping(told):
@@ -157,7 +157,7 @@ def test_clipping_stops_where_two_clips_lower_the_weights_and_not_the_logits():
         refusals = _act(clips, site, told, step, (50.0, 400.0), (1.0, norm))
     assert site.scales == [[1.0, 0.25]] * 2
     assert refusals == [
-        "not clipped: 2 clips of head 1 lowered W_Q and not the logits (no switch has helped)"
+        "not clipped: 2 clips of head 1 lowered W_Q, but not the logits (no switch has helped)"
     ]
 
 

@@ -119,7 +119,7 @@ def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, ste
         schedule.begin(step)
     schedule.close()
     (line,) = said
-    assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: nothing")
+    assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: they")
 
 
 def test_a_number_that_does_not_move_is_told_once(schedule, said):
@@ -136,7 +136,7 @@ def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said):
             schedule.begin(step)
             schedule.end()
     (line,) = said
-    assert line.startswith("step 5 begins after step 7 has ended: samples of one number replace")
+    assert line.startswith("step 5 begins after step 7 has ended: later samples of a")
     assert "delta_bias_cumulative" in line and "which grows over all epochs" in line
 
 

@@ -72,11 +72,11 @@ def run(tmp_path):
 CASES = {
     "flash": ({}, {}, "exact_delta", ""),
     "masked": ({"mask": MASK}, {}, "exact_delta", ""),
-    "math": ({}, {"math": True}, "none", "exact_delta would mend nothing: PyTorch's MATH"),
+    "math": ({}, {"math": True}, "none", "exact_delta would correct nothing: PyTorch's MATH"),
     # Which on CPUs only the math kernel knows.
     "dropout": ({"dropout_p": 0.5}, {}, "none", "takes delta from P itself"),
     "doubted": ({}, {"doubted": True}, "compensated", "(here): it lies"),
-    "both": ({"mask": MASK}, {"doubted": True}, "none", "no kernel takes its place"),
+    "both": ({"mask": MASK}, {"doubted": True}, "none", "no kernel can replace it"),
 }
 
 

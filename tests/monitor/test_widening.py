@@ -60,7 +60,7 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     # Alarms repeat after the cool-down of 1,000 steps: at 500, 1,500, 2,500, 3,500 and 4,500.
     assert events(tmp_path, kind) == [(500, "1", (1,)), (2500, "1", (0,)), (4500, "0", (0, 1))]
     reasons = read_events(tmp_path).query("kind == @kind").why.tolist()
-    assert "2,000 steps after it was to run exact_delta, so all of its layer's heads" in reasons[1]
+    assert "2,000 steps after it was asked to run exact_delta, so all" in reasons[1]
     assert "so all heads of the model are switched" in reasons[2]
     assert events(tmp_path, "advisory") == []
     # Resumed it goes on, and the advice names the step of the last state before the first alarm.
@@ -77,7 +77,7 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     told = (
         "dry run: no head was switched"
         if dry_run
-        else "all heads of the model were to run exact_delta"
+        else "all heads of the model were asked to run exact_delta"
     )
     assert advice["why"].startswith(told)
     assert ("advice would be: all heads" in advice["why"]) is dry_run
@@ -91,8 +91,8 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
     ((why,),) = recorded(tmp_path, "advisory", "why")
     assert why == (
         "all heads of the model"
-        " were to run exact_delta from step 0 on, and head 1 of 1 is alarmed again; no"
-        " checkpoint from before the first alarm is known; begin anew with always=True, or at a"
+        " were asked to run exact_delta from step 0 on, and head 1 of 1 is alarmed again; no"
+        " checkpoint from before the first alarm is known; start again with always=True, or at a"
         " lower learning rate"
     )
 

@@ -355,8 +355,8 @@ class Burst:
 
 _NOT_OVER = f"the {LEAST_STEPS} to {MOST_STEPS} steps that it takes are not over"
 _NOT_ITS_GRADIENT = (
-    "what q and k show does not give W_Q's gradient, as where positions turn them in a way that is"
-    " not known"
+    "W_Q's gradient does not follow from q and k, e.g. because positions turn them in an unknown"
+    " way"
 )
 
 

@@ -143,7 +143,7 @@ def test_what_needs_kernels_of_ours_gives_way_and_says_so(name, site):
     state.switch((name,) * 4)
     run("varlen_attn", spec, inputs, site)
     assert state.ran == ("exact_delta" if name == "compensated" else "none",) * 4
-    assert "does not take the place of the kernel of varlen_attn" in state.substituted
+    assert "cannot replace the kernel of varlen_attn" in state.substituted
 
 
 def test_centred_keys_leave_the_softmax_alone_over_all_documents(site):

@@ -308,7 +308,7 @@ def elsewhere(parameters, lr):
 
 @pytest.mark.parametrize("layer, make, why", [
     (Attention, elsewhere, "its optimizer keeps its state on another rank, as in ZeRO"),
-    (Turned, torch.optim.AdamW, "as where positions turn them"),
+    (Turned, torch.optim.AdamW, "because positions turn them"),
     (Attention, torch.optim.SGD, "its optimizer is not PyTorch's Adam or AdamW"),
     (Attention, torch.optim.NAdam, "its optimizer is not PyTorch's Adam or AdamW"),
     (
@@ -452,7 +452,7 @@ def test_of_ranks_nothing_is_measured_without_a_proof(layer, tmp_path, monkeypat
     run(model, LEAST_STEPS + 21, session, forward=lambda x: model(x.repeat(1, 1, copies)))
     cause = session.judgement.cause
     session.close()
-    assert cause.what == "not measured" and "does not give W_Q's gradient" in cause.why
+    assert cause.what == "not measured" and "W_Q's gradient does not follow" in cause.why
 
 
 def test_of_ranks_that_average_gradients_one_is_enough(faulty, tmp_path, monkeypatch):

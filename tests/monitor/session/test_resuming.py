@@ -107,9 +107,9 @@ def test_a_resumed_run_is_judged_as_its_folder_is(tmp_path, monkeypatch, caplog,
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     state = Loop(dirpath=tmp_path).run(range(3), close=False).leave()
     Loop(dirpath=tmp_path).resume(state, [3])
-    assert not [line for line in caplog.messages if "holds a run already" in line]
+    assert not [line for line in caplog.messages if "already holds a run" in line]
     Loop(dirpath=tmp_path).run([0])
-    (told,) = [line for line in caplog.messages if "holds a run already" in line]
+    (told,) = [line for line in caplog.messages if "already holds a run" in line]
     assert f"{tmp_path} holds" in told and "from step 0 on" in told
 
 

@@ -80,7 +80,7 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
     kind = type(loss).__name__
     told = [line for line in caplog.messages if "left out" in line]
     assert told == [
-        f"{name} is a {kind} that is no single real number: it is left out"
+        f"{name} is a {kind}; it must be a single real number: it is left out"
         for name in ("loss", "grad_norm", "validation_loss")
     ]
 
@@ -160,6 +160,6 @@ def test_a_closed_session_switches_nothing():
 
 def test_a_state_of_something_else_is_refused():
     loop = Loop()
-    with pytest.raises(ValueError, match="this is no state of GuardBit's: pass what"):
+    with pytest.raises(ValueError, match="the state is not GuardBit's; it must be what"):
         loop.session.load_state_dict(model_of().state_dict())
     loop.session.close()
