@@ -350,7 +350,7 @@ def test_what_is_no_run_is_refused(command, tmp_path):
     (tmp_path / "b.csv").write_text(HEADER)
     check_refused(invoke(command, tmp_path / "b.csv"), "b.csv holds no samples yet")
     (tmp_path / "c.txt").write_text(HEADER)
-    check_refused(invoke(command, tmp_path / "c.txt"), "a folder, a .csv or a .csv.gz is needed")
+    check_refused(invoke(command, tmp_path / "c.txt"), "it must be the folder of a run, a .csv or")
     RunWriter(tmp_path / "new").close()
     check_refused(invoke(command, tmp_path / "new"), "new holds no samples yet")
 

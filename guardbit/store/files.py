@@ -190,9 +190,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"there is no run at {path}: it is neither a file nor a folder")
     if path.is_file() and not path.name.endswith((".csv", ".csv.gz")):
-        raise ValueError(
-            f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
-        )
+        raise ValueError(f"{path} is a file; it must be the folder of a run, a .csv or a .csv.gz")
     folder = folder_of_run(path)
     if path.is_dir() and not is_run(folder):
         state = "holds no GuardBit run" if any(path.iterdir()) else "is empty"

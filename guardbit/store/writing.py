@@ -119,7 +119,7 @@ class RunWriter:
             raise ValueError(f"start_step is {start_step}; it must be at least 0")
         folder = Path(path)
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
+            raise ValueError(f"{folder} is a file; it must be a folder to write a run to")
         folder.mkdir(parents=True, exist_ok=True)
         listing = files.list_folder(folder)
         number = 1 + max((key.number for key in listing.sessions), default=0)

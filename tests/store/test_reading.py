@@ -401,7 +401,7 @@ def test_a_csv_reads_as_a_run(tmp_path, name):
             CSV.replace("NA,2", "NA,1").encode(),
             "the sites 'h.1.attn' and 'NA' both have layer 1; give",
         ),
-        ("a.parquet", b"PAR1", "from the file .*a.parquet: a folder, a .csv or a .csv.gz"),
+        ("a.parquet", b"PAR1", "a.parquet is a file; it must be the folder of a run"),
     ],
 )
 def test_what_is_no_run_is_one_clear_sentence(tmp_path, name, content, message):

@@ -237,7 +237,7 @@ def test_a_merge_that_fails_leaves_the_segments_and_goes_on(tmp_path, monkeypatc
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="it is a file, a folder is needed"):
+    with pytest.raises(ValueError, match="is a file; it must be a folder"):
         RunWriter(tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").read_text() == "x"
 

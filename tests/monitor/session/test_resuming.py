@@ -110,7 +110,7 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert not [line for line in caplog.messages if "already holds a run" in line]
     Loop(dirpath=tmp_path).run([0])
     (told,) = [line for line in caplog.messages if "already holds a run" in line]
-    assert f"{tmp_path} holds" in told and "from step 0 on" in told
+    assert f"{tmp_path} already holds" in told and "from step 0 on" in told
 
 
 @pytest.mark.parametrize("elsewhere", [{}, {"other_stage.attention": ["row_max"]}])
