@@ -50,7 +50,7 @@ def comparison(run, tmp_path_factory):
 
 def test_runs_stand_side_by_side(comparison):
     page = comparison.read_text(encoding="utf-8")
-    text = re.sub(r' data-label="[^"]*"', "", page)
+    text = re.sub(r' data-label="[^"]*"|(?<=>)\s+(?=<)', "", page)
     assert 'outcome alarmed" id="headline">2 runs: 1 alarmed, 1 healthy</h1>' in text
     assert '<dt>ill</dt><dd class="outcome alarmed">Alarmed</dd>' in text
     assert "Healthy: no alarm up to step 4,950" in text
