@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -66,8 +67,9 @@ CATALOG_OF_PAGES: Json = {
 _SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "live.js")
 
 
+@cache  # a server's policy names the scripts that it has begun with
 def asset(name: str) -> str:
-    """Reads a file of a page: theme, drawing, or the chart library (uPlot, MIT)."""
+    """Reads a file of a page: template, style, drawing, or the chart library (uPlot, MIT)."""
     place = resources.files("guardbit.dashboards").joinpath("web", name)
     return place.read_text(encoding="utf-8")
 
