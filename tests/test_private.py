@@ -33,7 +33,8 @@ AT_IMPORT = (
     "dispatch_mode", "flex_autograd", "ordinary_function", "sdpa", "skip_code", "torch_script",
 )  # fmt: skip
 #: What only kernels for GPUs, and other releases of PyTorch, look up.
-ELSEWHERE = {"flash_ops", "cudnn_ops", "efficient_ops", "packed_cudnn_ops"}
+OF_GPUS = {"flash_ops": 1, "efficient_ops": 2, "cudnn_ops": 3}  # and what PyTorch numbers them by
+ELSEWHERE = {*OF_GPUS, "packed_cudnn_ops"}
 ELSEWHERE |= {"varlen_choice"} if private.RELEASE < (2, 14) else set()
 ELSEWHERE |= {"tracing_context"} if private.RELEASE >= (2, 13) else set()
 
@@ -128,6 +129,9 @@ def test_training_goes_on_without(name, monkeypatch, caplog, request):
     assert not any(record.exc_info for record in caplog.records), "a sentence, and no traceback"
     assert name in vars(private) or name in ELSEWHERE
     getattr(private, name)
+    of_gpus = {of: engines.engine_of(number, True, 64) for of, number in OF_GPUS.items()}
+    given_up = [of for of, engine in of_gpus.items() if isinstance(engine, engines.AutogradEngine)]
+    assert given_up == ([name] if name in OF_GPUS else [])
     assert private.sentence(row) in caplog.messages
     assert [*describe_machine(this_machine())][-1] == private.sentence(row)
     del vars(private)[name]

@@ -181,11 +181,11 @@ class AutogradEngine(Engine):
                     " captured in a CUDA graph inside an instrumented model"
                 )
             drawn.generator_state.copy_(generator_of(q.device).get_state())
-        chooses = training and not self._is_forced
-        if chooses:  # what PyTorch chooses depends on it
+        if training and not self._is_forced:  # what PyTorch chooses depends on it
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        with torch.set_grad_enabled(chooses):
-            return self.compute(q, k, v, spec).detach(), None
+            with torch.enable_grad():
+                return self.compute(q, k, v, spec).detach(), None
+        return self.compute(q, k, v, spec), None
 
     def backward(
         self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, create_graph: bool = False
