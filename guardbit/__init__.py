@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # "as" tells type checkers that a name is to be used from here
+if TYPE_CHECKING:  # "as" tells type checkers that a name may be used from here
     from guardbit.callbacks.huggingface import HuggingFaceMonitor as HuggingFaceMonitor
     from guardbit.callbacks.monitoring import AttentionMonitor as AttentionMonitor
     from guardbit.callbacks.monitoring import AutoStabilizer as AutoStabilizer

@@ -203,7 +203,7 @@ CATALOG: tuple[Indicator, ...] = (
 
 BY_NAME: dict[str, Indicator] = {indicator.name: indicator for indicator in CATALOG}
 
-#: Indicators with one value a head.
+#: Indicators with one value per head.
 HEAD_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if not one.is_of_run)
 
 #: Indicators of the whole run, recorded with site "" and head -1.
@@ -211,8 +211,8 @@ RUN_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if one.is_of
 
 INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
 
-#: What a trainer hands over at the end of a validation. Nobody measures it and no rule reads it, so
-#: it is none of the indicators.
+#: What a trainer hands over at the end of a validation. It is not an indicator: nothing measures it
+#: and no rule reads it.
 VALIDATION_LOSS = "validation_loss"
 
 #: Running sum -> what it sums up.

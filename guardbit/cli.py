@@ -48,8 +48,8 @@ RUNS = {
 #: How the two are related.
 WHICH_IS_WHICH = (
     "switched is a copy of lost from step 4,000 on, with the same losses up to there. All its heads"
-    " were switched at step 6,750, when the rules of that time first alarmed. The alarms shown are"
-    " those of today's rules, which come earlier."
+    " were switched at step 6,750, when the rules of that time first alarmed. The alarms shown come"
+    " from today's rules, which alarm earlier."
 )
 
 app = typer.Typer(
@@ -201,7 +201,7 @@ def report(
         runs = [dataclasses.replace(load(path), name=name) for name, path in named]
         with writing_to(place, "give another folder by --output, or use --json"):
             written = write_reports(runs, place)
-    for run in runs:  # not to stdout, which has the place alone
+    for run in runs:  # not to stdout, which only names the report
         resumed = f" The run was {run.resumed}." if run.resumed else ""
         said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
         typer.echo(printable(said), err=True)
@@ -289,9 +289,7 @@ def replay(
 def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
     """The headline, the verdict on alarms, what to do, and which rules could not judge."""
     yield judgement.headline
-    if judgement.numbers[
-        "alarms"
-    ]:  # else the headline says what is to be said: it may be a warning
+    if judgement.numbers["alarms"]:  # else the headline says it all
         yield f"Verdict by today's rules: {judgement.verdict}: {judgement.why}"
     yield judgement.advice
     yield judgement.risk.sentence

@@ -2,7 +2,7 @@
 
 In a notebook, an evaluation, the test of a kernel, or with Lightning's `self.log`. A metric adds up
 what the monitor's own functions (`guardbit.monitor.measure`) make of a call, over calls and over
-ranks. Values are FP64, one a head, and NaN where nothing was measured.
+ranks. Values are FP64, one per head, and NaN where nothing was measured.
 
 Shapes: q, out, d_out, dq `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; the heads'
 rows of W_Q `(H, D, d_model)` and of W_K `(H_kv, D, d_model)`; `mask` as of
@@ -86,7 +86,7 @@ class _HeadMetric(Metric):
         return values[values.abs().nan_to_num(-1.0, posinf=torch.inf).argmax()]
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
-        """Plots values, by default those of `compute`; returns figure and axes."""
+        """Plots values, by default what `compute` returns; returns figure and axes."""
         return self._plot(val, ax)
 
 
@@ -186,7 +186,7 @@ class MultipleMaxima(_RowMetric):
     Several entries of exp(S - m) are then 1, and their products with V are rounded to one side
     (paper, section 3.3.2 and figure 13). A share from 0 to 1 of the rows that see a key.
 
-    Kinds: "fp32" counts scores in FP32, "bf16" those rounded to BF16 first.
+    Kinds: "fp32" counts scores in FP32, "bf16" scores rounded to BF16 first.
 
     Examples:
         >>> q, k = torch.ones(1, 1, 2, 1), torch.tensor([[[[3.0], [3.002], [1.0]]]])

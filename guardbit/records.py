@@ -79,7 +79,7 @@ class Sample:
     site: str  # dotted name of the attention module; "" for indicators of the whole run
     layer: int  # position of the module in the model, counting from 0; -1 for the whole run
     indicator: str  # one of `guardbit.INDICATORS`
-    # One value a head, NaN where a head was not measured; a single value for the whole run.
+    # One value per head, NaN where a head was not measured; a single value for the whole run.
     values: tuple[float, ...]
 
     def rows(self) -> Iterator[tuple[int, str, int, int, str, float]]:

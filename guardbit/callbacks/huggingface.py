@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-# Not from `transformers` itself, of which a type checker would read all models.
+# Not from `transformers` itself: a type checker would read all its models.
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerState
@@ -46,7 +46,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
         Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
 
-    Loss and gradient norm are those the Trainer logs, at its own `logging_steps`. The scalars that
+    Loss and gradient norm are what the Trainer logs, at its own `logging_steps`. The scalars that
     `AttentionMonitor` documents go to `state.log_history` and the Trainer's reporters (`report_to`)
     at every sampled step; most reporters put ``train/`` before the key, and other callbacks'
     `on_log` gets none. The state goes into each checkpoint's folder and is loaded from there when
@@ -92,7 +92,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             kinds = tuple(INTEGRATION_TO_CALLBACK.values())
             beside = trainers[0].callback_handler.callbacks
             reporters = [callback for callback in beside if isinstance(callback, kinds)]
-            # Those of a search for hyperparameters have a folder each.
+            # Each run of a search for hyperparameters has its own folder.
             trial = next((each["trial"] for each in callers if "trial" in each), None)
             self._folder = Path(trainers[0]._get_output_dir(trial))
         for other in trained:

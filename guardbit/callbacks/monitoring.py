@@ -79,7 +79,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         image_every_n_samples: Log the model map as an image, ``guardbit/model_map``, at every n-th
             sampled step; None for never, as drawing takes about 0.2 s.
         log_layers: Log the largest value of each layer too, as ``guardbit/max_logit/layer_02``.
-        **settings: The other `guardbit.monitor.settings.Settings`, but those of `AutoStabilizer`.
+        **settings: The other `guardbit.monitor.settings.Settings`, except `AutoStabilizer`'s.
             Without `dirpath` the telemetry goes to ``guardbit`` in the run's log directory, or,
             where the logger has none, in the folder of Lightning's checkpoints.
 
@@ -321,7 +321,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` but "none";
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none";
             `guardbit/records.py` has a line on each.
         dry_run: Decide and record, but switch nothing.
         **settings: The other arguments of `guardbit.monitor.policy.Policy`.

@@ -1,6 +1,6 @@
 """Is attention sound on this machine, and why does a head diverge? `guardbit doctor | diagnose`.
 
-Every engine that could serve a call is run on inputs as drawn and on those that kernels have failed
+Every engine that could serve a call is run on random inputs and on inputs that kernels have failed
 on, and compared with FP64, forward and gradients, within bounds that follow from its arithmetic
 (`exact`). What is outside, and a bias within, is named (`examine`).
 

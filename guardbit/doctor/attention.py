@@ -22,7 +22,7 @@ from guardbit.numerics import round_nearest
 
 # Bytes of one FP64 matrix of scores; about a dozen of them are held at a time.
 _CHUNK_BYTES = 2**24
-# Most scores of a head that are looked at: a million take a core 1.3 s.
+# Most scores of a head that are examined: a million take a core 1.3 s.
 _ENTRIES = 2**23
 
 #: What can be rounded, in the order of the computation. P is that of the forward's product with V,
@@ -144,7 +144,7 @@ class HeadInputs:
 
     @property
     def along(self) -> Tensor:
-        """u, FP64; where it is not known, the direction in which queries are largest."""
+        """u, FP64; if unknown, the direction in which queries are largest."""
         if self.direction is not None and bool(self.direction.any()):
             return self.direction.double()
         wide = self.q.flatten(0, 1).double()

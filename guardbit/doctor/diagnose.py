@@ -29,7 +29,7 @@ from guardbit.numerics import decode_residual, encode_residual, round_nearest
 #: "not rounding": dQ is right. "unclear": it is not, but its errors do not add up in these rows.
 Cause = Literal["fault", "rounding", "not rounding", "unclear"]
 
-#: What reaches dQ through delta alone, where delta is rowsum(dO O).
+#: Operations that reach dQ only through delta, if delta is rowsum(dO O).
 THROUGH_DELTA: tuple[Operation, ...] = ("P", "PV", "O")
 
 # The part of the gradient above which an error is no noise. In the eight sound runs that set it, no

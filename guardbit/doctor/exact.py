@@ -31,7 +31,7 @@ from guardbit.kernels.mask import dense_mask, key_spans, visible_range
 
 #: What attention returns, and its gradients, in the order in which faults are looked for.
 TENSORS = ("out", "lse", "dq", "dk", "dv")
-#: Those with one head for each key head; the others have query heads.
+#: Tensors with one head for each key head; the others have query heads.
 OF_KEYS = ("dk", "dv")
 
 # Relative error of FP32's rounding.

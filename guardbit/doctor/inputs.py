@@ -1,4 +1,4 @@
-"""Calls to examine: shapes, masks, and inputs, random ones and those on which kernels have failed.
+"""Calls to examine: shapes, masks, and inputs, random or such that kernels have failed on them.
 
 Heads lie beside one another in memory, as in models. The same kind, shape and mask give the same
 numbers.

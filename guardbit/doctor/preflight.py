@@ -81,7 +81,7 @@ class Preflight:
     delta: dict[str, str] = field(default_factory=dict)
     # The engine that PyTorch chooses, by "shape mask dtype".
     chosen: dict[str, str] = field(default_factory=dict)
-    examined: int = 0  # how many engines were examined, those of each call counted
+    examined: int = 0  # how many pairs of engine and call were examined
     # Kinds of inputs for which time or memory was short, by "engine shape mask dtype"; by "shape
     # mask dtype" where a call was not begun.
     left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Examiner:
         return self.result
 
     def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
-        """Examines the engines for a shape and a mask, also those of packed sequences."""
+        """Examines the engines for a shape and a mask, including packed sequences' engines."""
         if dtype_name not in DTYPES:
             raise ValueError(f"dtype is {dtype_name!r}; allowed are {', '.join(DTYPES)}")
         place = f"{shape} {mask} {dtype_name}"

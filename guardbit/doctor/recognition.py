@@ -29,14 +29,14 @@ from guardbit.doctor.exact import EXPONENTIAL, FLOAT32
 
 Kind = Literal["rounded", "truncated", "dropped", "rows"]
 
-# Rows that arithmetics are compared on: enough to tell them apart, and quick.
+# Rows on which arithmetics are compared: enough to distinguish them, and quick.
 _ROWS = 512
 # An arithmetic takes the place of another where it is nearer than this part of the distance.
 _NEARER = 0.5
-# The part of the rows, those that agree best, that a distance is of: a race changes some rows, an
+# The part of the rows (the best ones) over which a distance is taken: a race changes some rows, an
 # arithmetic all.
 _AGREEING = 0.75
-# Distances below this part of half a unit in the last place are those of FP32 and of the order of
+# Distances below this part of half a unit in the last place come from FP32 and the order of
 # additions: one number in hundreds is then rounded to the other side.
 _SAME = 0.02
 # How many standard deviations of its roundings a row of dQ may lie off.

@@ -1,7 +1,7 @@
 """Snapshots: inputs of a few heads at one step, in a file beside the telemetry.
 
 `snapshot-000001200.pt` holds those of step 1,200: a dict that `torch.load(weights_only=True)`
-reads, of plain Python and tensors alone.
+reads, of plain Python and tensors only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class KeptHead(NamedTuple):
     head: int  # number of the head
     stabilizer: str  # what ran in it; unless "none", the kernel's output and dQ are not kept
     inputs: HeadInputs  # the head, in the host's memory
-    kernel: str = ""  # name of the engine that ran it, "" where it is not known
+    kernel: str = ""  # name of the engine that ran it, "" if unknown
 
 
 def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
     """Writes the snapshots of one step, or nothing at all."""
-    # One dict a head: which head it is, and its inputs.
+    # One dict per head: which head it is, and its inputs.
     heads = [{**one._asdict(), **vars(one.inputs)} for one in snapshots]
     for head in heads:
         del head["step"], head["inputs"]

@@ -208,7 +208,7 @@ def tables(found: Diagnosis) -> Iterator[str]:
 
 
 def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
-    """Yields for each rounding removed, and each remedy, what is left, and its part of the sum."""
+    """Yields the error left without each rounding or with each remedy, and its part of the sum."""
     whole, stock = (each.summed or 1.0 for each in (found.together, found.remedies["none"]))
     for name, each in found.without.items():
         label = "exact delta" if name == "delta" else f"{name} not rounded"

@@ -22,36 +22,36 @@ _OF_FORWARD = sum(NONFINITE[name] for name in FORWARD)
 #: A head is named by the pair (layer, head), both counted from 0.
 Head = tuple[int, int]
 
-#: A loss has come back when the median of this many last samples is within so many nats of the
+#: A loss has come back when the median of the last LOSS_SAMPLES is within COME_BACK nats of the
 #: smallest such median.
 LOSS_SAMPLES, COME_BACK = 8, 0.1
-#: It rises when the median of this many last ones lies further above the smallest such median, and
-#: further than so many times their scatter: of many noisy losses some window is always low.
+#: It rises when the median of the last RISING_SAMPLES lies further above the smallest such median,
+#: and by BEYOND_SCATTER times their scatter: of many noisy losses some window is always low.
 RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
-#: It leaps where the median of the last `LOSS_SAMPLES` lies so many nats above the best, and so
-#: many times the scatter of neighbours, to which a climb adds little; before there are 50, nats do.
+#: It leaps if the median of the last LOSS_SAMPLES lies SURELY_ABOVE nats above the best, and LEAP
+#: times the scatter of neighbours, to which a climb adds little; before 50 samples nats suffice.
 SURELY_ABOVE, LEAP = 1.0, 6.0
 #: What a switch must stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
-#: What a fall needs: so many last samples, all a tenth below the least of so many last ones before
-#: the switch. Of independent samples, however they scatter, one look in 3,003 is like that; of 87
-#: recorded runs that were never switched none, at whatever step one looks. Samples that hang
-#: together wander, so they must lie as far below the least of many before, or below half of these.
+#: A fall needs FALL_AFTER last samples, all a tenth below the least of the FALL_BEFORE ones before
+#: the switch. Independent samples, however they scatter, look like that once in 3,003 times; 87
+#: recorded runs without a switch never do, at any step. Correlated samples wander, so they must
+#: lie as far below the least of LONG_BEFORE earlier ones, or below HALF of the FALL_BEFORE ones.
 FALL_BEFORE, FALL_AFTER, FALLEN = 8, 6, 0.9
 LONG_BEFORE, HALF = 64, 0.5
-#: An audit before the switch finds at least the first part of dQ wrong (the median of three, as the
-#: rule `gradient_error` tolerates), and after it at most a quarter of that.
+#: An error is gone if the median of AUDITS audits before the switch finds at least WRONG of dQ
+#: wrong (which the rule `gradient_error` tolerates), and every one after it at most LEFT of that.
 WRONG, LEFT, AUDITS = 0.1, 0.25, 3
-#: Mean entropy below which the exact dQ has vanished: what part of it is wrong says nothing.
+#: Mean entropy below which the exact dQ has vanished, so that its relative error says nothing.
 SATURATED = 2.0**-9
-#: How many samples of a module are kept of each of these.
+#: How many samples of a module are kept, of each of these indicators.
 _KEPT, _KEPT_OF = 512, frozenset({*GROWING, "dq_coherent_error", "attention_entropy"})
 #: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
 SHARES = of_probe("burst")
-#: What is measured of heads in steps without a call of them.
+#: Indicators of heads in steps that do not call them.
 _OF_WEIGHTS = frozenset({*of_probe("weights"), *SHARES})
-#: The step at which the keys of kinds of model are compared. The study's kinds whose largest
-#: `key_common_mode` was above the first limit were at risk, those below the second hardly
+#: The step at which the study compared the keys of kinds of model. Kinds whose largest
+#: `key_common_mode` was above AT_RISK were at risk, kinds below HARDLY_AT_RISK hardly
 #: (studies/rescue/README.md).
 RISK_STEP = 2000
 AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
@@ -67,7 +67,7 @@ class Nonfinite(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What became of one of `GROWING` after a switch."""
+    """How one of `GROWING` changed after a switch."""
 
     head: Head
     name: str
@@ -80,13 +80,13 @@ class Change(NamedTuple):
 
 
 class _Streak:
-    """The last steps in a row at which something was so."""
+    """The last steps in a row at which a condition held."""
 
     def __init__(self) -> None:
         self.first, self.last, self.count = -1, -1, 0
 
     def add(self, step: int, before: int) -> None:
-        """Takes a step at which it was so; `before` is the one measured before it."""
+        """Takes a step at which it held; `before` is the one measured before it."""
         if step != self.last:
             goes_on = self.last == before and self.count
             self.first, self.count = (self.first, self.count + 1) if goes_on else (step, 1)
@@ -130,7 +130,7 @@ class Losses:
     def __init__(self) -> None:
         self.first: int | None = None  # step, as all of these; None without any
         self.last: int | None = None
-        self.lost: int | None = None  # the first of those at the end whose loss is not finite
+        self.lost: int | None = None  # since which the loss is not finite
         self.is_back = True  # whether the last losses are near the best ones
         self.rise = 0.0  # of the last losses above the best ones, 0 where within their scatter
         self.is_unsure = False  # whether they lie `SURELY_ABOVE`, and within their scatter
@@ -259,7 +259,7 @@ class Evidence:
         self.indicators.add(name)
         count, last, hole = self.head_steps
         is_of_call = name not in _OF_WEIGHTS
-        # Where calls are measured at all, weights alone do not say that a head was judged.
+        # If calls are measured at all, a sample of only weights does not judge a head.
         if (is_of_call or not self.call_steps[0]) and (last is None or step > last):
             if last is not None and step - last > hole[1] - hole[0]:
                 hole = last, step
@@ -303,7 +303,7 @@ class Evidence:
         return ([], []) if kept is None else kept.of(head[1])
 
     def changes(self, head: Head, since: int) -> list[Change]:
-        """What became of each of `GROWING` that was measured before and after a step."""
+        """How each of `GROWING` changed that was measured before and after a step."""
         found: list[Change] = []
         for name in GROWING:
             steps, values = self._series(head, name)
@@ -314,7 +314,7 @@ class Evidence:
             is_enough = len(before) == FALL_BEFORE and len(after) == FALL_AFTER
             medians = statistics.median(before[-3:]), statistics.median(after[-3:])
             past = values[:at][-LONG_BEFORE:]
-            # What fell before its switch falls without one.
+            # A value that fell before its switch falls without one.
             recent = past[-3 * FALL_BEFORE :]
             threes = zip(recent, recent[1:], recent[2:], strict=False)
             highest = max(map(statistics.median, threes), default=0.0)

@@ -30,21 +30,21 @@ HIGH_LOGIT = 4096.0
 EVERYWHERE = 0.5
 #: Logits at which BF16 leaves no digit of the differences between keys.
 CRITICAL_LOGIT = 10_000.0
-#: So many samples in a row without finite gradients are no overflow that a loss scale seeks.
+#: Samples in a row without finite gradients that are more than a loss scale's search for overflow.
 BAD_IN_A_ROW = 3
-#: How the event begins that says that nothing is watched any more, and what it says once a stage
-#: that has failed succeeds.
+#: How the event begins that turns the monitor off, and what an event says of a stage that works
+#: again.
 OFF = "the monitor is off, training goes on"
 RECOVERED = "the stage '{}' works again"
 
 _WIDE = ("float32", "float64")
 _MATH, _WRITTEN_OUT = "runs in PyTorch's math kernel", "is written out in PyTorch"
-#: How attention is computed where rounding changes next to nothing, and where delta is not rounded.
+#: Ways to compute attention in which rounding changes almost nothing, or delta is not rounded.
 PRECISE = tuple(f"runs in {precision}" for precision in _WIDE)
 UNROUNDED = (*PRECISE, _MATH, _WRITTEN_OUT)
-#: By what heads are judged where the metadata do not say it, as those of a table.
+#: Indicators that judge heads if the metadata do not say which, e.g. of a CSV.
 _JUDGED_BY = {"any rule": [["w_q_spectral_norm", "max_logit", "dq_coherent_error"]]}
-#: What `guardbit diagnose` may say of a head that rounding does not move.
+#: Causes by `guardbit diagnose` of a head that rounding does not move.
 _NOT = ("not rounding", "fault")
 
 
@@ -76,10 +76,10 @@ class Facts:
         # Step and text of each error that ended or interrupted GuardBit's work, and the step from
         # which on its stage works again.
         self.errors = _failures(events)
-        # Names of those that called no attention that could be watched, and of those of which no
-        # head was measured. Of some of them the weights were measured all the same.
+        # Modules that called no attention that could be watched, or of which no head was measured.
+        # The weights of some were measured all the same.
         self.not_watched = not_watched_of(metadata, evidence.layers)
-        # Heads are those of watched modules, unless there are none or an alarm named others.
+        # Counts heads of watched modules, of others only if there are none or an alarm named them.
         named = {event.site for event in alarms}
         counted = {n for n in evidence.heads if n in named or n not in self.not_watched}
         counted = counted or evidence.heads.keys()
@@ -96,7 +96,7 @@ class Facts:
         # Sampled steps in which no watched module called attention: how many, and the first.
         self.without_attention = without_attention_of(metadata)
         lacking, _ = self.without_attention
-        # Where nothing but weights is recorded, the samples that lack calls tell.
+        # If only weights are recorded, count the samples that had calls.
         having = evidence.call_steps[0] or self.head_samples - lacking
         enough = LOSS_SAMPLES if self.head_samples >= LOSS_SAMPLES else 1
         are_some = not lacking or having >= max(enough, lacking)
@@ -132,8 +132,8 @@ class Facts:
         self.still_growing = sum(bool(of) and min(map(_growth, of)) > 1 for of in changes)
         self.growing = sum(c.name == "max_logit" and _growth(c) > 1 for of in changes for c in of)
         self.not_measured_since = sum(evidence.span(h)[1] <= step for h, step in since.items())
-        # Those without a sample up to their alarm, as in the folder of a resumed run: what the
-        # switch does to them cannot be seen.
+        # Heads without a sample up to their alarm, e.g. in the folder of a resumed run: the effect
+        # of the switch on them cannot be seen.
         self.unknown_before = sum(evidence.span(head)[0] > alarmed[head].step for head in since)
         self.fallen = sum(any(change.is_fall for change in of) for of in answered)
         self.are_enough = all(any(change.is_enough for change in of) for of in answered)
@@ -155,7 +155,7 @@ class Facts:
         self.departed = departed(alarms, evidence)  # unless the loss has come back
         first_of_head = min((event.step for event in alarmed.values()), default=math.inf)
         left = -1 if self.departed is None else self.departed
-        # From the first alarm on a head to the departure.
+        # Steps from the first alarm on a head to the departure.
         self.lead = int(left - first_of_head) if first_of_head <= left else None
         # The last step, if a forward of attention has NaN or infinity in it.
         is_broken = evidence.last_broken == evidence.call_steps[1]
@@ -194,7 +194,7 @@ def corrected_before(alarmed: Mapping[Head, Event], switched: Mapping[Head, Even
 
 
 def _growth(change: Change) -> float:
-    """What a head has grown by since its switch, over what it must to go on growing."""
+    """A head's growth since its switch, over the growth that counts as going on."""
     return change.after / (STILL_GROWING * change.at)
 
 
@@ -245,7 +245,7 @@ def severities(
 
 
 def leaves_at_once(alarms: Iterable[Event]) -> bool:
-    """Whether the whole model left before single heads did, as at too high a learning rate."""
+    """Whether the whole model left before single heads did, e.g. at too high a learning rate."""
     alarms = list(alarms)
     model = min((event.step for event in alarms if event.judges == "model"), default=math.inf)
     heads = min((event.step for event in alarms if event.judges == "head"), default=math.inf)
@@ -292,11 +292,11 @@ def _alarming_again(
     }
 
 
-# --- what the metadata say -----------------------------------------------------------------------
+# --- from the metadata ---------------------------------------------------------------------------
 
 
 def at(metadata: object, *names: str) -> Any:
-    """What metadata, which may hold anything, have under nested names; None for nothing."""
+    """Returns a value of metadata, which may hold anything, by nested names; None if missing."""
     for name in names:
         metadata = metadata.get(name) if isinstance(metadata, Mapping) else None
     return metadata
@@ -327,7 +327,7 @@ def not_watched_of(
     """The attention modules that a run's metadata name and that were not watched."""
     called, unseen = _sites(metadata), at(metadata, "unseen")
     names = [name for name in called if name not in measured or at(called, name, "unwatched")]
-    # What the first step passed by may have been called since, as an expert without tokens then.
+    # A module that the first step did not call may have been called since, e.g. an expert.
     later = map(str, unseen if isinstance(unseen, list | tuple) else ())
     return tuple(dict.fromkeys([*map(str, names), *(name for name in later if name not in called)]))
 
@@ -350,7 +350,7 @@ def nothing_to_correct(
     ways: Collection[str] = UNROUNDED,
     named: Collection[str] = (),
 ) -> str:
-    """Why modules, all or those named, have nothing to correct, if they run in these ways."""
+    """Why modules (all, or only `named`) have nothing to correct, if they run in these ways."""
     sites = _sites(metadata)
     modules = [sites[name] for name in sites if name in named or not named]
     found = {_unrounded(module) for module in modules if not at(module, "unwatched")}

@@ -63,7 +63,7 @@ class Risk(NamedTuple):
     why: str
     key_common_mode: float | None = None  # the largest of any head
     step: int | None = None  # at which it was measured
-    layers: tuple[int, ...] = ()  # those above the limit of risk, or that of the largest
+    layers: tuple[int, ...] = ()  # with a value above the limit of risk, or with the largest
 
     @property
     def sentence(self) -> str:
@@ -75,7 +75,7 @@ _VERDICTS: dict[str, Verdict] = {"rounding": "rounding", "not rounding": "not-ro
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is to be said of a run."""
+    """What became of a run, why, and what to do."""
 
     # "healthy": rules judged the heads to the end, and neither the loss nor the logits rise.
     # "unclear": they did not. "warning": something rises, without an alarm. "alarmed": heads
@@ -89,7 +89,7 @@ class Judgement:
     # "critical" for logits that have grown above 10,000, a loss that is lost, or one that rises
     # with an alarmed head.
     severity: Severity
-    ended: Ended | None  # None where that is not known
+    ended: Ended | None  # None if unknown
     headline: str  # the judgement in a sentence, most important first, with what limits it
     advice: str  # what to do
     numbers: dict[str, Any]  # `Facts`, by their names
@@ -186,7 +186,7 @@ def judge(
 
 
 def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
-    """The first state whose condition holds, and what is said of a run in it."""
+    """Returns the first state whose condition holds, and the clause that says why."""
     if of.leaves_at_once and of.loss_is_finite:
         together = say.TOGETHER.format(of.first_alarm)
         lost = of.departed is not None
@@ -230,12 +230,12 @@ def _without_alarm(of: Facts) -> tuple[State, str]:
         return "unclear", since
     if is_short:
         return "unclear", say.TOO_SHORT.format(say.number(of.head_samples, "sample"))
-    # W_Q alone may be seen to grow, no more.
+    # Weights without calls can show growth, but not health.
     return "healthy" if of.has_calls else "unclear", say.NO_ALARM.format(of.last_head_step or 0)
 
 
 def _has_fallen(of: Facts) -> bool:
-    """Whether half of the switched heads fell: those that were not what moved need not."""
+    """Whether half of the switched heads fell; heads switched before their alarm need not."""
     return 2 * of.fallen >= of.alarmed_and_switched - of.corrected_before > 0
 
 
@@ -264,7 +264,7 @@ def _not_saved(of: Facts, cause: Cause) -> str:
 def _severity(of: Facts, state: State) -> Severity:
     if state in ("healthy", "unclear", "saved"):
         return "none"
-    # Of logits that had grown before the first sample, as of a resumed run, the level tells.
+    # If logits had grown before the first sample, e.g. in a resumed run, their level decides.
     had_grown = of.first_step is not None and (of.first_alarm or math.inf) < of.first_step
     is_high = (of.largest_logit or 0.0) > CRITICAL_LOGIT and (of.logits_have_grown or had_grown)
     is_lost = of.departed is not None
@@ -294,7 +294,7 @@ def cause_of(
     corrected = corrected_before(alarmed, evidence.switched(events))
     for head, alarm in alarmed.items():
         step, measured = evidence.shares.get(head, (-1, {}))
-        # Before its alarm a head may not have moved; of a corrected one the share raised no alarm.
+        # Before its alarm a head may not have moved; a corrected head's share raised no alarm.
         if step < alarm.step or head in corrected:
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):

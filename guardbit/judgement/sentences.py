@@ -50,7 +50,7 @@ _LOST = (
 _RATE = "Look at the learning rate and the data: switching does not help."
 
 
-# Clauses, from those that need nothing to those that others fill.
+# Clauses, first the complete ones, then the ones with fields.
 EVERYWHERE = "too many at once for failures of single heads"
 NOT_ROUNDING = "rounding is not the cause"
 NOT_FALLEN = "logits and W_Q have not fallen yet"

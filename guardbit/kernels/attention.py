@@ -101,7 +101,7 @@ def flash_attention(
         v: Values, shape of k.
         causal: False, True (bottom-right) or "top-left".
         scale: Factor of the scores; None for 1 / sqrt(D).
-        stabilizer: One name of `guardbit.STABILIZERS`, or one a head; `guardbit/records.py` has a
+        stabilizer: One name of `guardbit.STABILIZERS`, or one per head; `guardbit/records.py` has a
             line on each. "none" is plain FlashAttention-2.
         beta: Strength of the shift of "row_max", > 1.
         eps: Distance from the row maximum, in logits, within which scores count as maxima, > 0.

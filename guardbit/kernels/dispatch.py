@@ -113,6 +113,6 @@ def row_maxima(
     query_ids: Tensor | None,
     dropout: Dropout | None,
 ) -> RowMaxima:
-    """The maxima of `shadow` alone; where that would be computed, so that they are the same."""
+    """Only the maxima of `shadow`, computed by the same backend, so that they are the same."""
     run = launcher("row_maxima", k.shape == v.shape and _suits_triton(q, spec, dropout))
     return run(q, k, spec=spec, query_ids=query_ids)

@@ -390,7 +390,7 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
     forward_kernel = getattr(home, "flex_attention")  # noqa: B009 (typed as the module)
     backward_kernel = getattr(home, "flex_attention_backward")  # noqa: B009
 
-    # Their parameters are those of PyTorch's functions.
+    # The same parameters as PyTorch's functions.
     def run_forward(q, k, v, score_mod, block_mask, scale, options, score_closed, mask_closed):
         training = options.pop(_CALL, False)
         site = options.pop(SITE, None)

@@ -93,7 +93,7 @@ OWN_FORWARD = frozenset({"compensated", "row_max"})
 
 
 class Plan(NamedTuple):
-    names: tuple[str, ...]  # one stabilizer a head
+    names: tuple[str, ...]  # one stabilizer per head
     own: tuple[int, ...]  # the heads whose forward our kernel computes
     own_names: tuple[str, ...]  # the stabilizer of each of these, as our kernels know it
     # Each stabilizer of `DELTAS` that runs, with the heads whose backward gets its delta.
@@ -116,7 +116,7 @@ def plan_of(names: tuple[str, ...], native: bool) -> Plan:
 class Settled(NamedTuple):
     """What the heads of a call run."""
 
-    names: tuple[str, ...]  # one stabilizer a head
+    names: tuple[str, ...]  # one stabilizer per head
     shares_backward: bool  # whether the engine's backward serves all heads
     why: str  # why the names are not as asked, or ""
 
@@ -191,7 +191,7 @@ _Ours = Literal["possible", "no residual", "impossible"]
 
 
 class _Case(NamedTuple):
-    asked: str  # a stabilizer, or "delta" for those of `DELTAS`
+    asked: str  # a stabilizer, or "delta" for all stabilizers in `DELTAS`
     shares_backward: bool  # whether the engine's backward takes another delta
     ours: _Ours
 
@@ -201,7 +201,7 @@ class _Substitute(NamedTuple):
     why: str
 
 
-#: What is not listed runs as it is asked for.
+#: A case that is not listed runs as asked.
 _SUBSTITUTES = {
     _Case("delta", False, "possible"): _Substitute(
         "compensated", "compensated runs instead of {name}: {obstacle}",
@@ -323,7 +323,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
 
 
 def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forward, bool]:
-    """Runs our kernel, in some heads if it is but a part; returns whether it ran in Triton too."""
+    """Runs our kernel, in the plan's heads if `is_part`; returns whether it ran in Triton too."""
     on_triton = dispatch.on_triton(dispatch.BACKENDS[call.backend], call.q)
     if call.spec.dropout_p > 0:
         random[2].random_()

@@ -251,7 +251,7 @@ def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
 
 # --- what a forward saves for its backward -------------------------------------------------------
 
-# How many numbers precede those of the heads in `Saved.ran_codes`.
+# How many numbers precede the heads' numbers in `Saved.ran_codes`.
 _NUM_FACTS = 3
 # The third of them where PyTorch's function computed the call.
 _BY_PYTORCH_CODE = 2

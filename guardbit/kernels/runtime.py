@@ -55,31 +55,31 @@ class AttentionCall:
     # unknown.
     out: Tensor | None
     residual: Tensor | None  # rounding residual of `out` in the heads that keep one, else None
-    # Gradient of the loss with respect to the output; None where it is not known.
+    # Gradient of the loss with respect to the output; None if unknown.
     d_out: Tensor | None
-    # Gradient of q by the kernel in use; None where it is not known, NaN if not of `d_out` alone.
+    # Gradient of q by the kernel in use; None if unknown, NaN if not only `d_out` made it.
     dq: Tensor | None
-    dk: Tensor | None  # gradient of k by the kernel in use; None where it is not known
-    dv: Tensor | None  # gradient of v by the kernel in use; None where it is not known
+    dk: Tensor | None  # gradient of k by the kernel in use; None if unknown
+    dv: Tensor | None  # gradient of v by the kernel in use; None if unknown
     spec: AttentionSpec  # mask, scale and dropout of the call
-    stabilizers: tuple[str, ...]  # one name a head
+    stabilizers: tuple[str, ...]  # one name per head
     # With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel dropped in
     # the other heads is unknown.
     dropout: Dropout | None = None
-    # What ran the backward: an engine's name, "guardbit" for our own kernel, "" where unknown.
+    # What ran the backward: an engine's name, "guardbit" for our own kernel, "" if unknown.
     kernel: str = ""
     # What attention made, or only each head's largest size of it, where "out" or "dq" is not that.
     made: Mapping[str, Tensor] | None = None
-    # Runs the backward as if no head were switched, and returns dq; None where that cannot be.
+    # Runs the backward as if no head were switched, and returns dq; None if that is impossible.
     uncorrected: Callable[[], Tensor] | None = None
 
     @property
     def known_heads(self) -> tuple[int, ...]:
-        """The heads whose output can be recomputed: all, or with dropout those that we computed."""
+        """The heads whose output can be recomputed: all; with dropout, the ones we computed."""
         return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.head_ids
 
     def dropout_of(self, head_ids: Sequence[int]) -> Dropout | None:
-        """Returns what was dropped in some of the known heads, to recompute these alone."""
+        """Returns what was dropped in some of the known heads, to recompute only them."""
         return None if self.dropout is None else self.dropout._replace(head_ids=tuple(head_ids))
 
 
@@ -99,9 +99,9 @@ class Clock:
 
     now: int = 0  # the step that calls belong to
     done: int = -1  # the last step that is over; -1 before the first
-    # Whether a session says when steps end. Otherwise each call of an outermost instrumented module
-    # is a step.
-    is_told: bool = False
+    # Whether a session ends the steps. Otherwise each call of an outermost instrumented module is
+    # a step.
+    follows_session: bool = False
 
     def begin(self) -> None:
         """Begins a step, unless one has begun."""
@@ -111,11 +111,11 @@ class Clock:
         """Ends the step; what is recomputed in its backward still belongs to it."""
         self.done = self.now
 
-    def tell(self) -> None:
-        """Counts from now on the steps that a session ends by `end_told`."""
-        self.is_told = True
+    def follow_session(self) -> None:
+        """Counts from now on the steps that a session ends by `end_session_step`."""
+        self.follows_session = True
 
-    def end_told(self) -> None:
+    def end_session_step(self) -> None:
         """Ends a step; all later calls belong to the next one, whether or not it has begun."""
         self.end()
         self.begin()
@@ -126,7 +126,7 @@ class SiteState:
     """What the op looks up for one site, each time it runs."""
 
     name: str = ""  # what messages call the site
-    # One name a head, or None for what the call itself asked for. Takes effect at the next ordinary
+    # One name per head, or None for the call's own request. Takes effect at the next ordinary
     # forward, see `begin_forward`. Where ranks share the heads, these are the heads of all ranks;
     # all other names here are of this rank's heads.
     stabilizers: tuple[str, ...] | None = None
@@ -139,7 +139,7 @@ class SiteState:
     # Triton; otherwise they ran in plain torch. Calls that were left to PyTorch's function, see
     # `is_idle`, are not counted.
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # One name a head, as the last call asked for; empty before the first.
+    # One name per head, as the last call asked for; empty before the first.
     requested: tuple[str, ...] = ()
     # Probability with which PyTorch's kernel drops entries in the heads that it computes; 0 without
     # dropout, or where our kernels compute all heads.
@@ -147,9 +147,9 @@ class SiteState:
     is_masked: bool = False  # whether the last call had an explicit mask
     precisions: set[str] = field(default_factory=set)  # of the calls that were measured
     at_rest: bool = False  # whether nobody observes calls for now
-    # Why switched heads last ran PyTorch's kernel; None unless they did, since a switch or success.
+    # Why switched heads ran PyTorch's kernel, None if they did not since a switch or success.
     failure: str | None = None
-    # One name a head, as the last call in training ran them; empty before the first since a switch.
+    # One name per head, as the last call in training ran them; empty from a switch to that call.
     ran: tuple[str, ...] = ()
     substituted: str = ""  # why `ran` is not what was asked for, or ""
     # The last step with such a reason, and the reason.
@@ -202,12 +202,12 @@ class SiteState:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """One name a head, as the forward that began is to run them."""
+        """One name per head, as the forward that began must run them."""
         return self._fitting(self._setting.stabilizers)
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """One name a head: the switch if it fits the last call, else what that call asked for."""
+        """One name per head: the switch if it fits the last call, else that call's request."""
         return self._fitting(self.stabilizers)
 
     def _fitting(self, switched: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -216,7 +216,7 @@ class SiteState:
         return self.requested
 
     def own(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the names for this rank's heads, from one name a head of all ranks."""
+        """Returns the names for this rank's heads, from one name per head of all ranks."""
         index, count = self.share
         size = len(names) // count
         return names[index * size : (index + 1) * size]
@@ -294,12 +294,12 @@ class Runtime:
         self._wishes: dict[Hashable, bool] = {}
         self.is_at_rest = False  # see `rest`
         self._resting: dict[Hashable, bool] = {}
-        self._told_frozen = False
+        self._has_warned_frozen = False
         # Called with the errors that the op contains.
         self.on_fault: Callable[[Exception], None] = _log_fault
 
     def __reduce__(self) -> str:
-        # Pickled by name: an unpickled reference is to the runtime of its own process.
+        # Pickled by name: unpickling finds the runtime of its own process.
         return "runtime"
 
     # --- the attention modules -------------------------------------------------------------------
@@ -392,36 +392,36 @@ class Runtime:
 
     # --- what all calls share --------------------------------------------------------------------
 
-    def keep_residuals(self, asker: Hashable, is_wanted: bool | None) -> None:
-        """Says for `asker` whether compiled calls may be asked for "compensated"; None retracts."""
+    def keep_residuals(self, model: Hashable, is_wanted: bool | None) -> None:
+        """Notes for a model whether compiled calls may need "compensated"; None forgets it."""
         if is_wanted is None:
-            self._wishes.pop(asker, None)
+            self._wishes.pop(model, None)
         else:
-            self._wishes[asker] = is_wanted
+            self._wishes[model] = is_wanted
         self.keeps_residuals = any(self._wishes.values()) or not self._wishes
 
-    def rest(self, asker: Hashable, at_rest: bool | None) -> None:
-        """Says for `asker` whether no compiled call need run the op; None retracts.
+    def rest(self, model: Hashable, at_rest: bool | None) -> None:
+        """Notes for a model whether its compiled calls may skip the op; None forgets the model.
 
-        A compiler guards on `is_at_rest`: it makes one graph with the op, and one without. Of two
-        models none rests: a step of one may begin between the other's forward and backward. If a
-        model comes or goes there, the other keeps its graph until its own next step.
+        A compiler guards on `is_at_rest`: it makes one graph with the op, and one without. With two
+        models neither rests, because a step of one may begin between the other's forward and
+        backward. If a model comes or goes there, the other keeps its graph until its next step.
         """
-        others = [rests for one, rests in self._resting.items() if one is not asker]
+        others = [rests for other, rests in self._resting.items() if other is not model]
         wanted = at_rest is True and not others
-        if at_rest is None or asker not in self._resting:
+        if at_rest is None or model not in self._resting:
             self.is_at_rest = self.is_at_rest and others == [True]
         elif wanted == self.is_at_rest or may_recompile(wanted):
             self.is_at_rest = wanted
-        elif not wanted and not self._told_frozen:
-            self._told_frozen = True
+        elif not wanted and not self._has_warned_frozen:
+            self._has_warned_frozen = True
             log.warning(
                 "compiled attention is neither sampled nor switched while PyTorch's compiler must"
                 " not recompile: lift fail_on_recompile or error_on_recompile"
             )
-        self._resting.pop(asker, None)
+        self._resting.pop(model, None)
         if at_rest is not None:
-            self._resting[asker] = at_rest
+            self._resting[model] = at_rest
 
     def tell_fault(self, error: Exception) -> None:
         self.on_fault(error)
@@ -439,7 +439,7 @@ def _log_fault(error: Exception) -> None:
 
 
 def read(numbers: Tensor) -> Any:
-    """Returns what a small CPU tensor holds, unseen by modes, one of which may forbid to read."""
+    """Returns what a small CPU tensor holds, hidden from modes, which may forbid reading it."""
     if private.num_dispatch_modes() + private.function_modes[0]() == 0:
         return numbers.tolist()
     with private.no_torch_dispatch(), private.no_torch_function():
@@ -451,7 +451,7 @@ def number_of(site: Tensor) -> int:
 
 
 def is_traced() -> bool:
-    """Whether a tracer records, which is to see the model alone, or tensors are fake."""
+    """Whether a tracer records, which must see only the model, or tensors are fake."""
     if private.is_symbolic_trace() or torch.jit.is_tracing():  # pyright: ignore
         return True
     if private.num_dispatch_modes() > 0:

@@ -127,7 +127,7 @@ class Policy:
     two of three undoings in the rescue study logits grew again.
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` but "none". In the
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none". In the
             rescue study (docs/evidence.md) no run failed that was switched to "exact_delta" or
             "compensated" at its alarm; of four with "row_max" two did.
         scope: Which heads, one of `SCOPES`. In that study all three kept the loss; with "head"

@@ -295,7 +295,7 @@ class Session(Guarded):
             self._take(name, value, partial(take, step, value, *more))
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
-        """Takes a number that the training loop knows; says once where it is none."""
+        """Takes a number that the training loop knows; says once if it is not one."""
         if _is_number(value):
             self.attempt(name, take)
         elif self._notices.first(f"{name} is no number"):

@@ -402,7 +402,7 @@ class Site:
 
 
 def kernel_of(site: Site | None) -> str:
-    """Names what has run a site's attention, "" where that is not known."""
+    """Names what has run a site's attention, "" if unknown."""
     if site is None:
         return ""
     names = {name for _, name in site.launches} - {*STABILIZERS, "triton"}
@@ -672,10 +672,10 @@ class Instrumentation:
 
     def begin_step(self) -> None:
         """Begins a training step. Without it, each call of the model counts as a step."""
-        self._clock.tell()
+        self._clock.follow_session()
 
     def end_step(self) -> None:
-        self._clock.end_told()
+        self._clock.end_session_step()
 
     @property
     def latest_step(self) -> int:

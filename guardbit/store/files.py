@@ -245,7 +245,7 @@ def check_columns(names: Iterable[str], required: Sequence[str], what: object) -
 
 
 def good_rows(rows: Rows) -> Rows:
-    """The rows of samples that are within the bounds; those of the whole run have no head."""
+    """The rows of samples that are within the bounds; rows of the whole run have no head."""
     rows.validate(full=True)
 
     def from_0(name: str, most: int) -> Any:
@@ -259,7 +259,7 @@ def good_rows(rows: Rows) -> Rows:
 
 
 def check_rows(rows: int, size: int) -> None:
-    """Raises an error if a file of a size, in bytes, cannot hold so many measured rows."""
+    """Raises an error if a file of `size` bytes cannot hold that many measured rows."""
     if rows > MAX_ROWS or rows > max(MANY_ROWS, ROWS_PER_BYTE * size):
         raise ValueError(f"it unpacks {size:,} bytes to {rows:,} rows, which no run has written")
 

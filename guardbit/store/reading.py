@@ -118,7 +118,7 @@ class RunFollower:
         return [one for one in segments if one.kind == kind and one.path not in self.broken]
 
     def _next(self, kind: str, key: SessionKey) -> Segment | None:
-        """The widest readable segment that holds what is to be read next of a session."""
+        """The widest readable segment that holds what comes next of a session."""
         flush = self._flushes_read[kind, key]
         ahead = [one for one in self._of(kind) if one.session == key and one.last >= flush]
         first = max(min((segment.first for segment in ahead), default=0), flush)

@@ -126,7 +126,7 @@ class RunWriter:
         self._folder, self._session = folder, SessionKey(number, uuid.uuid4().hex[:8])
         session = self._session
         self._session_path = folder / f"session-{session}.json"
-        # -1: it continues no earlier session, so that none of their steps count.
+        # -1: it continues no earlier session, so their steps do not count.
         self._start_step = -1 if start_step is None else start_step
         self._metadata: dict[str, Any] = {}
         self._rows: list[tuple[int, str, int, int, str, float]] = []

@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 
 class Engine(ABC):
-    """One way to compute attention. Results equal those of the original function bit for bit."""
+    """One way to compute attention. Results equal the original function's, bit for bit."""
 
     backend: SDPBackend  # PyTorch's name of it
     # Whether its backward computes delta from an O that it is given. Otherwise delta comes from P

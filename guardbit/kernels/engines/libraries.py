@@ -109,7 +109,7 @@ def parameters(function: Any) -> Mapping[str, bool]:
 
 
 def call_library(function: Callable[..., Any] | None, **arguments: Any) -> Any:
-    """Calls a library's function with those of the arguments that it takes."""
+    """Calls a library's function with the arguments that it takes, and without the others."""
     assert function is not None
     known = parameters(function)
     given = {name: x for name, x in arguments.items() if name in known}
@@ -211,7 +211,7 @@ class _FlashAttn(LibraryEngine):
     needs: frozenset[str]
 
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
-        """Forward and backward, None where there is none."""
+        """Forward and backward, None if there is none."""
         home, kind = self.home or home_of(self.label), "varlen_" if is_packed else ""
         forward, backward = (name.format(kind) for name in self.names)
         return library_function(home, forward), library_function(home, backward)

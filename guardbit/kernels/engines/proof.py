@@ -91,7 +91,7 @@ def proof_of(
 
 
 def _activated() -> str | None:
-    """What replaces PyTorch's own flash kernels; None where unknown, as before PyTorch 2.13."""
+    """What replaces PyTorch's own flash kernels; None if unknown, as before PyTorch 2.13."""
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 

@@ -107,7 +107,7 @@ class CuDNN(Engine):
         return Gradients(*gradients)
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """Lays O' out as q: PyTorch's cached graph stores q's strides, not those of out."""
+        """Lays O' out as q: PyTorch's cached graph stores q's strides, not out's."""
         wanted = torch.empty_like(q) if q.shape == out.shape else out
         return out if out.stride() == wanted.stride() else wanted.copy_(out)
 

@@ -133,7 +133,7 @@ class _Scores:
 def row_maxima(
     q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None, chunk: int = 128
 ) -> RowMaxima:
-    """The maxima of `shadow` alone, to the bit, without values."""
+    """Only the maxima of `shadow`, to the bit, without values."""
     found, sees_nothing = _Scores(q, k, spec, query_ids).maxima(chunk)
     return RowMaxima(*(maxima.masked_fill(sees_nothing, -torch.inf) for maxima in found))
 
@@ -209,7 +209,7 @@ def delta_bias(
 ) -> tuple[Tensor, Tensor]:
     """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
 
-    `exact` and `row_max` are those of a `Shadow` of the same rows. A row that sees no key counts 0,
+    `exact` and `row_max` come from a `Shadow` of the same rows. A row that sees no key counts 0,
     because engines differ in the O that they leave there. Returns FP64 (H,), the sum over batch and
     rows of delta_lp - delta_hp, and of its absolute value.
     """

@@ -19,7 +19,7 @@ class Dropout(NamedTuple):
 
     Entry (b, h, n, m) is kept if half m mod 8 of the Philox counter (m // 8, n, b H + h, 0), low
     half of the first word first, is at least `threshold`. So it depends neither on other heads nor
-    on the tile. Row statistics, l and L are those of P before dropout.
+    on the tile. Row statistics, l and L are of P before dropout.
     """
 
     probability: float  # probability of being dropped, in [0, 1)

@@ -71,7 +71,7 @@ def exact_delta(
 class Terms(NamedTuple):
     """Some rows of C query heads that share a key head, and all keys that one of them sees."""
 
-    places: list[int]  # of the heads among those that are wanted
+    places: list[int]  # index of each head in the wanted heads
     key_head: int
     rows: slice
     keys: slice
@@ -125,7 +125,7 @@ def recomputed(
                 reference = reference if sinks is None else reference.maximum(sinks)
             else:
                 reference = lse[:, :, rows][:, members, :, None].to(_wide(q))
-            # A row that sees no key has scores of -inf alone.
+            # In a row that sees no key all scores are -inf.
             reference = reference.masked_fill(reference.isinf(), 0.0)
             probabilities = scores.sub_(reference).exp_()
             row_sum = probabilities.sum(-1, keepdim=True)
@@ -151,7 +151,7 @@ def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
 def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Sequence[int]) -> None:
     """Makes some heads' rows of O' carry a delta, FP32 (B, C, N): rowsum(dO * O') = delta.
 
-    A row of O' is 0 but at three places, those of the largest |dO|, the first where several are
+    A row of O' is 0 except at the three entries of the largest |dO|, the first where several are
     alike: x1 = delta / g1, x2 = (delta - g1 x1) / g2 and x3 likewise, each rounded to the format of
     O' and kept within its range; g is dO there. The three are the largest of the first eight
     columns where that is enough: any dO that is not 0 will do, as long as the quotients have room

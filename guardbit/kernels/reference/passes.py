@@ -66,7 +66,7 @@ def forward(
     dropout: Dropout | None = None,
     key_tile: int = 128,
 ) -> Forward:
-    """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
+    """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with one stabilizer per head.
 
     Scores, l and the accumulator of O are FP32; P-bar is rounded to the input's dtype before the
     product with V while l sums the unrounded P-bar; O is divided by l and rounded once. FP32 inputs
@@ -93,7 +93,7 @@ def forward(
     several query heads to a key head. NaN and infinities come out as in PyTorch's math backend.
 
     Raises:
-        ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
+        ValueError: If `stabilizers` has not one known name per head, or `causal` is unknown.
     """
     if head_ids is not None:
         chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)

@@ -91,13 +91,13 @@ def _leave_eagerly(_: Absent, module: nn.Module, args: Any, output: Any) -> None
 def _begin_step(module: nn.Module) -> None:
     clock = runtime.site(number_of(_site_of(module))).clock
     # A forward that is recomputed in the backward belongs to the step of the first one.
-    if not clock.is_told and not is_recomputing():
+    if not clock.follows_session and not is_recomputing():
         clock.begin()
 
 
 def _end_step(module: nn.Module) -> None:
     clock = runtime.site(number_of(_site_of(module))).clock
-    if not clock.is_told:
+    if not clock.follows_session:
         clock.end()
 
 

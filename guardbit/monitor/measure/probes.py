@@ -223,7 +223,7 @@ class KeyProbe(CallProbe):
 
 
 def _means(x: Tensor, starts: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Means over the seen keys of each sequence, FP32 `(P, H, D)`; 0 where there are none."""
+    """Means over the seen keys of each sequence, FP32 `(P, H, D)`; 0 if there are none."""
     if starts is None:
         if seen is None:
             return x.mean(2, dtype=torch.float32)

@@ -176,7 +176,7 @@ class HeadGrowth:
 
 
 def _part(ahead: Lead | None, needed: float) -> Values:
-    """A lead as a part of what it must be; 0 where it is not known."""
+    """A lead as a part of what it must be; 0 if unknown."""
     if ahead is None:
         return np.zeros(1)
     lead = np.nan_to_num(ahead.lead, nan=0.0)
