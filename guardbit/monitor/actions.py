@@ -23,7 +23,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Alarm, Decision, Event, Sample, named
 
-#: Name of an attention module -> one stabilizer a head.
+#: Name of an attention module -> one stabilizer per head.
 Stabilizers = dict[str, list[str]]
 
 #: Steps that a change must last before it is reported, from a module's third change on. Otherwise
@@ -76,7 +76,7 @@ class Switching:
         self._loaded, self._left_running = self.asked(), self.running()
 
     def load(self, stabilizers: Stabilizers, is_of_parts: bool = False) -> None:
-        """Asks for the stabilizers of a checkpoint, some of which may be of other ranks' parts."""
+        """Asks for the stabilizers of a checkpoint; some may belong to other ranks' modules."""
         modules = self._instrumentation.candidates
         self._instrumentation.load_stabilizers(
             {name: s for name, s in stabilizers.items() if name in modules or not is_of_parts}
@@ -218,12 +218,14 @@ class SwitchReports:
         runs = tuple(site.stabilizers) if refusal is None else ("none",) * len(asked)
         reported = self._reported.setdefault(site.name, _Reported())
         is_known = len(reported.asked) == len(asked)
-        # Those that were switched meanwhile.
-        new = {h for h, name in enumerate(asked) if not is_known or reported.asked[h] != name}
-        names = [name if h in new else reported.names[h] for h, name in enumerate(asked)]
+        newly_asked = {
+            h for h, name in enumerate(asked) if not is_known or reported.asked[h] != name
+        }
+        # What a reader of the reports so far expects of each head.
+        expected = [name if h in newly_asked else reported.names[h] for h, name in enumerate(asked)]
         reported.asked = asked
-        changed = {head for head, name in enumerate(runs) if name != names[head]}
-        is_turn = not changed <= new
+        changed = {head for head, name in enumerate(runs) if name != expected[head]}
+        is_turn = not changed <= newly_asked
         reported.lasting = reported.lasting + 1 if is_turn else 0
         at_step, because = site.state.last_substituted
         earlier = because if at_step == calls.step else ""
@@ -237,11 +239,11 @@ class SwitchReports:
             )
             yield Event(step, "monitor_error", "", (), why)
         if is_turn and reported.turns >= 2 and reported.lasting < TURN_STEPS and not is_last:
-            changed &= new
+            changed &= newly_asked
         elif changed and (is_turn or not reported.turns):
             reported.turns, reported.lasting = reported.turns + 1, 0
         reported.names = tuple(
-            runs[head] if head in changed else name for head, name in enumerate(names)
+            runs[head] if head in changed else name for head, name in enumerate(expected)
         )
         by_names: dict[tuple[str, bool], list[int]] = {}
         for head in sorted(changed):

@@ -45,7 +45,7 @@ class Part(NamedTuple):
     refusals: dict[str, str | None]  # why no call so far could be switched, or None
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
-    modules: list[str]  # those that could call attention
+    modules: list[str]  # that could call attention
     heads: dict[str, range] | None  # of this rank
 
 
@@ -74,7 +74,7 @@ class Exchange:
     def _agree_on_weights(self) -> None:
         """Marks the modules that some rank has not called; all ranks call it.
 
-        Ranks that share weights gather them together, so none may gather those of such a module.
+        Ranks that share weights gather them together, so none may gather such a module's weights.
         """
         here = self._instrumentation.candidates
 

@@ -149,7 +149,9 @@ class Journal:
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
         self._is_hidden = False
-        self.own: list[Event] = []  # of this rank alone, of several, since the last exchange
+        self.own: list[
+            Event
+        ] = []  # only this rank's, if there are several, since the last exchange
 
     def open(
         self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool
@@ -219,7 +221,7 @@ class Journal:
         for message in dict.fromkeys(str(warning.message) for warning in left_out):
             log.warning("%s", message)
         self._earlier_metadata = follower.metadata
-        # Those of a checkpoint that the folder lacks, and of this run what could not be written.
+        # Events of a checkpoint that the folder lacks, and of this run that could not be written.
         known = self.evidence.shares
         self._samples[:0] = [
             one
@@ -279,7 +281,7 @@ class Journal:
         log.warning("%s", line_of(event, _ADVICE.get(event.judges, on_heads)))
 
     def add(self, samples: list[Sample]) -> None:
-        """Takes samples, to be read at once; those of a failed write are written with the next."""
+        """Takes samples, readable at once; a failed write is repeated with the next."""
         self._stages.attempt("judgement", lambda: self.evidence.add(samples))
         if self._is_kept():
             self._samples += samples
@@ -385,7 +387,7 @@ class Journal:
 
 
 def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
-    """Writes into the folder of a run that could not be watched why; an older run is left alone."""
+    """Writes into a run's folder why it could not be watched; an older run there stays as it is."""
     if dirpath is not None and ranks.rank() == 0 and not is_run(dirpath):
         with RunWriter(dirpath) as writer:
             writer.event(Event(0, "monitor_error", "", (), why))

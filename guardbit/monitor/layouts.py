@@ -6,8 +6,8 @@ So the module is run again, and its behaviour decides:
 
 1. *Which parameter.* Autograd names the parameters q depends on. Exactly one of them may be a
    matrix. With a latent or low-rank factor before or beside it (multi-head latent attention, LoRA)
-   no single matrix is W_Q. A table is no matrix: of it a position takes one entry, as of positions
-   or of queries that the module owns, and that is added to the matrix's input or to its output.
+   no single matrix is W_Q. A table is not a matrix: a position takes one entry of it, e.g. of
+   positions or of the module's own queries, which is added to the matrix's input or output.
 2. *Which axis takes the input.* If q at one position is f(W x), the gradient of anything computed
    from it is g x^T with the same x: only along the input axis do all gradients share a direction.
    This settles `nn.Linear` against `Conv1D`, einsum projections in any order of axes and sizes
@@ -61,7 +61,7 @@ NORMALISED_LIMIT = 0.05
 #: as of `F.normalize`, and even if 2**11 is multiplied in; yet FP32 has numbers for the squares.
 _BELOW_EPSILON = 2.0**-55
 
-#: Factors so large that no bias counts beside the product, of which one doubles the other.
+#: Factors so large that no bias counts beside the product; one is twice the other.
 _LARGE = 2.0**10, 2.0**11
 
 #: Largest share of squares by which gradients part that are alike. Rounding each product to BF16
@@ -112,7 +112,7 @@ class HeadRows:
         return parameter.detach().movedim(self.input_axis, -1).flatten(0, -2)[self.rows].float()
 
     def spread(self, factors: Tensor, parameter: Tensor) -> Tensor:
-        """Lays one factor a head out along the features of a parameter."""
+        """Lays one factor per head out along the features of a parameter."""
         flat = parameter.new_ones(math.prod(self.shape) // self.shape[self.input_axis])
         flat[self.rows] = factors.to(flat)[:, None].expand(self.rows.shape)
         return flat if parameter.dim() < len(self.shape) else self._as_parameter(flat)
@@ -140,7 +140,7 @@ class Layout:
     key: HeadRows | LayoutUnavailable
     normalises_queries: bool = False  # so that the size of W_Q does not reach the scores
     is_latent: bool = False  # whether W_Q is applied to a normalised latent vector
-    calls_are_alike: bool = True  # whether those of one forward have q and k of these rows
+    calls_are_alike: bool = True  # whether all calls of one forward have q and k of these rows
 
     @property
     def key_rows(self) -> HeadRows:
@@ -231,7 +231,7 @@ class _Search:
 
         try:
             return found()
-        except Exception:  # some graphs serve once, as those of TransformerEngine's layers do
+        except Exception:  # some graphs serve once, e.g. those of TransformerEngine's layers
             self._states[side] = self._run(side, {})
             return found()
 
@@ -247,7 +247,7 @@ class _Search:
             return unavailable.with_traceback(None)
 
     def rows(self, side: Side, without: Iterable[str] = ()) -> HeadRows:
-        """Finds the rows of one parameter, none of some, that make each head of q, or of k."""
+        """Finds the rows of one parameter, if any, that make each head of q, or of k."""
         states = self._states[side]
         if states.ndim != 4:
             raise LayoutUnavailable(
@@ -293,7 +293,7 @@ class _Search:
         return _all_below_limit(_changes(large, larger)[:1], of_others)
 
     def is_sole_way(self, name: str, others: list[str]) -> bool:
-        """Whether other matrices, each of them, reach the queries, and through one alone."""
+        """Whether each of the other matrices reaches the queries, and only through one."""
 
         def reach(changed: Mapping[str, Tensor]) -> list[bool]:
             query = self._run("query", changed)

@@ -42,7 +42,7 @@ _MOST_BYTES = 2**30
 _SHARED_PACKAGES = ("torch.distributed", private.COLLECTIVES, "torch.cuda")
 _DRIVERS = frozenset({"Trainer", "Fabric"})
 
-# Those that compute weights, those of tensor parallelism, and GuardBit's own.
+# Hooks that compute weights, tensor parallelism's, and GuardBit's own.
 _KEPT_HOOKS = ("torch.nn.utils", "torch.distributed.tensor", "guardbit")
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks"})
 

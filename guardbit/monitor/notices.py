@@ -63,15 +63,15 @@ class Notices:
         self._other_cadence = settings.every_n_train_steps + 1
         # The latest sampled steps; the modules that were called in one, and module -> the latest
         # one that it was called in, or the one before its first call.
-        self._sampled, self._met = deque([-1], maxlen=MISSED_SAMPLES), set[str]()
-        self._since: dict[str, int] = {}
+        self._sampled, self._ever_sampled = deque([-1], maxlen=MISSED_SAMPLES), set[str]()
+        self._last_sampled: dict[str, int] = {}
         self._is_over = False
         # Whether a sampled step called some modules of a name, their numbers left out, and not
         # others, as where layers are dropped at random.
         self._is_partial = False
         # Whether any call was measured; until then, the latest sampled steps that had calls.
-        self._is_heard, self._unheard = False, list[int]()
-        # What stood in the place of attention functions when a module was last met.
+        self._had_backward, self._without_backward = False, list[int]()
+        # What replaced attention functions when a sampled step last called a module.
         self._replaced = list(_replaced({}))
         # Calls elsewhere are left alone on purpose where modules were selected.
         self._said = {"outside"} if instrumentation.is_selection else set[str]()
@@ -82,7 +82,7 @@ class Notices:
         self._table: dict[str, dict[str, Any]] = {}
         self.outside = interception.OutsideCalls()  # calls outside all modules, since its start
         self._switch_reports = SwitchReports(instrumentation)
-        # Of the process: those of before this session, and those that its journal holds.
+        # Numbers of proofs in this process: before this session, and in its journal.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
 
     def first(self, what: str) -> bool:
@@ -200,35 +200,35 @@ class Notices:
     # Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
     # cadence is a step of G.
 
-    def end_sampled_step(self, step: int, are_heard: bool | None) -> None:
+    def end_sampled_step(self, step: int, had_backward: bool | None) -> None:
         """Takes a sampled step that has ended, and reports modules that were lost or not in it.
 
-        `are_heard`: whether a backward of any call came; None if nobody takes calls any more.
+        `had_backward`: whether a backward of any call came; None if nobody takes calls any more.
         """
         if self._instrumentation.lost() and self.first("lost"):
             self._tell(step, self.why_nothing)
-        if are_heard is None:
+        if had_backward is None:
             self._count_without_attention(step)
             return
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step
-        # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
-        called = {n: s.trained_in for n, s in sites.items() if s.calls.unwatched is None}
-        met = {name for name, latest in called.items() if latest == now}
-        kinds = {name: _numbered(name) for name in called}
-        met_kinds = {kinds[name] for name in met}
-        missed = (n for n, at in called.items() if at >= 0 and n not in met)
-        self._is_partial |= any(kinds[name] in met_kinds for name in missed)
-        latest, previous = max(called.values(), default=-1), self._sampled[-1]
-        self._met |= met
-        begun = {name: previous for name, latest in called.items() if latest >= 0}
-        self._since = begun | self._since | dict.fromkeys(met, now)
+        # Calls that are not watched anyway, e.g. replayed by a CUDA graph, are not missed.
+        last_called = {n: s.trained_in for n, s in sites.items() if s.calls.unwatched is None}
+        called_now = {name for name, at in last_called.items() if at == now}
+        kinds = {name: _numbered(name) for name in last_called}
+        kinds_now = {kinds[name] for name in called_now}
+        missed = (n for n, at in last_called.items() if at >= 0 and n not in called_now)
+        self._is_partial |= any(kinds[name] in kinds_now for name in missed)
+        latest, previous = max(last_called.values(), default=-1), self._sampled[-1]
+        self._ever_sampled |= called_now
+        begun = {name: previous for name, at in last_called.items() if at >= 0}
+        self._last_sampled = begun | self._last_sampled | dict.fromkeys(called_now, now)
         self._sampled.append(now)
         before, others = self._replaced, list(_replaced({}))
-        if met or latest < 0:
+        if called_now or latest < 0:
             self._replaced = others
-            self._is_heard |= are_heard
-            if called and not self._is_heard:
-                self._tell_unheard(step)
+            self._had_backward |= had_backward
+            if last_called and not self._had_backward:
+                self._report_no_backward(step)
             return
         if new := [sentence for sentence in others if sentence not in before]:
             why = f": {'; '.join(new)}"
@@ -251,33 +251,37 @@ class Notices:
         )
         self._none_called(step, none + why, "none called")
 
-    def _tell_unheard(self, step: int) -> None:
+    def _report_no_backward(self, step: int) -> None:
         # One step may be a generator's in the discriminator's turn, or have lost its backward.
-        self._unheard = [*self._unheard, step][-MISSED_SAMPLES - 1 :]
+        self._without_backward = [*self._without_backward, step][-MISSED_SAMPLES - 1 :]
         why = (
             f"no backward of watched attention came in {MISSED_SAMPLES} sampled steps, so at most"
             " weights were measured: run the backward within the step, unless attention is frozen"
             " or trained without one; if networks take turns, try"
             f" every_n_train_steps={self._other_cadence}"
         )
-        if len(self._unheard) >= MISSED_SAMPLES:
-            for one in self._unheard if len(self._unheard) == MISSED_SAMPLES else [step]:
+        if len(self._without_backward) >= MISSED_SAMPLES:
+            for one in (
+                self._without_backward if len(self._without_backward) == MISSED_SAMPLES else [step]
+            ):
                 self._none_called(one, why, "no backward")
 
     def end_samples(self) -> bool:
-        """Ends the run; returns whether a module was called and never met, in spite of samples."""
+        """Ends the run; returns whether a module was called, but in no sampled step."""
         self._is_over = self._sampled[-1] >= 0
         called = self._instrumentation.sites.values()
-        return any(self._why_passed_by(site) for site in called if site.name not in self._met)
+        return any(
+            self._why_passed_by(site) for site in called if site.name not in self._ever_sampled
+        )
 
     def _why_passed_by(self, site: Site) -> str | None:
         """Why nothing is measured in a module's calls, if sampled steps miss them, or None."""
         name, called = site.name, site.trained_in
         # Only steps around which it was called: a module that is done with misses nothing.
-        if self._since.get(name, called) < self._sampled[0] < called:
+        if self._last_sampled.get(name, called) < self._sampled[0] < called:
             missed = f"it was called in none of the last {MISSED_SAMPLES} sampled steps"
             why = f"{missed}, but between them"
-        elif self._is_over and name not in self._met and called >= 0:
+        elif self._is_over and name not in self._ever_sampled and called >= 0:
             why = "it was called, but in no sampled step"
         else:
             return None
@@ -328,7 +332,7 @@ class Notices:
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 
     def report_proofs(self) -> None:
-        """Records the proofs of engines once heads are switched, and logs those that failed."""
+        """Records the proofs of engines once heads are switched, and logs failed ones."""
         if len(proofs()) == self._told_proofs or not self._instrumentation.switched:
             return
         for proof in proofs()[max(self._told_proofs, self._earlier_proofs) :]:
@@ -364,7 +368,7 @@ class Notices:
 
 
 def _replaced(called: Mapping[str, Site]) -> Iterator[str]:
-    """Yields a sentence for each attention function in whose place another one stands."""
+    """Yields a sentence for each attention function that another one replaces."""
     for name, other in interception.replaced().items():
         watches = any(site.record.entry == name for site in called.values())
         yield (

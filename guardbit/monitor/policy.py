@@ -143,7 +143,7 @@ class Policy:
 
     Attributes:
         clipping: Since which step heads are clipped, and why; None as long as they are not.
-        advice: What to tell the user once no wider switch is left; None before.
+        advice: What the user should do once no wider switch is left; None before.
 
     Raises:
         ValueError: If an argument is outside its range, `quiet_steps` is given with `always`, or
@@ -237,7 +237,7 @@ class Policy:
 
     @property
     def is_due(self) -> bool:
-        """Whether heads are to be switched without waiting for a sample."""
+        """Whether heads must be switched without waiting for a sample."""
         return self.always and not self._switched
 
     @property
@@ -415,7 +415,7 @@ class Policy:
         return Decision(step, site, _ascending(heads), "none", why)
 
     def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
-        """Returns the rules that have named a head lately; empty where it does not qualify."""
+        """Returns the rules that have named a head lately; empty if it does not qualify."""
         recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
         if len(recent) < self.agreeing_rules:
             return set()

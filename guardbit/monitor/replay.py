@@ -24,7 +24,7 @@ class Replay:
     # Rule -> the indicators that it needs and that the telemetry lacks.
     unjudged: dict[str, list[str]]
     evidence: Evidence  # what a judgement needs of the telemetry
-    # Rule that judges heads -> the indicators of which it needs one each.
+    # Rule that judges heads -> the groups of indicators of which it needs one each.
     judged_by: dict[str, list[list[str]]]
 
     @property

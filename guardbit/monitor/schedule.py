@@ -63,7 +63,7 @@ class Schedule:
         return self.step is not None and self.step != self.last_ended
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
+        """Whether to sample a step: the first at or after each multiple of the cadence."""
         if not self._has_any_ended and self._wants_first():
             return True
         previous = step - 1 if self.last_ended is None else self.last_ended

@@ -74,7 +74,7 @@ class Phase(IntEnum):
     """
 
     OPEN = 0  # it watches, judges and switches
-    FAILED = 1  # the model is left alone; other ranks hear of it after the next sampled step
+    FAILED = 1  # the model is left alone; other ranks learn of it after the next sampled step
     FAILED_IN_STEP = 2  # the same, once the step has ended
     OFF = 3  # the model is left alone, and no rank waits for another any more
     CLOSED = 4  # the model is left
@@ -124,7 +124,7 @@ class Session(Guarded):
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.alarms: list[Alarm] = []
-        self.news: list[Alarm] = []  # those of a rule or head that had not alarmed before
+        self.news: list[Alarm] = []  # of a rule or head that had not alarmed before
         self.sampled_step: int | None = None
         self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
@@ -150,7 +150,7 @@ class Session(Guarded):
         self._clipping = Clipping(self.policy, self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self._journal)
         self._notices = Notices(self.instrumentation, self._journal, settings)
-        self._are_heard = True  # whether any came in the latest one that calls are wanted of
+        self._had_backward = True  # in the latest step whose calls were wanted
         # Whether it is known how modules run, so that no switch is needless; ranks must agree.
         self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
@@ -203,7 +203,7 @@ class Session(Guarded):
             self._stages.begin_sample()
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
             self._measurement.begin()
-            self._are_heard = False
+            self._had_backward = False
             self.instrumentation.observe(self._receive_call)
             self._notices.outside.start()
         elif is_new and self._burst.is_on:
@@ -245,7 +245,7 @@ class Session(Guarded):
     @property
     @guard.method()
     def judgement(self) -> Judgement | None:
-        """What is to be said of the run so far, earlier steps in its folder included.
+        """The judgement of the run so far, earlier steps in its folder included.
 
         To be asked by the thread that trains, between steps.
         """
@@ -334,7 +334,7 @@ class Session(Guarded):
         if not was_sampled or self._phase >= Phase.OFF:
             return alarms
         self.attempt("capture", partial(self.instrumentation.observe, None))
-        # From here on an error may hit one rank alone, which must still take part in this.
+        # From here on an error may hit a single rank, which must still take part in this.
         if not self.attempt("ranks", self._exchange.agree):
             self._become(Phase.OFF)
             return alarms
@@ -377,8 +377,8 @@ class Session(Guarded):
         if not self.instrumentation.sites:
             return {}
         columns = self._measurement.of_weights(step)
-        are_heard = None if "capture" in self._stages.off else self._are_heard
-        self._notices.end_sampled_step(step, are_heard)
+        had_backward = None if "capture" in self._stages.off else self._had_backward
+        self._notices.end_sampled_step(step, had_backward)
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
         return columns
@@ -616,7 +616,7 @@ class Session(Guarded):
     def snapshot(self, site: str, heads: Sequence[int]) -> None:
         """Keeps inputs of heads at the next sampled step, for `guardbit diagnose`.
 
-        Rank 0 keeps those of its own sequences and heads; on other ranks nothing happens.
+        Rank 0 keeps inputs of its own sequences and heads; other ranks keep none.
 
         Args:
             site: Name of a site.
@@ -647,7 +647,7 @@ class Session(Guarded):
             self.attempt("burst", lambda: self._burst.consume(call))
         if not self._schedule.is_sampled:
             return
-        self._are_heard = True
+        self._had_backward = True
         self._measurement.consume(call)
         self.attempt("snapshots", lambda: self._snapshots.consume(call))
 
@@ -734,7 +734,7 @@ class Session(Guarded):
             "format": _FORMAT,
             "last_step": ended,
             "detectors": self.detectors.state_dict(),
-            # None before it has acted on a checkpoint's alarms: whatever resumes this is to do so.
+            # None until it has acted on a checkpoint's alarms: the run that resumes must do so.
             "policy": self.policy.state_dict() if self.policy and not self._unheeded else None,
             "dry_run": self.dry_run,
             "stabilizers": switched,

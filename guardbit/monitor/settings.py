@@ -135,7 +135,7 @@ class Settings:
 
     @property
     def advice(self) -> str:
-        """What an alarm's line tells the user to do."""
+        """What the user should do, at the end of an alarm's line."""
         if self.policy is None:
             return "attach a policy to correct it"
         return "dry_run: nothing is switched" if self.dry_run else ""

@@ -324,7 +324,7 @@ class Site:
 
     @torch.inference_mode(False)  # inference mode would leave no autograd history
     def _find_layout(self) -> tuple[Layout, Weights] | str:
-        """Tries the innermost module with weight matrices, then those around it, or says why."""
+        """Tries the innermost module with weight matrices, then modules around it, or says why."""
         reason = why_sharded([*(module for _, module in self.enclosing), *self._wrappers])
         if reason is not None:
             return reason
@@ -341,7 +341,7 @@ class Site:
                 reason = reason or str(unavailable)
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
-        if not self.calls.heads[0]:  # as with nested inputs, of which no module can be run
+        if not self.calls.heads[0]:  # e.g. with nested inputs, with which no module can be run
             reason = self.calls.unwatched or reason
         reason = why_quantised(self.module) or reason
         return reason or "the inputs of its module could not be recorded"
@@ -353,7 +353,7 @@ class Site:
 
     @property
     def stabilizers(self) -> list[str]:
-        """The stabilizer in use, one name a head: what the latest call in training ran.
+        """The stabilizer in use, one name per head: what the latest call in training ran.
 
         It is "none" while no call can be switched, and if the kernels of a switch failed. After a
         switch, and always for heads on other ranks, it is what is asked for until the next call.
@@ -365,7 +365,7 @@ class Site:
 
     @property
     def asked(self) -> list[str]:
-        """The stabilizer asked for, one name a head; used as soon as calls can be switched."""
+        """The stabilizer asked for, one name per head; used as soon as calls can be switched."""
         switched, num_heads = self.state.stabilizers, self.num_heads
         if switched is not None and num_heads in (0, len(switched)):
             return list(switched)
@@ -468,7 +468,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields each module that is no wrapper, with a name without those of wrappers."""
+    """Yields each module that is not a wrapper, with a name that leaves out wrappers."""
     of_wrappers, taken = set[str](), set[str]()
     for full, module in model.named_modules():
         if (place := _wrapped_in(module)) is not None:
@@ -623,7 +623,7 @@ class Instrumentation:
         self._ask({site.number: None})
 
     def stabilizers(self) -> dict[str, list[str]]:
-        """Returns the stabilizer in use: name of the site -> one name a head.
+        """Returns the stabilizer in use: name of the site -> one name per head.
 
         If a head's latest call could not run what was asked for, because of a mask for example,
         this is what ran instead, or "none"; `asked` returns what was asked for.
@@ -693,7 +693,7 @@ class Instrumentation:
                 site.state.observer = observer
 
     def rest(self, at_rest: bool, but: Collection[str] = (), *, are_counted: bool = False) -> None:
-        """Says whether calls need not be seen from now on, but those of some sites.
+        """Stops observing calls, or starts again; calls of the sites in `but` stay observed.
 
         Calls that are only counted run the op in compiled models.
         """

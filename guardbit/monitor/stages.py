@@ -84,11 +84,11 @@ class Stages:
         on_recovery: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.strict = strict
-        self.off: set[str] = set()  # those that have failed and do not run for now
-        self._ailing: set[str] = set()  # those that have not succeeded since they failed
-        self._ran: set[str] = set()  # those of them that succeeded in the sample that is under way
+        self.off: set[str] = set()  # have failed and do not run for now
+        self._ailing: set[str] = set()  # have not succeeded since they failed
+        self._ran: set[str] = set()  # ailing ones that succeeded in the current sample
         self._failures: dict[str, int] = {}
-        self._rests: dict[str, int] = {}  # samples before the next try; none of those off for good
+        self._rests: dict[str, int] = {}  # samples before the next try, unless off for good
         self._on_failure, self._on_recovery = on_failure, on_recovery
 
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:

@@ -13,7 +13,7 @@ from guardbit.kernels.engines import hub_kernel_is_loaded
 
 # Hugging Face's names of attention that GuardBit may not see. It sees "eager" in
 # models that get it from the interface. Kernels of the hub have the name of their repository, with
-# a slash; GuardBit sees those of FlashAttention once they are loaded.
+# a slash; GuardBit sees FlashAttention's once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
 _ATTENTION = re.compile("attention|attn|mha|mhsa|^multi_?head$", re.IGNORECASE)

@@ -34,7 +34,7 @@ from guardbit.monitor.detectors.rule import (
     to_plain,
 )
 
-# What the rules are, their folder says, and it alone.
+# Only the rules' folder defines which rules there are.
 from guardbit.monitor.detectors.rules import *  # noqa: F403
 from guardbit.monitor.detectors.rules import DEFAULT_RULES
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
@@ -68,12 +68,12 @@ __all__ = ["Detectors", "Finding", "Rule", "Snapshot", "role_of"]
 __all__ += rules.__all__
 
 
-#: Logits from which on a head must stay switched: the reciprocal of BF16's rounding error. Where
-#: the keys of a row are alike, what is in common outweighs the differences by more than delta's
+#: Logits from which on a head must stay switched: the reciprocal of BF16's rounding error. If the
+#: keys of a row are alike, their common part outweighs the differences by more than delta's
 #: rounding makes up for.
 RESTLESS = 256.0
 
-#: A head trains if its W_Q or W_K has moved in its last so many samples: some optimizers are
+#: A head trains if its W_Q or W_K has moved in this many last samples: some optimizers are
 #: stepped less often than others, and norms recorded in three digits do not always show it.
 STILL = 10
 _WEIGHTS = ("w_q_spectral_norm", "w_k_spectral_norm")
@@ -111,7 +111,7 @@ class Detectors:
         self.normalised: frozenset[str] = frozenset()
         # Indicator -> site -> last known values.
         self._latest: dict[str, dict[str, Values]] = {}
-        # Of the latest step of which heads were measured: what `_training` and `_begun` return.
+        # What `_training` and `_begun` return, for the latest step that measured heads.
         self._of_heads: tuple[dict[str, np.ndarray], dict[str, dict[str, Values]]] | None = None
         self._memory: State = {
             "rules": {name: {} for name in names},
@@ -204,7 +204,7 @@ class Detectors:
         return Snapshot(step, now, self._latest, self.normalised, *self._of_heads)
 
     def _training(self, now: Mapping[str, Mapping[str, Values]]) -> dict[str, np.ndarray]:
-        """Returns for each site of which weights are known which heads train."""
+        """Returns which heads train, for each site whose weights are known."""
         still, moved = self._memory["still"], self._memory["moved"]
         for site in dict.fromkeys(site for name in _WEIGHTS for site in now.get(name, {})):
             width, is_new = self._memory["widths"][site], site not in still

@@ -25,7 +25,7 @@ OVERFLOW = float(np.finfo(np.float32).max)
 
 
 def to_plain(values: Values) -> list[float | None]:
-    """Returns one plain float a head, None for NaN, as JSON has no NaN."""
+    """Returns one plain float per head, None for NaN, which JSON lacks."""
     if not np.isnan(values).any():  # by far the most
         return values.tolist()
     return [None if math.isnan(value) else value for value in values.tolist()]
@@ -42,8 +42,8 @@ def padded(values: Values, heads: int) -> Values:
     return np.concatenate([values, np.full(missing, math.nan)]) if missing else values
 
 
-#: By so much a head's largest logit, or its W_Q norm, has grown when it is not what it was when the
-#: run began: more than they scatter from sample to sample in a head that does not learn.
+#: Factors by which a head's largest logit, or its W_Q norm, must have grown since the run began to
+#: count as changed: more than they scatter between samples in a head that does not learn.
 BEGUN = MappingProxyType({"max_logit": 2.0, "w_q_spectral_norm": 1.2})
 
 
@@ -52,7 +52,7 @@ class Snapshot:
     """All that was measured at one step."""
 
     step: int  # optimizer step
-    # Indicator -> site -> one FP64 value a head, NaN where it is missing, +-`OVERFLOW` for +-inf;
+    # Indicator -> site -> one FP64 value per head, NaN if missing, +-`OVERFLOW` for +-inf;
     # what was measured at this very step. All arrays of a site are as long as its highest head so
     # far.
     now: Mapping[str, Mapping[str, Values]]
@@ -60,7 +60,7 @@ class Snapshot:
     latest: Mapping[str, Mapping[str, Values]]
     # Sites where the size of W_Q does not reach the scores, as under QK norm.
     normalised: frozenset[str] = frozenset()
-    # Site -> whether each head's W_Q or W_K changes; sites of which neither is known are absent.
+    # Site -> whether each head's W_Q or W_K changes; sites without known weights are absent.
     trains: Mapping[str, NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
     # Indicator -> site -> what each head had when it was measured first, of `BEGUN`.
     begun: Mapping[str, Mapping[str, Values]] = dataclasses.field(default_factory=dict)
@@ -100,7 +100,7 @@ class Finding:
     site: str  # name of the module; "" for the whole run
     heads: tuple[int, ...]  # the heads concerned, ascending; none for the whole run
     # One sentence, or a function that makes it from the heads that the alarm will name. These are
-    # the finding's heads without those that have alarmed lately; () for the whole run.
+    # the finding's heads that have not alarmed lately; () for the whole run.
     why: str | Callable[[tuple[int, ...]], str]
 
 
@@ -110,7 +110,7 @@ class Rule(Protocol):
     A rule may have more attributes:
 
     - `reads`: the indicators without which it can judge nothing. In place of one there may be a
-      tuple of several of which one is enough. Where they are not measured, the user is warned.
+      tuple of alternatives, one of which is enough. The user is warned if they are not measured.
     - `role`, a `guardbit.records.Role`: what it judges. Without one it judges single heads.
     - `levels`, indicator -> a value below which it does not fire by that indicator, which pages
       draw. Of a signed indicator its size counts, of the loss the nats above its best.
@@ -173,8 +173,7 @@ def smaller_of_last_two(state: State, site: str, values: Values) -> Values:
 #: noise, and count as this.
 FLAT = 16.0
 
-#: Smallest number of attention modules of which most can be told from one: of two, one is no
-#: majority.
+#: Smallest number of attention modules that has a majority without one of them.
 MODULES = 3
 
 

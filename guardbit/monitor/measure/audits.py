@@ -10,13 +10,13 @@ import numpy as np
 
 from guardbit.records import Sample
 
-#: Suspects of a module that are audited at one sampled step; of more, so many in turn.
+#: Suspects of a module that are audited at one sampled step; if there are more, they take turns.
 MOST_SUSPECTS = 4
 
 #: What says where to look first.
 LEADING = ("w_q_spectral_norm", "key_common_mode", "max_logit")
 
-# Weight of a sample in the mean that a head's W_Q is compared with: that of some ten samples.
+# Weight of a sample in the mean that a head's W_Q is compared with, which spans some ten samples.
 _WEIGHT = 0.1
 
 _TINY = float(np.finfo(np.float32).tiny)

@@ -47,11 +47,11 @@ from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from guardbit.monitor.sites import Site
 from guardbit.records import Sample
 
-#: Heads that are measured at once, and the least and the most steps that it takes. It ends early
-#: where two looks in a row, so many steps apart, settle on the same side of one half: with one,
+#: Heads that are measured at once, and the least and the most steps that it takes. It ends early if
+#: two looks in a row, LOOK_EVERY steps apart, settle on the same side of one half: after one look,
 #: shares of a half would be settled twice as often.
 MOST_HEADS, LEAST_STEPS, MOST_STEPS, LOOK_EVERY = 8, 100, 400, 50
-#: Steps that are added up, as the momentum spreads an error over about as many.
+#: Steps that are added up, because the momentum spreads an error over about as many.
 WINDOW = 10
 #: Steps in a row without one of an optimizer on W_Q, after which nothing more is expected.
 MOST_STEPS_IN_VAIN = 50
@@ -90,7 +90,7 @@ class Burst:
 
     def __init__(self, sites: Callable[[], dict[str, Site]], model: nn.Module) -> None:
         self._sites, self._model = sites, model
-        self.heads: dict[str, list[int]] = {}  # attention module -> those that are measured now
+        self.heads: dict[str, list[int]] = {}  # attention module -> heads that are measured now
         self.why_not = ""  # why something was not measured, the last reason
         self._seen: set[tuple[str, int, bool]] = set()
         self._unhook: Callable[[], None] | None = None
@@ -254,7 +254,7 @@ class Burst:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Takes the step that an optimizer has made, for those of its parameters it changed."""
+        """Takes the step that an optimizer has made, for the parameters that it changed."""
         for name, product in list(self._products.items()):
             for group in optimizer.param_groups:
                 if any(p is product.weight for p in group["params"]):

@@ -45,7 +45,7 @@ class Sent(NamedTuple):
     loss_scale: float
     is_whole: bool  # whether its calls were measured, if there is any
     table: list[KnownSite]  # the sites of this rank when calls were last measured
-    left_out: set[str]  # those of them that are gone, or whose heads are unknown
+    left_out: set[str]  # the sites that are gone, or whose heads are unknown
     layers: dict[str, int]  # of all sites known so far
     metric: AttentionMetric | None  # of the calls; what it added up is among the numbers
     columns: list[tuple[str, str]]  # site and indicator of what else was measured
@@ -200,7 +200,7 @@ class Measurement:
         table: Sequence[KnownSite],
         samples: Sequence[Sample],
     ) -> list[Sample]:
-        """Adds the samples of calls, and running sums, to those of a step that all ranks have."""
+        """Adds the samples of calls, and running sums, to a step's samples that all ranks have."""
         found: list[Sample] = []
         measured = {} if metric is None else metric.measured(sent.loss_scale)
         self._layers |= {site.name: site.layer for site in table}
@@ -246,7 +246,7 @@ class Measurement:
         self.run.load_state_dict(state)
 
     def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:
-        """Gives the sites their places in the metric, and layer numbers to those without one."""
+        """Numbers the sites' rows in the metric, and the layers that have no number yet."""
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         self._sites = {site.number: site for site in sites.values()}
@@ -294,7 +294,7 @@ class KnownSite(NamedTuple):
 
 
 def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:
-    """Joins the sites of several ranks into one table, with those of the first rank first."""
+    """Joins the sites of several ranks into one table, the first rank's first."""
     sites: dict[str, KnownSite] = {}
     for table in tables:
         taken = {site.layer: name for name, site in sites.items()}
@@ -365,7 +365,7 @@ class RunningSums:
     """Adds indicators up over the sampled steps."""
 
     def __init__(self) -> None:
-        # Running sum -> site -> one sum a head; NaN as long as there was nothing to add.
+        # Running sum -> site -> one sum per head; NaN as long as there was nothing to add.
         self.sums: dict[str, dict[str, list[float]]] = {name: {} for name in SUMS}
 
     def follow(self, sample: Sample) -> Iterator[Sample]:
@@ -442,7 +442,7 @@ class AttentionMetric:
     ) -> None:
         self.probes = tuple(probes)
         self.shape = (num_sites, num_heads)
-        # Those of all heads come first.
+        # Sums of all heads come first.
         ordered = sorted(probes, key=lambda probe: probe.is_of_audited)
         self._sums = tuple(name for probe in ordered for name in probe.sums)
         self._maxima = tuple(name for probe in probes for name in probe.maxima)

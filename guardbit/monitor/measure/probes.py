@@ -104,12 +104,12 @@ class CallProbe:
     is_of_audited: ClassVar[bool] = False  # whether it measures `CallView.audited`, not all heads
 
     def __init__(self, wanted: Collection[str]) -> None:
-        # Those that are wanted, or summed up by one that is, in the catalogue's order.
+        # Indicators that are wanted, or summed up by a wanted one, in the catalogue's order.
         needed = {SUMS.get(name, name) for name in wanted}
         self.indicators = tuple(name for name in of_probe(self.name) if name in needed)
 
     def update(self, view: CallView) -> Sequence[Tensor]:
-        """Returns a call's sums, FP64, and maxima, FP32, one a head; of `audited` none if empty."""
+        """Returns a call's sums, FP64, and maxima, FP32, one per head; `audited` may be empty."""
         raise NotImplementedError
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ STATISTICS: dict[str, _Statistic] = {
 
 
 class RowProbe(CallProbe):
-    """Measures the statistics of rows; with dropout, those of P before anything is dropped."""
+    """Measures the statistics of rows; with dropout, of P before anything is dropped."""
 
     name = "rows"
 
@@ -329,7 +329,7 @@ class FiniteProbe(CallProbe):
     sums = tuple(f"nonfinite_{name}" for name in NONFINITE)
 
     def update(self, view: CallView) -> Sequence[Tensor]:
-        """Looks at all tensors of a call; those that are not known count as finite."""
+        """Looks at all tensors of a call; unknown ones count as finite."""
         heads, groups = view.call.q.size(1), view.call.k.size(1)
         found = [_largest(view.call, _FIELDS.get(name, name)) for name in NONFINITE]
         found = [x.view(groups, -1).expand(groups, heads // groups) for x in found]

@@ -20,7 +20,7 @@ from guardbit.monitor.sites import Site
 #: size and any distance of the second largest.
 _SQUARINGS = 24
 
-#: Bytes of Gram matrices that are treated at once, unless one site alone has more.
+#: Bytes of Gram matrices that are treated at once, unless a single site has more.
 _LARGEST_BATCH = 2**25
 
 
@@ -58,7 +58,7 @@ def gram_matrices(weights: Tensor) -> Tensor:
 
 
 def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the largest singular values of W, or of W'^T W, from Gram matrices alone."""
+    """Returns the largest singular values of W, or of W'^T W, from Gram matrices only."""
     powers, logs = grams, grams.new_zeros(len(grams))
     if others is not None:
         others, size = _normalized(others)
@@ -114,7 +114,7 @@ def _grams_of(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[_
 
 
 def _batches(grams: Iterable[_Grams]) -> Iterator[list[_Grams]]:
-    """Yields batches to be treated at once, of 32 MiB at most unless one item alone is larger."""
+    """Yields batches to treat at once, of 32 MiB at most unless a single item is larger."""
     alike: dict[tuple[bool, int, torch.device], list[_Grams]] = {}
     for entry in grams:
         kind = (entry.others is None, entry.grams.size(1), entry.grams.device)
@@ -127,7 +127,7 @@ def _batches(grams: Iterable[_Grams]) -> Iterator[list[_Grams]]:
 
 
 def _placed(values: Tensor, site: Site) -> Tensor:
-    """Puts values `(H,)` of the heads on this rank among those of all ranks; NaN: not here."""
+    """Puts values `(H,)` of this rank's heads among all ranks' heads; NaN: not here."""
     own = site.own_heads
     if len(own) == site.num_heads:
         return values

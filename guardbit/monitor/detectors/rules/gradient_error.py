@@ -26,11 +26,11 @@ MOST_WEALTH = 1e300
 def bet(
     state: State, site: str, outcome: Values, tolerated: float, stakes: tuple[float, ...]
 ) -> Values:
-    """Plays one round a head, and returns the heads' evidence."""
+    """Plays one round per head, and returns the heads' evidence."""
     kept = state.get(site, [])
     wealth = np.array(kept + [[0.0] * len(stakes)] * (len(outcome) - len(kept)))
     played = (wealth + 1.0) * (1.0 + np.array(stakes) * (outcome[:, None] / tolerated - 1.0))
-    # Without a limit it would overflow, and a threshold that nothing is to reach would be reached.
+    # Without a limit it would overflow, and reach a threshold that nothing should reach.
     np.copyto(wealth, np.minimum(played, MOST_WEALTH), where=~np.isnan(outcome)[:, None])
     state[site] = wealth.tolist()
     return wealth.sum(1) / len(stakes)

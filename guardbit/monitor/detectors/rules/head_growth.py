@@ -26,7 +26,7 @@ from guardbit.monitor.detectors.rule import (
 
 
 class Lead(NamedTuple):
-    """How far the heads of one attention module are ahead, one value a head."""
+    """How far the heads of one attention module are ahead, one value per head."""
 
     # Logarithm of the factor by which the head has outrun what it was allowed; 0 or more, NaN where
     # it has not been measured yet.
@@ -101,7 +101,7 @@ NORM_DRIFT, LOGIT_DRIFT = 0.05, 0.3
 
 @dataclass(frozen=True, slots=True)
 class HeadGrowth:
-    """A head's query weights, its logits or both outgrow those of the model's other heads.
+    """A head's query weights, its logits or both outgrow the model's other heads.
 
     Rounding errors of delta that add up push the spectral norm of a head's W_Q, and with it its
     logits (arXiv 2510.04212, section 3.2, figures 3 and 11). In the runs we have it begins in heads

@@ -27,7 +27,7 @@ class LossDeparture:
         rise: Smallest rise that fires, in nats.
         spread: Smallest rise that fires, in units of the losses' own spread (their median
             absolute deviation scaled to a standard deviation) when they were at their best.
-        samples: Smallest number of losses in a median; so many decide whether the loss is finite.
+        samples: Smallest number of losses in a median, and to decide whether the loss is finite.
         steps: Number of steps that a median covers.
     """
 
