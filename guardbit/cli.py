@@ -103,13 +103,13 @@ def user_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing_to(place: Path, instead: str) -> Iterator[None]:
+def writing_to(target: Path, instead: str) -> Iterator[None]:
     """Turns an error of writing into a sentence that says what to do instead."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"nothing can be written to {place} ({error.strerror or error}): {instead}"
+            f"nothing can be written to {target} ({error.strerror or error}): {instead}"
         ) from error
 
 
@@ -196,11 +196,11 @@ def report(
     from guardbit.store.files import names_of_runs
 
     with user_errors(OSError, ValueError):
-        place = _report_path(paths, output)
+        target = _report_path(paths, output)
         named = zip(names_of_runs(paths), paths, strict=True)
         runs = [dataclasses.replace(load(path), name=name) for name, path in named]
-        with writing_to(place, "give another folder by --output, or use --json"):
-            written = write_reports(runs, place)
+        with writing_to(target, "give another folder by --output, or use --json"):
+            written = write_reports(runs, target)
     for run in runs:  # not to stdout, which only names the report
         resumed = f" The run was {run.resumed}." if run.resumed else ""
         said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
@@ -403,21 +403,21 @@ def demo(
     ] = None,
 ) -> None:
     """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
-    place = run_dir or Path("runs/recorded" if recorded else "runs/demo")
+    target = run_dir or Path("runs/recorded" if recorded else "runs/demo")
     with user_errors(OSError, ValueError):
         if recorded and healthy:
             raise ValueError("--recorded shows recorded runs: remove --healthy")
         # Before minutes of training are wasted.
-        with writing_to(place, "give another folder by --run-dir"):
-            place.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=place).close()
+        with writing_to(target, "give another folder by --run-dir"):
+            target.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=target).close()
         if recorded:
-            _show_recorded(place)
+            _show_recorded(target)
             typer.echo(f"\n{WHICH_IS_WHICH}")
             return
     from guardbit.demo import run_demo
 
-    run_demo(healthy=healthy, run_dir=place)
+    run_demo(healthy=healthy, run_dir=target)
 
 
 def _show_recorded(run_dir: Path) -> None:
@@ -534,13 +534,13 @@ def diagnose(
                 continue
             for line in text.page(kept, found, verbose=verbose):
                 typer.echo(printable(line))
-            place = figures / text.file_name(kept[-1])
+            target = figures / text.file_name(kept[-1])
             head_diagnosis(
                 printable(text.heading(kept, found)),
                 text.parts_left(found),
                 found.roots.row_push.flatten().tolist(),
-            ).savefig(place)
-            typer.echo(f"Figure: {printable(str(place))}\n")
+            ).savefig(target)
+            typer.echo(f"Figure: {printable(str(target))}\n")
         if not as_json:
             # Beside the figures, for the report; other heads' answers stay.
             new = {(one["site"], one["head"]) for one in told}

@@ -72,8 +72,8 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
 class LoggedRun:
     """The past of a run, as far as loggers need it; it is empty when a run is resumed."""
 
-    def __init__(self, place: str | os.PathLike[str] = "", log_layers: bool = False) -> None:
-        self.place, self.log_layers = place, log_layers  # the telemetry's folder
+    def __init__(self, folder: str | os.PathLike[str] = "", log_layers: bool = False) -> None:
+        self.folder, self.log_layers = folder, log_layers  # the telemetry's folder
         self.latest: dict[str, float] = dict.fromkeys(COUNTED_KEYS, 0.0)  # of each documented key
         self.num_samples = 0  # sampled steps taken
         self.step: int | None = None  # the last of these

@@ -263,7 +263,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         finally:
             end(self, how)
         with suppress(Exception):  # of a handler of the user's
-            rank_zero_info(last_line(how, session, self._logged.place))
+            rank_zero_info(last_line(how, session, self._logged.folder))
 
     def _take_grad_norm(self, session: Session, optimizer: Optimizer, scaler: Any | None) -> None:
         """Adds what an optimizer is about to use to the norm over all that step in this batch."""

@@ -79,12 +79,12 @@ class MonitorSession(Session):
         self._logged = LoggedRun(settings.dirpath or "")
         super()._set_up(model, settings)
         every = settings.every_n_train_steps
-        self._say(lambda: first_line(every, self._logged.place))
+        self._say(lambda: first_line(every, self._logged.folder))
 
     def _tell_end(self) -> None:
         super()._tell_end()
         if self._notices.first("last line"):
-            self._say(lambda: last_line(self._ended or "finished", self, self._logged.place))
+            self._say(lambda: last_line(self._ended or "finished", self, self._logged.folder))
 
     def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
         alarms = super()._judge(step, sent)

@@ -119,10 +119,10 @@ class HeadInputs:
     def on_host(self) -> HeadInputs:
         return replace(self, **{name: value.cpu() for name, value in self.tensors.items()})
 
-    def take(self, place: slice | Tensor) -> HeadInputs:
+    def take(self, index: slice | Tensor) -> HeadInputs:
         by_row = ("q", "d_out", "mask", "out", "dq")
-        changed = {name: x[:, place] for name, x in self.tensors.items() if name in by_row}
-        changed |= {name: getattr(self, name)[place] for name in ("rows", "first", "end")}
+        changed = {name: x[:, index] for name, x in self.tensors.items() if name in by_row}
+        changed |= {name: getattr(self, name)[index] for name in ("rows", "first", "end")}
         return replace(self, **changed)
 
     def of_keys(self, seen: slice) -> HeadInputs:
@@ -337,9 +337,9 @@ class Chunk:
 
 
 def spread(count: int, most: int, device: torch.device | str = "cpu") -> Tensor:
-    """Returns `most` of `count` places, evenly spread, or all, INT64."""
-    places = torch.linspace(0, count - 1, min(count, most), dtype=torch.float32, device=device)
-    return places.round().long()
+    """Returns `most` of `count` positions, evenly spread, or all, INT64."""
+    positions = torch.linspace(0, count - 1, min(count, most), dtype=torch.float32, device=device)
+    return positions.round().long()
 
 
 def chunks(head: HeadInputs, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Chunk]:

@@ -76,7 +76,7 @@ class _OfEngine:
     dtype: str  # format of the inputs
 
     @property
-    def place(self) -> tuple[str, str, str, str]:
+    def case(self) -> tuple[str, str, str, str]:
         return self.engine, self.shape, self.mask, self.dtype
 
 
@@ -118,7 +118,7 @@ class Examination:
 
     def __init__(self, engine: Engine, shape: str, mask: str, dtype: str, advice: str) -> None:
         self.engine, self.advice = engine, advice
-        self.place = engine.name, shape, mask, dtype
+        self.case = engine.name, shape, mask, dtype
         self.rows: list[Row] = []
         # What is wrong on each kind of inputs: nonfinite, race, order, off.
         self._noted: dict[str, dict[str, _Heads]] = {}
@@ -214,12 +214,12 @@ class Examination:
         errors = sum(gap.error.nan_to_num(0.0).square().sum().item() for gap in found)
         sizes = sum(gap.value.nan_to_num(0.0, 0.0, 0.0).square().sum().item() for gap in found)
         worst = max(found, key=lambda gap: gap.largest)
-        place = torch.nonzero(worst.ratio == worst.largest)[0].tolist()
+        index = torch.nonzero(worst.ratio == worst.largest)[0].tolist()
         heads = sorted(_heads(worst.exact, worst.tensor))
-        head, row = (0, place[0]) if worst.tensor in OF_KEYS else place[:2]
+        head, row = (0, index[0]) if worst.tensor in OF_KEYS else index[:2]
         self.rows.append(
             Row(
-                *self.place,
+                *self.case,
                 inputs=kind,
                 tensor=worst.tensor,
                 error=math.sqrt(errors / sizes) if sizes else math.sqrt(errors),
@@ -277,7 +277,7 @@ class Examination:
         if off is None or is_known:
             return None
         if "dq" in tensors and self.delta == "rounded" and fit is not None:
-            say = f"delta is rounded to {self.place[-1].upper()} in its backward"
+            say = f"delta is rounded to {self.case[-1].upper()} in its backward"
             size = f"it is off by {fit.left:.2g} units in the last place in the mean square"
             return self._finding("delta", kinds, tensors, f"{say}: {size}{_where(tensors)}.")
         worst = max(self.rows, key=lambda row: row.of_bound)
@@ -306,7 +306,7 @@ class Examination:
     ) -> Finding:
         heads = sorted(set().union(*tensors.values()))
         return Finding(
-            *self.place, fault, kinds, tuple(tensors), tuple(heads), why,
+            *self.case, fault, kinds, tuple(tensors), tuple(heads), why,
             self.advice if broken else "", broken,
         )  # fmt: skip
 

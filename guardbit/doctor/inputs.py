@@ -126,8 +126,8 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
         return AttentionSpec(scale)
     if mask == "causal":
         return AttentionSpec(scale, "top-left")
-    place = torch.arange(shape.length, device=device)
-    back = place[:, None] - place
+    position = torch.arange(shape.length, device=device)
+    back = position[:, None] - position
     if window is not None:
         return AttentionSpec(scale, mask=((back >= 0) & (back < window))[None, None])
     if mask == "documents":
@@ -137,7 +137,7 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
     if mask == "padding":
         share = torch.arange(shape.batch, device=device) / max(1, shape.batch - 1)
         seen = shape.length - (share * shape.length).long()
-        return AttentionSpec(scale, mask=(place < seen[:, None])[:, None, None])
+        return AttentionSpec(scale, mask=(position < seen[:, None])[:, None, None])
     generator = torch.Generator(device).manual_seed(0)
     size = (1, shape.heads, shape.length, shape.length)
     return AttentionSpec(
@@ -180,10 +180,10 @@ class _Drawing:
         return self.drawn(torch.rand, heads, self.shape.head_dim)
 
     def one_hot(self, heads: int) -> Tensor:
-        """A 1 at a place drawn for each token, else 0."""
+        """A 1 at a position drawn for each token, else 0."""
         width = self.shape.head_dim
-        places = self.drawn(partial(torch.randint, width), heads)
-        return torch.nn.functional.one_hot(places[..., 0].long(), width).float()
+        positions = self.drawn(partial(torch.randint, width), heads)
+        return torch.nn.functional.one_hot(positions[..., 0].long(), width).float()
 
     def plain(self) -> _Tensors:
         """Standard normal q, k, v and gradient of the output."""
@@ -228,20 +228,20 @@ def _scaled(powers: Mapping[torch.dtype, int], draw: _Drawing) -> _Tensors:
 
 
 def _keys_counted(draw: _Drawing) -> _Tensors:
-    """Equal scores; keys and values are 1 at one place, so that out and dQ count visible keys."""
-    places = draw.one_hot(draw.kv_heads)
+    """Equal scores; keys and values are 1 at one position, so out and dQ count visible keys."""
+    positions = draw.one_hot(draw.kv_heads)
     features = draw.normal(draw.heads)[:, :, :1].sign()
     d_out = _seen(draw) * features
-    return torch.zeros_like(d_out), places, places, d_out
+    return torch.zeros_like(d_out), positions, positions, d_out
 
 
 def _rows_counted(draw: _Drawing) -> _Tensors:
-    """Equal scores; queries and gradients are 1 at one place, so that dK and dV count rows."""
-    places = draw.one_hot(draw.heads)
+    """Equal scores; queries and gradients are 1 at one position, so that dK and dV count rows."""
+    positions = draw.one_hot(draw.heads)
     k = torch.ones_like(draw.normal(draw.kv_heads))
     signs = (draw.drawn(torch.rand, draw.kv_heads) < 0.5).float() * 2 - 1
     v = signs * torch.ones_like(k)
-    return places, k, v, _seen(draw) * places
+    return positions, k, v, _seen(draw) * positions
 
 
 def _seen(draw: _Drawing) -> Tensor:
@@ -250,9 +250,9 @@ def _seen(draw: _Drawing) -> Tensor:
     # All rows of a mask that is the same for all of an axis are alike.
     of_mask = () if spec.mask is None else spec.mask.shape
     batch, heads = (1, 1, 1, 1, *of_mask)[-4:-2]
-    head_ids, places = (torch.arange(n, device=draw.device) for n in (heads, length))
+    head_ids, positions = (torch.arange(n, device=draw.device) for n in (heads, length))
     sizes = (batch, heads, length, length)
-    tiles = (mask_tile(spec, sizes, head_ids, rows, places) for rows in places.split(_CHUNK))
+    tiles = (mask_tile(spec, sizes, head_ids, rows, positions) for rows in positions.split(_CHUNK))
     counts = torch.cat([(tile > -math.inf).sum(-1) for tile in tiles], -1)
     # Powers of two scale without rounding.
     return counts.clamp(min=1).log2().round().exp2()[..., None].float()

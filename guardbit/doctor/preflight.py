@@ -111,12 +111,12 @@ class Examiner:
         """Examines the engines for a shape and a mask, including packed sequences' engines."""
         if dtype_name not in DTYPES:
             raise ValueError(f"dtype is {dtype_name!r}; allowed are {', '.join(DTYPES)}")
-        place = f"{shape} {mask} {dtype_name}"
-        if self._is_left_out(place, shape, mask):
+        case = f"{shape} {mask} {dtype_name}"
+        if self._is_left_out(case, shape, mask):
             return
         spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
         first = self._make("as drawn", shape, spec, dtype_name)
-        self.result.chosen[place] = choose(*first.inputs[:4], training=True).name
+        self.result.chosen[case] = choose(*first.inputs[:4], training=True).name
         candidates = sdpa_candidates(first, own=self._units is None)
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
         self.packed(shape, mask, dtype_name)
@@ -128,11 +128,11 @@ class Examiner:
             candidates = library_candidates(self._make("as drawn", long, spec, dtype_name))
             self._examine(candidates, long, spec, str(shape), mask, dtype_name)
 
-    def refuse(self, why: str, place: str) -> None:
-        _add(self.result.refused, why, place)
+    def refuse(self, why: str, case: str) -> None:
+        _add(self.result.refused, why, case)
 
-    def skip(self, why: str, place: str) -> None:
-        _add(self.result.not_examined, f"not examined: {why}", place)
+    def skip(self, why: str, case: str) -> None:
+        _add(self.result.not_examined, f"not examined: {why}", case)
 
     def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> ExaminedCall:
         return make(kind, shape, spec, DTYPES[dtype_name], self.device)
@@ -175,15 +175,15 @@ class Examiner:
                 except torch.OutOfMemoryError:
                     self.skip("out of memory", f"{name}, {shape} {mask}, {kind}")
         for examination in examinations:
-            place = " ".join(examination.place)
+            case = " ".join(examination.case)
             if kinds := left_out[examination.engine.name]:
-                self.result.left_out[place] = tuple(kinds)
+                self.result.left_out[case] = tuple(kinds)
             if not examination.has_looked:
                 continue
             self.result.examined += 1
             self.result.findings += examination.findings()
             self.result.rows += examination.rows
-            self.result.delta[place] = examination.delta
+            self.result.delta[case] = examination.delta
         self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
     def _exacts(self, call: ExaminedCall, kinds_left: int) -> tuple[list[Exact], str]:
@@ -199,34 +199,34 @@ class Examiner:
             exacts.append(exactly(call, unit, chunk_bytes))
         return exacts, f"{len(exacts)} of {len(units_of(call, None))}"
 
-    def _is_late(self, place: str) -> bool:
+    def _is_late(self, case: str) -> bool:
         late = time.monotonic() > self._end
         if late:
-            self.skip(f"{self._seconds:.0f} s are over", place)
+            self.skip(f"{self._seconds:.0f} s are over", case)
         return late
 
-    def _is_left_out(self, place: str, shape: Shape, mask: str) -> bool:
+    def _is_left_out(self, case: str, shape: Shape, mask: str) -> bool:
         b, h, _, n, d = shape
         needed = b * h * n * d * 2 * _TENSORS + (n * n * 4 * h if mask == "additive" else 4 * n * n)
-        left_out = self._is_late(place) or self._exceeds(needed, place)
+        left_out = self._is_late(case) or self._exceeds(needed, case)
         if left_out:
-            self.result.left_out[place] = tuple(KINDS)
+            self.result.left_out[case] = tuple(KINDS)
         return left_out
 
-    def _exceeds(self, needed: int, place: str) -> bool:
+    def _exceeds(self, needed: int, case: str) -> bool:
         free = _PART * free_memory(self.device)
         if needed > free:
             self.skip(
                 f"it needs more than half of the free memory, {free / 2**30:.1f} GiB",
-                f"{place}, {needed / 2**30:.1f} GiB",
+                f"{case}, {needed / 2**30:.1f} GiB",
             )
         return needed > free
 
 
-def _add(told: dict[str, list[str]], why: str, place: str) -> None:
-    places = told.setdefault(why, [])
-    if place not in places:
-        places.append(place)
+def _add(told: dict[str, list[str]], why: str, case: str) -> None:
+    cases = told.setdefault(why, [])
+    if case not in cases:
+        cases.append(case)
 
 
 def free_memory(device: str) -> int:

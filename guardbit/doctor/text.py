@@ -35,13 +35,13 @@ def table(preflight: Preflight) -> Iterator[str]:
     ]
     for (engine, shape, mask, dtype), rows in by_engine(preflight.rows).items():
         errors = {row.tensor: row.error for row in rows if row.inputs == rows[0].inputs}
-        place = f"{shape} {mask} {dtype}"
+        case = f"{shape} {mask} {dtype}"
         lines.append(
             (
-                "*" if preflight.chosen.get(place) == engine else "", engine, shape, mask,
+                "*" if preflight.chosen.get(case) == engine else "", engine, shape, mask,
                 *(f"{errors[name]:.1e}" if name in errors else "-" for name in _GRADIENTS),
                 f"{max(row.of_bound for row in rows):.2g}",
-                preflight.delta.get(f"{engine} {place}", "-"),
+                preflight.delta.get(f"{engine} {case}", "-"),
                 verdict(preflight, engine, shape, mask, dtype),
             )
         )  # fmt: skip
@@ -58,16 +58,16 @@ def _aligned(*lines: Sequence[str]) -> Iterator[str]:
 def by_engine(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.place, []).append(row)
+        groups.setdefault(row.case, []).append(row)
     return groups
 
 
-def verdict(preflight: Preflight, *place: str) -> str:
-    """Returns in words what was found at a place: engine, shape, mask and dtype."""
-    mine = [finding for finding in preflight.findings if finding.place == place]
+def verdict(preflight: Preflight, *case: str) -> str:
+    """Returns in words what was found at a case: engine, shape, mask and dtype."""
+    mine = [finding for finding in preflight.findings if finding.case == case]
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
-    so_far = " so far" if " ".join(place) in preflight.left_out else ""
+    so_far = " so far" if " ".join(case) in preflight.left_out else ""
     said = f"BROKEN: {', '.join(bad)}" if bad else f"no fault{so_far}"
     return said + (f" ({', '.join(other)})" if other else "")
 
@@ -77,9 +77,9 @@ def explain(preflight: Preflight) -> Iterator[str]:
     told: dict[str, list[str]] = {}
     for finding in preflight.findings:
         said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
-        told.setdefault(said, []).append(" ".join(finding.place[1:]))
-    for said, places in (told | preflight.refused | preflight.not_examined).items():
-        yield f"{said} ({_some(places)})"
+        told.setdefault(said, []).append(" ".join(finding.case[1:]))
+    for said, cases in (told | preflight.refused | preflight.not_examined).items():
+        yield f"{said} ({_some(cases)})"
     if "rounded output" in preflight.delta.values():
         yield (
             "Flash attention takes delta from the rounded output, which GuardBit watches in"
@@ -88,9 +88,9 @@ def explain(preflight: Preflight) -> Iterator[str]:
     yield conclusion(preflight)
 
 
-def _some(places: Sequence[str]) -> str:
-    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-    return "; ".join(places[:3]) + more
+def _some(cases: Sequence[str]) -> str:
+    more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
+    return "; ".join(cases[:3]) + more
 
 
 def conclusion(preflight: Preflight) -> str:

@@ -145,8 +145,8 @@ def _over_tiles(
     function: Callable[..., Tensor] = graph
     before, after = (0,) if has_score else (), (None,) * len(closed)
     for axis in (3, 2, 1, 0):
-        places = tuple(0 if place == axis else None for place in range(4))
-        function = torch.vmap(function, in_dims=(*before, *places, *after))
+        dims = tuple(0 if dim == axis else None for dim in range(4))
+        function = torch.vmap(function, in_dims=(*before, *dims, *after))
 
     def evaluated(*tile: Tensor) -> Tensor:
         *scores, heads, rows, columns = tile
@@ -401,11 +401,11 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
             except Exception:  # a graph unlike any that we know
                 program = ""
             obstacle = "" if program else _UNRECORDED
-            place = next(i for i, x in enumerate(block_mask) if isinstance(x, Tensor))
+            index = next(i for i, x in enumerate(block_mask) if isinstance(x, Tensor))
             blocks, names = torch.ops.guardbit.flex_begin(
-                block_mask[place], q, site, obstacle, training
+                block_mask[index], q, site, obstacle, training
             )
-            block_mask = (*block_mask[:place], blocks, *block_mask[place + 1 :])
+            block_mask = (*block_mask[:index], blocks, *block_mask[index + 1 :])
             options[_CALL] = _Began(site, names, program)
         return forward_kernel(
             q, k, v, score_mod, block_mask, scale, kept, score_closed, mask_closed

@@ -496,11 +496,11 @@ def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Grad
     group = dq.size(1) // dk.size(1)
     for member in range(group):
         # One query head of a group at a time: adding two at once would use atomics, in any order.
-        places = tuple(place for place, head in enumerate(head_ids) if head % group == member)
-        if not places:
+        members = tuple(index for index, head in enumerate(head_ids) if head % group == member)
+        if not members:
             continue
-        chosen = device_constant(places, torch.int64, dk.device)
-        key_heads = tuple(head_ids[place] // group for place in places)
+        chosen = device_constant(members, torch.int64, dk.device)
+        key_heads = tuple(head_ids[index] // group for index in members)
         index = device_constant(key_heads, torch.int64, dk.device)
         for whole, part in ((dk, own.dk), (dv, own.dv)):
             whole.index_add_(1, index, part.index_select(1, chosen))

@@ -65,9 +65,9 @@ def visible_range(
     spec.check_shape(shape)
     rows, keys = shape[2:]
     # For each query: its number in its document, the first key and the number of keys of that
-    # document, and the query's own place among them.
+    # document, and the query's own position among them.
     own = torch.arange(rows, dtype=torch.int32, device=device)
-    start, length, place = 0, keys, own + (keys - rows)
+    start, length, position = 0, keys, own + (keys - rows)
     if spec.documents is not None:
         cu_queries, cu_keys = spec.documents[:2]
         if cu_queries.device.type != own.device.type:
@@ -81,16 +81,16 @@ def visible_range(
         own = own - cu_queries[document]
         start = cu_keys[document]
         length = (cu_keys[following] - start) * present
-        place = own + length - (cu_queries[following] - cu_queries[document])
+        position = own + length - (cu_queries[following] - cu_queries[document])
     first, end = torch.zeros_like(own), torch.zeros_like(own) + length
     # No further than any key is.
     left, right = (min(n, rows + keys) for n in spec.window)
     if left >= 0:
-        first = first.maximum(place - left)
+        first = first.maximum(position - left)
     if right >= 0:
-        end = end.minimum(place + 1 + right)
+        end = end.minimum(position + 1 + right)
     if spec.causal is not False:
-        end = end.minimum((place if spec.causal is True else own) + 1)
+        end = end.minimum((position if spec.causal is True else own) + 1)
     first, end = (first + start).clamp_(0, keys), (end + start).clamp_(0, keys)
     return Visible(first, end.maximum(first))
 

@@ -221,10 +221,10 @@ class _Search:
             return [self._run("query", changed(factor)) for factor in factors]
 
     def _gradients(
-        self, side: Side, place: tuple[Any, ...], leaves: Iterable[Tensor], cotangent: Tensor
+        self, side: Side, index: tuple[Any, ...], leaves: Iterable[Tensor], cotangent: Tensor
     ) -> tuple[Tensor | None, ...]:
         def found() -> tuple[Tensor | None, ...]:
-            states, wanted = self._states[side][place], list(leaves)
+            states, wanted = self._states[side][index], list(leaves)
             return torch.autograd.grad(
                 states, wanted, cotangent, retain_graph=True, allow_unused=True
             )
@@ -332,8 +332,8 @@ class _Search:
         found: dict[str, list[tuple[Tensor, ...]]] = {}  # one of each head
         # Reduced head by head: all gradients together would be H times the size of the weights.
         for head in range(states.shape[1]) if leaves and states.requires_grad else ():
-            place = slice(None), head
-            gradients = self._gradients(side, place, leaves.values(), cotangents[place])
+            index = slice(None), head
+            gradients = self._gradients(side, index, leaves.values(), cotangents[index])
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     norms = (gradient.float().norm(dim=n).flatten() for n in range(gradient.ndim))
@@ -361,7 +361,7 @@ class _Search:
     def _input_axis(self, side: Side, name: str) -> int:
         """Returns the axis along which all gradients of one position have the input's direction."""
         shape = tuple(self.leaves[name].shape)
-        directions = _directions(self._gradients_at(side, name, *self._place(side, name)))
+        directions = _directions(self._gradients_at(side, name, *self._index_for(side, name)))
         axes = [axis for axis, found in directions.items() if found.is_input]
         # Of inputs that are unit vectors each position takes one entry.
         axes = axes or [axis for axis, found in directions.items() if found.is_entry]
@@ -376,7 +376,7 @@ class _Search:
             [name],
         )
 
-    def _place(self, side: Side, name: str) -> tuple[slice, list[Tensor]]:
+    def _index_for(self, side: Side, name: str) -> tuple[slice, list[Tensor]]:
         """Returns a position that depends on a parameter, and cotangents for it."""
         states = self._states[side].detach()
         tokens = states.shape[2]
@@ -386,8 +386,8 @@ class _Search:
         # The normalisation of a parameter itself shows most along the states.
         cotangents = [torch.copysign(self._noise(position), position) for _ in range(4)]
 
-        def depends(place: slice) -> bool:
-            return bool(self._gradients_at(side, name, place, cotangents[:1]).count_nonzero())
+        def depends(index: slice) -> bool:
+            return bool(self._gradients_at(side, name, index, cotangents[:1]).count_nonzero())
 
         first, last = largest, largest + 1
         # What is largest may be a key that is no projection.
@@ -399,14 +399,14 @@ class _Search:
         return slice(first, last), cotangents
 
     def _gradients_at(
-        self, side: Side, name: str, place: slice, cotangents: Iterable[Tensor]
+        self, side: Side, name: str, index: slice, cotangents: Iterable[Tensor]
     ) -> Tensor:
         """A parameter's gradients for cotangents of some positions, counted over all sequences."""
         states, leaf = self._states[side], self.leaves[name]
         found = []
         for cotangent in cotangents:
             given = torch.zeros_like(states).transpose(1, 2).flatten(0, 1)
-            given[place] = cotangent
+            given[index] = cotangent
             given = given.unflatten(0, (len(states), -1)).transpose(1, 2)
             (gradient,) = self._gradients(side, (...,), [leaf], given)
             found.append(torch.zeros_like(leaf) if gradient is None else gradient)
@@ -427,7 +427,7 @@ class _Search:
 
     def _is_table(self, side: Side, name: str) -> bool:
         """Whether a position takes one entry of a parameter, and multiplies nothing by it."""
-        found = _directions(self._gradients_at(side, name, *self._place(side, name)))
+        found = _directions(self._gradients_at(side, name, *self._index_for(side, name)))
         is_one = any(direction.is_entry for direction in found.values())
         return not any(one.is_input for one in found.values()) and (
             is_one or 1 in self.leaves[name].shape
@@ -437,14 +437,14 @@ class _Search:
         self, side: Side, matrix: str, axis: int, table: str
     ) -> Literal["input", "product"] | None:
         """Says to what of a matrix a table is added; None if it does more than that."""
-        place, cotangents = self._place(side, table)
+        index, cotangents = self._index_for(side, table)
         own, weight = self.leaves, self.leaves[matrix].detach().movedim(axis, -1)
         along = self._noise(weight.flatten(0, -2)[0])
 
         def gradients(weight: Tensor) -> Tensor:
             self.leaves = {**own, matrix: weight.movedim(-1, axis).requires_grad_()}
             self._states[side] = self._run(side, {})
-            return self._gradients_at(side, table, place, cotangents).flatten(1)
+            return self._gradients_at(side, table, index, cotangents).flatten(1)
 
         try:
             as_it_is, by_itself = gradients(weight), gradients(torch.zeros_like(weight))

@@ -74,8 +74,8 @@ class Schedule:
 
         So a network is met that trains in no sampled step.
         """
-        turn, place = divmod(step, self._cadence)
-        return self._cadence > 1 and place == 1 + turn % (self._cadence - 1)
+        turn, rest = divmod(step, self._cadence)
+        return self._cadence > 1 and rest == 1 + turn % (self._cadence - 1)
 
     def use(self, what: str) -> None:
         """Warns where something is called that belongs to a step, and none has begun."""

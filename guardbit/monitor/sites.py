@@ -457,13 +457,13 @@ def is_of_fabric(module: nn.Module) -> bool:
 def _wrapped_in(module: nn.Module) -> str | None:
     """Name of the child that a wrapper runs in its own place; None if the module is no wrapper."""
     kinds = {cls.__name__ for cls in type(module).__mro__}
-    places = _WRAPPERS if _HOLDERS.isdisjoint(kinds) else ("module",)
-    return next((place for place in places if place in module._modules), None)
+    names = _WRAPPERS if _HOLDERS.isdisjoint(kinds) else ("module",)
+    return next((name for name in names if name in module._modules), None)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while (place := _wrapped_in(model)) is not None:
-        model = model.get_submodule(place)
+    while (child := _wrapped_in(model)) is not None:
+        model = model.get_submodule(child)
     return model
 
 
@@ -471,8 +471,8 @@ def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
     """Yields each module that is not a wrapper, with a name that leaves out wrappers."""
     of_wrappers, taken = set[str](), set[str]()
     for full, module in model.named_modules():
-        if (place := _wrapped_in(module)) is not None:
-            of_wrappers.add(f"{full}.{place}".removeprefix("."))
+        if (child := _wrapped_in(module)) is not None:
+            of_wrappers.add(f"{full}.{child}".removeprefix("."))
             continue
         parts = full.split(".")
         heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -795,9 +795,9 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
 def matching(named: Collection[str], pattern: str) -> list[str]:
     """Returns the names that a pattern matches, as it is or else without names of wrappers."""
     parts = pattern.split(".")
-    places = [i for i, part in enumerate(parts) if part in _PLACES or (i, part) == (0, "*")]
-    for number in range(len(places) + 1):  # a part of the model may be called as a wrapper's is
-        for left in itertools.combinations(places, number):
+    indices = [i for i, part in enumerate(parts) if part in _PLACES or (i, part) == (0, "*")]
+    for number in range(len(indices) + 1):  # a part of the model may be called as a wrapper's is
+        for left in itertools.combinations(indices, number):
             one = ".".join(part for i, part in enumerate(parts) if i not in left)
             if found := [one] if one in named else fnmatch.filter(named, one):
                 return found

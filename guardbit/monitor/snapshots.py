@@ -75,20 +75,20 @@ class Snapshots:
         own, name = found.own_heads, found.name
         if len(own) != call.q.size(1):
             return
-        for place, head in enumerate(own):
+        for index, head in enumerate(own):
             key = name, head
             if key in self._wanted and key not in self._held and len(self._held) < _HEADS:
                 try:
-                    inputs = self._take(call, place, name)
+                    inputs = self._take(call, index, name)
                 except ValueError as error:
                     del self._wanted[key]  # the head is tried no more
                     self._note({"snapshots": f"head {head} of {name} is not kept: {error}"})
                 else:
                     self._held[key] = KeptHead(
-                        -1, name, head, call.stabilizers[place], inputs, call.kernel
+                        -1, name, head, call.stabilizers[index], inputs, call.kernel
                     )
 
-    def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
+    def _take(self, call: AttentionCall, index: int, site: str) -> HeadInputs:
         assert call.d_out is not None
         batch, _, length, _ = call.q.shape
         sequences = range(min(batch, max(1, ROWS // length)))
@@ -100,15 +100,15 @@ class Snapshots:
             of_rows += min(length, ROWS) * call.k.size(2) * call.spec.mask.element_size()
         self._check_room(len(sequences) * (whole + of_rows))
         directions = self._directions.get(site)
-        is_stock = call.stabilizers[place] == "none"
+        is_stock = call.stabilizers[index] == "none"
         # Of a stabilized head the out of the call is no output, and its dQ is cured.
         inputs = head_of_call(
-            call.q, call.k, call.v, call.d_out, call.spec, place,
+            call.q, call.k, call.v, call.d_out, call.spec, index,
             sequences=sequences,
             rows=rows,
             out=call.out if is_stock else None,
             dq=call.dq if is_stock else None,
-            direction=None if directions is None else directions[place].to(call.q.device),
+            direction=None if directions is None else directions[index].to(call.q.device),
         ).on_host()  # fmt: skip
         self._check_room(inputs.nbytes)
         return inputs

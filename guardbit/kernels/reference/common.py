@@ -43,10 +43,10 @@ class Dropout(NamedTuple):
         first = keys.start // 8
         groups = torch.arange(first, -(-keys.stop // 8), device=device)
         head_ids = torch.tensor(self.head_ids, dtype=torch.int64, device=device)
-        place = torch.arange(batch, device=device)[:, None] * self.num_heads + head_ids
+        index = torch.arange(batch, device=device)[:, None] * self.num_heads + head_ids
         zero = torch.zeros((), dtype=torch.int64, device=device)
         halves = random_halves(
-            self.philox_key, (groups, rows[:, None], place[..., None, None], zero)
+            self.philox_key, (groups, rows[:, None], index[..., None, None], zero)
         )
         tile = slice(keys.start - 8 * first, keys.stop - 8 * first)
         return halves.flatten(-2)[..., tile] >= self.threshold

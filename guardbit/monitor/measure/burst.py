@@ -72,7 +72,7 @@ class _Product(NamedTuple):
     rows: HeadRows
     weight: nn.Parameter
     heads: list[int]
-    places: Tensor  # the same, INT64 `(h,)`
+    head_index: Tensor  # the same, INT64 `(h,)`
     sigmas: Tensor  # FP64 `(h,)`
     along: Tensor  # FP64 `(h, d, C)`, u v^T / sigma
     gradients: Tensor  # FP64 `(h, d, C)`, that of the calls
@@ -82,7 +82,7 @@ class _Product(NamedTuple):
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """The heads' rows of the parameter, or of what has its shape, FP64 `(h, d, C)`."""
-        return self.rows.weights(tensor).index_select(0, self.places).double()
+        return self.rows.weights(tensor).index_select(0, self.head_index).double()
 
 
 class Burst:
@@ -289,8 +289,8 @@ class Burst:
         self._after[name] = (product.heads, product.weight._version), largest
         changes = (largest[0] / product.sigmas).log()
         changes = changes + torch.where(product.is_corrected, added, 0.0)
-        for place, head in enumerate(product.heads):
-            of_head = torch.stack([added[place], changes[place], proof[place]])
+        for index, head in enumerate(product.heads):
+            of_head = torch.stack([added[index], changes[index], proof[index]])
             self._series.setdefault((name, head), []).append(of_head)
         return None
 

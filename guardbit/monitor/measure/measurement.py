@@ -87,8 +87,8 @@ class Measurement:
             before = self._known if self._metric else {}
             metric = self._metric or AttentionMetric(self.plan.calls, 0, 0, call.q.device)
             self._known = known = self._count(self._instrumentation.sites)
-            places = [known[number].place if number in known else None for number in before]
-            self._metric = metric.on_table(places, list(known.values()))
+            rows = [known[number].row if number in known else None for number in before]
+            self._metric = metric.on_table(rows, list(known.values()))
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
         # It is unknown which heads these are, or they have changed since the sites were counted.
@@ -96,7 +96,7 @@ class Measurement:
             return
         if self.plan.norms:
             self._origins.consume(self._sites[call.site], call)
-        self._metric.update(site.place, self._view(call, site, own), own.start)
+        self._metric.update(site.row, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
         view = CallView(call, self._settings.num_rows, needs_shadow=self.plan.needs_shadow)
@@ -176,7 +176,7 @@ class Measurement:
         return [*kept, *samples_of(sent.scalars, map(float, numbers))]
 
     def of_all_ranks(self, sent: Sent | None) -> tuple[AttentionMetric | None, list[KnownSite]]:
-        """Returns what the calls of all ranks show, if all measured theirs, and the sites by place.
+        """Returns what the calls of all ranks show, if all measured theirs, and the sites by row.
 
         All ranks call it, with None where nothing has come.
         """
@@ -188,8 +188,8 @@ class Measurement:
         if metric is None:
             metric = AttentionMetric(self.plan.calls, 0, 0).on_table([], table)
         elif table != own:
-            places = {(site.name, site.num_heads): site.place for site in table}
-            metric = metric.on_table([places.get((x.name, x.num_heads)) for x in own], table)
+            rows = {(site.name, site.num_heads): site.row for site in table}
+            metric = metric.on_table([rows.get((x.name, x.num_heads)) for x in own], table)
         metric.reduce()
         return (metric if metric.sums.any() else None), table  # no rank may have called any
 
@@ -208,7 +208,7 @@ class Measurement:
             if site.is_sharded or site.name in sent.left_out:
                 continue
             for name, of_sites in measured.items():
-                values = of_sites[site.place, : site.num_heads]
+                values = of_sites[site.row, : site.num_heads]
                 values = values / site.copies if name in self.plan.totals else values
                 one = Sample(sent.step, site.name, site.layer, name, tuple(values.tolist()))
                 found += [one, *self._running_sums.follow(one)]
@@ -256,10 +256,10 @@ class Measurement:
         most = max((site.parts for site in sites.values()), default=1)
         return {
             site.number: KnownSite(
-                place, self._layers[name], name, site.num_heads, site.record.sharded is not None,
+                row, self._layers[name], name, site.num_heads, site.record.sharded is not None,
                 copies=most // site.parts,
             )
-            for place, (name, site) in enumerate(sites.items())
+            for row, (name, site) in enumerate(sites.items())
         }  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def largest(samples: Sequence[Sample]) -> dict[str, float]:
 class KnownSite(NamedTuple):
     """A site of the metric."""
 
-    place: int
+    row: int
     layer: int  # its number for readers
     name: str
     num_heads: int
@@ -301,7 +301,7 @@ def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:
         clash = any(taken.get(site.layer, site.name) != site.name for site in table)
         shift = max(taken, default=-1) + 1 if clash else 0
         for site in table:
-            site = site._replace(place=len(sites), layer=site.layer + shift)
+            site = site._replace(row=len(sites), layer=site.layer + shift)
             sites.setdefault(site.name, site)
     return list(sites.values())
 
@@ -391,8 +391,8 @@ class Transfer:
         self._numbers = [None if isinstance(v, Tensor) else float(v) for v in values]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
         # A GPU joins tensors of one dtype with a few kernels, but mixed ones with one kernel each.
-        self._order = sorted(range(len(tensors)), key=lambda place: str(tensors[place].dtype))
-        sent = [tensors[place].to(tensors[0].device) for place in self._order]
+        self._order = sorted(range(len(tensors)), key=lambda i: str(tensors[i].dtype))
+        sent = [tensors[i].to(tensors[0].device) for i in self._order]
         self._sizes = [tensor.numel() for tensor in sent]
         self._host, self._event = torch.empty(0, dtype=torch.float32, device="cpu"), None
         if sent:
@@ -471,8 +471,8 @@ class AttentionMetric:
             known = self.maxima[:, site, heads]
             known.copy_(torch.maximum(known, torch.stack(maxima).to(known.device)))
         if audits:
-            places = tuple(first + head for head in view.audited)
-            index = device_constant(places, torch.int64, self.sums.device)
+            numbers = tuple(first + head for head in view.audited)
+            index = device_constant(numbers, torch.int64, self.sums.device)
             of_audited = self.sums[-len(audits) :, site]
             of_audited.index_add_(1, index, torch.stack(audits).to(index.device))
 
@@ -491,13 +491,13 @@ class AttentionMetric:
             found |= probe.compute(state, loss_scale)
         return found
 
-    def on_table(self, places: Sequence[int | None], sites: Sequence[KnownSite]) -> AttentionMetric:
-        """Returns a metric with this one's results, with sites at other places."""
+    def on_table(self, rows: Sequence[int | None], sites: Sequence[KnownSite]) -> AttentionMetric:
+        """Returns a metric with this one's results, with sites at other rows."""
         num_heads = max((site.num_heads for site in sites), default=0)
         table = AttentionMetric(self.probes, len(sites), num_heads, self.sums.device)
         table.has_calls = self.has_calls
         heads = min(num_heads, self.shape[1])
-        for old, new in enumerate(places):
+        for old, new in enumerate(rows):
             if new is not None:
                 table.sums[:, new, :heads] = self.sums[:, old, :heads]
                 table.maxima[:, new, :heads] = self.maxima[:, old, :heads]

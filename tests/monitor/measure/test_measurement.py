@@ -112,4 +112,4 @@ def table(*names, first_layer=0):
 def test_the_sites_of_all_ranks_are_in_one_table(tables, expected):
     joined = joined_tables(tables)
     assert [(site.name, site.layer) for site in joined] == expected
-    assert [site.place for site in joined] == list(range(len(joined)))
+    assert [site.row for site in joined] == list(range(len(joined)))
