@@ -184,7 +184,7 @@ def test_rows_after_one_step(how, model, tiny, tokens, instrument):
         with pytest.raises(IndexError, match=r"it must be 0 to 3"):
             site.query_weight(head)
     for head in (1.5, None, "1"):
-        with pytest.raises(ValueError, match="expected a list of whole numbers"):
+        with pytest.raises(ValueError, match="it must be a list of whole numbers"):
             site.query_weight(head)
 
 
