@@ -30,11 +30,11 @@ class Indicator:
     meaning: str  # what the number is, in a few words
     unit: str = ""  # "" for a plain number or the unit of the model's own numbers
     is_signed: bool = False  # whether values below 0 count, so that it has no place on a log scale
-    # What is added to its values before a head is compared with its baseline; None where its size
+    # What is added to its values before a head is compared with its baseline; None if its size
     # does not show that a head diverges.
     floor: float | None = None
-    # The key under which its largest value in size, over all heads, reaches loggers; None where it
-    # does not. Stable, as dashboards are built on it.
+    # The key under which its largest value in size, over all heads, reaches loggers; None if it
+    # does not. Stable, because dashboards are built on it.
     logged_key: str | None = None
     sum_of: str | None = None  # whose running sum over the sampled steps it is, if it is one
 
@@ -183,7 +183,7 @@ CATALOG: tuple[Indicator, ...] = (
         probe="finite",
         label="tensors with NaN or infinity",
         meaning="the sum of 1 for q, 2 for k, 4 for v, 8 for O, 16 for dO, 32 for dQ, 64 for dK"
-        " and 128 for dV, of those that are not finite; recorded only where there are any",
+        " and 128 for dV, over the tensors that are not finite; recorded only if there are any",
     ),
     Indicator(
         name="loss",

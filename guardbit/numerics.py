@@ -1,6 +1,6 @@
 """Rounding to BF16 and FP16, and what it takes.
 
-Random numbers are those of Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1,
+Random numbers come from Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1,
 2, 3", SC 2011), the generator of Triton's `tl.philox`, so that a kernel and its oracle drop the
 same entries.
 """

@@ -1,6 +1,6 @@
 """Snapshots: inputs of a few heads at one step, in a file beside the telemetry.
 
-`snapshot-000001200.pt` holds those of step 1,200: a dict that `torch.load(weights_only=True)`
+`snapshot-000001200.pt` holds the inputs of step 1,200: a dict that `torch.load(weights_only=True)`
 reads, of plain Python and tensors only.
 """
 

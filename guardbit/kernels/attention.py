@@ -92,8 +92,8 @@ def flash_attention(
     one call after the other.
 
     With ``torch.compile(mode="reduce-overhead")`` attention runs between the CUDA graphs and can be
-    switched. In a graph captured by hand (``torch.cuda.graph``) the kernels are those of the
-    capture: a later switch does not reach it.
+    switched. A graph captured by hand (``torch.cuda.graph``) keeps the kernels that were captured:
+    a later switch does not reach it.
 
     Args:
         q: Queries `(B, H, N, D)`, BF16, FP16 or FP32, 16 <= D <= 256.

@@ -43,7 +43,7 @@ class Documents(NamedTuple):
 class AttentionSpec:
     """What a call asks for besides q, k and v.
 
-    A query sees a key if every field allows it. `guardbit.kernels.mask` alone defines what the
+    A query sees a key if every field allows it. Only `guardbit.kernels.mask` defines what the
     fields mean for single queries and keys.
     """
 

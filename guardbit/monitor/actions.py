@@ -3,7 +3,7 @@
 QK clip scales a head's W_Q and W_K so that its largest logit comes back to a bound. The rule is
 MuonClip's (arXiv 2507.20534): after an optimizer step a head whose largest logit S is above the
 bound has its logits scaled by bound / S, by the square root of that in W_Q and in W_K. S is of
-scale q k alone: no clip lowers what a mask or a position bias adds. Unlike a stabilizer a clip
+scale q k only: no clip lowers what a mask or a position bias adds. Unlike a stabilizer a clip
 changes the weights, and so the run. An optimizer that keeps copies of the weights in FP32, and
 writes them back, undoes it.
 """

@@ -31,7 +31,7 @@ _OTHER_WEIGHTS = (
 )
 _OTHER_SWITCHES = (
     "ranks have switched heads differently, so some of what they compute may not be corrected: load"
-    " states and call `switch` on all ranks alike, not in `on_alarm`, which rank 0 alone calls"
+    " states and call `switch` on all ranks alike, not in `on_alarm`, which only rank 0 calls"
 )
 # Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
 # differ by FP32's rounding, stages by their random weights, 1e-3 and more.

@@ -13,7 +13,7 @@ So the module is run again, and its behaviour decides:
    This settles `nn.Linear` against `Conv1D`, einsum projections in any order of axes and sizes
    that coincide; and a parameter that is rescaled before use (weight norm, spectral norm) fails
    it, because its gradient is not of that form.
-3. *Which rows.* A random projection of head h's q has a gradient on head h's rows alone. A norm
+3. *Which rows.* A random projection of head h's q has a gradient on head h's rows only. A norm
    over the full width couples the heads; then head h's rows are those that stand out clearly.
 4. *By value.* Negating the rows of some heads has to change these heads and no others.
 

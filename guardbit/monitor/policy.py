@@ -104,8 +104,8 @@ class Policy:
     cause in it, an error of dQ that adds up (`gradient_error`).
 
     The scope says what is switched when a head qualifies: "head", that head; "layer", all heads of
-    its attention module; "model", all heads of the model, with those of modules that are called
-    later as soon as they are known. Heads that somebody else has switched are left alone.
+    its attention module; "model", all heads of the model, including modules that are called later,
+    as soon as these are known. Heads that somebody else has switched are left alone.
 
     The scope widens where that is not enough, unless `escalate` is False: to the layer once three
     heads of it are alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was

@@ -2,7 +2,7 @@
 
 It knows no framework and has no console: callbacks drive it (`guardbit.callbacks`).
 
-What happens in a step: `begin_batch` says whether calls are to be seen, `_receive_call` measures
+What happens in a step: `begin_batch` says whether calls are observed, `_receive_call` measures
 them inside the backward, and `end_step` runs named stages (`Stages`), in three lists:
 1. `end_step`, after each step: what was not seen, and what ran otherwise than asked;
 2. `_measure`, after a sampled step: norms of weights are taken, and all numbers sent to the host;
@@ -10,7 +10,7 @@ them inside the backward, and `end_step` runs named stages (`Stages`), in three 
 What ranks exchange after a sampled step, in this order: which modules were not called ("uncalled"),
 whether stages are on ("agree"); in `_measure` weights that are sharded; in `_judge` the modules
 measured ("sites", "agree") and, if all ranks measured theirs, the sums of calls ("state of"), then
-samples ("known"); at last codes of weights, switches and events ("end") and, where those of events
+samples ("known"); at last codes of weights, switches and events ("end") and, if codes of events
 differ, the events ("events").
 """
 
@@ -716,7 +716,7 @@ class Session(Guarded):
 
         "stabilizers" is what is asked for. "all" holds the whole state; "running" in it is what the
         heads really ran in the latest step. If that cannot be collected, "stabilizers" stands
-        alone. A sampled step that is still to be judged is judged first, see `catch_up`.
+        alone. A sampled step that waits for its judgement is judged first, see `catch_up`.
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}

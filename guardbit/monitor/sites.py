@@ -216,7 +216,7 @@ class Site:
         """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained.
 
         Raises:
-            LayoutUnavailable: If they are no parameters of this rank alone, or the queries are
+            LayoutUnavailable: If they are not parameters of only this rank, or the queries are
                 normalised after them.
         """
         layout, weights = self._settled_layout()

@@ -43,8 +43,8 @@ UNREADABLE = (OSError, ValueError, OverflowError, RecursionError, MemoryError, p
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
 MAX_STEP = 2**53
-#: Most layers of a model and heads of a layer, eight times those of the largest models published
-#: (126 layers of 128 heads). Layers and heads count from 0.
+#: Most layers of a model and heads of a layer, eight times the largest published model (126 layers
+#: of 128 heads). Layers and heads count from 0.
 MAX_LAYERS = MAX_HEADS = 1024
 #: Most bytes of an event, and of an unpacked CSV.
 MAX_EVENT, MAX_CSV = 1 << 20, 8 << 30

@@ -1,7 +1,7 @@
 """Stabilized flash attention in plain torch: the oracle of the kernels, and the CPU backend.
 
 Tile by tile over the keys, with the roundings of FlashAttention-2 and no others. Arguments mean the
-same in all functions, and in those of `guardbit.kernels.device` of the same names; H is a multiple
+same in all functions, and in `guardbit.kernels.device` under the same names; H is a multiple
 of H_kv, C heads and R queries are wanted::
 
     q            (B, H, N, D), BF16, FP16 or FP32; any strides, as of all tensors

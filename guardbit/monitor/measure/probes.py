@@ -145,8 +145,8 @@ class _Statistic(NamedTuple):
     """How an indicator comes from rows."""
 
     reduce: Callable[[Any], Tensor]  # makes `(H,)` of a recomputation
-    # Whether `reduce` returns a sum, of which the indicator is the mean over the rows; otherwise it
-    # returns a maximum.
+    # Whether `reduce` returns a sum, which is divided by the number of rows; otherwise it returns a
+    # maximum.
     is_mean: bool = True
     needs_shadow: bool = True  # whether it takes a `Shadow`; otherwise a `RowMaxima` will do
 

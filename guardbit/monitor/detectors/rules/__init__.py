@@ -3,7 +3,7 @@
 What the rules' docstrings call "the sound runs" are eight recorded GPT-2-small runs that nothing is
 wrong with: compensated from the start, or at a rate of 6e-4 (`studies/rescue/results`). "The
 failing runs" are five of the same study whose loss departs. "The stable runs", "the failing run"
-and "the learning-rate runs" are older ones, of which the largest head of each layer was recorded
+and "the learning-rate runs" are older ones that recorded only the largest head of each layer
 (`tests/data/runs`).
 """
 

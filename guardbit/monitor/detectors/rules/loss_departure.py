@@ -21,7 +21,7 @@ class LossDeparture:
 
     Largest rise in the stable runs 0.33 nats (all at step 6,440, over the same hard batches), in
     the failing run 0.34; the learning-rate runs rise by 2.5 and 2.9, most of it before step 2,000.
-    Over 8 steps alone, a sound ViT that sees 16 images a step rose by 1.1 for a moment.
+    Over only 8 steps, a sound ViT that sees 16 images a step rose by 1.1 for a moment.
 
     Attributes:
         rise: Smallest rise that fires, in nats.

@@ -23,8 +23,8 @@ class ModelLogits:
     """The logits of the whole model run away: the learning rate's work, not one head's.
 
     Rounding fails in a single layer (section 3.2); at too high a rate all layers go at once. The
-    statistic is the lower quartile, over the layers that train, of what the largest logit is to its
-    first, on two samples in a row. First logits below 16 count as 16, see `FLAT`. Logits that a
+    statistic is the lower quartile, over the layers that train, of the largest logit over its first
+    value, on two samples in a row. First logits below 16 count as 16, see `FLAT`. Logits that a
     checkpoint brings along are a level: however large, they alarm nobody.
 
     Largest quartile in the stable runs 135 (in any three of their layers, taken for a model, 495),
