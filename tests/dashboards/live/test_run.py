@@ -25,6 +25,8 @@ def test_before_the_run_has_written_anything(tmp_path):
         state = state_of(watcher)
         assert (state["layers"], state["last_step"], state["worst"]) == (0, -1, [])
         assert state["status"]["samples"] is False and state["status"]["problem"] == ""
+        assert '<div class="part" id="lede"></div>' in state["main"]
+        assert "<script" not in state["main"], "what does not change is not sent again"
         json.dumps(state, allow_nan=False)
 
 
@@ -79,6 +81,7 @@ def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
     with recorder(tmp_path, start_step=40) as writer:
         writer.record(range(41, 71, 10))
         state = state_of(watcher)
+        assert state["main"] == state_of(LiveRun(tmp_path))["main"], "as if read only now"
     assert state["last_step"] == 61 and state["events"] == [] and watcher.row()["alarms"] == 0
     assert max(measured(watcher.page.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
 
