@@ -214,10 +214,6 @@ NAMES: dict[str, Private] = {
         ("torch._dynamo.trace_rules", "torch._dynamo.trace_rules.load_object"),
         "compiled models with attention inside a checkpoint may break their graph", (None, None),
     ),
-    "checkpoint_builder": Private(
-        ("torch._dynamo.variables.builder", "torch._dynamo.variables.builder.is_utils_checkpoint"),
-        "a checkpoint held in a partial breaks the graph", (None, None),
-    ),
     "comptime": Private(
         ("torch._dynamo.comptime.comptime",), "compiled calls are not watched", (_always(None),)
     ),

@@ -105,7 +105,7 @@ def everything_is_looked_up_anew(monkeypatch):
     caches = engines.engine_of, op._decoded, op._forbid_merging, of_libraries.parameters
     monkeypatch.setattr(tensors, "_promised", set())
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    _, take_back = install(monkeypatch)
+    take_back = install(monkeypatch)
     for one in caches:
         one.cache_clear()
     yield

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit import MonitorSession, read_events
@@ -23,9 +22,6 @@ from guardbit.records import Role
 #: Indicators that a run has no values of unless something may be wrong.
 OCCASIONAL = {"nonfinite", "rounding_share", "rounding_share_low", "rounding_share_high"}
 
-#: A module that gets functions of attention when a model is loaded.
-FILLED_LATER = "transformers.modeling_flash_attention_utils"
-
 
 def leave_out_modules() -> None:
     """Lets sessions pass over the modules that now hold no attention.
@@ -33,13 +29,9 @@ def leave_out_modules() -> None:
     There are thousands of them, and each of thousands of sessions would look through them twice.
     """
     everywhere = references._variables_of_modules
-    sought = {getattr(entry.owner, entry.name_there, None) for entry in ENTRY_POINTS} | {checkpoint}
+    sought = {getattr(entry.owner, entry.name_there, None) for entry in ENTRY_POINTS}
     sought = set(map(id, sought - {None}))
-    without = {
-        id(x): x
-        for x in everywhere()
-        if x.get("__name__") != FILLED_LATER and sought.isdisjoint(map(id, x.values()))
-    }
+    without = {id(x): x for x in everywhere() if sought.isdisjoint(map(id, x.values()))}
     references._variables_of_modules = lambda: (x for x in everywhere() if id(x) not in without)
 
 

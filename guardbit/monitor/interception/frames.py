@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from guardbit import private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import NO_SITE, number_of, runtime
+from guardbit.monitor.interception.references import is_calling
 
 #: Where an instrumented module keeps its `Place`.
 SITE_ATTRIBUTE = "_guardbit_site"
@@ -97,9 +98,13 @@ _LIBRARIES = tuple(
 def place_of_caller() -> str:
     """File and line of the innermost frame outside PyTorch and GuardBit."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    code = frame.f_code
+    while frame.f_back is not None and (
+        code.co_filename.startswith(_LIBRARIES) or is_calling(code)
+    ):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno}"
 
 
 def site_of(module: nn.Module) -> Tensor:

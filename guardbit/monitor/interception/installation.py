@@ -6,11 +6,10 @@ replaced when a model next begins to run, see `look_again`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
@@ -27,10 +26,19 @@ from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.interception.entry_points.base import EntryPoint, note_flash_call
 from guardbit.monitor.interception.errors import guarded, stand_in
 from guardbit.monitor.interception.frames import Frame, drop_all, drop_stale, frame_stack, pop, push
-from guardbit.monitor.interception.references import Change, Own, replace_others, replace_variables
+from guardbit.monitor.interception.references import (
+    PREFIX,
+    Change,
+    calling,
+    copy_of,
+    replace_others,
+    replace_variables,
+)
 from guardbit.monitor.interception.rerunning import probe
 
-original_checkpoint = torch.utils.checkpoint.checkpoint
+# Below what keeps the compiler out. It knows the function above by itself.
+_checkpoint = inspect.unwrap(torch.utils.checkpoint.checkpoint)
+original_checkpoint = copy_of(_checkpoint)
 
 # Where modules keep the hooks of their forward -> what is read there by code that looks at them.
 _HOOKS = {name: f"_guardbit{name}" for name in ("_forward_hooks", "_forward_pre_hooks")}
@@ -66,11 +74,7 @@ def _go_on_inside(site: Tensor, frame: Frame) -> None:
 _pop = guarded(pop)
 
 
-#: Stands in for PyTorch's function.
-checkpoint = functools.wraps(original_checkpoint)(
-    stand_in(SimpleNamespace(original=original_checkpoint), _before, original_checkpoint)
-)
-
+checkpoint = stand_in(SimpleNamespace(original=original_checkpoint), _before, None)
 
 # Who needs the stand-ins: a token of each instrumented model.
 _needed_by: set[object] = set()
@@ -104,16 +108,16 @@ def install(user: object) -> None:
     for owner, name, replacement in _effects():
         if hasattr(owner, name):
             _replace(owner, name, replacement)
-    _put_in_place(found, {original_checkpoint: checkpoint})
+    if original_checkpoint is not _checkpoint:
+        _give_code(_checkpoint, "checkpoint", checkpoint)
+    _put_in_place(found)
 
 
 def _effects() -> Iterator[tuple[Any, str, Any]]:
     """Yields all that is replaced in the process beside functions that models call, and where."""
     # The compiler looks functions up by name, and is to find PyTorch's and no stand-ins.
     rules, load = private.trace_rules
-    yield rules, "load_object", _loading_originals(load)
-    # It knows a checkpoint by itself; models of transformers hold it in a partial.
-    yield private.checkpoint_builder[0], "is_utils_checkpoint", _is_checkpoint
+    yield rules, "load_object", partial(_load_original, load)
     # TorchScript compiles a watched model without GuardBit's hooks.
     home, hook_stubs, *_ = private.torch_script
     yield home, "get_hook_stubs", partial(_hook_stubs_of_others, hook_stubs)
@@ -141,30 +145,31 @@ def _look_again() -> None:
     _num_imported = len(sys.modules)
     found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
     if found:
-        _put_in_place(found, {})
+        _put_in_place(found)
 
 
-def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
+def _put_in_place(found: list[EntryPoint]) -> None:
     _installed.extend(found)
-    attention = {}
     for entry in found:
-        if entry.put_in_place is not None:
-            _restore.append(entry.put_in_place())
+        if (undo := entry.prepare()) is not None:
+            _restore.append(undo)
+        if entry.gets_code:
+            _give_code(entry.function, entry.name, entry.stand_in)
             continue
-        attention[entry.original] = entry.stand_in
         if isinstance(entry.owner, type):
             _replace(entry.owner, entry.name_there, entry.stand_in)
-    _restore.extend(change.undo for change in replace_variables({**attention, **others}))
-    _restore.extend(change.undo for change in replace_others(attention, list(_own_dicts())))
+        change = entry.original, entry.stand_in
+        _restore.extend(each.undo for each in replace_variables(*change))
+        changes = replace_others(*change, vars(entry), vars(entry.stand_in))
+        _restore.extend(each.undo for each in changes)
 
 
-def _own_dicts() -> Iterator[dict[str, Any]]:
-    """Attributes of GuardBit's, and the compiler's table, that refer to originals and stay."""
-    yield getattr(private.trace_rules[0], "get_torch_obj_rule_map", dict)()
-    for entry in ENTRY_POINTS:
-        yield vars(entry)
-        yield vars(entry.stand_in)
-    yield vars(checkpoint)
+def _give_code(function: Any, title: str, ours: Callable[..., Any]) -> None:
+    """Lets a Python function call ours."""
+    name, names = PREFIX + re.sub(r"\W", "_", title), function.__globals__
+    _restore.append(partial(names.pop, name, None))
+    names[name] = ours
+    _replace(function, "__code__", calling(function.__code__, name))
 
 
 def hide_hooks(types: Iterable[type[nn.Module]]) -> None:
@@ -231,19 +236,9 @@ def _drop_graphs() -> None:
             reset(code)
 
 
-def _loading_originals(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    originals = {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
-    originals = Own({checkpoint: original_checkpoint, **originals})
-
-    def load_original(name: str) -> Any:
-        found = load(name)
-        return originals.get(found, found)
-
-    return load_original
-
-
-def _is_checkpoint(x: Any) -> bool:
-    return x is original_checkpoint or x is checkpoint
+def _load_original(load: Callable[[str], Any], name: str) -> Any:
+    found = load(name)
+    return next((e.original for e in ENTRY_POINTS if found is e.stand_in), found)
 
 
 def _hook_stubs_of_others(get: Callable[[nn.Module], Any], module: nn.Module) -> Any:
@@ -285,13 +280,14 @@ def restore() -> None:
     finally:
         # `from ... import` may have made references to the stand-ins in the meantime. Elsewhere
         # than in variables of modules a stand-in may stay: it hands all calls on.
-        originals = {e.stand_in: e.original for e in _installed if e.put_in_place is None}
-        replace_variables({checkpoint: original_checkpoint, **originals})
+        for entry in _installed:
+            if not entry.gets_code:
+                replace_variables(entry.stand_in, entry.original)
         drop_all()  # of a forward that was interrupted
         _installed.clear()  # last: as long as it holds something there is something to do
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    change = Change(owner, name, getattr(owner, name), replacement)
+    change = Change(owner, getattr(owner, name), replacement, name)
     _restore.append(change.undo)  # first: nothing can then fail between the two
     change.do()

@@ -1,11 +1,9 @@
-"""Models that call varlen_attn and the functions of flash_attn, by names they were imported under.
+"""Models that call varlen_attn and the functions of flash_attn, which they hold.
 
 The libraries are stood in for by `tests.flash_stand_in`, which rounds as they do.
 """
 
 import inspect
-import re
-import sys
 
 import torch
 from torch import nn
@@ -29,40 +27,30 @@ _GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn)
 
 
 def install(monkeypatch):
-    """Puts stand-ins in place; returns a module with their functions, and what takes them back."""
+    """Puts the stand-ins in place; returns what takes the kernels back."""
     take_back = flash_stand_in.install(monkeypatch)
     for entry in ENTRY_POINTS:
         if entry.home.startswith(("flash_attn", "transformer_engine")) or "kernels/" in entry.name:
             monkeypatch.setattr(entry, "original", None)
-    module = type(sys)("borrower")
-    for entry in LIBRARY:
-        assert entry.find()
-        setattr(module, by_name_of(entry), vars(sys.modules[entry.home])[entry.attribute])
-    monkeypatch.setitem(sys.modules, "borrower", module)
-    return module, take_back
+    assert all([entry.find() for entry in LIBRARY])
+    return take_back
 
 
 def by_name(name):
     return next(entry for entry in LIBRARY if entry.name == name)
 
 
-def by_name_of(entry):
-    return re.sub(r"\W", "_", entry.name)
-
-
 class Attention(nn.Module):
-    """Calls one of the functions, by the name it was imported under, with grouped keys."""
+    """Calls one of the functions, which it holds, with grouped keys."""
 
     def __init__(self, entry, documents=None, kv_heads=2, **options):
         super().__init__()
         self.kv_heads = HEADS if "qkv" in entry.name else kv_heads
         self.qkv = nn.Linear(64, WIDTH * (HEADS + 2 * self.kv_heads))
         self.name, self.documents, self.options = entry.name, documents, options
-        # Held, as code that imports it does: `sys.modules` has thousands for a compiler to guard.
-        self.borrower, self.function = sys.modules["borrower"], by_name_of(entry)
+        self.function = entry.function
 
     def forward(self, x):
-        function = getattr(self.borrower, self.function)
         heads = (HEADS, self.kv_heads, self.kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, WIDTH)).split(heads, -2)
         packed = []
@@ -84,7 +72,7 @@ class Attention(nn.Module):
         if self.name.startswith(("flash_attn.cute", "kernels/flash_attn_4")) and packed:
             starts = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             options, packed = {**options, **dict(zip(starts, packed, strict=True))}, []
-        out = function(*q, *k, *v, *packed, **options)
+        out = self.function(*q, *k, *v, *packed, **options)
         out = out[0] if isinstance(out, tuple) else out
         return out.reshape(*x.shape[:2], -1)
 

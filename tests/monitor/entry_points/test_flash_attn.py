@@ -41,7 +41,7 @@ def device(request, monkeypatch):
         request.getfixturevalue("installed")
         yield "cuda"
     else:
-        _, take_back = install(monkeypatch)
+        take_back = install(monkeypatch)
         yield "cpu"
         take_back()
 

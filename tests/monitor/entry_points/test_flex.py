@@ -459,11 +459,11 @@ def test_everything_is_given_back():
     code, operator = flex_attention.__code__, vars_of_operator()
     held = torch.compile(flex_attention, backend=BACKEND)
     with instrumented(Model(held, {})):
-        assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
+        assert flex_attention.__code__ is not code
         assert left_alone() == [], "a release that is known"
     assert flex_attention.__code__ is code
     assert vars_of_operator() == operator
-    assert "_guardbit_flex_attention" not in vars(home)
+    assert not [name for name in vars(home) if name.startswith("_guardbit")]
 
 
 def vars_of_operator():
@@ -536,5 +536,5 @@ def test_a_function_that_stands_in_its_place_is_no_original(kind, monkeypatch):
         assert of_any_arguments.__code__ is code
         assert all(map(torch.equal, step(model, inputs), before))
         assert list(inst.sites) == (["attention"] if is_found else [])
-        assert FLEX.original is (flex_attention if is_found else None)
+        assert (FLEX.original is not None) == is_found
     assert all(map(torch.equal, step(model, inputs), before))

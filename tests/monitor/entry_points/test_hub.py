@@ -8,7 +8,8 @@ import transformers
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import hub_kernels
 
-from tests.monitor.entry_points.library_models import LIBRARY, build, by_name, by_name_of, install
+from guardbit.monitor.interception.references import copy_of
+from tests.monitor.entry_points.library_models import LIBRARY, build, by_name, install
 from tests.monitor.entry_points.test_hugging_face_flash import LOADED, model_of, padded
 from tests.toys import instrumented
 
@@ -18,10 +19,10 @@ FUNC, BETA = "kernels/flash_attn_3.flash_attn_func", "flash_attn.cute.flash_attn
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     """The stand-ins; of flash_attn itself there are none here."""
-    borrower, take_back = install(monkeypatch)
+    take_back = install(monkeypatch)
     for entry in LIBRARY:
         monkeypatch.setattr(entry, "_others", {})
-    yield borrower
+    yield
     take_back()
 
 
@@ -48,14 +49,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_function_that_does_something_else_keeps_its_bits_and_is_refused(
-    case, libraries, tiny, monkeypatch
-):
+def test_a_function_that_does_something_else_keeps_its_bits_and_is_refused(case, tiny, monkeypatch):
     name, function, why = OTHERS[case]
     entry = by_name(name)
     monkeypatch.setitem(globals(), "_original", entry.original)
-    monkeypatch.setattr(entry, "original", function)
-    monkeypatch.setattr(libraries, by_name_of(entry), function)
+    monkeypatch.setattr(entry, "original", copy_of(function))
+    monkeypatch.setattr(entry, "function", function)
     model, x = build(entry)
     before = tiny.step(model, x)
     with instrumented(model) as inst:

@@ -29,7 +29,6 @@ from tests.monitor.entry_points.library_models import (
     WIDTH,
     build,
     by_name,
-    by_name_of,
     install,
 )
 from tests.oracle import dense, packed
@@ -37,35 +36,56 @@ from tests.toys import OCCASIONAL, instrumented
 
 
 @pytest.fixture(autouse=True)
-def borrower(monkeypatch):
-    """A module that has the functions by name, as users' have."""
-    module, take_back = install(monkeypatch)
-    yield module
+def libraries_stand_in(monkeypatch):
+    take_back = install(monkeypatch)
+    yield
     take_back()
 
 
 FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
 
 
-def test_stand_ins_take_what_the_functions_take_and_give_them_back(borrower, tiny):
-    def held():
-        there = [vars(sys.modules[entry.home])[entry.attribute] for entry in LIBRARY]
-        assert there == [getattr(borrower, by_name_of(entry)) for entry in LIBRARY]
-        return there
-
+def test_functions_stay_who_they_are_and_get_their_code_back(tiny):
+    held = [vars(sys.modules[entry.home])[entry.attribute] for entry in LIBRARY]
+    before = [(f.__code__, inspect.signature(f), inspect.getsource(f)) for f in held]
     with instrumented(tiny.GPT()):
-        assert held() == [entry.stand_in for entry in LIBRARY]
-        for entry in LIBRARY:
-            signature = inspect.signature(entry.stand_in)
-            assert signature == inspect.signature(entry.original), entry.name
-    assert held() == [entry.original for entry in LIBRARY]
+        assert held == [vars(sys.modules[entry.home])[entry.attribute] for entry in LIBRARY]
+        for function, (code, signature, source) in zip(held, before, strict=True):
+            assert function.__code__ is not code
+            assert inspect.signature(function) == signature
+            assert inspect.getsource(function) == source
+    assert [f.__code__ for f in held] == [code for code, *_ in before]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", [FUNC, VARLEN])
+def test_what_holds_a_function_or_was_compiled_before_calls_ours(name, tiny):
+    entry = by_name(name)
+    model, x = build(entry)
+    held = {model[0].function}
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter)
+    before, compiled = tiny.step(model, x), tiny.step(model, x, run=run)
+    graphs = counter.frame_count
+    for _ in range(2):
+        observed = []
+        with instrumented(model, observed.append) as inst:
+            assert held == {vars(sys.modules[entry.home])[entry.attribute]}
+            assert tiny.equal(tiny.step(model, x), before)
+            assert tiny.equal(tiny.step(model, x, run=run), compiled)
+            assert [call.q.size(1) for call in observed] == [4, 4]
+            inst.switch("0", "exact_delta")
+            assert not tiny.equal(tiny.step(model, x, run=run), compiled)
+        made = counter.frame_count
+        assert tiny.equal(tiny.step(model, x, run=run), compiled)
+        assert counter.frame_count == made > graphs, "its own graph is taken again"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "name", ["flash_attn.flash_attn_varlen_func", "flash_attn.flash_attn_func"]
 )
-def test_a_checkpointed_call_is_switched_and_keeps_its_bits(name, reentrant, borrower, tiny):
+def test_a_checkpointed_call_is_switched_and_keeps_its_bits(name, reentrant, tiny):
     model, x = build(by_name(name))
     model[0].options["dropout_p"] = 0.0
     x.requires_grad_()
@@ -84,7 +104,7 @@ def test_a_checkpointed_call_is_switched_and_keeps_its_bits(name, reentrant, bor
         assert not tiny.equal(switched, before)
 
 
-def test_dropout_is_watched_and_not_switched(borrower, tiny):
+def test_dropout_is_watched_and_not_switched(tiny):
     model, x = build(by_name(FUNC), dropout_p=0.3)
     before = tiny.step(model, x)
     with instrumented(model) as inst:
@@ -96,7 +116,7 @@ def test_dropout_is_watched_and_not_switched(borrower, tiny):
 
 
 @pytest.mark.parametrize("fails", ["_forward", "run_forward"])
-def test_a_second_try_drops_the_same_entries(fails, borrower, tiny, monkeypatch):
+def test_a_second_try_drops_the_same_entries(fails, tiny, monkeypatch):
     model, x = build(by_name(FUNC), dropout_p=0.3)
     before = tiny.step(model, x)
     inst = guardbit.instrument(model)
@@ -121,16 +141,16 @@ class Lengths(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.borrower = nn.Linear(64, 192), sys.modules["borrower"]
+        self.qkv = nn.Linear(64, 192)
+        self.attend = by_name("flash_attn.flash_attn_varlen_func").function
 
     def forward(self, x, starts, longest):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, WIDTH)).unbind(1)
-        attend = self.borrower.flash_attn_flash_attn_varlen_func
-        return attend(q, k, v, starts, starts, longest, longest, causal=True).flatten(1)
+        return self.attend(q, k, v, starts, starts, longest, longest, causal=True).flatten(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_lengths_that_vary_are_compiled_once_more_and_no_further(borrower, tiny):
+def test_lengths_that_vary_are_compiled_once_more_and_no_further(tiny):
     torch.manual_seed(0)
     model = Lengths().bfloat16()
     with instrumented(model) as inst:
@@ -150,9 +170,7 @@ def test_lengths_that_vary_are_compiled_once_more_and_no_further(borrower, tiny)
 
 
 @pytest.mark.parametrize("does_fail", [True, False])
-def test_a_kernel_that_cannot_be_called_is_left_to_the_library(
-    does_fail, borrower, tiny, monkeypatch
-):
+def test_a_kernel_that_cannot_be_called_is_left_to_the_library(does_fail, tiny, monkeypatch):
     """A release whose private functions mean something else must not end the training."""
     home = sys.modules["flash_attn_interface"]
     backward = home._flash_attn_backward
@@ -186,9 +204,9 @@ REFUSED = {
 }
 
 
-def test_how_the_work_is_spread_is_passed_on(borrower, tiny, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"num_splits": 2, "sm_margin": 8, "pack_gqa": True}])
+def test_how_the_work_is_spread_is_passed_on_if_a_call_says_so(options, tiny, monkeypatch):
     home, seen = sys.modules["flash_attn_interface"], []
-    options = {"num_splits": 2, "sm_margin": 8, "pack_gqa": True}
     model, x = build(by_name("flash_attn_interface.flash_attn_func"), **options)
     with instrumented(model) as inst:
         for name in ("_flash_attn_forward", "_flash_attn_backward"):
@@ -196,7 +214,7 @@ def test_how_the_work_is_spread_is_passed_on(borrower, tiny, monkeypatch):
 
             @functools.wraps(function)
             def noted(*args, _function=function, **named):
-                seen.append({key: named.get(key) for key in options})
+                seen.append({key: x for key, x in named.items() if key in libraries.SCHEDULING})
                 return _function(*args, **named)
 
             monkeypatch.setattr(home, name, noted)
@@ -205,11 +223,12 @@ def test_how_the_work_is_spread_is_passed_on(borrower, tiny, monkeypatch):
         seen.clear()
         tiny.step(model, x)
         assert inst.sites["0"].calls.refusal is None
-        assert seen == [options, {"num_splits": None, "sm_margin": 8, "pack_gqa": None}]
+        backward = {key: x for key, x in options.items() if key == "sm_margin"}
+        assert seen == [options, backward]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_understood_stays_with_the_library_and_is_said(case, borrower, tiny):
+def test_what_is_not_understood_stays_with_the_library_and_is_said(case, tiny):
     name, options, why = REFUSED[case]
     model, x = build(by_name(name), **options)
     before = tiny.step(model, x)
@@ -255,7 +274,7 @@ def test_what_a_call_asks_for_is_understood_by_name_and_by_place():
     assert (bound.library.deterministic, named.library.deterministic) == (False, True)
 
 
-def test_between_samples_nobody_waits_for_a_length_on_the_device(borrower, tmp_path, monkeypatch):
+def test_between_samples_nobody_waits_for_a_length_on_the_device(tmp_path, monkeypatch):
     model, x = build(by_name("flash_attn.flash_attn_varlen_func"))
     *starts, longest, _ = model[0].documents
     model[0].documents = (*starts, torch.tensor(longest), torch.tensor(longest))
@@ -275,7 +294,7 @@ def test_between_samples_nobody_waits_for_a_length_on_the_device(borrower, tmp_p
     assert set(steps) == {0, 4}
 
 
-def test_what_is_returned_besides_is_returned(borrower, tiny):
+def test_what_is_returned_besides_is_returned(tiny):
     entry = by_name("flash_attn.flash_attn_varlen_func")
     documents = packed([5, 3], [5, 3], "cpu")
     q = torch.randn(8, 4, 32).bfloat16().requires_grad_()
@@ -290,19 +309,19 @@ def test_what_is_returned_besides_is_returned(borrower, tiny):
 
     model, places = Calls(), (*documents[:2], 5, 5)
     wanted = {"return_aux": varlen.AuxRequest(lse=True)}
-    flash = borrower.flash_attn_flash_attn_varlen_func
+    flash = entry.function
     before = model(flash, *places, return_attn_probs=True)
     of_torch = model(varlen.varlen_attn, *places, **wanted)
     with instrumented(model) as inst:
         for function, options, expected in (
-            (borrower.flash_attn_flash_attn_varlen_func, {"return_attn_probs": True}, before),
+            (flash, {"return_attn_probs": True}, before),
             (varlen.varlen_attn, wanted, of_torch),
         ):
             found = model(function, *places, **options)
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected))
         (site,) = inst.sites.values()
-        assert site.record.entry == VARLEN and entry.original is flash
+        assert site.record.entry == VARLEN and entry.function is flash
 
 
 def measured(calls, num_heads=4):
@@ -313,7 +332,7 @@ def measured(calls, num_heads=4):
     return metric.measured()
 
 
-def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(borrower):
+def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one():
     """Each row counts once, and sees its own document's keys only."""
     entry = by_name(VARLEN)
     model, x = build(entry)
@@ -344,7 +363,7 @@ def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(bo
 
 @pytest.mark.parametrize("name", ["flash_attn.flash_attn_varlen_func", VARLEN])
 @pytest.mark.parametrize("lengths", [[9, 0, 1, 14, 0], [9, 0, 11]], ids=["whole", "padded"])
-def test_a_switched_site_comes_nearer_to_fp64_with_empty_documents(name, lengths, borrower):
+def test_a_switched_site_comes_nearer_to_fp64_with_empty_documents(name, lengths):
     entry = by_name(name)
     entry.find()
     model, x = build(entry, **{"num_splits": 1} if "num_splits" in entry.defaults else {})

@@ -33,7 +33,7 @@ FUSED = ENTRY_POINTS[-1]
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    _, take_back = install(monkeypatch)
+    take_back = install(monkeypatch)
     yield
     take_back()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import io
 import pickle
 import sys
@@ -33,9 +34,8 @@ def effects():
     config = torch._dynamo.config
     return (
         F.multi_head_attention_forward,
-        torch.utils.checkpoint.checkpoint,
+        inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__,
         torch._dynamo.trace_rules.load_object,
-        torch._dynamo.variables.builder.is_utils_checkpoint,
         torch.jit._recursive.get_hook_stubs,
         config.recompile_limit,
         config.accumulated_recompile_limit,
@@ -47,10 +47,11 @@ def effects():
 def test_removal_restores_everything(tiny, tokens):
     first, second = tiny.GPT(), tiny.GPT()
     before = [tiny.step(model, tokens) for model in (first, second)]
-    originals = effects()
+    originals, signature = effects(), inspect.signature(F.multi_head_attention_forward)
     states = state_of(first), state_of(second)
     one, two = guardbit.instrument(first), guardbit.instrument(second)
     assert all(now != was for now, was in zip(effects(), originals, strict=True))
+    assert inspect.signature(F.multi_head_attention_forward) == signature
     for model, expected in zip((first, second), before, strict=True):
         assert tiny.equal(tiny.step(model, tokens), expected)
     assert list(one.sites) == list(two.sites) == ["h.0.attn", "h.1.attn"]

@@ -278,7 +278,7 @@ UNMEASURED = {
 def libraries(monkeypatch):
     """The stand-ins; and FlexAttention's backward on the CPU, which PyTorch refuses by a check."""
     monkeypatch.setattr(flex_home, "_validate_device", lambda *_: None)
-    _, take_back = library_models.install(monkeypatch)
+    take_back = library_models.install(monkeypatch)
     yield
     take_back()
 

@@ -36,6 +36,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import is_autocast
 from guardbit.monitor.interception.errors import named, report, reporting, stand_in
 from guardbit.monitor.interception.frames import next_call
+from guardbit.monitor.interception.references import copy_of, is_calling
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import (
     CAPTURED,
@@ -106,13 +107,14 @@ class EntryPoint:
     bind: Callable[..., Bound | Refusal]  # what the arguments of a call ask for
     # The original's value, of out in the caller's layout, lse `(B, H, N)` and these arguments.
     returns: Callable[..., Any] = lambda out, *_, **__: out
-    # Installs the stand-in and returns what undoes it; None: wherever a reference to it is.
-    put_in_place: Callable[[], Callable[[], None]] | None = None
-    original: Callable[..., Any] | None = None  # None until its module is imported
+    # What computes as the function that people hold, None until its module is imported: a copy, if
+    # that gets other code, or else itself.
+    original: Callable[..., Any] | None = None
     # What is done in an eager call, see `guard.stand_in`; None for `before` below.
     before: Callable[[Args, Kwargs], Around | Result | None] | None = None
     traced: Callable[..., Any] | None = None  # what compilers trace; None for `call` below
     stand_in: Callable[..., Any] = field(init=False)
+    function: Callable[..., Any] | None = field(init=False)  # what people hold
 
     def __post_init__(self) -> None:
         made = stand_in(
@@ -120,6 +122,7 @@ class EntryPoint:
             self.before or functools.partial(before, self),
             self.traced or functools.partial(call, self),
         )
+        self.function = self.original
         self.stand_in = made = named(made, self.name_there, self.bind)
         made.__prepare_scriptable__ = lambda: self.original  # what TorchScript compiles
 
@@ -135,9 +138,21 @@ class EntryPoint:
         """Looks for the original unless it is known; returns whether it is known now."""
         if self.original is None:
             found = getattr(self.owner, self.name_there, None)
-            if found is not self.stand_in and self.is_genuine(found):
-                self.original = found
+            if self.is_genuine(found):
+                self.know(found)
         return self.original is not None
+
+    def know(self, function: Any) -> None:
+        self.function, self.original = function, copy_of(function)
+
+    @property
+    def gets_code(self) -> bool:
+        """Whether the function gets other code. Else the stand-in takes its place in holders."""
+        return self.function is not self.original
+
+    def prepare(self) -> Callable[[], None] | None:
+        """Puts in place what the stand-in needs, and returns what undoes it, if it does."""
+        return None
 
     def is_genuine(self, found: Any) -> bool:
         """Whether a function that stands in its place is the one that was written there."""
@@ -151,7 +166,7 @@ class EntryPoint:
             getattr(self.owner, self.name_there, None),  # pyright: ignore[reportArgumentType]
             stop=lambda f: not _written_as(f)[0].startswith(private.DYNAMO),
         )
-        if found is None or found is self.original or found is self.stand_in:
+        if found is None or found is self.function or found is self.stand_in:
             return None
         if self.original is None and self.is_genuine(found):
             return None
@@ -178,6 +193,8 @@ def is_genuine(function: Any, home: str) -> bool:
     file = getattr(sys.modules.get(home), "__file__", None)
     if code is None:
         return function is not None and _written_as(function)[0] == home
+    if is_calling(code):  # of another entry point's
+        return False
     return function.__module__ == home if file is None else code.co_filename == file
 
 

@@ -25,21 +25,18 @@ from guardbit.kernels import flex
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import base
+from guardbit.monitor.interception.references import copy_of
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
-
-# The name of our function in PyTorch's module meanwhile.
-_OURS = "_guardbit_flex_attention"
 
 _BLOCKS_ALONE = "its BlockMask has no mask_mod, and GuardBit does not read its blocks"
 
 # Place of `kernel_options` among the arguments.
 _OPTIONS = 8
 
-# PyTorch's function under other names, once it is known: one for calls outside sites, one for calls
-# at a site. Called eagerly, it compiles an inner function, and finds compiled graphs again by that
-# function's code. The compiler does not notice an added option, so calls at a site need other code.
-_plain: list[Callable[..., Any]] = []
+# PyTorch's function once more, for calls at a site. Called eagerly, it compiles an inner function,
+# and finds compiled graphs again by that function's code. The compiler does not notice an added
+# option, so calls at a site need other code.
 _of_site: list[Callable[..., Any]] = []
 
 
@@ -72,13 +69,13 @@ def bind(
 def _traced(*args: Any, **kwargs: Any) -> Any:
     taken = _at_site(base.observed(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
     if taken is None:
-        return _plain[0](*args, **kwargs)
+        assert FLEX.original is not None
+        return FLEX.original(*args, **kwargs)
     return _of_site[0](*taken.args, **taken.kwargs)
 
 
-def _before(args: Args, kwargs: Kwargs) -> Around:
-    taken = _at_site(base.observed_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
-    return Around(args, kwargs, function=_plain[0]) if taken is None else taken
+def _before(args: Args, kwargs: Kwargs) -> Around | None:
+    return _at_site(base.observed_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
 
 
 def _at_site(found: Any, site: Callable[[], Tensor], args: Args, kwargs: Kwargs) -> Around | None:
@@ -96,43 +93,10 @@ def _at_site(found: Any, site: Callable[[], Tensor], args: Args, kwargs: Kwargs)
     return None
 
 
-def _other_code(code: types.CodeType) -> types.CodeType:
-    """Makes code that calls our function and has the same parameters, which the compiler checks."""
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    positional, by_name = names[: code.co_argcount], names[code.co_argcount :]
-    parameters = ", ".join([*positional, *(["*", *by_name] if by_name else [])])
-    handed_on = ", ".join([*positional, *(f"{name}={name}" for name in by_name)])
-    source = f"def {code.co_name}({parameters}): return {_OURS}({handed_on})"
-    namespace: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), namespace)
-    return namespace[code.co_name].__code__
-
-
 def _anew(code: types.CodeType) -> types.CodeType:
     """Copies code, and the code of the functions in it, to new objects."""
     inside = tuple(_anew(x) if isinstance(x, types.CodeType) else x for x in code.co_consts)
     return code.replace(co_consts=inside)
-
-
-def _put_in_place() -> Callable[[], None]:
-    """Gives PyTorch's function other code; returns a function that undoes it."""
-    function = FLEX.original
-    assert isinstance(function, types.FunctionType)
-    code, names = function.__code__, function.__globals__
-    for holder, own in ((_plain, code), (_of_site, _anew(code))):
-        copied = flex.with_globals(function, names)
-        copied.__code__ = own
-        holder[:] = [copied]
-    remove_sibling = flex.install()
-    names[_OURS] = FLEX.stand_in
-    function.__code__ = _other_code(code)
-
-    def undo() -> None:
-        function.__code__ = code
-        names.pop(_OURS, None)
-        remove_sibling()
-
-    return undo
 
 
 def _is_genuine(found: Any) -> bool:
@@ -153,8 +117,15 @@ class _Flex(base.EntryPoint):
         if self.original is None and _HOME in sys.modules and self.why_left_alone() is None:
             with suppress(ValueError):  # a wrapper of itself
                 found = inspect.unwrap(getattr(sys.modules[_HOME], _ATTRIBUTE), stop=_is_genuine)
-                self.original = found if _is_genuine(found) else None
+                if _is_genuine(found):
+                    self.know(found)
+                    of_site = copy_of(found)
+                    of_site.__code__ = _anew(found.__code__)
+                    _of_site[:] = [of_site]
         return self.original is not None
+
+    def prepare(self) -> Callable[[], None]:
+        return flex.install()
 
 
 FLEX = _Flex(
@@ -162,7 +133,6 @@ FLEX = _Flex(
     home=_HOME,
     attribute=_ATTRIBUTE,
     bind=bind,
-    put_in_place=_put_in_place,
     before=_before,
     traced=_traced,
 )

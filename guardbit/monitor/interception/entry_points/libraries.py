@@ -9,7 +9,6 @@ know must have its default value, or the call stays with the library.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import sys
@@ -117,19 +116,15 @@ class LibraryEntryPoint(base.EntryPoint):
         return found is not None if self.is_of_hub else super().is_genuine(found)
 
     def find(self) -> bool:
-        was_known = self.original is not None
-        if self.is_of_hub and not was_known:
+        if self.is_of_hub and self.original is None:
             self.home = home_of(self.engine)
-        if not super().find():
-            return False
-        if not was_known:
-            assert self.original is not None
-            signature = inspect.signature(self.original)
-            self.defaults = {name: x.default for name, x in signature.parameters.items()}
-            self.missing = _ENGINES[self.engine, False].why_missing(self.is_packed)
-            # Callers inspect the signature.
-            functools.update_wrapper(self.stand_in, self.original, updated=())
-        return True
+        return super().find()
+
+    def know(self, function: Any) -> None:
+        super().know(function)
+        signature = inspect.signature(function)
+        self.defaults = {name: x.default for name, x in signature.parameters.items()}
+        self.missing = _ENGINES[self.engine, False].why_missing(self.is_packed)
 
     def given(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
@@ -211,7 +206,8 @@ class LibraryEntryPoint(base.EntryPoint):
             except RuntimeError as error:
                 return base.Refusal(f"PyTorch does not run it on one kernel: {error}", q, k)
         engine = _ENGINES[label, bool(asked.get("deterministic", False))]
-        scheduling = tuple(-1 if (x := given.get(name)) is None else int(x) for name in SCHEDULING)
+        chosen = [(given.get(name), self.defaults.get(name)) for name in SCHEDULING]
+        scheduling = tuple(-1 if x in (None, default) else int(x) for x, default in chosen)
         if max(scheduling) > -1:
             engine = library_engine(label, engine.deterministic, scheduling)
         # A length on the device makes the host wait, so it is read only if it is needed.
@@ -234,7 +230,7 @@ class LibraryEntryPoint(base.EntryPoint):
         # Libraries have LSE as `(B, H, N)`, or `(H, T)` for packed sequences.
         lse = lse.squeeze(0) if self.is_packed else lse
         if self.engine == "varlen_attn":
-            wanted = kwargs.get("return_aux")
+            wanted = self.given(args, kwargs).get("return_aux")
             return (out, lse) if wanted is not None and wanted.lse else out
         # The latter of early releases of FlashAttention 3.
         if self.engine.endswith("flash_attn_4") or "return_attn_probs" not in self.defaults:
@@ -263,7 +259,7 @@ class _Fused(LibraryEntryPoint):
     def find(self) -> bool:
         if self.original is None and self.owner is not None:
             # The class inherits it; as its own it can be replaced there.
-            self.original = self.owner.apply = self.owner.apply
+            self.function = self.original = self.owner.apply = self.owner.apply
             self.defaults = dict.fromkeys(list(parameters(self.owner.forward))[1:]) | _UNUSED
             self.missing = library_engine(self.engine, False).why_missing(is_packed=False)
         return self.original is not None
