@@ -87,12 +87,16 @@ def refusing() -> Iterator[None]:
         raise
 
 
-def _passes(error: Exception) -> bool:
-    """Whether an error is none of GuardBit's: an answer to the caller, or a checkpoint's.
+def _passing(error: Exception) -> BaseException | None:
+    """The error of a call that is none of GuardBit's: an answer to the caller, or a checkpoint's.
 
-    Activation checkpointing ends a recomputation by one, from within whatever saves a tensor.
+    Activation checkpointing ends a recomputation by one, from within whatever saves a tensor. If an
+    error of GuardBit's comes in its way, it is that error's context.
     """
-    return hasattr(error, _REFUSAL) or type(error).__module__ == "torch.utils.checkpoint"
+    if hasattr(error, _REFUSAL):
+        return error
+    found = error, error.__context__
+    return next((e for e in found if type(e).__module__ == "torch.utils.checkpoint"), None)
 
 
 def _nothing(*_: object, **__: object) -> None: ...
@@ -129,8 +133,9 @@ def _tried(
         try:
             return inside(*args, **kwargs)
         except Exception as error:
-            if _passes(error):
-                raise
+            passing = _passing(error)
+            if passing is not None:
+                raise passing from passing.__cause__
             _contained(error, contain)
     return otherwise(*args, **kwargs)
 

@@ -61,6 +61,7 @@ def test_every_method_that_training_calls_is_guarded(kind):
 
 def test_single_entries_are_guarded():
     of_ops = [installation.checkpoint, op._differentiable, op.run_forward, op.run_backward]
+    of_ops += [op._call_of_forward, op._call_of_backward]
     of_ops += [flex._begin, flex._lse_gradient, flex._observe]
     while_compilers_trace = [seen._drop_stale, seen._read_inputs, seen._read_call]
     assert unguarded([*of_ops, *while_compilers_trace]) == []
@@ -141,6 +142,20 @@ def test_an_answer_to_the_caller_passes():
     with pytest.raises(ValueError, match="cadence is 0"):
         made.refuse()
     assert made.told == []
+
+
+def test_a_checkpoint_ends_its_recomputation_though_an_error_comes_in_the_way():
+    ended, told = type("Ended", (Exception,), {"__module__": "torch.utils.checkpoint"})(), []
+
+    def recompute():
+        try:
+            raise ended
+        finally:
+            raise MemoryError("on purpose")
+
+    with pytest.raises(type(ended)) as raised:
+        guard.function(told.append)(recompute)()
+    assert raised.value is ended and told == []
 
 
 def test_an_error_of_who_is_told_stays_inside_and_a_void_object_does_nothing():

@@ -238,11 +238,13 @@ def _plain_spec(
     return AttentionSpec(scale, causal, None, dropout_p, window, softcap=softcap)
 
 
+@guard.again(runtime.tell_fault)
 def _call_of_forward(arguments: tuple[Any, ...]) -> Call:
     tensors, rest = arguments[:_NUM_TENSORS], arguments[_NUM_TENSORS:]
     return _unflattened(tensors, rest[:_NUM_NUMBERS], rest[_NUM_NUMBERS:])
 
 
+@guard.again(runtime.tell_fault)
 def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
     end = 1 + _NUM_TENSORS
     saved = Saved(*arguments[end : end + _NUM_SAVED])

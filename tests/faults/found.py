@@ -32,6 +32,9 @@ class Place(NamedTuple):
 _CALLED = "monitor/interception/entry_points"
 
 FOUND = (
+    # Training died: compiled, and where a checkpoint ended its recomputation.
+    Place("compiled", RecursionError, "kernels/op.py", "training, keeps_residual = own", 25),
+    Place("dropout", MemoryError, "monitor/interception/errors.py", "except BaseException:", 1),
     # Hooks and replaced functions stayed.
     Place("plain loop", SystemExit, "monitor/sites.py", "installation.install(", 0),
     Place("plain loop", MemoryError, "monitor/interception/installation.py", "_needed_by.add(", 0),
