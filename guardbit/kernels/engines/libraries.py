@@ -117,6 +117,10 @@ def call_library(function: Callable[..., Any] | None, **arguments: Any) -> Any:
     return function(**{**asked, **given})
 
 
+# As a number, for Dynamo, which cannot trace the enumeration's attributes.
+_CUDNN = SDPBackend.CUDNN_ATTENTION.value
+
+
 class Varlen(LibraryEngine):
     """PyTorch's flash kernels for packed sequences, without dropout."""
 
@@ -186,7 +190,7 @@ def varlen_runs_on_cudnn(
             raise RuntimeError("it takes scales above 0 only")
         given = query, key, value, cu_seq_q, cu_seq_k, max_q, window
         chosen = private.varlen_choice(*given, num_splits=num_splits)
-        return chosen == SDPBackend.CUDNN_ATTENTION.value
+        return chosen == _CUDNN
     if private.RELEASE >= (2, 14):
         given = query, key, value, max_q, window
         chosen = private.varlen_choice(*given, enable_gqa, num_splits=num_splits)
