@@ -45,6 +45,9 @@ _TRIES = 2
 # PyTorch 2.13 says that it is compiling until all is compiled, 2.11 only while it traces Python.
 _SAYS_TOO_LITTLE = private.RELEASE < (2, 13)
 
+# PyTorch's class of errors.
+_ENDS_RECOMPUTATION = "_StopRecomputationError"
+
 _REFUSAL, _GUARDED = "_guardbit_refuses", "_guardbit_guarded"
 
 
@@ -93,10 +96,12 @@ def _passing(error: Exception) -> BaseException | None:
     Activation checkpointing ends a recomputation by one, from within whatever saves a tensor. If an
     error of GuardBit's comes in its way, it is that error's context.
     """
-    if hasattr(error, _REFUSAL):
+    home, context = "torch.utils.checkpoint", error.__context__
+    if hasattr(error, _REFUSAL) or type(error).__module__ == home:
         return error
-    found = error, error.__context__
-    return next((e for e in found if type(e).__module__ == "torch.utils.checkpoint"), None)
+    # Other errors of a checkpoint's may be those that the caller is just handling.
+    is_ending = (type(context).__module__, type(context).__name__) == (home, _ENDS_RECOMPUTATION)
+    return context if is_ending else None
 
 
 def _nothing(*_: object, **__: object) -> None: ...

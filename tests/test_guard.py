@@ -145,7 +145,10 @@ def test_an_answer_to_the_caller_passes():
 
 
 def test_a_checkpoint_ends_its_recomputation_though_an_error_comes_in_the_way():
-    ended, told = type("Ended", (Exception,), {"__module__": "torch.utils.checkpoint"})(), []
+    ended, told = (
+        type("_StopRecomputationError", (Exception,), {"__module__": "torch.utils.checkpoint"})(),
+        [],
+    )
 
     def recompute():
         try:

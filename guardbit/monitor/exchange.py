@@ -104,7 +104,8 @@ class Exchange:
         modules = sorted(instrumentation.candidates)
         heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
         mine = Part(samples, refusals or {}, asked or {}, self._metadata, modules, heads)
-        unfound = {name: facts["weights_unavailable"] for name, facts in self._metadata.items()}
+        # Not why: each rank may have its own reason, as with the name of its device.
+        unfound = [n for n, known in self._metadata.items() if known["weights_unavailable"]]
         parts = ranks.of_each_part("known", mine, (heads, unfound))
         whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [], None)
         for part in reversed(parts):

@@ -178,7 +178,7 @@ function noteOf(events) {
 // --- links: #step=4450&head=2.6 --------------------------------------------------------------
 
 function link() {
-  const parts = [`step=${view.state.map.step}`];
+  const parts = view.step == null ? [] : [`step=${view.state.map.step}`];
   if (view.head) parts.push(`head=${view.head.layer}.${view.head.head}`);
   history.replaceState(null, "", `#${parts.join("&")}`);
 }
@@ -232,10 +232,10 @@ async function update() {
   if (found.version === view.version) return;
   const isFirst = view.version < 0;
   view.state = found;
-  view.version = found.version;
   takeOver(found.main);
   await drawRun();
   if (isFirst) await follow();
+  view.version = found.version;  // last: after an error all is asked for once more
   document.body.dataset.version = found.version;
 }
 

@@ -109,7 +109,7 @@ def install(user: object) -> None:
         if hasattr(owner, name):
             _replace(owner, name, replacement)
     if original_checkpoint is not _checkpoint:
-        _give_code(_checkpoint, "checkpoint", checkpoint)
+        _give_code(_checkpoint, original_checkpoint, "checkpoint", checkpoint)
     _put_in_place(found)
 
 
@@ -142,32 +142,32 @@ def look_again() -> None:
 @torch.compiler.disable()
 def _look_again() -> None:
     global _num_imported
-    _num_imported = len(sys.modules)
-    found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
-    if found:
-        _put_in_place(found)
+    now = len(sys.modules)
+    _put_in_place(entry for entry in ENTRY_POINTS if entry not in _installed and entry.find())
+    _num_imported = now  # last: after an error it looks once more
 
 
-def _put_in_place(found: list[EntryPoint]) -> None:
-    _installed.extend(found)
+def _put_in_place(found: Iterable[EntryPoint]) -> None:
     for entry in found:
         if (undo := entry.prepare()) is not None:
             _restore.append(undo)
         if entry.gets_code:
-            _give_code(entry.function, entry.name, entry.stand_in)
-            continue
-        if isinstance(entry.owner, type):
-            _replace(entry.owner, entry.name_there, entry.stand_in)
-        change = entry.original, entry.stand_in
-        _restore.extend(each.undo for each in replace_variables(*change))
-        changes = replace_others(*change, vars(entry), vars(entry.stand_in))
-        _restore.extend(each.undo for each in changes)
+            _give_code(entry.function, entry.original, entry.name, entry.stand_in)
+        else:
+            if isinstance(entry.owner, type):
+                _replace(entry.owner, entry.name_there, entry.stand_in)
+            change = entry.original, entry.stand_in
+            _restore.extend(each.undo for each in replace_variables(*change))
+            changes = replace_others(*change, vars(entry), vars(entry.stand_in))
+            _restore.extend(each.undo for each in changes)
+        _installed.append(entry)
 
 
-def _give_code(function: Any, title: str, ours: Callable[..., Any]) -> None:
+def _give_code(function: Any, original: Any, title: str, ours: Callable[..., Any]) -> None:
     """Lets a Python function call ours."""
     name, names = PREFIX + re.sub(r"\W", "_", title), function.__globals__
-    _restore.append(partial(names.pop, name, None))
+    # Another thread may have begun to run our code, so the name stays, for the original.
+    _restore.append(partial(names.__setitem__, name, original))
     names[name] = ours
     _replace(function, "__code__", calling(function.__code__, name))
 

@@ -51,14 +51,18 @@ def calling(code: types.CodeType, name: str) -> types.CodeType:
     given = [*given, *rest, *(f"{each}={each}" for each in by_name), *others]
     names: dict[str, types.FunctionType] = {}
     exec(f"def made({', '.join(taken)}): return {name}({', '.join(given)})", names)
-    same = "filename", "firstlineno", "name", "qualname", "posonlyargcount", "freevars"
+    same = "filename", "firstlineno", "name", "qualname", "posonlyargcount"
     return names["made"].__code__.replace(**{f"co_{x}": getattr(code, f"co_{x}") for x in same})
 
 
 def copy_of(function: Any) -> Any:
-    """Returns a Python function that does the same and keeps its code, or what was given."""
-    is_python = type(function) is types.FunctionType
-    return with_globals(function, function.__globals__) if is_python else function
+    """Returns a Python function that does the same and keeps its code, or what was given.
+
+    Other code has no free variables, for which the compiler looks in a frame, so a closure is
+    returned as it is.
+    """
+    is_plain = type(function) is types.FunctionType and not function.__code__.co_freevars
+    return with_globals(function, function.__globals__) if is_plain else function
 
 
 def is_calling(code: types.CodeType) -> bool:

@@ -40,7 +40,7 @@ def show(page, server):
 
 
 def wait_until_drawn(page):
-    wait(page, "document.body.dataset.version == view.version")
+    wait(page, "document.body.dataset.version == view.state.version")
 
 
 def text(page, selector):
