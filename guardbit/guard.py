@@ -45,8 +45,7 @@ _TRIES = 2
 # PyTorch 2.13 says that it is compiling until all is compiled, 2.11 only while it traces Python.
 _SAYS_TOO_LITTLE = private.RELEASE < (2, 13)
 
-# PyTorch's class of errors.
-_ENDS_RECOMPUTATION = "_StopRecomputationError"
+_CHECKPOINTS = "torch.utils.checkpoint"
 
 _REFUSAL, _GUARDED = "_guardbit_refuses", "_guardbit_guarded"
 
@@ -90,18 +89,18 @@ def refusing() -> Iterator[None]:
         raise
 
 
-def _passing(error: Exception) -> BaseException | None:
-    """The error of a call that is none of GuardBit's: an answer to the caller, or a checkpoint's.
+def _passes(error: Exception) -> bool:
+    """Whether an error is none of GuardBit's: an answer to the caller, or a checkpoint's.
 
-    Activation checkpointing ends a recomputation by one, from within whatever saves a tensor. If an
-    error of GuardBit's comes in its way, it is that error's context.
+    Activation checkpointing ends a recomputation by one, from within whatever saves a tensor.
     """
-    home, context = "torch.utils.checkpoint", error.__context__
-    if hasattr(error, _REFUSAL) or type(error).__module__ == home:
-        return error
-    # Other errors of a checkpoint's may be those that the caller is just handling.
-    is_ending = (type(context).__module__, type(context).__name__) == (home, _ENDS_RECOMPUTATION)
-    return context if is_ending else None
+    return hasattr(error, _REFUSAL) or type(error).__module__ == _CHECKPOINTS
+
+
+def _is_in_the_way(error: Exception) -> bool:
+    """Whether an error came while a checkpoint's, its context, was ending a recomputation."""
+    kind = type(error.__context__)  # others of a checkpoint may be what the caller is handling
+    return (kind.__module__, kind.__name__) == (_CHECKPOINTS, "_StopRecomputationError")
 
 
 def _nothing(*_: object, **__: object) -> None: ...
@@ -138,9 +137,11 @@ def _tried(
         try:
             return inside(*args, **kwargs)
         except Exception as error:
-            passing = _passing(error)
-            if passing is not None:
-                raise passing from passing.__cause__
+            if _passes(error):
+                raise
+            # No variable keeps it: with this frame it would hold tensors.
+            if error.__context__ is not None and _is_in_the_way(error):
+                raise error.__context__ from None
             _contained(error, contain)
     return otherwise(*args, **kwargs)
 
