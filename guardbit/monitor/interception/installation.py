@@ -280,8 +280,9 @@ def restore() -> None:
     finally:
         # `from ... import` may have made references to the stand-ins in the meantime. Elsewhere
         # than in variables of modules a stand-in may stay: it hands all calls on.
-        for entry in _installed:
-            if not entry.gets_code:
+        # An error may have left some in place of an entry that does not count as installed.
+        for entry in ENTRY_POINTS:
+            if entry.original is not None and not entry.gets_code:
                 replace_variables(entry.stand_in, entry.original)
         drop_all()  # of a forward that was interrupted
         _installed.clear()  # last: as long as it holds something there is something to do
