@@ -149,9 +149,8 @@ class Journal:
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
         self._is_hidden = False
-        self.own: list[
-            Event
-        ] = []  # only this rank's, if there are several, since the last exchange
+        # Only this rank's, if there are several, since the last exchange.
+        self.own: list[Event] = []
 
     def open(
         self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool

@@ -260,10 +260,8 @@ class Notices:
             " or trained without one; if networks take turns, try"
             f" every_n_train_steps={self._other_cadence}"
         )
-        if len(self._without_backward) >= MISSED_SAMPLES:
-            for one in (
-                self._without_backward if len(self._without_backward) == MISSED_SAMPLES else [step]
-            ):
+        if (count := len(self._without_backward)) >= MISSED_SAMPLES:
+            for one in self._without_backward if count == MISSED_SAMPLES else [step]:
                 self._none_called(one, why, "no backward")
 
     def end_samples(self) -> bool:

@@ -2,8 +2,8 @@
 
 An engine runs a forward, and a backward from a given O'. It calls PyTorch's or a library's own
 kernel with the arguments that the original function would pass, so its results equal that
-function bit for bit. `proof` tests whether the backward reads O for delta only; if not, the engine
-gets no O'.
+function's, bit for bit. `proof` tests whether the backward reads O for delta only; if not, the
+engine gets no O'.
 """
 
 from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs, state_bytes

@@ -25,7 +25,6 @@ from guardbit.kernels import flex
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import base
-from guardbit.monitor.interception.references import copy_of
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 
@@ -119,7 +118,7 @@ class _Flex(base.EntryPoint):
                 found = inspect.unwrap(getattr(sys.modules[_HOME], _ATTRIBUTE), stop=_is_genuine)
                 if _is_genuine(found):
                     self.know(found)
-                    of_site = copy_of(found)
+                    of_site = flex.with_globals(found, found.__globals__)
                     of_site.__code__ = _anew(found.__code__)
                     _of_site[:] = [of_site]
         return self.original is not None
