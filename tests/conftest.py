@@ -5,7 +5,9 @@ imported, by whatever test comes first, so it is chosen here.
 """
 
 import gc
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from guardbit.kernels.engines import proof as proofs
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+SENTENCES = Path(__file__).with_name("sentences.json")
+RECORDED = pytest.StashKey[dict]()
+
 # Tensors are small, and tests run side by side; so are the processes that tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,6 +33,36 @@ os.fsync = os.fstat
 # What is made while tests are collected, mostly modules, stays: a million objects that the garbage
 # collector need not look through again and again.
 gc.disable()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--record-sentences", action="store_true", help="replace the sentences of the files run"
+    )
+
+
+def pytest_configure(config):
+    config.stash[RECORDED] = {}
+
+
+@pytest.fixture
+def said(request):
+    """Compares a text with the one of the same key and file of tests in `sentences.json`.
+
+    Only the wording is compared: figures and names that make a sentence true need an assertion of
+    their own. `pytest --record-sentences FILE` records a file's sentences; read what changed.
+    """
+    file = request.path.relative_to(SENTENCES.parent).as_posix()
+    expected = json.loads(SENTENCES.read_text(encoding="utf-8")).get(file, {})
+    recorded = request.config.stash[RECORDED]
+
+    def compare(key, text):
+        if request.config.getoption("--record-sentences"):
+            recorded.setdefault(file, {})[key] = text
+        else:
+            assert text == expected.get(key)
+
+    return compare
 
 
 def pytest_collection_finish():
@@ -59,9 +94,13 @@ def autocast_is_left():
     assert num_open == 0
 
 
-def pytest_sessionfinish():
-    """Lets the interpreter tidy up as ever."""
+def pytest_sessionfinish(session):
+    """Records sentences if asked for, and lets the interpreter tidy up as ever."""
     gc.unfreeze()
+    if recorded := session.config.stash[RECORDED]:
+        sentences = json.loads(SENTENCES.read_text(encoding="utf-8")) | recorded
+        text = json.dumps(sentences, indent=1, sort_keys=True, ensure_ascii=False)
+        SENTENCES.write_text(text + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -130,10 +130,7 @@ def test_replay_of_recorded_runs(name, verdict, outcome, earliest, latest):
     }
 
 
-NO_RISK_KNOWN = "By its keys the model is of unknown risk: key_common_mode was not measured."
-
-
-def test_replay_in_words():
+def test_replay_in_words(said):
     result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
     assert result.exit_code == 0
     *table, outcome, verdict, advice, risk, _lacking = result.stdout.splitlines()
@@ -142,22 +139,15 @@ def test_replay_in_words():
     assert "h.2.attn" in table[1]
     steps = [int(line.split()[0].replace(",", "")) for line in table[1:]]
     assert steps == sorted(steps)
-    assert verdict == (
-        "Verdict by today's rules: unclear: what rounding adds to W_Q was not measured"
-    )
-    assert advice.startswith("Switch the alarmed heads")
-    assert risk == NO_RISK_KNOWN
+    said("below the table", "\n".join((verdict, advice, risk)))
 
 
-def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_run):
+def test_replay_of_a_folder_without_alarms_says_what_could_not_be_judged(small_run, said):
     result = invoke("replay", small_run)
     assert result.exit_code == 0
-    assert result.stdout.splitlines() == [
-        "Healthy: no alarm up to step 900",
-        "No action needed.",
-        NO_RISK_KNOWN,
-        "Not judged by gradient_error: the telemetry lacks dq_coherent_error",
-    ]
+    assert result.stdout.startswith("Healthy: no alarm up to step 900\n")
+    assert result.stdout.endswith("the telemetry lacks dq_coherent_error\n")
+    said("no alarms", result.stdout)
 
 
 def write_run(
