@@ -32,8 +32,10 @@ HEAD_COLUMNS = (
     "delta_bias_cumulative",
     "dq_relative_error",
 )
-#: Heads with alarms, and diagnosed ones, that are shown.
-_MOST_ALARMED, _MOST_DIAGNOSED = 40, 8
+#: Most heads with alarms that are shown.
+_MOST_ALARMED = 40
+#: Most diagnosed heads that are shown.
+_MOST_DIAGNOSED = 8
 
 #: A cell of two texts shows the second small below the first.
 Cell = str | tuple[str, str]

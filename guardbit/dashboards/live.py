@@ -43,9 +43,12 @@ from guardbit.store.files import names_of_runs
 
 log = logging.getLogger("guardbit")
 
-#: Seconds between two looks, between two searches for new runs, and between two updates of a page
-#: while a long run is read.
-LOOK_SECONDS, SEARCH_SECONDS, UPDATE_SECONDS = 1.0, 10.0, 1.0
+#: Seconds between two looks at a run's folder.
+LOOK_SECONDS = 1.0
+#: Seconds between two searches for new runs.
+SEARCH_SECONDS = 10.0
+#: Seconds between two updates of a page while a long run is read.
+UPDATE_SECONDS = 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
 SILENT_SECONDS = 120.0
 #: Steps that a page resolves, even.

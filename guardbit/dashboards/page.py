@@ -44,8 +44,10 @@ OVERLAYS = (
     ("max_logit", "Largest max logit", "largest logit"),
     ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
 )
-#: Heads named in the list of the worst, and drawn in a curve.
-_WORST, _DRAWN = 8, len(HIGHLIGHTS)
+#: Heads named in the list of the worst.
+_WORST = 8
+#: Heads drawn in a curve.
+_DRAWN = len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
 #: thousands of alarms.
 _MOST_EVENTS = 40
@@ -53,8 +55,10 @@ _MOST_EVENTS = 40
 _TYPICAL_HEADS = 1024
 #: Model maps of a report's player, evenly spread, beside those of the first alarm and switch.
 MAPS = 40
-#: Most characters of all maps together, and of all histories of single heads, worst heads first.
-MOST_OF_MAPS, MOST_OF_HEADS = 600_000, 1_500_000
+#: Most characters of all maps together.
+MOST_OF_MAPS = 600_000
+#: Most characters of all histories of single heads, worst heads first.
+MOST_OF_HEADS = 1_500_000
 #: What the page calls each indicator, and which are signed, so that no log scale fits them.
 CATALOG_OF_PAGES: Json = {
     one.name: {

@@ -39,9 +39,10 @@ FLOAT32 = 2.0**-24
 # Kernels may compute exponentials as polynomials, to what the format of P can tell: PyTorch's on
 # CPUs are 5.3e-5 off (2.13, AVX-512), FlashAttention-4's of degree 3 less than 1e-4.
 EXPONENTIAL = 1e-4
-# Roundings of a running sum in FP32: _STEPS, as it is rescaled once a tile, and one for every
-# _KEYS_A_STEP keys, as each thread of a tile sums a share of them.
-_STEPS, _KEYS_A_STEP = 64, 4
+# Roundings of a running sum in FP32 that is rescaled once a tile.
+_STEPS = 64
+# A further rounding for every so many keys: each thread of a tile sums a share of them.
+_KEYS_A_STEP = 4
 # Bounds are of first order in u; higher orders add less than this many u of them.
 _HIGHER_ORDERS = 8
 

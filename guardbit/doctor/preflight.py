@@ -52,8 +52,10 @@ _ADVICE = {
 }
 _OTHER = "Use another release of it, or F.scaled_dot_product_attention."
 
-# Bytes a score that an engine without tiles needs for a backward, and tensors that a call needs.
-_DENSE_BYTES, _TENSORS = 20, 24
+# Bytes a score that an engine without tiles needs for a backward.
+_DENSE_BYTES = 20
+# Tensors of the size of q that a call needs.
+_TENSORS = 24
 # Part of the free memory that is used.
 _PART = 0.5
 

@@ -22,30 +22,41 @@ _OF_FORWARD = sum(NONFINITE[name] for name in FORWARD)
 #: A head is named by the pair (layer, head), both counted from 0.
 Head = tuple[int, int]
 
-#: A loss has come back when the median of the last LOSS_SAMPLES is within COME_BACK nats of the
-#: smallest such median.
-LOSS_SAMPLES, COME_BACK = 8, 0.1
-#: It rises when the median of the last RISING_SAMPLES lies further above the smallest such median,
-#: and by BEYOND_SCATTER times their scatter: of many noisy losses some window is always low.
-RISING_SAMPLES, BEYOND_SCATTER = 50, 2.0
-#: It leaps if the median of the last LOSS_SAMPLES lies SURELY_ABOVE nats above the best, and LEAP
-#: times the scatter of neighbours, to which a climb adds little; before 50 samples nats suffice.
-SURELY_ABOVE, LEAP = 1.0, 6.0
+#: A loss has come back when the median of this many last samples is near the smallest such median.
+LOSS_SAMPLES = 8
+#: Nats that count as near.
+COME_BACK = 0.1
+#: A loss rises when the median of this many last samples lies further above the smallest one.
+RISING_SAMPLES = 50
+#: It must also rise by so many times their scatter: of many noisy losses some window is always low.
+BEYOND_SCATTER = 2.0
+#: Nats above the best median of LOSS_SAMPLES that are a leap; before RISING_SAMPLES they suffice.
+SURELY_ABOVE = 1.0
+#: Later a leap is so many times the scatter of neighbours, to which a climb adds little.
+LEAP = 6.0
 #: What a switch must stop.
 GROWING = ("w_q_spectral_norm", "max_logit")
-#: A fall needs FALL_AFTER last samples, all a tenth below the least of the FALL_BEFORE ones before
-#: the switch. Independent samples, however they scatter, look like that once in 3,003 times; 87
-#: recorded runs without a switch never do, at any step. Correlated samples wander, so they must
-#: lie as far below the least of LONG_BEFORE earlier ones, or below HALF of the FALL_BEFORE ones.
-FALL_BEFORE, FALL_AFTER, FALLEN = 8, 6, 0.9
-LONG_BEFORE, HALF = 64, 0.5
-#: An error is gone if the median of AUDITS audits before the switch finds at least WRONG of dQ
-#: wrong (which the rule `gradient_error` tolerates), and every one after it at most LEFT of that.
-WRONG, LEFT, AUDITS = 0.1, 0.25, 3
+#: A fall needs FALL_AFTER last samples that are all at most FALLEN times the least of the
+#: FALL_BEFORE ones before the switch. Independent samples, however they scatter, look like that
+#: once in 3,003 times; 87 recorded runs without a switch never do, at any step.
+FALL_BEFORE = 8
+FALL_AFTER = 6
+FALLEN = 0.9
+#: Correlated samples wander, so a fall must also be as far below the least of this many earlier
+#: samples, or below HALF of the FALL_BEFORE ones.
+LONG_BEFORE = 64
+HALF = 0.5
+#: Audits before the switch whose median says how wrong dQ was.
+AUDITS = 3
+#: The least part of dQ that counts as wrong: the rule `gradient_error` tolerates less.
+WRONG = 0.1
+#: An error is gone if every audit after the switch finds at most this part of it.
+LEFT = 0.25
 #: Mean entropy below which the exact dQ has vanished, so that its relative error says nothing.
 SATURATED = 2.0**-9
-#: How many samples of a module are kept, of each of these indicators.
-_KEPT, _KEPT_OF = 512, frozenset({*GROWING, "dq_coherent_error", "attention_entropy"})
+#: Most samples of a module that are kept of each indicator in `_KEPT_OF`.
+_KEPT = 512
+_KEPT_OF = frozenset({*GROWING, "dq_coherent_error", "attention_entropy"})
 #: Rounding's share of what a head's W_Q norm does, and the ends of its interval.
 SHARES = of_probe("burst")
 #: Indicators of heads in steps that do not call them.
@@ -54,7 +65,8 @@ _OF_WEIGHTS = frozenset({*of_probe("weights"), *SHARES})
 #: `key_common_mode` was above AT_RISK were at risk, kinds below HARDLY_AT_RISK hardly
 #: (studies/rescue/README.md).
 RISK_STEP = 2000
-AT_RISK, HARDLY_AT_RISK = 0.94, 0.7
+AT_RISK = 0.94
+HARDLY_AT_RISK = 0.7
 
 
 class Nonfinite(NamedTuple):

@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 BACKENDS = ("auto", "torch", "triton")
 
-#: The head sizes that the kernels are written for; plain torch takes all.
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+#: The smallest and the largest head size that the kernels are written for; plain torch takes all.
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 256
 
 # Compute capability from which on the Triton kernels are compiled and tested: BF16 products.
 _OLDEST_CAPABILITY = (8, 0)

@@ -46,15 +46,18 @@ MAX_STEP = 2**53
 #: Most layers of a model and heads of a layer, eight times the largest published model (126 layers
 #: of 128 heads). Layers and heads count from 0.
 MAX_LAYERS = MAX_HEADS = 1024
-#: Most bytes of an event, and of an unpacked CSV.
-MAX_EVENT, MAX_CSV = 1 << 20, 8 << 30
+#: Most bytes of an event.
+MAX_EVENT = 1 << 20
+#: Most bytes of an unpacked CSV.
+MAX_CSV = 8 << 30
 #: Most bytes of the file in which `guardbit diagnose` keeps its answer.
 MAX_DIAGNOSIS = 64 << 20
 #: Most rows of a segment: a row of a CSV has some 32 bytes.
 MAX_ROWS = MAX_CSV // 32
-#: From this number of rows on a segment needs a byte for every four. Values, which are measured,
-#: take eight bytes each before they are packed, and several after.
-MANY_ROWS, ROWS_PER_BYTE = 1_000_000, 4
+#: From this number of rows on a segment needs a byte for every ROWS_PER_BYTE. Values, which are
+#: measured, take eight bytes each before they are packed, and several after.
+MANY_ROWS = 1_000_000
+ROWS_PER_BYTE = 4
 
 #: Why rows are left out.
 OUT_OF_BOUNDS = (
@@ -62,8 +65,12 @@ OUT_OF_BOUNDS = (
     f"{MAX_HEADS - 1}"
 )
 
-#: How deep runs are searched below a folder, how many are listed, and how many an error names.
-_DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
+#: How many folders below a folder runs are searched.
+_DEEPEST_RUN = 4
+#: Most runs that are listed.
+_MOST_RUNS = 1000
+#: Most runs that an error names.
+_NAMED_RUNS = 5
 
 #: Names that Lightning's loggers give to a folder of any run.
 _NUMBERED = re.compile(r"(version_\d+|lightning_logs)(/|$)")

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from guardbit import read_events, read_run
-from guardbit.monitor.detectors import RESTLESS, Detectors, HeadGrowth
+from guardbit.monitor.detectors import Detectors, HeadGrowth
+from guardbit.monitor.detectors.detector import RESTLESS
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role, Sample
 from tests.monitor.session.plain_loop import Loop

@@ -50,7 +50,9 @@ MOST_LINES = 6
 MOST_MARKERS = 80
 
 #: 1,000 pixels wide at 100 dots an inch; 10 points are then 14 pixels.
-WIDTH, PANEL_HEIGHT = 10.0, 3.0
+WIDTH = 10.0
+#: Inches.
+PANEL_HEIGHT = 3.0
 #: Inches around the panels, the same in every figure, so that steps stand below one another; the
 #: right margin holds the names of the lines, a colour bar or a second axis.
 LEFT, RIGHT, TOP, BOTTOM, BETWEEN, LEGEND = 1.15, 1.5, 0.9, 0.6, 0.45, 0.3

@@ -18,15 +18,19 @@ from guardbit.numerics import decode_residual, round_nearest
 TERMS = 3
 
 #: A row keeps its O where its terms would miss delta by more than MISS |delta|, which no row does
-#: that FP16 and BF16 have room for, and by more than SMALLEST_MISS times the largest |dO|, a whole
-#: step of FP16's smallest numbers.
-MISS, SMALLEST_MISS = 2.0**-8, 2.0**-24
+#: that FP16 and BF16 have room for, and by more than SMALLEST_MISS times the largest |dO|.
+MISS = 2.0**-8
+#: A whole step of FP16's smallest numbers.
+SMALLEST_MISS = 2.0**-24
 
 #: Only a row's first FIRST_COLUMNS columns carry delta if their terms miss it by at most the
-#: larger of ENOUGH |delta| and HALF_STEP times the third largest |dO| among them, half a step of
-#: FP16's smallest numbers. Looking for the three largest of a whole row took 0.7 of the time of
-#: delta itself, at 1,024 keys of 128 features on an H200.
-FIRST_COLUMNS, ENOUGH, HALF_STEP = 8, 2.0**-23, 2.0**-25
+#: larger of ENOUGH |delta| and HALF_STEP times the third largest |dO| among them. Looking for the
+#: three largest of a whole row took 0.7 of the time of delta itself, at 1,024 keys of 128 features
+#: on an H200.
+FIRST_COLUMNS = 8
+ENOUGH = 2.0**-23
+#: Half a step of FP16's smallest numbers.
+HALF_STEP = 2.0**-25
 
 
 class Carried(NamedTuple):

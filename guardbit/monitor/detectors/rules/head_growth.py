@@ -93,10 +93,12 @@ def restart(state: State, site: str, heads: tuple[int, ...]) -> None:
                 begun[head] = now[head]
 
 
-#: Growth that no lead counts: a multiple of the typical head's, and e-folds in 1,000 steps. Logits
-#: are single rows' extremes, and walk further by themselves.
+#: Growth over the typical head's, from which on it counts as a lead.
 OVER_PEERS = 2.5
-NORM_DRIFT, LOGIT_DRIFT = 0.05, 0.3
+#: E-folds in 1,000 steps that are no lead.
+NORM_DRIFT = 0.05
+#: The same of logits, which are single rows' extremes and walk further by themselves.
+LOGIT_DRIFT = 0.3
 
 
 @dataclass(frozen=True, slots=True)
