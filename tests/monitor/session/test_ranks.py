@@ -1,7 +1,10 @@
-"""Sessions of two ranks: both judge the same samples, and heads that they exchange are told."""
+"""Sessions of two ranks: both judge the same samples, and heads that they exchange are told.
 
-import sys
+The two processes are started once, and run each function of `SCENARIOS`; tests read what they kept.
+"""
+
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -35,9 +38,7 @@ from tests.toys import Attention
 ELSEWHERE = "the stage failed on another rank"
 
 
-def two_ranks(folder, module, function):
-    begin("cpu")
-    rank = torch.distributed.get_rank()
+def an_error(owner, name, folder, rank, patch):
     loop = Loop(
         rules=(LoudRow(),),
         policy=Policy("compensated", scope="head"),
@@ -45,9 +46,9 @@ def two_ranks(folder, module, function):
     )
     for step in range(6):
         if rank == 1 and step == 2:
-            setattr(sys.modules[module], function, fail)
+            patch.setattr(owner, name, fail)
         if rank == 1 and step == 3:
-            weights.spectral_norms = fail
+            patch.setattr(weights, "spectral_norms", fail)
         with loop.session.step(step) as record:
             # Only rank 1 sees the loud rows.
             x = torch.full((1 + rank, 12, 32), 0.1) * (1 + 9 * rank)
@@ -57,21 +58,15 @@ def two_ranks(folder, module, function):
     stabilizers = loop.session.instrumentation.stabilizers()
     detectors = loop.session.state_dict()["all"][0]["detectors"]
     loop.session.close()
-    found = [stabilizers, sorted(loop.session.stages_off), detectors]
-    keep(folder, ["found"], lambda *_: found)
+    return stabilizers, sorted(loop.session.stages_off), detectors
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [(dispatch.__name__, "delta_bias"), (measurement.__name__, "device_constant")],
-    ids=["in a call", "as it is added up"],
-)
-def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
-    launch(two_ranks, 2, tmp_path, *broken)
-    zero, one = seen(tmp_path / "found")
+@pytest.mark.parametrize("scenario", ["an error in a call", "an error as it is added up"])
+def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(of_ranks, scenario):
+    run, (zero, one) = of_ranks(scenario)
     assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
     assert zero[1] == one[1] == ["capture", "metrics"]
-    errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
+    errors = events_of(run, "monitor_error")[["step", "why"]].to_numpy().tolist()
     # Rank 1 tries both again in the next sample; metrics fail after ranks have agreed on a sample.
     assert [[step, why.partition(",")[0].partition(";")[0]] for step, why in errors] == [
         [2, f"capture: {ELSEWHERE}"],
@@ -80,10 +75,10 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
         [5, f"metrics: {ELSEWHERE}"],
     ]
     assert zero[2] == one[2], "the losses too, of which each rank has its own"
-    assert values(tmp_path / "run", "loss") == dict.fromkeys(range(6), 0.0), "rank 0's"
+    assert values(run, "loss") == dict.fromkeys(range(6), 0.0), "rank 0's"
     # Where one rank cannot measure, as at step 2, none does, and nobody waits for it for ever.
-    assert sampled(tmp_path / "run") == [0, 1]
-    assert sorted(values(tmp_path / "run", "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]
+    assert sampled(run) == [0, 1]
+    assert sorted(values(run, "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]
     # Rank 0 alone would have seen nothing loud.
     with torch.no_grad():
         x = 0.1 + 0.01 * torch.arange(12)[:, None].expand(1, 12, 32)
@@ -92,88 +87,82 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
         q, k, _ = (y.float() for y in layer.project(x.bfloat16()))
         largest = (q @ k.mT / 4).max().item()
     assert largest < LOUD / 10
-    assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
+    assert events_of(run, "switch").step.tolist() == [0]
 
 
-def in_float32(folder):
-    begin("cpu")
+def in_float32(folder, rank, patch):
     loop = Loop(rules=(Always(),), policy=Policy("compensated"), dirpath=folder / "run")
     loop.model.float()
     for step in range(3):
         # Rank 1 makes its first call at the second step.
         with loop.session.step(step):
-            if dist.get_rank() < 1 or step:
+            if rank < 1 or step:
                 loop.model(torch.randn(2, 12, 32)).square().mean().backward()
     asked = loop.session.instrumentation.asked()
     loop.session.close()
-    keep(folder, ["found"], lambda *_: [asked, sorted(loop.session.stages_off)])
+    return asked, sorted(loop.session.stages_off)
 
 
-def test_ranks_that_run_in_float32_switch_nothing(tmp_path):
-    launch(in_float32, 2, tmp_path)
-    for asked, off in seen(tmp_path / "found"):
+def test_ranks_that_run_in_float32_switch_nothing(of_ranks):
+    run, found = of_ranks("in float32")
+    for asked, off in found:
         assert (asked, off) == ({SITES[0]: ["none"] * 2, SITES[1]: ["none"] * 4}, [])
-    assert "runs in float32" in events_of(tmp_path / "run", "refusal").why.iloc[0]
+    assert "runs in float32" in events_of(run, "refusal").why.iloc[0]
 
 
-def without_weights(folder, lost):
-    begin("cpu")
-    if dist.get_rank() == lost:
-        sites.settle = fail
+def without_weights(lost, folder, rank, patch):
+    if rank == lost:
+        patch.setattr(sites, "settle", fail)
     with logged() as lines:
         loop = Loop(dirpath=folder / "run")
         loop.run(range(2))
-    keep(folder, ["told"], lambda *_: lines)
+    return lines
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_rank_0_says_of_which_module_some_ranks_find_no_weights(tmp_path, lost):
-    launch(without_weights, 2, tmp_path, lost)
+def test_rank_0_says_of_which_module_some_ranks_find_no_weights(of_ranks, lost):
+    run, lines = of_ranks(f"without weights of rank {lost}")
     why = "the module could not be run by itself: on purpose"
-    told = [line for _, line in seen(tmp_path / "told")[0] if "unavailable" in line]
+    told = [line for _, line in lines[0] if "unavailable" in line]
     assert len(told) == 1 and told[0].endswith(f"{', '.join(SITES)}: on some ranks: {why}")
-    for name, known in read_metadata(tmp_path / "run")["sites"].items():
+    for name, known in read_metadata(run)["sites"].items():
         of_site = f"W_Q of site '{name}' is unavailable: {why}"
         assert known["weights_unavailable"] == f"on some ranks: {of_site}"
-    assert sorted(values(tmp_path / "run", "w_q_spectral_norm", SITES[0])) == [0, 1], "a rank's"
+    assert sorted(values(run, "w_q_spectral_norm", SITES[0])) == [0, 1], "a rank's"
 
 
-def parting(folder):
-    begin("cpu")
+def parting(folder, rank, patch):
     loop = Loop(dirpath=folder / "run")
     for step in range(4):
-        if dist.get_rank() == 1 and step == 2:
-            exchange.Part = fail  # between two exchanges of a sample
+        if rank == 1 and step == 2:
+            patch.setattr(exchange, "Part", fail)  # between two exchanges of a sample
         with loop.session.step(step) as record:
             record.loss(loop.backward(step))
     loop.session.close()
-    keep(folder, ["found"], lambda *_: loop.session.judgement.headline)
+    return loop.session.judgement.headline
 
 
-def test_ranks_that_part_in_a_sample_are_lost_and_train_on(tmp_path):
-    launch(parting, 2, tmp_path)
-    for headline in seen(tmp_path / "found"):
+def test_ranks_that_part_in_a_sample_are_lost_and_train_on(of_ranks):
+    for headline in of_ranks("parting")[1]:
         assert "from step 2 on, because the monitor is off, training goes on" in headline
 
 
-def unreadable(folder):
-    begin("cpu")
-    rank = dist.get_rank()
+def unreadable(folder, rank, patch):
     loop = Loop(dirpath=None if rank else folder / "run")
     for step in range(5):
         if rank == 1 and step == 2:
-            measurement.samples_of = fail
+            patch.setattr(measurement, "samples_of", fail)
         with loop.session.step(step) as record:
             record.loss(loop.backward(step))
     loop.session.close()
-    keep(folder, ["found"], lambda *_: sorted(loop.session.stages_off))
+    return sorted(loop.session.stages_off)
 
 
-def test_where_one_rank_cannot_read_its_numbers_all_ranks_stop_sampling_and_say_so(tmp_path):
-    launch(unreadable, 2, tmp_path)
-    assert seen(tmp_path / "found") == [["samples"], ["samples"]]
-    assert sampled(tmp_path / "run") == [0, 1]
-    errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
+def test_where_one_rank_cannot_read_its_numbers_all_ranks_stop_sampling_and_say_so(of_ranks):
+    run, off = of_ranks("unreadable")
+    assert off == [["samples"], ["samples"]]
+    assert sampled(run) == [0, 1]
+    errors = events_of(run, "monitor_error")[["step", "why"]].to_numpy().tolist()
     # It was tried again at step 3.
     samples = [(2, "on purpose"), (4, ELSEWHERE)]
     assert errors == [[step, f"samples: {why}; {FOR_NOW}"] for step, why in samples]
@@ -198,9 +187,8 @@ class Uneven(nn.Module):
         return self.attn(self.tower(x) if self.has_image else x)
 
 
-def uneven(folder):
-    begin("cpu")
-    rank, ends = dist.get_rank(), []
+def uneven(folder, rank, patch):
+    ends = []
     for is_watched in (False, True):
         torch.manual_seed(0)
         model = fully_shard(Uneven(), mesh=init_device_mesh("cpu", (2,)))
@@ -220,19 +208,17 @@ def uneven(folder):
         if session:
             session.close()
         ends.append([p.full_tensor().tolist() for p in model.parameters()])
-    keep(folder, ["found"], lambda *_: [ends[0] == ends[1], known])
+    return ends[0] == ends[1], known
 
 
-def test_ranks_that_call_attention_more_often_or_not_at_all_gather_the_same_weights(tmp_path):
-    launch(uneven, 2, tmp_path)
+def test_ranks_that_call_attention_more_often_or_not_at_all_gather_the_same_weights(of_ranks):
     known = [["attn"]] * 2 + [["tower", "attn"]] * 2
-    assert seen(tmp_path / "found") == [[True, known]] * 2
+    assert of_ranks("uneven")[1] == [[True, known]] * 2
 
 
-def late(folder):
-    begin("cpu")
-    rank = dist.get_rank()
-    loop = Loop(rules=(LoudRow(),), policy=Policy("exact_delta"), dirpath=None if rank else folder)
+def late(folder, rank, patch):
+    path = None if rank else folder / "run"
+    loop = Loop(rules=(LoudRow(),), policy=Policy("exact_delta"), dirpath=path)
     ran = []
     for step in range(5):
         with loop.session.step(step):
@@ -242,16 +228,15 @@ def late(folder):
                 loop.model(x.bfloat16()).float().square().mean().backward()
         ran.append(loop.session.instrumentation.stabilizers())
     loop.session.close()
-    keep(folder, ["found"], lambda *_: ran)
+    return ran
 
 
-def test_a_rank_without_attention_adds_nothing_and_has_the_switch_when_it_comes(tmp_path):
-    launch(late, 2, tmp_path)
+def test_a_rank_without_attention_adds_nothing_and_has_the_switch_when_it_comes(of_ranks):
     switched = {SITES[0]: ["none"] * 2, SITES[1]: ["exact_delta"] * 4}
-    zero, one = seen(tmp_path / "found")
+    run, (zero, one) = of_ranks("late")
     assert zero[1:] == [switched] * 4
     assert one[3:] == [switched] * 2
-    assert sampled(tmp_path) == [0, 1, 2, 3, 4], "rank 0's calls count in all steps"
+    assert sampled(run) == [0, 1, 2, 3, 4], "rank 0's calls count in all steps"
 
 
 class Exchange(torch.autograd.Function):
@@ -319,20 +304,17 @@ def train(folder, rank, is_watched):
     return first, refused, asked
 
 
-def exchanging(folder, way):
-    begin("cpu")
-    Exchange.way, rank = way, dist.get_rank()
+def exchanging(way, folder, rank, patch):
+    patch.setattr(Exchange, "way", way)
     with logged() as lines:
         plain = train(folder, rank, False)
         first, refused, asked = train(folder, rank, True)
-    alike = list(map(torch.equal, plain, first))
-    keep(folder, ["found"], lambda *_: [refused, asked, alike, lines])
+    return refused, asked, list(map(torch.equal, plain, first)), lines
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "send"])
-def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_none(tmp_path, way):
-    launch(exchanging, 2, tmp_path, way)
-    for rank, (refused, asked, alike, lines) in enumerate(seen(tmp_path / "found")):
+def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_none(of_ranks, way):
+    for rank, (refused, asked, alike, lines) in enumerate(of_ranks(f"exchanging, {way}")[1]):
         assert (
             "cannot be switched one by one: ranks exchange tensors before it calls attention"
             in refused
@@ -345,3 +327,36 @@ def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_no
         assert all(
             SITES[0] in line and "may each be another head on each rank" in line for line in told
         )
+
+
+SCENARIOS = {
+    "an error in a call": partial(an_error, dispatch, "delta_bias"),
+    "an error as it is added up": partial(an_error, measurement, "device_constant"),
+    "in float32": in_float32,
+    "without weights of rank 0": partial(without_weights, 0),
+    "without weights of rank 1": partial(without_weights, 1),
+    "unreadable": unreadable,
+    "uneven": uneven,
+    "late": late,
+    "exchanging, all_to_all": partial(exchanging, "all_to_all"),
+    "exchanging, send": partial(exchanging, "send"),
+    "parting": parting,  # the last one: ranks that have parted exchange nothing any more
+}
+
+
+def on_rank(folder, name):
+    with pytest.MonkeyPatch.context() as patch:
+        return SCENARIOS[name](folder, dist.get_rank(), patch)
+
+
+def on_each_rank(folder):
+    begin("cpu")
+    keep(folder, SCENARIOS, on_rank)
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """Returns the folder of a scenario's run, and what each rank has returned."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(on_each_rank, 2, folder)
+    return lambda name: (folder / name / "run", seen(folder / name))
