@@ -46,6 +46,9 @@ _MUST_BE = {
 class AttentionMonitor(GuardedCallback, pl.Callback):
     """Watches every attention head of the model; changes nothing.
 
+    >>> from guardbit import AttentionMonitor
+    >>> callbacks = [AttentionMonitor(every_n_train_steps=100, dirpath="runs/one")]
+
     At every n-th optimizer step it measures the indicators of `guardbit.INDICATORS`, writes them to
     a store of its own that `guardbit report` reads, runs the detectors, and logs:
 

@@ -97,6 +97,8 @@ _STATE = (
 class Policy:
     """Decides which heads are stabilized.
 
+    >>> policy = Policy(scope="model", quiet_steps=2000)
+
     A head qualifies when `agreeing_rules` different rules have named it within `agreement_steps`.
     The default is one, because a needless switch is cheap: the default stabilizer computes the same
     softmax and makes delta exact. When the logits of all layers run away at once, the cause is not
