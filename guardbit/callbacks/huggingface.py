@@ -182,7 +182,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Writes the state into the folder of the new checkpoint."""
         if args.should_save:  # with `save_on_each_node` also on the other nodes
             path = self._state_path(state)
-            session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
+            session.attempt(
+                "checkpoint", lambda: _save_state(path, session.state_dict(), self.strict)
+            )
 
     @guard.method(at_last=end)
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -229,7 +231,7 @@ def _callers() -> Iterator[Mapping[str, Any]]:
         frame = frame.f_back
 
 
-def _save(path: Path, state: dict[str, Any], strict: bool) -> None:
+def _save_state(path: Path, state: dict[str, Any], strict: bool) -> None:
     # Completely or not at all: no run can continue from half a state.
     try:
         publish(path, json.dumps(state).encode())

@@ -341,13 +341,13 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
 # --- words and numbers ----------------------------------------------------------------------------
 
 
-def _label(indicator: Indicator) -> str:
+def _label_of(indicator: Indicator) -> str:
     """What a column of an indicator's values is headed; shares are shown in percent."""
     unit = "% of rows" if indicator.unit == SHARE_OF_ROWS else indicator.unit
     return f"{indicator.title} ({unit})" if unit else indicator.title
 
 
-LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
+LABELS = {indicator.name: _label_of(indicator) for indicator in CATALOG}
 
 
 def where(event: Event) -> str:

@@ -225,8 +225,8 @@ def times_baseline(
     logs = np.log(np.where(raised > 0, raised, np.nan))
     if logs.shape[1] >= _FEWEST_PEERS:
         logs = logs - _shared(logs, moved, until)[:, None]
-    early, _ = _usual(logs[:until])
-    usual, count = _usual(logs)
+    early, _ = _usual_range(logs[:until])
+    usual, count = _usual_range(logs)
     # A head without a past before the first alarm has that of the whole run.
     usual = np.where(np.isnan(early), usual, early)
     known = count >= FEWEST_SAMPLES
@@ -254,7 +254,7 @@ def _shared(logs: Floats, moved: npt.NDArray[np.bool_] | None, until: int | None
     return shared
 
 
-def _usual(logs: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
+def _usual_range(logs: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
     """The upper end of each head's usual range, NaN below `FEWEST_SAMPLES`, and their number."""
     logs = _without_gaps(logs)
     baseline, count = lower_quantile(logs, _BASELINE_QUANTILE)

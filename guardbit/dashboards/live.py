@@ -368,7 +368,7 @@ class LiveServer:
 def application(runs: LiveRuns, token: str) -> Starlette:
     """The application: a fixed list of addresses below the token."""
 
-    def of_run(question: Question, respond: Callable[[Any], Response] = _json) -> Answer:
+    def of_run(question: Question, respond: Callable[[Any], Response] = _json_response) -> Answer:
         # The only run of a page has no number in its address.
         def answer(request: Request) -> Response:
             run = runs.opened(request.path_params.get("number", 0))
@@ -381,7 +381,7 @@ def application(runs: LiveRuns, token: str) -> Starlette:
         named = [part for part in request.query_params.get("runs", "").split(",") if part]
         if not all(part.isdecimal() and len(part) < 10 for part in named):
             raise ValueError("runs must be whole numbers with commas between them")
-        return _json(runs.overlay([int(part) for part in named]))
+        return _json_response(runs.overlay([int(part) for part in named]))
 
     routes: list[BaseRoute] = [
         Route("/", of_run(lambda run, _: run.page.main(run.name), HTMLResponse))
@@ -390,7 +390,7 @@ def application(runs: LiveRuns, token: str) -> Starlette:
     if runs.is_list:
         routes = [
             Route("/", lambda _: HTMLResponse(rendered("list.html", overlays=OVERLAYS))),
-            Route("/runs", lambda _: _json(runs.rows())),
+            Route("/runs", lambda _: _json_response(runs.rows())),
             Route("/overlay", overlay),
             Mount("/run/{number:int}", routes=routes),
         ]
@@ -402,7 +402,7 @@ def application(runs: LiveRuns, token: str) -> Starlette:
     return served
 
 
-def _whole(asked: QueryParams, name: str) -> int:
+def _whole_number(asked: QueryParams, name: str) -> int:
     value = asked.get(name) or "-1"
     try:
         return int(value)
@@ -412,14 +412,16 @@ def _whole(asked: QueryParams, name: str) -> int:
 
 #: What the page of a run asks.
 QUESTIONS: dict[str, Question] = {
-    "state": lambda run, asked: run.state(_whole(asked, "since")),
-    "map": lambda run, asked: run.page.map_at(_whole(asked, "step")),
-    "head": lambda run, asked: run.page.head(_whole(asked, "layer"), _whole(asked, "head")),
+    "state": lambda run, asked: run.state(_whole_number(asked, "since")),
+    "map": lambda run, asked: run.page.map_at(_whole_number(asked, "step")),
+    "head": lambda run, asked: run.page.head(
+        _whole_number(asked, "layer"), _whole_number(asked, "head")
+    ),
     "curves": lambda run, asked: run.page.curves(asked.get("indicator", "")),
 }
 
 
-def _json(content: Json) -> Response:
+def _json_response(content: Json) -> Response:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Response(text, media_type="application/json")
 

@@ -119,23 +119,25 @@ class RunPage:
             "layers": history.num_layers,
             "heads": history.num_heads,
             "sites": {str(layer): site for site, layer in run.evidence.layers.items()},
-            "steps": _steps(history),
+            "steps": _steps_of(history),
             "last_step": history.last_step,
             **self.map_at(history.last_step),
             "indicators": [  # the sum of flags that says which tensors have a NaN is no curve
                 name for name in HEAD_INDICATORS if name in history.high and name != "nonfinite"
             ],
-            "events": [_event(event) for event in _shown(run.events)],
+            "events": [_event_of(event) for event in _shown_events(run.events)],
             "num_events": len(run.events),
             "run": {
-                name: _span(*(of[name][history.known, 0] for of in (history.low, history.high)))
+                name: _typical_span(
+                    *(of[name][history.known, 0] for of in (history.low, history.high))
+                )
                 for name in RUN_INDICATORS
                 if name in history.high
             },
             "catalog": CATALOG_OF_PAGES,
             "palette": {"heat": HEAT_STOPS, "heat_dark": HEAT_STOPS_DARK, "most": MOST_EXCESS},
             "departed": run.departed,
-            "marks": _marks(run.events, run.departed),
+            "marks": _marks_of(run.events, run.departed),
         }
 
     def main(self, title: str, *, is_part: bool = False) -> str:
@@ -153,13 +155,13 @@ class RunPage:
             low, high = history.of_head(name, layer, head)
             if not np.isnan(high).all():
                 typical = plain_numbers(self._typical(name, (0.5,))[0])
-                indicators[name] = {**_span(low, high), "typical": typical}
+                indicators[name] = {**_typical_span(low, high), "typical": typical}
         return {
             "site": self.state["sites"].get(str(layer), ""),
-            "steps": _steps(history),
+            "steps": _steps_of(history),
             "indicators": indicators,
-            "events": [_event(event) for event in _shown(events)],
-            "marks": _marks(
+            "events": [_event_of(event) for event in _shown_events(events)],
+            "marks": _marks_of(
                 [*events, *(event for event in run.events if not event.site)],
                 self.state["departed"],
             ),
@@ -173,12 +175,16 @@ class RunPage:
         low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
         return {
             "indicator": indicator,
-            "steps": _steps(history),
+            "steps": _steps_of(history),
             "typical_low": plain_numbers(low),
             "typical": plain_numbers(middle),
             "typical_high": plain_numbers(high),
             "heads": [
-                {"layer": layer, "head": head, **_span(*history.of_head(indicator, layer, head))}
+                {
+                    "layer": layer,
+                    "head": head,
+                    **_typical_span(*history.of_head(indicator, layer, head)),
+                }
                 for layer, head in self._notable()
             ],
         }
@@ -194,18 +200,18 @@ class RunPage:
                 sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
                 lines[name] = plain_numbers(np.fmax.reduce(sizes[history.known], axis=1))
         firsts = {mark["kind"]: mark for mark in reversed(self.state["marks"])}
-        return {"steps": _steps(history), "lines": lines, "marks": list(firsts.values())}
+        return {"steps": _steps_of(history), "lines": lines, "marks": list(firsts.values())}
 
     def answers(self) -> Json:
         """Returns everything that the page can ask for, for a page without a server."""
         return {
             "state": self.state,
-            "maps": self._maps(),
+            "maps": self._model_maps(),
             "curves": {name: self.curves(name) for name in self.state["indicators"]},
             "heads": self._histories(),
         }
 
-    def _maps(self) -> list[Json]:
+    def _model_maps(self) -> list[Json]:
         steps = self.state["steps"]
         if not steps:
             return []
@@ -251,10 +257,10 @@ class RunPage:
                 "alarmed": sorted(self.run.first("alarm", until=step)),
                 "stabilized": sorted([*head, name] for head, name in stabilizers if name != "none"),
             },
-            "worst": self._worst(bucket, excess, which, names),
+            "worst": self._worst_heads(bucket, excess, which, names),
         }
 
-    def _worst(
+    def _worst_heads(
         self, bucket: int, excess: Floats, which: Integers, names: Sequence[str]
     ) -> list[Json]:
         """The heads that are farthest above their baseline at a bucket, worst first."""
@@ -301,22 +307,22 @@ def plain_numbers(values: Floats) -> list[float | None]:
     return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
-def _span(low: Floats, high: Floats) -> Json:
+def _typical_span(low: Floats, high: Floats) -> Json:
     return {"low": plain_numbers(low), "high": plain_numbers(high)}
 
 
-def _steps(history: History) -> list[int]:
+def _steps_of(history: History) -> list[int]:
     return history.steps[history.known].tolist()
 
 
-def _shown(events: Sequence[Event]) -> list[Event]:
+def _shown_events(events: Sequence[Event]) -> list[Event]:
     """The newest events, and all that are marked however old."""
     marked = {id(event) for event, _ in marks.marked(events)}
     newest = len(events) - _MOST_EVENTS
     return [event for place, event in enumerate(events) if place >= newest or id(event) in marked]
 
 
-def _marks(events: Sequence[Event], departed: int | None) -> list[Json]:
+def _marks_of(events: Sequence[Event], departed: int | None) -> list[Json]:
     """What charts mark: each kind once a step, and where the loss diverged."""
     marked = {(event.step, mark) for event, mark in marks.marked(events)}
     if departed is not None:
@@ -324,5 +330,5 @@ def _marks(events: Sequence[Event], departed: int | None) -> list[Json]:
     return [{"step": step, "kind": kind} for step, kind in sorted(marked)]
 
 
-def _event(event: Event) -> Json:
+def _event_of(event: Event) -> Json:
     return {**asdict(event), "kind": marks.mark_of(event) or event.kind}

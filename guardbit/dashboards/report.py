@@ -104,12 +104,12 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
     fork = fork_of({run.name: run.recorded.of_run("loss") for run in runs})
-    samples = {run.name: _from(fork, run) for run in runs}
+    samples = {run.name: _samples_from(fork, run) for run in runs}
     outcomes = {run.name: run.judgement for run in runs}
     losses = of_runs_or_worst_heads(samples, "loss")
     common = min((int(loss.index[-1]) for loss in losses.values() if len(loss)), default=0)
-    facts = [_facts(run, losses[run.name], common) for run in runs]
-    kinds = Counter(_short(outcome.state) for outcome in outcomes.values())
+    facts = [_facts_of(run, losses[run.name], common) for run in runs]
+    kinds = Counter(_short_state(outcome.state) for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
     shown = {
@@ -121,7 +121,7 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
         if fork is None
         else [f"They are copies of one run up to step {fork:,}, and drawn from there on."],
         "tiles": [
-            Tile(name, _short(outcome.state).capitalize(), outcome.headline, outcome.state)
+            Tile(name, _short_state(outcome.state).capitalize(), outcome.headline, outcome.state)
             for name, outcome in outcomes.items()
         ],
         "runs": [document.heads_of(run.name, run.recorded) for run in runs],
@@ -141,11 +141,11 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
     return int(table.index[shared - 1]) if shared >= FEWEST_SHARED else None
 
 
-def _short(state: str) -> str:
+def _short_state(state: str) -> str:
     return "diverged by its learning rate" if state == "learning-rate" else state
 
 
-def _facts(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
+def _facts_of(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
     first_alarm, lead, switched, _ = document.tiles(run.recorded)
     loss = document.last_loss(losses.to_numpy()[losses.index <= common][-1:].tolist())
     return {
@@ -167,7 +167,7 @@ def _worst_head(run: LoadedRun) -> str:
     return "–"
 
 
-def _from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
+def _samples_from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
     frame = run.recorded.samples
     return frame if fork is None else rows_of(frame, frame["step"] >= fork)
 
@@ -217,7 +217,7 @@ def _pictures(
 
 def _settings(runs: Sequence[LoadedRun]) -> list[tuple[str, Table]]:
     """Only what differs is worth comparing; everything else stands in each run's own report."""
-    flat = [_flat(run.metadata) for run in runs]
+    flat = [_flattened(run.metadata) for run in runs]
     names = list(dict.fromkeys(name for settings in flat for name in settings))
     rows = [
         [name, *values]
@@ -228,10 +228,10 @@ def _settings(runs: Sequence[LoadedRun]) -> list[tuple[str, Table]]:
     return [("Settings that differ", Table(titles, rows))] if rows else []
 
 
-def _flat(metadata: object, prefix: str = "") -> dict[str, str]:
+def _flattened(metadata: object, prefix: str = "") -> dict[str, str]:
     if not isinstance(metadata, dict):
         return {prefix: document.setting(metadata)}
     flat: dict[str, str] = {}
     for name, value in metadata.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
+        flat |= _flattened(value, f"{prefix}.{name}" if prefix else str(name))
     return flat

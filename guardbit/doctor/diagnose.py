@@ -143,16 +143,16 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
     operations: list[Operation] = [*arithmetic.roundings]
     if arithmetic.delta != "probabilities" and "delta" not in operations:
         operations.append("delta")
-    ways: dict[str, Callable[[Chunk], Tensor]] = {"together": partial(_run, arithmetic)}
+    ways: dict[str, Callable[[Chunk], Tensor]] = {"together": partial(_dq_of, arithmetic)}
     if head.dq is not None:
         ways["recorded"] = lambda chunk: chunk.wide("dq")
     for name in operations:
-        ways[f"without {name}"] = partial(_run, arithmetic.without(name))
+        ways[f"without {name}"] = partial(_dq_of, arithmetic.without(name))
     centered = shift_keys(head.k[:, None], ("centered_keys",)).k[:, 0]
     ways |= {
-        "remedy none": partial(_run, FLASH),
-        "remedy exact_delta": partial(_run, FLASH.without("delta")),
-        "remedy centered_keys": lambda chunk: _run(FLASH, Chunk(replace(chunk.head, k=centered))),
+        "remedy none": partial(_dq_of, FLASH),
+        "remedy exact_delta": partial(_dq_of, FLASH.without("delta")),
+        "remedy centered_keys": lambda chunk: _dq_of(FLASH, Chunk(replace(chunk.head, k=centered))),
         "remedy compensated": _compensated,
         "remedy row_max": _row_max,
     }
@@ -165,7 +165,7 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
     return {name: Measures.of(head, found[name], found["exact"], found["natural"]) for name in ways}
 
 
-def _run(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
+def _dq_of(arithmetic: Arithmetic, chunk: Chunk) -> Tensor:
     return chunk.run(arithmetic).dq
 
 
@@ -293,15 +293,15 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
 
     without, error = by_name("without"), sums.get("recorded", sums["together"])
     hidden = THROUGH_DELTA if "delta" in without else ()
-    operation = _least([name for name in without if name not in hidden], without)
+    operation = _least_error([name for name in without if name not in hidden], without)
     root = operation
     if operation == "delta" and (earlier := [x for x in THROUGH_DELTA if x in without]):
-        root = _least(earlier, without)
+        root = _least_error(earlier, without)
     faults = {(fault.operation, fault.kind): fault for _, each in found for fault in each}
     if faults:
         operation = root = next(iter(faults.values())).operation
     return Diagnosis(
-        "fault" if faults else _cause(error),
+        "fault" if faults else _cause_of(error),
         tuple(faults.values()),
         operation,
         root,
@@ -315,12 +315,12 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
     )
 
 
-def _least(names: Iterable[Any], left: Mapping[str, Measures]) -> Operation:
+def _least_error(names: Iterable[Any], left: Mapping[str, Measures]) -> Operation:
     """Returns the name with the least summed error, of equal ones the first in the alphabet."""
     return min((left[name].summed, name) for name in names)[1]
 
 
-def _cause(error: Measures) -> Cause:
+def _cause_of(error: Measures) -> Cause:
     if error.is_noise:
         return "not rounding"
     if error.is_saturated:

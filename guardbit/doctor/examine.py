@@ -141,12 +141,12 @@ class Examination:
         found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))
         nonfinite = {name: _nonfinite(results, exacts, name) for name in results}
         nonfinite = {name: heads for name, heads in nonfinite.items() if heads}
-        changed = {name for name in results if not _same(results[name], second[name])}
-        race, off = _race(changed, results, second, found), _Heads()
+        changed = {name for name in results if not _same_bits(results[name], second[name])}
+        race, off = _racing_heads(changed, results, second, found), _Heads()
         for gap in found:
             if gap.largest > 1 and gap.tensor not in nonfinite:
                 off.setdefault(gap.tensor, set()).update(
-                    _heads(gap.exact, gap.tensor, gap.ratio > 1)
+                    _heads_with(gap.exact, gap.tensor, gap.ratio > 1)
                 )
         order: _Heads = {name: set() for name in changed}
         self._noted[kind] = {"nonfinite": nonfinite, "race": race, "order": order, "off": off}
@@ -164,7 +164,7 @@ class Examination:
         if kind == DRAWN:
             for gap in found:
                 if gap.tensor != "lse" and is_truncated(gap, call.q.dtype):
-                    heads = _heads(gap.exact, gap.tensor)
+                    heads = _heads_with(gap.exact, gap.tensor)
                     self._truncated.setdefault(gap.tensor, set()).update(heads)
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
@@ -187,7 +187,7 @@ class Examination:
         if not engine.reads_out or "lse" not in results or not has_dq:
             return
         carried = run_carried(engine, call, results, exacts)
-        if _same(carried["dq"], results["dq"]) and self._is_of_output:
+        if _same_bits(carried["dq"], results["dq"]) and self._is_of_output:
             why = "its backward ignores the output that it is given"
             self._carrier = (f"{why}, so it cannot take an exact delta.", False)
             return
@@ -215,7 +215,7 @@ class Examination:
         sizes = sum(gap.value.nan_to_num(0.0, 0.0, 0.0).square().sum().item() for gap in found)
         worst = max(found, key=lambda gap: gap.largest)
         index = torch.nonzero(worst.ratio == worst.largest)[0].tolist()
-        heads = sorted(_heads(worst.exact, worst.tensor))
+        heads = sorted(_heads_with(worst.exact, worst.tensor))
         head, row = (0, index[0]) if worst.tensor in OF_KEYS else index[:2]
         self.rows.append(
             Row(
@@ -254,14 +254,14 @@ class Examination:
         noted = {what: self._gathered(what) for what in ("nonfinite", "race", "order")}
         for what in ("nonfinite", "race"):
             if shown := noted[what]:
-                found.append(self._finding(what, *shown, _say(what, shown[1])))
+                found.append(self._finding(what, *shown, _sentence_of(what, shown[1])))
         cause = self._cause_of_off(bool(noted["nonfinite"] or noted["race"]))
         found += [cause] if cause else []
         if self._carrier is not None and not any(finding.is_broken for finding in found):
             why, is_broken = self._carrier
             found.append(self._finding("carrier", (TIED,), {}, why, is_broken))
         if (order := noted["order"]) and not noted["race"] and not noted["nonfinite"]:
-            found.append(self._finding("order", *order, _say("order", order[1]), False))
+            found.append(self._finding("order", *order, _sentence_of("order", order[1]), False))
         return found
 
     def _cause_of_off(self, is_known: bool) -> Finding | None:
@@ -272,17 +272,19 @@ class Examination:
             return self._finding("mask", kinds, tensors, self._wrong_mask)
         if self._truncated:
             names = self._truncated
-            return self._finding("truncation", (DRAWN,), names, _say("truncation", names))
+            return self._finding("truncation", (DRAWN,), names, _sentence_of("truncation", names))
         fit = self._delta_fit
         if off is None or is_known:
             return None
         if "dq" in tensors and self.delta == "rounded" and fit is not None:
             say = f"delta is rounded to {self.case[-1].upper()} in its backward"
             size = f"it is off by {fit.left:.2g} units in the last place in the mean square"
-            return self._finding("delta", kinds, tensors, f"{say}: {size}{_where(tensors)}.")
+            return self._finding(
+                "delta", kinds, tensors, f"{say}: {size}{_in_which_heads(tensors)}."
+            )
         worst = max(self.rows, key=lambda row: row.of_bound)
         size = f"at worst {worst.of_bound:.2g} times, {worst.tensor} of head {worst.worst_head}"
-        why = f"{_say('off', tensors)}: {size}, row {worst.worst_row}."
+        why = f"{_sentence_of('off', tensors)}: {size}, row {worst.worst_row}."
         return self._finding("off", kinds, tensors, why)
 
     def _gathered(self, what: str) -> tuple[tuple[str, ...], _Heads] | None:
@@ -332,12 +334,12 @@ def _nonfinite(results: Results, exacts: Sequence[Exact], tensor: str) -> set[in
     for exact in exacts:
         if (exact.part({tensor: bad}, tensor).bool() & exact.judged(tensor)).any():
             return heads
-        compared |= _heads(exact, tensor)
+        compared |= _heads_with(exact, tensor)
     # The others lie in what was not compared, or are too large for the format.
     return heads - compared
 
 
-def _race(
+def _racing_heads(
     changed: Collection[str], first: Results, second: Results, found: Iterable[Gap]
 ) -> _Heads:
     """The heads in which two runs differ by more than another order of additions can."""
@@ -360,16 +362,16 @@ def _race(
             allowed = allowed + is_off * eps * size
         beyond = ~((one - other).abs() <= allowed) & ~is_same & exact.judged(tensor)
         if beyond.any():
-            race.setdefault(tensor, set()).update(_heads(exact, tensor, beyond))
+            race.setdefault(tensor, set()).update(_heads_with(exact, tensor, beyond))
     return race
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors agree bit for bit; NaN is NaN."""
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def _heads(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
+def _heads_with(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
     """The heads of a unit in which something is bad, all of them by default."""
     if tensor in OF_KEYS:
         return {exact.unit.kv_head}
@@ -380,14 +382,14 @@ def _heads(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
     return {exact.unit.kv_head * group + member for member in members}
 
 
-def _say(fault: FaultName, tensors: _Heads) -> str:
+def _sentence_of(fault: FaultName, tensors: _Heads) -> str:
     names = [_WORDS[name] for name in tensors]
     named = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     are = f"{named} {'is' if len(names) == 1 else 'are'}"
-    return _SENTENCES[fault].format(named=named, are=are, where=_where(tensors))
+    return _SENTENCES[fault].format(named=named, are=are, where=_in_which_heads(tensors))
 
 
-def _where(tensors: _Heads) -> str:
+def _in_which_heads(tensors: _Heads) -> str:
     """Returns in words in which heads, or ""."""
     heads = sorted(set().union(*tensors.values()))
     if not heads:

@@ -204,7 +204,7 @@ def _peaked(draw: _Drawing) -> _Tensors:
     return q, k, v, d_out
 
 
-def _tied(draw: _Drawing) -> _Tensors:
+def _tied_maxima(draw: _Drawing) -> _Tensors:
     """Each key twice, so that maxima tie; keys, values and gradients have much in common."""
     k = 2 + 0.5 * draw.normal(draw.kv_heads)
     k[:, :, 1::2] = k[:, :, : k.size(2) - 1 : 2]
@@ -212,7 +212,7 @@ def _tied(draw: _Drawing) -> _Tensors:
     return q, k, -2 - draw.uniform(draw.kv_heads), 1 + draw.uniform(draw.heads)
 
 
-def _far(score: float, draw: _Drawing) -> _Tensors:
+def _distant_scores(score: float, draw: _Drawing) -> _Tensors:
     """All scores near one: queries point along all keys, or away from them."""
     q, k, v, d_out = draw.plain()
     q *= 0.1
@@ -231,7 +231,7 @@ def _keys_counted(draw: _Drawing) -> _Tensors:
     """Equal scores; keys and values are 1 at one position, so out and dQ count visible keys."""
     positions = draw.one_hot(draw.kv_heads)
     features = draw.normal(draw.heads)[:, :, :1].sign()
-    d_out = _seen(draw) * features
+    d_out = _visible_keys(draw) * features
     return torch.zeros_like(d_out), positions, positions, d_out
 
 
@@ -241,10 +241,10 @@ def _rows_counted(draw: _Drawing) -> _Tensors:
     k = torch.ones_like(draw.normal(draw.kv_heads))
     signs = (draw.drawn(torch.rand, draw.kv_heads) < 0.5).float() * 2 - 1
     v = signs * torch.ones_like(k)
-    return positions, k, v, _seen(draw) * positions
+    return positions, k, v, _visible_keys(draw) * positions
 
 
-def _seen(draw: _Drawing) -> Tensor:
+def _visible_keys(draw: _Drawing) -> Tensor:
     """How many keys each query sees, FP32, as wide as (B, H, N, 1), 1 where none."""
     length, spec = draw.shape.length, draw.spec
     # All rows of a mask that is the same for all of an axis are alike.
@@ -263,9 +263,9 @@ KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
     "as drawn": _Drawing.plain,
     "keys counted": _keys_counted,
     "rows counted": _rows_counted,
-    "tied maxima": _tied,
-    "low logsumexp": partial(_far, -_FAR),
-    "high logsumexp": partial(_far, _FAR),
+    "tied maxima": _tied_maxima,
+    "low logsumexp": partial(_distant_scores, -_FAR),
+    "high logsumexp": partial(_distant_scores, _FAR),
     "peaked": _peaked,
     "huge gradients": partial(_scaled, _HUGE),
     "tiny gradients": partial(_scaled, _TINY),

@@ -117,7 +117,7 @@ class Examiner:
         if self._is_left_out(case, shape, mask):
             return
         spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        first = self._make("as drawn", shape, spec, dtype_name)
+        first = self._make_call("as drawn", shape, spec, dtype_name)
         self.result.chosen[case] = choose(*first.inputs[:4], training=True).name
         candidates = sdpa_candidates(first, own=self._units is None)
         self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
@@ -127,16 +127,18 @@ class Examiner:
         packed = packed_spec(shape, mask, self.device)
         if packed is not None:
             spec, long = packed
-            candidates = library_candidates(self._make("as drawn", long, spec, dtype_name))
+            candidates = library_candidates(self._make_call("as drawn", long, spec, dtype_name))
             self._examine(candidates, long, spec, str(shape), mask, dtype_name)
 
     def refuse(self, why: str, case: str) -> None:
-        _add(self.result.refused, why, case)
+        _add_case(self.result.refused, why, case)
 
     def skip(self, why: str, case: str) -> None:
-        _add(self.result.not_examined, f"not examined: {why}", case)
+        _add_case(self.result.not_examined, f"not examined: {why}", case)
 
-    def _make(self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str) -> ExaminedCall:
+    def _make_call(
+        self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str
+    ) -> ExaminedCall:
         return make(kind, shape, spec, DTYPES[dtype_name], self.device)
 
     def _examine(
@@ -163,7 +165,7 @@ class Examiner:
             return
         left_out = {examination.engine.name: list(KINDS) for examination in examinations}
         for number, kind in enumerate(KINDS):
-            call = self._make(kind, sizes, spec, dtype)
+            call = self._make_call(kind, sizes, spec, dtype)
             if self._is_late(f"{shape} {mask}, {kind} and what follows"):
                 break
             exacts, units = self._exacts(call, len(KINDS) - number)
@@ -225,7 +227,7 @@ class Examiner:
         return needed > free
 
 
-def _add(told: dict[str, list[str]], why: str, case: str) -> None:
+def _add_case(told: dict[str, list[str]], why: str, case: str) -> None:
     cases = told.setdefault(why, [])
     if case not in cases:
         cases.append(case)

@@ -79,7 +79,7 @@ def explain(preflight: Preflight) -> Iterator[str]:
         said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
         told.setdefault(said, []).append(" ".join(finding.case[1:]))
     for said, cases in (told | preflight.refused | preflight.not_examined).items():
-        yield f"{said} ({_some(cases)})"
+        yield f"{said} ({_first_cases(cases)})"
     if "rounded output" in preflight.delta.values():
         yield (
             "Flash attention takes delta from the rounded output, which GuardBit watches in"
@@ -88,7 +88,7 @@ def explain(preflight: Preflight) -> Iterator[str]:
     yield conclusion(preflight)
 
 
-def _some(cases: Sequence[str]) -> str:
+def _first_cases(cases: Sequence[str]) -> str:
     more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
     return "; ".join(cases[:3]) + more
 
@@ -111,10 +111,10 @@ def conclusion(preflight: Preflight) -> str:
 
 
 def sentences(found: Diagnosis) -> tuple[str, str, str]:
-    return _what(found), _adding_up(found), _whence(found)
+    return _what_is_wrong(found), _adding_up(found), _whence(found)
 
 
-def _what(found: Diagnosis) -> str:
+def _what_is_wrong(found: Diagnosis) -> str:
     error = found.error
     if found.cause == "fault":
         return f"The kernel is at fault: {'; '.join(fault.why for fault in found.faults)}."
@@ -202,12 +202,12 @@ def tables(found: Diagnosis) -> Iterator[str]:
                 name, _percent(each.relative_error), f"{each.push_share:+.2g}",
                 f"{each.significance:+.1f}", _percent(left),
             )
-            for name, each, left in [as_it_was, *_left(found)]
+            for name, each, left in [as_it_was, *_error_left(found)]
         ),
     )  # fmt: skip
 
 
-def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
+def _error_left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
     """Yields the error left without each rounding or with each remedy, and its part of the sum."""
     whole, stock = (each.summed or 1.0 for each in (found.together, found.remedies["none"]))
     for name, each in found.without.items():
@@ -219,7 +219,7 @@ def _left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
 
 
 def parts_left(found: Diagnosis) -> dict[str, float]:
-    return {name: left for name, _, left in _left(found)}
+    return {name: left for name, _, left in _error_left(found)}
 
 
 def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:

@@ -172,13 +172,13 @@ class Losses:
         if self._count >= LOSS_SAMPLES:
             leap = few - self._least_of_few
             is_above = leap > SURELY_ABOVE
-            self.rise = self._rise(leap if is_above else 0.0)
+            self.rise = self._lasting_rise(leap if is_above else 0.0)
             self.is_unsure = is_above and not self.rise
         is_critical = self.lost is not None or self.rise > 0
         if is_critical != (bool(self.critical) and self.critical[-1][1]):
             self.critical.append((step, is_critical))
 
-    def _rise(self, leap: float) -> float:
+    def _lasting_rise(self, leap: float) -> float:
         if self._count < RISING_SAMPLES:
             return leap
         median = _median(self._many)
@@ -249,7 +249,7 @@ class Evidence:
             ):
                 self._nonfinite.append(sample)
             if sample.indicator == "nonfinite":
-                codes = [*_codes(sample)]
+                codes = [*_nonfinite_codes(sample)]
                 if any(code & _OF_FORWARD for code in codes):
                     self.last_broken = sample.step
                 if any(codes):
@@ -391,16 +391,18 @@ def first_nonfinite(samples: Iterable[Sample]) -> Nonfinite | None:
         (sample for sample in samples if sample.indicator == "nonfinite"),
         key=lambda sample: sample.layer,
     )
-    with_forward = [one for one in found if any(code & _OF_FORWARD for code in _codes(one))]
+    with_forward = [
+        one for one in found if any(code & _OF_FORWARD for code in _nonfinite_codes(one))
+    ]
     sample = with_forward[0] if with_forward else found[-1] if found else None
     if sample is None:
         return None
     for name, number in NONFINITE.items():
-        heads = tuple(head for head, code in enumerate(_codes(sample)) if code & number)
+        heads = tuple(head for head, code in enumerate(_nonfinite_codes(sample)) if code & number)
         if heads:
             return Nonfinite(sample.step, sample.site, name, heads)
     return None
 
 
-def _codes(sample: Sample) -> Iterator[int]:
+def _nonfinite_codes(sample: Sample) -> Iterator[int]:
     return (int(value) if math.isfinite(value) else 0 for value in sample.values)

@@ -213,11 +213,11 @@ def _failures(events: Sequence[Event]) -> tuple[tuple[int, str, int | None], ...
     for event in filter(_is_failure, events):
         stage = event.why.partition(":")[0]
         first, *_ = found.get(stage, (event.step,))
-        found[stage] = first, event.why, _again(event, events)
+        found[stage] = first, event.why, _works_again(event, events)
     return tuple(found.values())
 
 
-def _again(failure: Event, events: Iterable[Event]) -> int | None:
+def _works_again(failure: Event, events: Iterable[Event]) -> int | None:
     """The step from which on the stage that failed works again, if it does."""
     said = RECOVERED.format(failure.why.partition(":")[0])
     return min((e.step for e in events if e.why == said and e.step > failure.step), default=None)
@@ -305,7 +305,7 @@ def at(metadata: object, *names: str) -> Any:
     return metadata
 
 
-def _sites(metadata: object) -> Mapping[Any, Any]:
+def _sites_of(metadata: object) -> Mapping[Any, Any]:
     sites = at(metadata, "sites")
     return sites if isinstance(sites, Mapping) else {}
 
@@ -328,7 +328,7 @@ def not_watched_of(
     metadata: Mapping[str, Any] | None, measured: Collection[str]
 ) -> tuple[str, ...]:
     """The attention modules that a run's metadata name and that were not watched."""
-    called, unseen = _sites(metadata), at(metadata, "unseen")
+    called, unseen = _sites_of(metadata), at(metadata, "unseen")
     names = [name for name in called if name not in measured or at(called, name, "unwatched")]
     # A module that the first step did not call may have been called since, e.g. an expert.
     later = map(str, unseen if isinstance(unseen, list | tuple) else ())
@@ -336,7 +336,7 @@ def not_watched_of(
 
 
 def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
-    sites = _sites(metadata).values()
+    sites = _sites_of(metadata).values()
     return sum(bool(at(one, "several_calls")) and not at(one, "unwatched") for one in sites)
 
 
@@ -354,7 +354,7 @@ def nothing_to_correct(
     named: Collection[str] = (),
 ) -> str:
     """Why modules (all, or only `named`) have nothing to correct, if they run in these ways."""
-    sites = _sites(metadata)
+    sites = _sites_of(metadata)
     modules = [sites[name] for name in sites if name in named or not named]
     found = {_unrounded(module) for module in modules if not at(module, "unwatched")}
     if not found or not found <= {*ways}:

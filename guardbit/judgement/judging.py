@@ -142,7 +142,7 @@ class Judgement:
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state."""
-        numbers = {name: _plain(value) for name, value in self.numbers.items()}
+        numbers = {name: _as_plain(value) for name, value in self.numbers.items()}
         return {
             "outcome": self.state,
             "verdict": self.verdict,
@@ -156,9 +156,9 @@ class Judgement:
         }
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     if isinstance(value, Change | Nonfinite):
-        return {name: _plain(part) for name, part in value._asdict().items()}
+        return {name: _as_plain(part) for name, part in value._asdict().items()}
     # JSON has no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

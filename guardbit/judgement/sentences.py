@@ -89,7 +89,7 @@ def number(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _value(x: float) -> str:
+def _rounded(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
@@ -130,7 +130,7 @@ def fall(of: Facts) -> str:
         return NOT_FALLEN
     head, name, _, before, after, *_ = of.largest_fall
     what = f"{_NAMES[name]} of {name_of(head, of)}"
-    return f"{what} fell from {_value(before)} to {_value(after)}"
+    return f"{what} fell from {_rounded(before)} to {_rounded(after)}"
 
 
 def rising(of: Facts) -> str:
@@ -193,7 +193,7 @@ def limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
             f"{', the first' if count > 1 else ','} at step {first:,}"
         )
     if of.logits_are_high and not of.logits_have_grown:
-        now, first = (_value(x or 0.0) for x in (of.largest_logit, of.first_logit))
+        now, first = (_rounded(x or 0.0) for x in (of.largest_logit, of.first_logit))
         found.append(f"the largest logit is {now}, and was {first} at the first sample")
     return found
 

@@ -97,12 +97,12 @@ def text_of(
     """Returns the functions of a call as text, for `specification`; "" if they are no graphs."""
     if not (isinstance(score, GraphModule) and isinstance(mask, GraphModule)):
         return ""
-    terms = _terms(_result(mask))
+    terms = _conjuncts(_result(mask))
     seen = [term for term in terms if not _is_true(term)]
     others = [term for term in seen if not _is_causal(term)]
     program = Program(
-        _bare(mask) if others else None,
-        None if _result(score) is next(iter(score.graph.nodes)) else _bare(score),
+        _same_graph(mask) if others else None,
+        None if _result(score) is next(iter(score.graph.nodes)) else _same_graph(score),
         len(others) < len(seen),
         tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed)),
         len(score_closed),
@@ -110,7 +110,7 @@ def text_of(
     return base64.b64encode(pickle.dumps(program)).decode()
 
 
-def _bare(module: GraphModule) -> GraphModule:
+def _same_graph(module: GraphModule) -> GraphModule:
     """Returns a module of the same graph without what the compiler keeps beside it."""
     return GraphModule({}, module.graph)
 
@@ -162,10 +162,10 @@ def _result(graph: GraphModule) -> Any:
     return result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
 
 
-def _terms(node: Any) -> list[Any]:
+def _conjuncts(node: Any) -> list[Any]:
     """Returns the conditions whose conjunction a condition is."""
     if isinstance(node, Node) and node.target is operator.and_:
-        return [term for part in node.args for term in _terms(part)]
+        return [term for part in node.args for term in _conjuncts(part)]
     return [node]
 
 

@@ -300,7 +300,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
             names, why = _without(OWN_FORWARD, names), ""
         else:
             state.succeed()
-            _count(state, "forward", plan, on_triton)
+            _count_launches(state, "forward", plan, on_triton)
     if own is None:
         if found is None:  # after the except clause, which keeps memory alive
             assert engine is not None
@@ -372,7 +372,7 @@ def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
     return Dropout(call.spec.dropout_p, random[2], plan.own, call.heads)
 
 
-def _count(state: SiteState, way: str, plan: Plan, on_triton: bool) -> None:
+def _count_launches(state: SiteState, way: str, plan: Plan, on_triton: bool) -> None:
     for name in dict.fromkeys(plan.names[head] for head in plan.own):
         state.launches[way, name] += 1
     if on_triton:
@@ -437,13 +437,13 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResul
         plan = plan_of(_without(OWN_FORWARD, plan.names), True)
     if own is None:
         return BackwardResult(by_engine(d_out), carried, plan.names)
-    _count(state, "backward", plan, ran.on_triton)
+    _count_launches(state, "backward", plan, ran.on_triton)
     if engine is None or len(plan.own) == call.heads:
         return BackwardResult(own, carried, plan.names)
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
     index = device_constant(plan.own, torch.int64, d_out.device)
-    merged = _merge(by_engine(d_out.index_fill(1, index, 0)), own, plan.own)
+    merged = _merge_heads(by_engine(d_out.index_fill(1, index, 0)), own, plan.own)
     return BackwardResult(merged, carried, plan.names)
 
 
@@ -489,7 +489,7 @@ def _by_ours(call: Call, d_out: Tensor, saved: Saved, on_triton: bool, plan: Pla
     )
 
 
-def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
+def _merge_heads(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
     """Writes the chosen heads' gradients among the others', in place."""
     dq, dk, dv = others.dq, others.dk, others.dv
     dq.index_copy_(1, device_constant(head_ids, torch.int64, dq.device), own.dq)

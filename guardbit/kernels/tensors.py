@@ -66,12 +66,12 @@ def promise_aligned_outputs(*ops: Any) -> None:
     _promised.update(ops)
     try:
         for op in ops:
-            _wrap(op)
+            _wrap_lowering(op)
     except Exception as error:  # Inductor's internals changed: graphs stay right, and are slower
         _log.debug("Inductor does not take the promise of aligned outputs: %r", error)
 
 
-def _wrap(op: Any) -> None:
+def _wrap_lowering(op: Any) -> None:
     """Wraps the lowering that Inductor makes for an op it does not know."""
     lowering, _, _, constraint_tag = private.inductor
     if op not in lowering.lowerings:

@@ -63,7 +63,7 @@ class RunFollower:
         self.folder = files.folder_of_run(self.folder)
         listing = self._listing = files.list_folder(self.folder)
         paths = [*(segment.path for segment in listing.segments), *listing.sessions.values()]
-        self.last_written = max((_stat(path)[1] for path in paths), default=None)
+        self.last_written = max((_size_and_time(path)[1] for path in paths), default=None)
         sessions = {key: _load_session(path) for key, path in sorted(listing.sessions.items())}
         self.metadata, self.end = {}, None
         for session in sessions.values():
@@ -88,7 +88,10 @@ class RunFollower:
         """Yields the new samples in the order they were written, columns as in the store."""
         read = self._flushes_read
         new = [one for one in self._of("samples") if one.last >= read["samples", one.session]]
-        self.bytes_found, self.bytes_read = sum(_stat(segment.path)[0] for segment in new), 0
+        self.bytes_found, self.bytes_read = (
+            sum(_size_and_time(segment.path)[0] for segment in new),
+            0,
+        )
         # The next look finds what a live writer has merged meanwhile.
         with contextlib.suppress(FileNotFoundError):
             yield from self.read("samples")
@@ -100,7 +103,7 @@ class RunFollower:
             while segment := self._next(kind, key):
                 try:
                     yield from load(segment.path, last_step)
-                    self.bytes_read += _stat(segment.path)[0]
+                    self.bytes_read += _size_and_time(segment.path)[0]
                     self._flushes_read[kind, key] = segment.last + 1
                 except FileNotFoundError:
                     raise
@@ -181,7 +184,7 @@ def _load_session(path: Path) -> Session:
         return _UNKNOWN
 
 
-def _stat(path: Path) -> tuple[int, float]:
+def _size_and_time(path: Path) -> tuple[int, float]:
     try:
         status = path.stat()
     except OSError:
@@ -229,8 +232,8 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
         table = pa.Table.from_pandas(_read_csv(path), SCHEMA, preserve_index=False)
         good = files.good_rows(table)
         files.warn_of_rows(len(table) - len(good), len(table), path)
-        return _tidy(good)
-    return _tidy(pa.Table.from_batches(_read_all(path, "samples"), BATCHES).cast(SCHEMA))
+        return _sorted_frame(good)
+    return _sorted_frame(pa.Table.from_batches(_read_all(path, "samples"), BATCHES).cast(SCHEMA))
 
 
 def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -297,7 +300,7 @@ def _read_all(folder: Path, kind: str, attempts: int = _READ_ATTEMPTS) -> list[A
     return parts
 
 
-def _tidy(table: pa.Table) -> pd.DataFrame:
+def _sorted_frame(table: pa.Table) -> pd.DataFrame:
     """Drops heads that were not measured, keeps the last of equal keys, and sorts."""
     frame = table.to_pandas()
     measured = frame["value"].notna() | (frame["site"] == "")

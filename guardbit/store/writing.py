@@ -148,7 +148,7 @@ class RunWriter:
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Adds to the run's metadata, or replaces values under the same keys; on disk at once."""
         self._check_open()
-        updated = {**self._metadata, **_sound(dict(metadata))}
+        updated = {**self._metadata, **_encodable(dict(metadata))}
         self._write_session(updated)
         self._metadata = updated
 
@@ -165,12 +165,12 @@ class RunWriter:
     def add(self, samples: Iterable[Sample]) -> None:
         self._check_open()
         for sample in samples:
-            self._rows += [*dataclasses.replace(sample, site=_sound(sample.site)).rows()]
+            self._rows += [*dataclasses.replace(sample, site=_encodable(sample.site)).rows()]
 
     def event(self, event: Event) -> None:
         """Writes an event; it is on disk when this returns."""
         self._check_open()
-        line = json.dumps(_sound(dataclasses.asdict(event)), ensure_ascii=False) + "\n"
+        line = json.dumps(_encodable(dataclasses.asdict(event)), ensure_ascii=False) + "\n"
         self._events.append(line.encode())
         self._events.compact()
 
@@ -200,12 +200,12 @@ class RunWriter:
             raise ValueError(f"the run's writer is closed: {self._session_path}")
 
 
-def _sound(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     """Returns a value with the lone surrogates in its texts escaped."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {_sound(key): _sound(item) for key, item in value.items()}
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_sound(item) for item in value]
+        return [_encodable(item) for item in value]
     return value

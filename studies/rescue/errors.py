@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch
-from guardbit.kernels.reference.delta import ENOUGH, FIRST_COLUMNS, HALF_STEP, _terms
+from guardbit.kernels.reference.delta import ENOUGH, FIRST_COLUMNS, HALF_STEP, _carrying_terms
 from guardbit.kernels.spec import AttentionSpec
 
 #: The error with a sign that is drawn for each row.
@@ -66,7 +66,7 @@ class HandOn:
         gradients = d_out[:, heads].float()
         error = (gradients * out[:, heads].float()).sum(-1) - exact
         wanted = exact + self._factors(error) * error
-        carrier, rest, third = _terms(gradients[..., :FIRST_COLUMNS], wanted, out.dtype)
+        carrier, rest, third = _carrying_terms(gradients[..., :FIRST_COLUMNS], wanted, out.dtype)
         carries = rest.abs() <= (wanted.abs() * ENOUGH).maximum(third * HALF_STEP)
         carried = torch.empty_like(out).copy_(out) if into is None else into
         wide = torch.nn.functional.pad(carrier, (0, out.shape[-1] - carrier.shape[-1]))

@@ -218,7 +218,7 @@ def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]], gap: float) -> 
                 zorder=3 if over_map else 1.2,
                 gid=mark,
             )
-        drawn = _apart(steps, gap)
+        drawn = _spread_apart(steps, gap)
         if drawn:
             markers += axes.plot(
                 drawn,
@@ -236,7 +236,7 @@ def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]], gap: float) -> 
     return markers
 
 
-def _apart(steps: Sequence[int], gap: float) -> list[int]:
+def _spread_apart(steps: Sequence[int], gap: float) -> list[int]:
     """Ascending steps without those that stand nearer than a gap to the one before."""
     kept: list[int] = []
     for step in steps:

@@ -326,8 +326,8 @@ def forward(
         (*counts, *scales, shift_turns, *ends, threshold, factor),
         CAUSAL=causal is not False,
         NEGATIVE_SCALE=scale < 0,
-        COMPENSATED=_share(stabilizers, "compensated"),
-        ROW_MAX=_share(stabilizers, "row_max"),
+        COMPENSATED=_none_some_all(stabilizers, "compensated"),
+        ROW_MAX=_none_some_all(stabilizers, "row_max"),
         DROPOUT=dropout is not None,
         HEAD_DIM=head_dim,
         WIDTH=width,
@@ -339,7 +339,7 @@ def forward(
     return Forward(out, lse, residual)
 
 
-def _share(stabilizers: Sequence[str], name: str) -> int:
+def _none_some_all(stabilizers: Sequence[str], name: str) -> int:
     """Whether none, some or all of the heads have this stabilizer."""
     count = list(stabilizers).count(name)
     return 0 if count == 0 else 2 if count == len(stabilizers) else 1

@@ -131,8 +131,8 @@ class Varlen(LibraryEngine):
         q, k, v, spec, _, _ = inputs
         q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
         out, lse, *_ = private.packed_flash_ops[0](
-            q, k, v, *(spec.documents or ()), 0.0, spec.causal is True, False, **_range(spec),
-            **self.scheduled,
+            q, k, v, *(spec.documents or ()), 0.0, spec.causal is True, False,
+            **_window_arguments(spec), **self.scheduled,
         )  # fmt: skip
         return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
 
@@ -142,7 +142,7 @@ class Varlen(LibraryEngine):
         philox = philox_of(drawn, q.device).view(torch.uint64)
         gradients = private.packed_flash_ops[1](
             *tensors, lse.squeeze(0), *(spec.documents or ()), 0.0, spec.causal is True, philox,
-            q.new_empty(0), **_range(spec),
+            q.new_empty(0), **_window_arguments(spec),
         )  # fmt: skip
         return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
 
@@ -200,7 +200,7 @@ def varlen_runs_on_cudnn(
     return False
 
 
-def _range(spec: AttentionSpec) -> dict[str, Any]:
+def _window_arguments(spec: AttentionSpec) -> dict[str, Any]:
     # `varlen_attn` passes causal attention as a window.
     left, right = spec.window[0], 0 if spec.causal is True else spec.window[1]
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}
@@ -428,12 +428,12 @@ def home_of(label: str) -> str:
     if _homes.get(label) not in sys.modules:
         # Both file names end so; this quickly skips the thousands of modules whose names do not.
         names = [name for name in list(sys.modules) if name.endswith("interface")]
-        found_now = (name for name in names if _label(name, sys.modules.get(name)) == label)
+        found_now = (name for name in names if _label_of(name, sys.modules.get(name)) == label)
         _homes[label] = next(found_now, "")
     return _homes[label]
 
 
-def _label(name: str, module: Any) -> str | None:
+def _label_of(name: str, module: Any) -> str | None:
     """Returns the label of the engine that a module serves, or None."""
     package, file = name.partition(".")[0], name.rpartition(".")[2]
     has: Mapping[str, Any] = {} if package in _NOT_OF_HUB else getattr(module, "__dict__", {})

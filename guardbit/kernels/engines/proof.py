@@ -76,7 +76,7 @@ def proof_of(
         None if mask is None else tuple(size == 1 for size in mask.shape), wants_mask,
         rows % 8 == 0, rows % _LENGTH == 0, keys % 8 == 0, keys % _LENGTH == 0, rows == keys,
         rows == 1, keys == 1,
-        _order(q.stride()), _order(k.stride()), _order(v.stride()),
+        _memory_order(q.stride()), _memory_order(k.stride()), _memory_order(v.stride()),
         torch.are_deterministic_algorithms_enabled(), engine.deterministic, engine.scheduling,
         spec.window[0] < 0, spec.window[1] < 0, spec.extras,
         _activated(),
@@ -100,7 +100,7 @@ def proofs() -> list[Proof]:
 
 
 @lru_cache(maxsize=1024)
-def _order(strides: tuple[int, ...]) -> tuple[int, ...]:
+def _memory_order(strides: tuple[int, ...]) -> tuple[int, ...]:
     """Returns dimensions by falling stride, their order in memory, without expanded ones."""
     return tuple(sorted((d for d, n in enumerate(strides) if n), key=lambda d: -strides[d]))
 
@@ -149,7 +149,7 @@ def _measured(
 
     def like(x: Tensor, heads: int, length: int) -> Tensor:
         """Returns a small random tensor in x's memory order, expanded where x is."""
-        order = _order(x.stride())
+        order = _memory_order(x.stride())
         shape = (1, heads, length, x.size(3))
         random = torch.randn(
             [shape[d] for d in order], generator=generator, device=x.device, dtype=torch.float32
@@ -170,7 +170,7 @@ def _measured(
     )  # fmt: skip
     small = replace(
         spec,
-        mask=_cut(spec.mask, heads, rows, keys),
+        mask=_corner_of_mask(spec.mask, heads, rows, keys),
         dropout_p=0.0,
         window=tuple(min(n, _SHORT) for n in spec.window),
         documents=spec.documents and _made_up(rows, keys, engine.longest, q.device),
@@ -220,7 +220,7 @@ def _measured(
     return same, predicted
 
 
-def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None:
+def _corner_of_mask(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None:
     """Returns a corner of the call's mask, in its memory order, where each row sees a key."""
     if mask is None:
         return None

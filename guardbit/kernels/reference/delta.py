@@ -63,7 +63,7 @@ def exact_delta(
     `unseeing`; NaN makes `write_carrier` leave the row alone, because engines differ in such rows.
     Memory grows as chunk x M.
     """
-    delta = q.new_full((len(q), len(head_ids), q.shape[2]), unseeing, dtype=_wide(q))
+    delta = q.new_full((len(q), len(head_ids), q.shape[2]), unseeing, dtype=_dtype_of_sums(q))
     for terms in recomputed(d_out, q, k, v, spec, head_ids, chunk, lse):
         weighted = terms.d_probabilities.mul_(terms.probabilities).sum(-1)
         row_sum = terms.row_sum[..., 0]
@@ -115,10 +115,14 @@ def recomputed(
         places = [place for place, head in enumerate(head_ids) if head // group == key_head]
         chosen = [head_ids[place] for place in places]
         members = torch.tensor(chosen, dtype=torch.int64, device=q.device)
-        k_wide, v_wide = (x[:, key_head, None].to(_wide(q)) for x in (k, v))
-        sinks = None if spec.sinks is None else spec.sinks[members, None, None].to(_wide(q))
+        k_wide, v_wide = (x[:, key_head, None].to(_dtype_of_sums(q)) for x in (k, v))
+        sinks = (
+            None if spec.sinks is None else spec.sinks[members, None, None].to(_dtype_of_sums(q))
+        )
         for rows, keys in spans:
-            q_rows, d_out_rows = (x[:, :, rows][:, members].to(_wide(q)) for x in (q, d_out))
+            q_rows, d_out_rows = (
+                x[:, :, rows][:, members].to(_dtype_of_sums(q)) for x in (q, d_out)
+            )
             tile = members, row_positions[rows], key_positions[keys]
             products = (q_rows @ k_wide[:, :, keys].mT).mul_(spec.scale)
             plain = capped(products, spec.softcap)
@@ -128,7 +132,7 @@ def recomputed(
                 reference = scores.amax(-1, keepdim=True)
                 reference = reference if sinks is None else reference.maximum(sinks)
             else:
-                reference = lse[:, :, rows][:, members, :, None].to(_wide(q))
+                reference = lse[:, :, rows][:, members, :, None].to(_dtype_of_sums(q))
             # In a row that sees no key all scores are -inf.
             reference = reference.masked_fill(reference.isinf(), 0.0)
             probabilities = scores.sub_(reference).exp_()
@@ -142,7 +146,7 @@ def recomputed(
             )  # fmt: skip
 
 
-def _wide(q: Tensor) -> torch.dtype:
+def _dtype_of_sums(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -176,10 +180,10 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Seq
     gradients = d_out[:, index].to(delta.dtype)
     if not gradients.numel():
         return
-    few, rest, third = _terms(gradients[..., :FIRST_COLUMNS], delta, out_prime.dtype)
+    few, rest, third = _carrying_terms(gradients[..., :FIRST_COLUMNS], delta, out_prime.dtype)
     bound = (delta.abs() * ENOUGH).maximum(third * HALF_STEP)
     enough = (rest.abs() <= bound) & delta.isfinite()
-    carrier, rest, _ = _terms(gradients, delta, out_prime.dtype)
+    carrier, rest, _ = _carrying_terms(gradients, delta, out_prime.dtype)
     bound = (delta.abs() * MISS).maximum(gradients.abs().amax(-1) * SMALLEST_MISS)
     reached = (rest.abs() <= bound) & delta.isfinite()
     carrier = torch.where(reached[..., None], carrier, out_prime[:, index])
@@ -223,7 +227,9 @@ def carry_compensated_delta(
     return carried
 
 
-def _terms(gradients: Tensor, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _carrying_terms(
+    gradients: Tensor, delta: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rows of three numbers, what these leave of delta, and the smallest |dO| there."""
     carrier = torch.zeros_like(gradients, dtype=dtype)
     largest = torch.finfo(dtype).max
