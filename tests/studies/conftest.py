@@ -4,6 +4,7 @@ import json
 from functools import cache, partial
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from studies.rescue import packed, train
@@ -11,6 +12,15 @@ from studies.rescue.model import Size
 from tests.toys import Fires
 
 TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
+COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
+
+
+def made_up(name, rows, events=(), columns=("step", "kind", "site", "heads"), **facts):
+    """A run of which rows of `COLUMNS` and events with some columns are known."""
+    known = {"arm": "stock", "backend": "cudnn", "stabilizer": None, "seed": 1,
+             "learning_rate": 1.5e-3, "rate_factor": 1.0, "branched_from": None}  # fmt: skip
+    journal = pd.DataFrame(list(events), columns=list(columns))
+    return packed.Run(name, {**known, **facts}, pd.DataFrame(rows, columns=COLUMNS), journal)
 
 
 @pytest.fixture(scope="session")

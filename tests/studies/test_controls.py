@@ -3,27 +3,23 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from guardbit import read_run
 from guardbit.monitor.replay import replay
 from studies.rescue import controls
-from studies.rescue.packed import Run, load
+from studies.rescue.packed import load
+from tests.studies.conftest import made_up
 
 RESULTS = Path(controls.__file__).with_name("results")
 
 
 def run(name, arm, backend, seed, logits, losses, alarms=(), branched_from=None, rate=1.5e-3):
-    facts = {
-        "arm": arm, "backend": backend, "stabilizer": "compensated", "seed": seed,
-        "branched_from": branched_from, "learning_rate": rate,
-    }  # fmt: skip
-    rows = [(step, "max_logit", value) for step, value in logits.items()]
-    rows += [(step, "loss", value) for step, value in losses.items()]
-    frame = pd.DataFrame(rows, columns=["step", "indicator", "value"])
-    events = pd.DataFrame([(step, "alarm") for step in alarms], columns=["step", "kind"])
-    return Run(name, facts, frame, events)
+    rows = [(step, "", -1, -1, "loss", value) for step, value in losses.items()]
+    rows += [(step, "h.0", 0, 0, "max_logit", value) for step, value in logits.items()]
+    alarms = [(step, "alarm", "h.0", (0,)) for step in alarms]
+    return made_up(name, rows, alarms, arm=arm, backend=backend, stabilizer="compensated",
+                   seed=seed, branched_from=branched_from, learning_rate=rate)  # fmt: skip
 
 
 def test_a_row_compares_the_runs_of_a_seed():
@@ -49,6 +45,7 @@ def test_chance_is_counted_exactly():
     assert controls.chance_of_pairs(np.array([3.0, -1.0])) == 1 / 2
 
 
+@pytest.mark.slow
 def test_the_committed_runs_part_as_the_docs_say(tmp_path):
     for folder in (*RESULTS.glob("from_start-*"), *RESULTS.glob("stock-guardbit-*-again*")):
         (tmp_path / folder.name).symlink_to(folder)

@@ -1,29 +1,25 @@
 """What is said of the copies from step 6,400, on made-up runs whose figures are known."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from studies.rescue.copies import fallen, newly_alarmed, over_seeds, ratios, told, without_each
-from studies.rescue.packed import Run
-
-EVENTS = ["step", "kind", "site", "heads", "rule"]
+from studies.rescue.copies import fallen, newly_alarmed, over_seeds, ratios, without_each
+from tests.studies.conftest import made_up
 
 
 def run_of(name, seed, arm, stabilizer, branched_from, logits, alarms=()):
     """A run; `logits` are the largest by step, of head 1, `alarms` are (step, heads, rule)."""
-    facts = {"arm": arm, "stabilizer": stabilizer, "seed": seed, "branched_from": branched_from}
     rows = [
         (step, "h.0", 0, head, "max_logit", value / (2 - head))
         for step, value in logits.items()
         for head in (0, 1)
     ]
-    columns = ["step", "site", "layer", "head", "indicator", "value"]
     events = [(step, "alarm", "h.0", heads, rule) for step, heads, rule in alarms]
     events.append((6900, "advisory", "h.0", [7], "common_mode"))
-    return Run(
-        name, facts, pd.DataFrame(rows, columns=columns), pd.DataFrame(events, columns=EVENTS)
-    )
+    return made_up(
+        name, rows, events, ["step", "kind", "site", "heads", "rule"],
+        arm=arm, stabilizer=stabilizer, seed=seed, branched_from=branched_from,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -61,12 +57,6 @@ def test_copies_are_compared_at_the_last_step_that_all_of_a_seed_have(copies):
     assert alarmed == pytest.approx({5: -1, 7: 2, 11: 3})
 
 
-def test_copies_without_a_step_that_all_have_are_left_out(copies):
-    short = [run._replace(frame=run.frame.query("step < 6800")) for run in copies]
-    # One of seed 7 has none before 7,000.
-    assert ratios(short).groupby("seed")["step"].first().to_dict() == {5: 6600, 11: 6600}
-
-
 def test_what_seeds_say_together(copies):
     found = over_seeds(ratios(copies))
     assert list(found.index) == ["exact_delta", "exact_delta, alarmed heads"]
@@ -81,25 +71,11 @@ def test_what_seeds_say_together(copies):
     np.testing.assert_allclose(found["chance"], [2 / 8, 4 / 8])
 
 
-def test_a_seed_without_one_of_the_copies_is_not_counted_for_it(copies):
-    found = over_seeds(ratios([run for run in copies if run.name != "heads-seed11-from6400"]))
-    alarmed = found.loc["exact_delta, alarmed heads"]
-    assert (alarmed["below"], alarmed["seeds"]) == (1, 2)
-    assert alarmed["factor"] == pytest.approx(10**0.5)
-    assert alarmed["chance"] == 1, "any signs of 1 and 2 have a sum of 1 or more, either way"
-
-
 def test_factors_with_a_seed_left_out(copies):
     found = without_each(ratios(copies))
     assert found.columns.tolist() == ["seed 5", "seed 7", "seed 11"]
     # Of -2, -1, -3 and of -1, 2, 3, the means of two.
     np.testing.assert_allclose(np.log10(found), [[-2, -2.5, -1.5], [2.5, 1, 0.5]])
-
-
-def test_what_is_printed_says_steps_and_chance(copies):
-    text = told(copies)
-    assert "7,000 (seed 5), 7,000 (seed 7), 7,000 (seed 11)" in text
-    assert "If all 3 seeds lie to one side: 2 in 8; to a side named before: 1 in 8." in text
 
 
 def family(seed):

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.counterfactual import alarms, compared, families, growth, table, told, watched
-from studies.rescue.packed import Run
+from studies.rescue.counterfactual import alarms, compared, families, growth, table, watched
+from tests.studies.conftest import made_up
 
 HEADS = [(1, 0), (1, 1), (2, 0)]
 ORIGIN = "stock-seed7"
@@ -21,15 +21,12 @@ def run_of(
             sigma = np.exp(rate * (step - 1000))
             rows += [(step, f"h.{layer}", layer, head, "w_q_spectral_norm", sigma),
                      (step, f"h.{layer}", layer, head, "max_logit", 10 * sigma)]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
     events = [(step, "alarm", f"h.{layer}", heads) for step, layer, heads in alarmed]
     # None of these is an alarm of a head.
     others = [(100, "advisory", "h.1", (1,)), (200, "alarm", "", ())]
-    events = pd.DataFrame([*others, *events], columns=["step", "kind", "site", "heads"])
-    facts = {"arm": arm, "stabilizer": stabilizer, "seed": 7, "rate_factor": 1.0,
-             "backend": backend}  # fmt: skip
-    facts["branched_from"] = f"/x/{ORIGIN}/step=1000.ckpt" if "-from" in name else None
-    return Run(name, facts, frame, events)
+    checkpoint = f"/x/{ORIGIN}/step=1000.ckpt" if "-from" in name else None
+    return made_up(name, rows, [*others, *events], arm=arm, stabilizer=stabilizer, seed=7,
+                   backend=backend, branched_from=checkpoint)  # fmt: skip
 
 
 @pytest.fixture
@@ -61,10 +58,6 @@ def test_without_an_alarm_among_the_common_steps_there_is_nothing_to_compare(run
     assert families([other, *runs[1:]]) == []
 
 
-def test_a_family_needs_copies_of_both_kinds(runs):
-    assert families(runs[:3]) == [] == families([runs[0], *runs[3:]])
-
-
 def test_other_copies_are_left_out(runs):
     others = [
         run_of("late-keys-seed7-from1000", (0, 0, 0), 1400, (), "late", "centered_keys", 1200),
@@ -73,15 +66,6 @@ def test_other_copies_are_left_out(runs):
     ]
     (family,) = families([*runs, *others])
     assert len(family.copies) == 4 and family.last == 2000
-
-
-def test_runs_that_keep_other_steps_are_compared_at_those_they_share(runs):
-    coarse = run_of("late-c-seed7-from1000", (0, 0, 0), 2400, (), "late", "exact_delta", 1200, 600)
-    (family,) = families([*runs, coarse])
-    assert family.last == 1800
-    # The checkpoint's own sigma is not kept: the last one before it is taken, at 800.
-    early = family._replace(step=999)
-    assert growth(family.origin, early)[(2, 0)] == pytest.approx(100)
 
 
 def test_heads_that_any_run_names_are_watched_that_of_the_original_first(runs):
@@ -108,16 +92,6 @@ def test_growth_is_told_in_log_points_from_where_the_copies_began(runs):
     largest = [10 * np.e, 10, 10, 10 * np.exp(0.5), 10 * np.exp(0.3)]
     assert found["largest logit"].tolist() == pytest.approx(largest)
     assert found["1.1 alarm"].dropna().tolist() == [1700, 1600]
-
-
-def test_what_was_to_be_compared_is_said_with_its_chance(runs):
-    (family,) = families(runs)
-    assert "all lie below all. That all would be below all is chance in 1 of 6 cases" in told(
-        family
-    )
-    more = run_of("late-c-seed7-from1000", (0, 0, 2e-4), 2400, (), "late", "exact_delta", 1200)
-    (family,) = families([*runs, more])
-    assert "they overlap. That all would be below all is chance in 1 of 10 cases" in told(family)
 
 
 @pytest.mark.parametrize(

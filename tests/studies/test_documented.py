@@ -43,6 +43,7 @@ def replay_of_few(frame, **how):
 
 def test_there_are_such_commands():
     modules = {command.split()[0] for command in documented()}
+    assert QUICK in documented()
     assert {"branches", "controls", "copies", "counterfactual"} <= modules
 
 
@@ -61,7 +62,14 @@ def test_results_without_such_runs_are_refused(module, tmp_path):
         importlib.import_module(f"studies.rescue.{module}").main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("command", documented())
+#: Does not read all results.
+QUICK = "paired studies/rescue/results/paired.csv"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in documented() if x != QUICK)],
+)
 def test_it_runs(command, read_once, monkeypatch, tmp_path, capsys):
     module, *words = shlex.split(command)
     words = list(chain.from_iterable(map(expanded, words)))

@@ -3,11 +3,10 @@
 from itertools import permutations
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from studies.rescue.dose_response import WAYS, chance, draw, families, in_order, table, told
-from studies.rescue.packed import Run
+from studies.rescue.dose_response import WAYS, chance, families, in_order, table, told
+from tests.studies.conftest import made_up
 
 HEADS = [(1, 0), (2, 0)]
 ORIGIN = "stock-seed7-again16"
@@ -23,12 +22,10 @@ def run_of(name, rate, last, alarmed=(), arm="stock", stabilizer=None, begin=0):
             site = f"h.{layer}"
             rows += [(step, site, layer, head, "w_q_spectral_norm", sigma),
                      (step, site, layer, head, "max_logit", 10 * sigma)]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
     events = [(step, "alarm", f"h.{layer}", heads) for step, layer, heads in alarmed]
-    events = pd.DataFrame(events, columns=["step", "kind", "site", "heads"])
-    facts = {"arm": arm, "stabilizer": stabilizer, "seed": 7, "rate_factor": 1.0}
-    facts["branched_from"] = f"/x/{ORIGIN}/step=4000.ckpt" if "-from" in name else None
-    return Run(name, facts, frame, events)
+    checkpoint = f"/x/{ORIGIN}/step=4000.ckpt" if "-from" in name else None
+    return made_up(name, rows, events, arm=arm, stabilizer=stabilizer, seed=7,
+                   branched_from=checkpoint)  # fmt: skip
 
 
 def copy_of(way, number, rate, last=5600, alarmed=()):
@@ -78,37 +75,6 @@ def test_a_round_that_did_not_end_is_left_out(runs, last):
     (family,) = families([*runs[:-1], *others])
     assert {copy.round for copy in family.copies} == {17}
     assert len(family.copies) == len(WAYS)
-
-
-ENDS = {"unchanged": 5600, "-1": 4600, "0": 5000, "1": 5200, "2": 5000, "random": 4800}
-
-
-def test_where_no_round_ended_the_copies_are_told_as_far_as_all_expected_ways_go(runs):
-    copies = [copy_of(way, 17, RATES[way], last=end) for way, end in ENDS.items()]
-    copies.append(copy_of("0", 18, RATES["0"] + 0.001, last=4600))
-    copies.append(copy_of("1", 18, RATES["1"], last=4000))  # died at once
-    (family,) = families([runs[0], *copies])
-    assert (family.last, family.is_whole) == (4800, False)
-    found = table(family).set_index(["handed", "round"])
-    # What ends before is told up to its end, and is in no group.
-    assert found["to"].to_dict() == {
-        **{(way, 17): min(end, 4800) for way, end in ENDS.items()}, ("0", 18): 4600
-    }  # fmt: skip
-    np.testing.assert_allclose(found.loc["-1", "grew"], RATES["-1"] * 600, atol=1e-9)
-    np.testing.assert_allclose(found.loc["2", "grew"], RATES["2"] * 800, atol=1e-9)
-    ways = [[copy.way for copy in group] for group in family.groups]
-    assert ways == [["0", "random"], ["unchanged", "1"], ["2"]]
-    text = told(family)
-    # 2 x 2 + 2 x 1 + 2 x 1 pairs; 5! / (2! 2! 1!) = 30 ways.
-    assert "Pairs in this order: 8 of 8" in text
-    assert f"{1 / 30:.2g} of all ways" in text
-    assert text.endswith("No round ended: by the rule this is no test.")
-    hollow = [not len(points.get_facecolor()) for points in draw([family]).axes[2].collections]
-    assert hollow == [copy.way == "-1" or copy.round == 18 for copy in family.copies]
-
-
-def test_without_a_copy_of_each_expected_way_there_is_nothing_to_tell(runs):
-    assert families([runs[0], *(copy_of(way, 17, RATES[way]) for way in WAYS if way != "2")]) == []
 
 
 def test_copies_from_after_the_alarm_or_of_another_kind_are_none_of_these(runs):

@@ -106,9 +106,3 @@ def test_a_run(common, monkeypatch):
     (switch,) = read_events(folder).query("kind == 'switch'").itertuples()
     assert (switch.stabilizer, switch.heads) == ("exact_delta", (0, 1))
     assert "-1 of delta's error" in switch.why
-
-
-def test_it_is_for_late_arms(capsys):
-    with pytest.raises(SystemExit):
-        train.parse(["--arm=stock", "--delta-error=1"])
-    assert "--delta-error is for the arms late" in capsys.readouterr().err

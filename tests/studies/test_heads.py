@@ -15,7 +15,9 @@ RESULTS = Path(analyse.__file__).with_name("results")
     ("run", "site", "head"),
     [
         ("stock-cudnn-lr1.5e-03-seed9-again6", "net.h.1.attn", 10),
-        ("stock-cudnn-lr1.5e-03-seed10-again6", "net.h.2.attn", 6),
+        pytest.param(
+            "stock-cudnn-lr1.5e-03-seed10-again6", "net.h.2.attn", 6, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_delta_moves_dq_in_alarmed_heads(run, site, head):

@@ -1,13 +1,10 @@
 """What starts, watches and ends runs of the study."""
 
-import sys
-
 import pytest
 
 from guardbit.records import Event
 from guardbit.store import RunWriter
-from studies.rescue import jobs
-from studies.rescue.jobs import Jobs, chosen, first_alarm, out_of_it, reached
+from studies.rescue.jobs import chosen, first_alarm, out_of_it
 
 
 @pytest.mark.parametrize(
@@ -39,20 +36,6 @@ def test_only_alarms_of_heads_count(tmp_path):
     assert first_alarm(tmp_path / "run", 899) is None
 
 
-def test_what_runs_is_stopped_when_the_time_is_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "LOOK", 0.05)
-    asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    mine = Jobs(tmp_path / "logs", lambda *_: asleep, minutes=0.05)
-    for name in ("one", "other"):
-        mine.start(name, "train", [])
-    processes = list(mine.running.values())
-    with pytest.raises(SystemExit, match="the time is up"):
-        while True:
-            mine.look()
-    mine.stop_all()
-    assert all(process.poll() is not None for process in processes) and not mine.running
-
-
 @pytest.mark.parametrize(
     ("alarms", "most", "expected"),
     [
@@ -63,9 +46,3 @@ def test_what_runs_is_stopped_when_the_time_is_up(tmp_path, monkeypatch):
 )
 def test_first_alarmed_first(alarms, most, expected):
     assert chosen(alarms, most) == expected
-
-
-def test_the_clock_of_a_run_that_has_not_begun_is_at_0(tmp_path):
-    assert reached(tmp_path) == 0
-    (tmp_path / "clock.csv").write_text("100,1.5\n200,3.0\n")
-    assert reached(tmp_path) == 200

@@ -3,12 +3,11 @@
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from studies.rescue import low_rate
 from studies.rescue.low_rate import compared, excess, first_said, other_of, runs_at, table
-from studies.rescue.packed import Run
+from tests.studies.conftest import made_up
 
 
 def run_of(name, seed, last, offset, events=(), rate=6e-4, arm="stock", growth=1.0, peak=math.inf):
@@ -22,14 +21,11 @@ def run_of(name, seed, last, offset, events=(), rate=6e-4, arm="stock", growth=1
         for head, sigma in ((0, 1.0), (1, 1 + growth * min(step, 2 * peak - step) / 1000)):
             rows += [(step, "h.1", 1, head, "w_q_spectral_norm", sigma),
                      (step, "h.1", 1, head, "max_logit", 100 * sigma)]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
-    told = pd.DataFrame(
-        [(*event[:2], *(event[2:] or ("h.1", 1))) for event in events],
-        columns=["step", "kind", "site", "head"],
-    )
-    told["heads"] = [(head,) for head in told["head"]]
-    facts = {"learning_rate": rate, "seed": seed, "arm": arm, "stabilizer": "exact_delta"}
-    return Run(name, facts, frame, told)
+    told = [(*event[:2], *(event[2:] or ("h.1", 1))) for event in events]
+    told = [(step, kind, site, head, (head,)) for step, kind, site, head in told]
+    columns = ["step", "kind", "site", "head", "heads"]
+    return made_up(name, rows, told, columns, learning_rate=rate, seed=seed, arm=arm,
+                   stabilizer="exact_delta")  # fmt: skip
 
 
 @pytest.fixture
@@ -49,10 +45,6 @@ def runs():
         run_of("alone", 2, 1000, lambda s: 0.0),
         run_of("fast", 1, 5000, lambda s: 0.0, rate=1.5e-3),
     ]
-
-
-def test_only_runs_at_this_rate_are_told(runs):
-    assert [run.name for run in runs_at(runs)] == ["short", "bad", "long", "alone"]
 
 
 def test_a_run_is_held_against_the_longest_other_start(runs):
@@ -92,20 +84,6 @@ def test_chance_is_what_came_before_anything_was_said(runs):
 )  # fmt: skip
 def test_what_is_said_first_of_a_head(said, first):
     assert first_said(run_of("a", 1, 1000, lambda s: 0.0, said)) == first
-
-
-def test_a_corrected_start_is_what_others_are_held_against(runs):
-    corrected = run_of("corrected", 1, 2600, lambda s: 0.0, arm="from_start")
-    starts = runs_at([*runs, corrected])
-    assert other_of(runs[1], starts).name == "corrected"
-    assert other_of(corrected, starts).name == "long"
-    assert other_of(runs[3], starts) is None
-    again = run_of("again", 1, 3000, lambda s: 0.0, arm="from_start")
-    assert other_of(corrected, [*starts, again]).name == "again"
-    # As in the study's own table, a compensated one comes before one on exact delta.
-    facts = {**corrected.facts, "stabilizer": "compensated"}
-    compensated = corrected._replace(name="compensated", facts=facts)
-    assert other_of(runs[1], [*starts, again, compensated]).name == "compensated"
 
 
 def test_a_loss_departs_where_its_mean_over_500_steps_passes_the_margin(runs):

@@ -92,40 +92,6 @@ def test_alarmed_starts_are_copied_six_times(prepared):
     assert "frozen" not in runs and sum(name.endswith("-from6400") for name in runs) == 12
 
 
-def test_a_start_that_ends_before_its_time_is_not_copied(prepared):
-    prepare(prepared, 1, [4100], at=5100)  # it dies after an alarm, with no checkpoint to copy
-    prepare(prepared, 8, [3200])
-    assert perform(families.families, prepared, [1, 8]) == [8]
-
-
-def test_the_others_end_while_the_one_goes_on(prepared):
-    # Neither would come to an end; one is at 6,500, past the alarm of seed 1 at 4,100.
-    for seed, alarms in {1: [4100], 3: [], 5: [6450]}.items():
-        prepare(prepared, seed, alarms, sleeps=seed != 1)
-    assert perform(families.families, prepared, [1, 3, 5], most=1) == [1]
-
-
-def test_nothing_goes_on_after_an_error(prepared, monkeypatch):
-    prepare(prepared, 1, [4100])
-    prepare(prepared, 3, [], sleeps=True)
-    made = []
-    started = jobs.Jobs.start
-    monkeypatch.setattr(
-        jobs.Jobs, "start", lambda mine, *args: (started(mine, *args), made.append(mine))
-    )
-    monkeypatch.setattr(families, "frozen", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        perform(families.families, prepared, [1, 3])
-    assert not made[0].running
-
-
-@pytest.mark.parametrize("study", [families.families, doses.doses])
-def test_a_call_that_was_cut_off_is_not_mixed_with_another(prepared, study):
-    (prepared.parent / "runs" / "frozen").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="frozen is of a call that was cut off: remove it first"):
-        perform(study, prepared, [1])
-
-
 @pytest.fixture
 def three(prepared):
     """1 is alarmed first; 3 has passed that step without an alarm; 5 is alarmed later."""
@@ -135,6 +101,7 @@ def three(prepared):
     return prepared
 
 
+@pytest.mark.slow
 def test_the_first_alarmed_is_copied_in_rounds_from_before_its_alarm(three):
     assert perform(doses.doses, three, [1, 3, 5]) == (1, 4000)
     made = calls(three)
@@ -158,17 +125,3 @@ def test_where_there_is_nothing_to_copy_that_is_said(prepared):
     for seeds, why in (([3], "no start was alarmed"), ([7], "no checkpoint")):
         with pytest.raises(SystemExit, match=why):
             perform(doses.doses, prepared, seeds)
-
-
-def test_what_was_recorded_stays_when_the_time_is_up(three, monkeypatch):
-    runs = three.parent / "runs"
-
-    def up(*_):
-        (runs / "frozen" / "late1-again17-from4000").mkdir()
-        raise SystemExit("the time is up")
-
-    monkeypatch.setattr(doses, "_copy", up)
-    with pytest.raises(SystemExit, match="the time is up"):
-        perform(doses.doses, three, [1, 3, 5])
-    assert (runs / "late1-again17-from4000").is_dir()
-    assert not (runs / "frozen").exists()

@@ -65,6 +65,7 @@ def test_a_difference_and_its_interval_are_those_of_a_t_test():
     assert found == pytest.approx([np.mean(one) - np.mean(other), *interval])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_copies_are_made_and_told(common, monkeypatch, capsys, alarm_at):
     alarm_at(4)

@@ -2,14 +2,13 @@
 
 import math
 
-import pandas as pd
 import pytest
 
 from studies.rescue import remedy
-from studies.rescue.packed import Run
+from tests.studies.conftest import made_up
 
 
-def run_of(name, stabilizer, last, growth=0.0, above=0.0, seed=1, **facts):
+def run_of(name, stabilizer, last, growth=0.0, above=0.0, **facts):
     """Loss 2 + above from 6,500 on; head 1 of four grows by a factor of 1 + growth a step."""
     rows = [(step, "", -1, -1, "loss", 2 + above * (step >= 6500)) for step in range(0, last, 20)]
     for step in range(0, last, 200):
@@ -17,10 +16,8 @@ def run_of(name, stabilizer, last, growth=0.0, above=0.0, seed=1, **facts):
         for head, value in enumerate((peer, (1 + growth) ** step, peer, peer)):
             rows += [(step, "h.1", 1, head, "w_q_spectral_norm", value),
                      (step, "h.1", 1, head, "max_logit", 10 * value)]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
-    told = {"seed": seed, "arm": "from_start" if stabilizer else "stock", "backend": "cudnn",
-            "stabilizer": stabilizer, "learning_rate": 1.5e-3, "branched_from": None}  # fmt: skip
-    return Run(name, told | facts, frame, pd.DataFrame({"kind": []}))
+    facts = {"arm": "from_start" if stabilizer else "stock", **facts}
+    return made_up(name, rows, stabilizer=stabilizer, **facts)
 
 
 RUNS = [
@@ -51,13 +48,6 @@ def test_runs_of_a_seed_are_read_up_to_the_last_common_step():
     # 0.189 and by 0.0895 a sample.
     assert (found.alarm["fails"], found.alarm["its"]) == (800, 1600)
     assert math.isnan(found.alarm["exact"])
-
-
-def test_beside_a_corrected_run_that_ended_earlier_it_is_read_once_more():
-    found = remedy.table([RUNS[0], run_of("exact", "exact_delta", 7001, 1e-5), RUNS[2]])
-    ends = [("its", 8000), ("exact", 7000), ("fails", 8000), ("its", 7000)]
-    assert list(zip(found["run"], found["steps"], strict=True)) == ends
-    assert found["W_Q"].iloc[-1] == pytest.approx(1.0005**7000)
 
 
 def test_without_such_a_run_there_is_nothing_to_tell():

@@ -93,6 +93,7 @@ def test_what_an_arm_switches_at_an_alarm(common, alarm_at, arm, heads):
     assert set(switches["step"]) <= {0 if arm == "from_start" else 2}
 
 
+@pytest.mark.slow
 def test_the_first_alarmed_head_is_kept_all_through_a_run(common, tmp_path, alarm_at):
     alarm_at(2)
     common[common.index("--steps=8")] = "--steps=24"
@@ -159,6 +160,7 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     assert "0.00 to 0.97" in capsys.readouterr().out, "one run says next to nothing, exactly"
 
 
+@pytest.mark.slow
 def test_branches_from_a_step_that_is_named(common):
     train.main(["--arm=stock", "--again=6", *common])
     branch = ["--branch", "--branch-step=4", "--again=6", "--of-again=6", *common]
@@ -176,6 +178,7 @@ def test_branches_from_a_step_that_is_named(common):
     assert (clipped[3][:2] < 1e-3).all(), "any logit of the tiny model is far above a millionth"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm, heads", [("late_heads", (1,)), ("late_layers", (0, 1))])
 def test_branches_that_switch_what_was_alarmed_before(common, alarm_at, arm, heads):
     origin = train.main(["--arm=stock", "--again=6", *common])
@@ -191,20 +194,6 @@ def test_branches_that_switch_what_was_alarmed_before(common, alarm_at, arm, hea
     assert switches[["step", "site", "heads", "stabilizer"]].values.tolist() == [
         [4, "net.h.0.attn", heads, "centered_keys"]
     ]
-
-
-def test_a_branch_at_another_rate(common, monkeypatch):
-    rates = []
-    monkeypatch.setattr(
-        train.Clock, "on_train_batch_end",
-        lambda self, trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]),
-    )  # fmt: skip
-    train.main(["--arm=stock", "--again=6", "--learning-rate=1e-3", *common])
-    assert rates[-1] == 1e-3
-    rates.clear()
-    train.main(["--arm=stock", "--branch", "--branch-step=6", "--of-again=6",
-                "--learning-rate=1e-3", "--rate-factor=0.5", *common])  # fmt: skip
-    assert rates[-1] == 0.5e-3
 
 
 def test_rotated_scores_depend_on_the_distance_alone():
@@ -223,7 +212,14 @@ def test_rotated_scores_depend_on_the_distance_alone():
         assert (found - exact).abs().max() < 1e-5 * one.norm() * other.norm()
 
 
-@pytest.mark.parametrize("architecture", [name for name in train.NETS if "gpt2" not in name])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[] if name in ("encoder", "llama", "mla") else pytest.mark.slow)
+        for name in train.NETS
+        if "gpt2" not in name
+    ],
+)
 def test_a_kind_in_miniature_is_watched_head_by_head(common, architecture):
     common[common.index("--heads=2")] = "--heads=3"
     common[common.index("--width=32")] = "--width=48"

@@ -2,26 +2,22 @@
 
 import math
 
-import pandas as pd
 import pytest
 
 from guardbit.records import Alarm
 from studies.rescue import worth
-from studies.rescue.packed import Run
+from tests.studies.conftest import made_up
 
 
 def run_of(name, arm, above=0.0, departs=10**6, fall=0.3, **facts):
     """Its loss falls by `fall` a log step, lies `above` the corrected one, and leaves it."""
     losses = [
-        (step, "", -1, "loss", 5 - fall * math.log(step) + above + (step > departs))
+        (step, "", -1, -1, "loss", 5 - fall * math.log(step) + above + (step > departs))
         for step in range(20, 11001, 20)
     ]
-    logits = [(step, "h.1", head, "max_logit", head) for step in (0, 8000) for head in (1, 3)]
-    frame = pd.DataFrame(losses + logits, columns=["step", "site", "head", "indicator", "value"])
+    logits = [(step, "h.1", 1, head, "max_logit", head) for step in (0, 8000) for head in (1, 3)]
     stabilizer = None if arm == "stock" else "compensated"
-    told = {"seed": 1, "arm": arm, "backend": "cudnn", "learning_rate": 1.5e-3,
-            "branched_from": None, "stabilizer": stabilizer}  # fmt: skip
-    return Run(name, told | facts, frame, pd.DataFrame({"kind": []}))
+    return made_up(name, losses + logits, **{"arm": arm, "stabilizer": stabilizer, **facts})
 
 
 CORRECTED = run_of("corrected", "from_start")
