@@ -2,15 +2,13 @@
 
 All of them take ten minutes, and the result depends on nothing but the kernels, their options and
 the compilers. So `compiled.csv` holds it, found by a hash of those. After a change of kernels or
-tiles `--record` compiles what is new. With another compiler all are compiled, and Triton's cache
-keeps the results.
+tiles `--record` compiles what is new.
 
-    python tests/kernels/compiling.py 80 89 90 100           # prints a line of JSON a variant
-    python tests/kernels/compiling.py 90 --anew              # without the record and the cache
-    python tests/kernels/compiling.py --record               # writes the record
+    python tests/kernels/compiling.py             # prints a line of JSON a variant in the record
+    python tests/kernels/compiling.py --anew      # of all, compiled
+    python tests/kernels/compiling.py --record    # writes the record
 """
 
-import argparse
 import contextlib
 import csv
 import hashlib
@@ -18,6 +16,7 @@ import inspect
 import io
 import json
 import re
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,8 +25,8 @@ from typing import Any, NamedTuple
 RECORD = Path(__file__).with_name("compiled.csv")
 ARCHITECTURES = (80, 89, 90, 100)
 
-#: What a compilation finds. `early` is the shared memory as laid out before there is code.
-RESULTS = ("shared", "early", "spilled", "serialized")
+#: What a compilation finds.
+RESULTS = ("shared", "spilled", "serialized")
 #: The variant that is always compiled, to see that the record is right: of this architecture.
 CHECKED = (90, "forward", 16)
 
@@ -73,7 +72,6 @@ class Variant(NamedTuple):
     source: Any
     options: dict[str, Any]
     with_code: bool  # whether it is compiled to the end, not only until shared memory is laid out
-    both: bool  # whether it is compiled both ways, to compare them
 
 
 def source_of(kernel, constants, dtype, pointers):
@@ -169,8 +167,7 @@ def variants(architecture):
                 source = source_of(kernel, constants | changes, dtype, POINTERS[name])
                 options = {**chosen.options, **launch.COMPILER_OPTIONS}
                 with_code = variant == name or architecture == 90
-                both = width == 16 and variant in ("forward", "delta")
-                yield Variant(variant, width, source, options, with_code, both)
+                yield Variant(variant, width, source, options, with_code)
 
 
 def examine(source, target, options, with_code):
@@ -243,7 +240,7 @@ def hash_of(variant, target):
     from triton.compiler.compiler import make_backend
 
     options = make_backend(target).parse_options(variant.options)
-    return digest(variant.source.hash(), options.hash(), variant.with_code, variant.both)
+    return digest(variant.source.hash(), options.hash(), variant.with_code)
 
 
 def compiled(variant, target):
@@ -251,30 +248,13 @@ def compiled(variant, target):
     from triton import knobs
 
     source, options = variant.source, variant.options
-    with (
-        knobs.nvidia.scope()
-    ):  # else what `examine` tells Triton stays, and belongs to the compiler
-        found = dict.fromkeys(RESULTS) | examine(source, target, options, variant.with_code)
-        if variant.both:
-            found["early"] = examine(source, target, options, False)["shared"]
-    return found
-
-
-def cached(variant, target, key):
-    """The same, from Triton's cache if it is there."""
-    from triton.runtime.cache import get_cache_manager
-
-    cache = get_cache_manager(key)
-    kept = cache.get_file("compiled.json")
-    if kept is None:
-        kept = cache.put(json.dumps(compiled(variant, target)), "compiled.json", binary=False)
-    return json.loads(Path(kept).read_text())
+    # Else what `examine` tells Triton stays, and belongs to the compiler.
+    with knobs.nvidia.scope():
+        return dict.fromkeys(RESULTS) | examine(source, target, options, variant.with_code)
 
 
 def read_record():
     """The record's rows by compiler and variant."""
-    if not RECORD.exists():
-        return {}
     with RECORD.open(newline="") as file:
         return {(row["compiler"], row["variant"]): row for row in csv.DictReader(file)}
 
@@ -282,32 +262,30 @@ def read_record():
 def look_up(architecture, *, anew=False, fill=False):
     """Yields a row of the record for each variant, by compute capability times ten.
 
-    With `anew` it compiles all of them, whatever is known, with `fill` those that the record of
-    this compiler lacks; without, a lack is a LookupError, as is a record that says something else.
+    With `anew` it compiles all of them, whatever is known, with `fill` those that the record lacks.
+    Without, a record of another compiler yields none, and a lack is a LookupError, as is a record
+    that says something else than compilation.
     """
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", architecture, 32)
     compiler = compiler_of(target)
     record = read_record()
-    is_recorded = any(key[0] == compiler for key in record)
+    if not (anew or fill or any(key[0] == compiler for key in record)):
+        return
     for variant in variants(architecture):
         key = hash_of(variant, target)
         row = record.get((compiler, key))
-        known = row and {name: int(row[name]) if row[name] else None for name in RESULTS}
-        if anew or (architecture, variant.kernel, variant.width) == CHECKED:
-            found = compiled(variant, target)
-            if known not in (None, found):
-                raise LookupError(f"{RECORD.name} says {known} where compilation gives {found}.")
-        elif known is not None:
-            found = known
-        elif is_recorded and not fill:
+        found = known = row and {name: int(row[name]) if row[name] else None for name in RESULTS}
+        if not (known or anew or fill):
             raise LookupError(
                 f"{RECORD.name} lacks sm_{architecture}'s {variant.kernel} of width "
                 f"{variant.width} as it is now; python tests/kernels/compiling.py --record adds it."
             )
-        else:
-            found = cached(variant, target, digest(compiler, key))
+        if not known or anew or (architecture, variant.kernel, variant.width) == CHECKED:
+            found = compiled(variant, target)
+            if known not in (None, found):
+                raise LookupError(f"{RECORD.name} says {known} where compilation gives {found}.")
         name = {"architecture": architecture, "kernel": variant.kernel, "width": variant.width}
         yield name | found | {"compiler": compiler, "variant": key}
 
@@ -327,17 +305,12 @@ def write_record():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architectures", type=int, nargs="*", choices=ARCHITECTURES)
-    parser.add_argument("--anew", action="store_true")
-    parser.add_argument("--record", action="store_true")
-    asked = parser.parse_args()
-    if asked.record:
+    if "--record" in sys.argv:
         write_record()
         return
-    for architecture in asked.architectures:
-        for row in look_up(architecture, anew=asked.anew):
-            print(json.dumps(row), flush=True)
+    for architecture in ARCHITECTURES:
+        for row in look_up(architecture, anew="--anew" in sys.argv):
+            print(json.dumps(row))
 
 
 if __name__ == "__main__":

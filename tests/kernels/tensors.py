@@ -74,6 +74,11 @@ def masks(rows, keys):
     lowest[:, :, 5] = torch.finfo(torch.bfloat16).min
     distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
     slopes = torch.tensor([0.5, 2.0, 16.0, 0.0])[:, None, None]
+    # As llm-foundry writes it, the same in all rows; the last head sees keys that no other does.
+    alibi = slopes.clamp_max(0.75).clamp_min(2.0**-8) * (torch.arange(keys) - (2**14 - 1))
+    alibi = alibi.expand(4, rows, keys).repeat(2, 1, 1, 1)
+    alibi[1, :, 6] -= 7e3
+    alibi[1, :3, 7] -= 7e3
     found = {
         "boolean": boolean,
         "one matrix": boolean[0, 0],
@@ -87,6 +92,7 @@ def masks(rows, keys):
         "ten thousand": torch.where(boolean, 0.0, -1e4).bfloat16(),
         "distance": (-slopes * distance).bfloat16(),
         # T5's are learned: here the highest score of a row comes now from the mask, now from q k.
+        "alibi": alibi,
         "far apart": torch.randint(-80, 81, (1, 4, rows, keys), generator=generator).bfloat16(),
     }
     return {name: mask.to(DEVICE) for name, mask in found.items()}

@@ -14,8 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import dispatch, op
-from guardbit.kernels.heads import Call
+from guardbit.kernels import dispatch
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels import tensors
@@ -29,37 +28,7 @@ FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in a
 inputs = partial(tensors.inputs, dtype=torch.float32, ties=True, to="cpu")
 
 
-def fp64(q, k, v, d_out, causal, scale=None):
-    """out, lse, dq, dk, dv; rows with no key give 0 and -inf."""
-    spec = AttentionSpec(q.shape[3] ** -0.5 if scale is None else scale, causal)
-    truth = dense(d_out, q, k, v, spec)
-    return truth.out, truth.lse, truth.dq, truth.dk, truth.dv
-
-
 MIX = ("row_max", "compensated", "none", "row_max")
-
-
-def test_a_scale_of_ones_own():
-    q, k, v, d_out = inputs((1, 2, 2, 9, 9, 16))
-    exact = fp64(q, k, v, d_out, False, scale=0.7)
-    found = gradients(lambda *x: flash_attention(*x, scale=0.7), (q, k, v), d_out)
-    for mine, truth in zip(found, (exact[0], *exact[2:]), strict=True):
-        torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
-
-
-def test_strides_and_empty_batches():
-    q, k, v, d_out = inputs((2, 4, 2, 19, 23, 32), dtype=torch.bfloat16)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    plain = gradients(flash_attention, (q, k, v), d_out)
-    leaves = [x.requires_grad_() for x in strided]
-    out = flash_attention(*leaves)
-    found = (out, *torch.autograd.grad(out, leaves, d_out))
-    assert all(torch.equal(mine, other) for mine, other in zip(found, plain, strict=True))
-    assert not any(x.is_contiguous() for x in strided)
-
-    none = [x[:0] for x in (q, k, v)]
-    for mine, other in zip(gradients(flash_attention, none, d_out[:0]), (q, q, k, v), strict=True):
-        assert mine.shape == (0, *other.shape[1:])
 
 
 def test_options_reach_the_kernel():
@@ -96,8 +65,6 @@ def dual_output(attention, x):
     "derive",
     [
         lambda attention, x: torch.func.jvp(attention, (x,), (torch.ones_like(x),)),
-        lambda attention, x: torch.func.jacfwd(attention)(x),
-        lambda attention, x: torch.func.linearize(attention, x),
         dual_output,
         lambda attention, x: dual_output(attention, x.clone().requires_grad_()),
         lambda attention, x: torch.func.grad(lambda x: attention(x).sum())(x),
@@ -105,7 +72,7 @@ def dual_output(attention, x):
             x[None]
         ),
     ],
-    ids=["jvp", "jacfwd", "linearize", "dual", "dual leaf", "grad", "vjps one by one"],
+    ids=["jvp", "dual", "dual leaf", "grad", "vjps one by one"],
 )
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 def test_derivatives_of_other_modes_are_refused_not_0(derive, argument):
@@ -156,9 +123,9 @@ def test_untouched_heads_keep_their_bits(stabilizer, dtype, site):
     assert_close_as_bf16([mixed[1][:, [1, 4, 5]]], [ours[1][:, [1, 4, 5]]])
     # Key head 0 is shared by a switched and an untouched query head, key head 1 is nobody's who was
     # switched, key head 2 is only switched heads'.
-    exact = fp64(q, k, v, d_out, "top-left")
+    exact = dense(d_out, q, k, v, AttentionSpec(0.25, "top-left"))
     step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
-    for mine, before, truth in zip(mixed[2:], native[2:], exact[3:], strict=True):
+    for mine, before, truth in zip(mixed[2:], native[2:], (exact.dk, exact.dv), strict=True):
         assert torch.equal(mine[:, 1], before[:, 1])
         # A sum of two or three rounded shares, P and dS rounded before: three steps bound it, and
         # one share missing or counted twice is of the order of the largest value itself.
@@ -236,19 +203,6 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
 interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-def op_with(backend, site, dropout_p=0.0):
-    """A site taken over from PyTorch's function, with a backend other than "auto"."""
-    code = dispatch.BACKENDS.index(backend)
-
-    def attention(q, k, v):
-        spec = AttentionSpec(q.size(3) ** -0.5, "top-left", dropout_p=dropout_p)
-        codes = (0,) * q.size(1)
-        call = Call(q, k, v, spec, site, stabilizers=codes, backend=code, training=True)
-        return op.attention(call)[0]
-
-    return attention
-
-
 def assert_close_as_bf16(found, expected):
     """P and dS are rounded relative to other maxima in other tiles: a few steps of BF16."""
     for mine, other in zip(found, expected, strict=True):
@@ -278,76 +232,30 @@ def test_triton_computes_what_torch_computes(chosen, dtype, causal, dropout_p):
     assert_close_as_bf16(found, expected)
 
 
-@interpreted
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_triton_takes_single_heads_of_a_site(dropout_p, site):
-    q, k, v, d_out = inputs((2, 6, 3, 33, 33, 16), dtype=torch.bfloat16)
-    switch(site, ["none", "compensated", "none", "none", "row_max", "row_max"])
-    results = []
-    for backend in ("triton", "torch"):
-        torch.manual_seed(1)
-        results.append(gradients(op_with(backend, site, dropout_p), (q, k, v), d_out))
-    assert_close_as_bf16(*results)
-    for mine, other in zip(results[0][:2], results[1][:2], strict=True):
-        assert torch.equal(mine[:, [0, 2, 3]], other[:, [0, 2, 3]])
-    launches = runtime.site(int(site)).launches
-    assert launches["forward", "triton"] == 1
-    assert launches["forward", "compensated"] == launches["backward", "compensated"] == 2
-    # Without dropout one backward of PyTorch's kernel serves all heads.
-    ours = 0 if dropout_p == 0 else 1
-    assert launches["backward", "triton"] == ours
-    assert launches["backward", "row_max"] == 2 * ours
-
-
-def test_auto_is_torch_without_a_gpu_and_counts_no_triton(site):
-    q, k, v, d_out = inputs((1, 2, 2, 9, 9, 16), dtype=torch.bfloat16)
-    switch(site, ["compensated"] * 2)
-    ours = gradients(switched(site), (q, k, v), d_out)
-    forced = gradients(op_with("torch", site), (q, k, v), d_out)
-    assert all(torch.equal(a, b) for a, b in zip(ours, forced, strict=True))
-    assert runtime.site(int(site)).launches == {
-        ("forward", "compensated"): 2, ("backward", "compensated"): 2,
-        ("backward", "FLASH_ATTENTION"): 2,
-    }  # fmt: skip
-
-
-def run_python(code, **environment):
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=kept | environment, check=True
-    )
-
-
-def test_triton_is_imported_only_when_it_is_used():
-    run_python("""
-        import sys, torch, guardbit
-        q = torch.randn(1, 1, 5, 16).bfloat16().requires_grad_()
-        guardbit.flash_attention(q, q, q, stabilizer="compensated").sum().backward()
-        assert "triton" not in sys.modules
-        try:
-            guardbit.flash_attention(q, q, q, backend="triton")
-        except ValueError as error:
-            message = "backend 'triton' needs CUDA tensors, but q is on cpu; use 'auto' or 'torch'"
-            assert str(error) == message, error
-        else:
-            raise AssertionError
-    """)
-
-
-def test_without_triton_everything_else_works():
-    run_python("""
+def test_triton_is_imported_only_when_it_is_used_and_all_else_works_without():
+    code = """
         import sys
         sys.modules["triton"] = None
         import torch, guardbit
-        q = torch.randn(1, 1, 5, 16).bfloat16().requires_grad_()
-        guardbit.flash_attention(q, q, q, stabilizer="compensated").sum().backward()
-        try:
-            guardbit.flash_attention(q, q, q, backend="triton")
-        except ValueError as error:
-            assert "needs the package triton, which is not installed" in str(error), error
-        else:
-            raise AssertionError
-    """)
+        from guardbit.kernels import dispatch
+
+        def attend():
+            q = torch.randn(1, 1, 5, 16).bfloat16().requires_grad_()
+            guardbit.flash_attention(q, q, q, stabilizer="compensated").sum().backward()
+            assert not sys.modules.get("triton")
+            try:
+                guardbit.flash_attention(q, q, q, backend="triton")
+            except ValueError as error:
+                return str(error)
+
+        assert "needs the package triton, which is not installed" in attend()
+        del sys.modules["triton"]
+        dispatch._has_triton.cache_clear()
+        why = "backend 'triton' needs CUDA tensors, but q is on cpu; use 'auto' or 'torch'"
+        assert attend() == why
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=kept, check=True)
 
 
 def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
@@ -453,22 +361,20 @@ K = torch.zeros(2, 2, 7, 16)
         ({"q": Q[:1]}, ValueError, r"q is \(1, 4, 5, 16\) and k .* batch and head size must agree"),
         ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide into 2 key heads"),
         ({"k": K[:, :0], "v": K[:, :0]}, ValueError, "4 query heads do not divide into 0 key"),
-        ({"causal": "bottom-right"}, ValueError, "causal is 'bottom-right'; it must be False"),
-        ({"causal": 2}, ValueError, "causal is 2; it must be False, True or 'top-left'"),
-        ({"causal": None}, ValueError, "causal is None; it must"),
+        ({"causal": "bottom"}, ValueError, "causal is 'bottom'; it must be False, True or 'top-"),
+        *(
+            (
+                dict.fromkeys("qkv", torch.zeros(1, 1, 2, width)), ValueError,
+                f"head size is {width}; allowed are 16 to 256",
+            )
+            for width in (15, 257)
+        ),
         ({"scale": math.nan}, ValueError, "scale is nan; it must be finite, or None"),
-        ({"beta": 1.0}, ValueError, "beta is 1.0; it must be greater than 1"),
         ({"beta": math.inf}, ValueError, "beta is inf; it must be greater than 1 and finite"),
-        ({"beta": math.nan}, ValueError, "beta is nan"),
         ({"eps": 0.0}, ValueError, "eps is 0.0; it must be greater than 0"),
-        ({"eps": math.nan}, ValueError, "eps is nan"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; it must be at least 0 and below 1"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1; it must be at least 0"),
-        ({"dropout_p": math.nan}, ValueError, "dropout_p is nan; it must be at least 0"),
         ({"scale": "1"}, ValueError, "scale is '1'; it must be a number"),
-        ({"scale": 1j}, ValueError, "scale is 1j; it must be a number"),
-        ({"beta": None}, ValueError, "beta is None; it must be a number"),
-        ({"eps": "x"}, ValueError, "eps is 'x'; it must be a number"),
         ({"dropout_p": [0.1]}, ValueError, r"dropout_p is \[0.1\]; it must be a number"),
         ({"q": Q.to_sparse()}, ValueError, "q is a nested or sparse tensor; it must be dense"),
         ({"backend": "cuda"}, ValueError, "backend is 'cuda'; allowed are auto, torch, triton"),
@@ -476,18 +382,11 @@ K = torch.zeros(2, 2, 7, 16)
         ({"stabilizer": ["none", "x", "none", "none"]}, ValueError, "stabilizer 'x' is unknown"),
         ({"stabilizer": ["none"] * 3}, ValueError, "stabilizer has 3 names; there are 4 heads"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(change, error, message):
     arguments = {"q": Q, "k": K, "v": K} | change
     with pytest.raises(error, match=message):
         flash_attention(**arguments)
-
-
-@pytest.mark.parametrize("width", [8, 15, 257])
-def test_head_sizes_out_of_range(width):
-    x = torch.zeros(1, 1, 2, width)
-    with pytest.raises(ValueError, match=f"head size is {width}; allowed are 16 to 256"):
-        flash_attention(x, x, x)
 
 
 def test_the_compiler_keeps_attention_out_of_cuda_graphs():

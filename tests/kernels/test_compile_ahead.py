@@ -41,37 +41,27 @@ SPILLS = {
 }
 
 
-def rows(*options):
-    """All variants: the lines that `compiling.py` prints."""
+@pytest.mark.parametrize("options", [(), pytest.param(("--anew",), marks=pytest.mark.slow)])
+def test_entries_fit_and_spill_no_more_than_listed(options):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = Path(__file__).with_name("compiling.py")
     finished = subprocess.run(
-        [sys.executable, program, *map(str, SHARED_LIMIT), *options],
+        [sys.executable, Path(__file__).with_name("compiling.py"), *options],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
-
-
-def test_entries_fit_and_spill_no_more_than_listed():
-    entries = rows()
+    entries = [json.loads(line) for line in finished.stdout.splitlines()]
+    if not entries:
+        pytest.skip("the record is of another Triton: `make test-all` compiles")
     assert Counter(entry["architecture"] for entry in entries) == dict.fromkeys(SHARED_LIMIT, 75)
     for entry in entries:
         architecture = entry["architecture"]
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
-        if entry["width"] == 16 and entry["kernel"] in ("forward", "delta"):
-            assert entry["early"] == entry["shared"], "Triton adds to it later"
         if architecture == 90 and entry["width"] in (64, 128):
             assert entry["serialized"] == 0, entry
         if " with " in entry["kernel"]:
             continue  # takes the rows and keys of the kernel without, and local memory as it needs
         limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
         assert entry["spilled"] <= limit, entry
-
-
-@pytest.mark.slow
-def test_the_record_is_what_compilation_gives():
-    assert rows("--anew") == rows()

@@ -1,8 +1,6 @@
 """What the op does at each call of a compiled graph besides the engine's work."""
 
-import pytest
 import torch
-import torch.nn.functional as F
 
 from guardbit.kernels.heads import Call
 from guardbit.kernels.op import run_backward, run_forward
@@ -11,13 +9,6 @@ from guardbit.kernels.spec import AttentionSpec
 
 B, H, N, D = 2, 3, 8, 16
 
-# Memory of q -> q `(B, H, N, D)`, as models make it.
-QUERIES = {
-    "heads before rows": lambda x: x.view(B, 3, H, N, D)[:, 0].contiguous(),
-    "rows before heads": lambda x: x.view(B, 3, N, H, D)[:, 0].contiguous().transpose(1, 2),
-    "a part of q, k and v": lambda x: x.view(B, N, 3, H, D)[:, :, 0].transpose(1, 2),
-}
-
 
 def call_with(q):
     spec = AttentionSpec(D**-0.5, "top-left")
@@ -25,14 +16,6 @@ def call_with(q):
     return Call(
         q, q, q, spec, site, training=True, traced=True, stabilizers=own, keeps_residual=False
     )
-
-
-@pytest.mark.parametrize("queries", QUERIES)
-def test_the_output_has_the_bits_of_pytorchs_and_the_layout_of_the_queries(queries):
-    q = QUERIES[queries](torch.randn(B * 3 * H * N * D).bfloat16())
-    out = run_forward(call_with(q)).out
-    assert torch.equal(out, F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    assert out.stride() == torch.empty_like(q).stride()  # as the op's fake kernel promises
 
 
 def made_by(function):
@@ -46,7 +29,7 @@ def made_by(function):
 
 
 def test_a_call_makes_no_tensor_but_the_engines():
-    q = QUERIES["rows before heads"](torch.randn(B * 3 * H * N * D).bfloat16())
+    q = torch.randn(B, N, H, D).bfloat16().transpose(1, 2)  # as models make it
     call = call_with(q)
     saved, d_out = run_forward(call), torch.randn_like(q)
     assert made_by(lambda: run_forward(call)) == 0

@@ -134,17 +134,6 @@ def test_compensation_takes_the_coherent_error_with_either_sign():
     assert (ours.residual[:, 1, :, 1::2] == -60).all()
 
 
-def test_refusals():
-    q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
-    options = {"causal": False, "scale": 1.0}
-    with pytest.raises(ValueError, match="has 1 names; it must have one per head, 2"):
-        forward.forward(q, k, v, stabilizers=["none"], **options)
-    with pytest.raises(ValueError, match=r"holds \['row_max_published'\]; allowed are none"):
-        forward.forward(q, k, v, stabilizers=["row_max_published"] * 2, **options)
-    with pytest.raises(ValueError, match="'bottom'"):
-        forward.forward(q, k, v, causal="bottom", scale=1.0, stabilizers=["none"] * 2)
-
-
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]
@@ -169,25 +158,15 @@ def test_gradients_of_every_stabilizer(dtype, shape, causal):
         assert error <= allowed, f"{name}: {error:.3g} above {allowed:.3g}"
 
 
-def test_keys_that_no_row_sees_have_no_gradient():
-    q, k, v, d_out = inputs((1, 4, 2, 9, 150, 16))
-    options = {"causal": "top-left", "scale": 1.0, "stabilizers": STABILIZERS}
-    result = forward.forward(q, k, v, **options)
-    ours = backward.backward(d_out, q, k, v, *result, **options)
-    assert not ours.dk[:, :, 9:].any()
-    assert not ours.dv[:, :, 9:].any()
-    assert ours.dv[:, :, :9].all()
-
-
 def test_a_key_alone_has_a_probability_of_one_however_large_its_score():
     # In log2 units L of 10^5 is off by up to 2^-8, and P, rounded to BF16, often below 1.
     generator = torch.Generator().manual_seed(7)
     size = 1e5
-    q = torch.randn(1, 40, 1, 64, generator=generator)
+    q = torch.randn(1, 12, 1, 64, generator=generator)
     k = (q * 8 * size / q.square().sum(-1, keepdim=True)).bfloat16().to(DEVICE)
     q = q.bfloat16().to(DEVICE)
     d_out = torch.ones_like(q)
-    options = {"causal": False, "scale": 0.125, "stabilizers": ["none"] * 40}
+    options = {"causal": False, "scale": 0.125, "stabilizers": ["none"] * 12}
     result = forward.forward(q, k, k, **options)
     assert (result.lse > 0.9 * size).all()
     assert (backward.backward(d_out, q, k, k, *result, **options).dv == 1).all()

@@ -110,19 +110,6 @@ def test_heads_of_a_new_delta_get_it_and_the_others_theirs(kind):
 
 
 @pytest.mark.usefixtures("zero_delta")
-def test_an_engine_that_is_not_proved_does_not_get_it(monkeypatch):
-    monkeypatch.setattr(heads, "proof_of", lambda *_: Proof("FLASH", "here", 0.0, 0.0, "it lies"))
-    engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value, False, 16)
-    call = call_of(AttentionSpec(0.25))
-    names, shared, why = resolve(call, ("zero_delta", "none"), engine, False)
-    assert (names, shared) == (("none", "none"), False)
-    assert why.startswith("zero_delta is not possible") and why.endswith("it lies")
-    names, _, why = resolve(call, ("zero_delta", "none"), engine, True)
-    assert names == ("compensated", "none")
-    assert why.startswith("compensated runs instead of zero_delta")
-
-
-@pytest.mark.usefixtures("zero_delta")
 def test_our_own_kernels_know_what_they_dropped():
     call = call_of(AttentionSpec(0.25, dropout_p=0.1))
     names, _, why = resolve(call, ("zero_delta", "exact_delta"), None, True)

@@ -11,7 +11,7 @@ from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 from tests.kernels.tensors import inputs
-from tests.oracle import attend, dense, scores_of, seen_keys
+from tests.oracle import attend, dense, seen_keys
 
 SAFE = ("none", "compensated", "row_max")
 #: One a head, of four.
@@ -117,26 +117,6 @@ def test_roundings_are_those_of_flash_attention_and_no_others(dtype):
     assert (without < 0.9).all(), without
 
 
-def test_heads_mix_bit_for_bit():
-    q, k, v, d_out = inputs((2, 8, 4, 33, 40, 16), torch.bfloat16)
-    k[:, :, 1::3] = k[:, :, :1]
-    names = [*MIX, *reversed(MIX)]
-    mixed, mixed_gradients = run(q, k, v, d_out, names)
-    for stabilizer in SAFE:
-        alone, gradients = run(q, k, v, d_out, stabilizer)
-        heads = [head for head, name in enumerate(names) if name == stabilizer]
-        assert torch.equal(mixed.out[:, heads], alone.out[:, heads])
-        assert torch.equal(mixed.lse[:, heads], alone.lse[:, heads])
-        assert torch.equal(mixed_gradients.dq[:, heads], gradients.dq[:, heads])
-        if stabilizer == "compensated":
-            assert torch.equal(mixed.residual[:, heads], alone.residual[:, heads])
-            assert alone.residual.any()
-            others = [head for head in range(8) if head not in heads]
-            assert (mixed.residual[:, others] == 0).all()
-        else:
-            assert alone.residual is None
-
-
 @pytest.mark.parametrize("key_tile", [8, 128])
 def test_compensation_makes_delta_exact_on_random_scores(key_tile):
     # Values of one sign, so that P-bar's mismatch with l has the sign it likes in all features.
@@ -171,17 +151,19 @@ LEVELS = [0.0, *(sign * level for level in (5.0, 97.0, 110.0, 600.0, 99840.0) fo
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("key_tile", [2, 8])
-def test_row_max_survives_any_level(level, key_tile):
+def test_every_stabilizer_survives_any_level(level, key_tile):
     q, k, v = level_inputs(level)
     d_out = torch.ones_like(q)
     exact = dense(d_out, q, k, v, AttentionSpec(1.0)).results
-    result, gradients = run(q, k, v, d_out, "row_max", key_tile=key_tile)
-    largest = exact[0].abs().max().item()
-    # O: P-bar and O are rounded, half a step each.
-    assert (result.out.double() - exact[0]).abs().max() <= SPACING[torch.bfloat16] * largest
-    # P = exp(S - L) inherits half a step of L in FP32: 2^-8 at 1e5. dV rounds P and itself beside.
-    assert (gradients.dv.double() - exact[3]).abs().max() <= 2.5 * 2.0**-8 * exact[3].abs().max()
-    assert all(x.isfinite().all() for x in gradients[:3])
+    bar = SPACING[torch.bfloat16] * exact[0].abs().max().item()
+    for stabilizer in SAFE:
+        result, gradients = run(q, k, v, d_out, stabilizer, key_tile=key_tile)
+        # O: P-bar and O are rounded, half a step each.
+        assert (result.out.double() - exact[0]).abs().max() <= bar
+        # P = exp(S - L) inherits half a step of L in FP32: 2^-8 at 1e5. dV rounds P and itself.
+        error = (gradients.dv.double() - exact[3]).abs().max()
+        assert error <= 2.5 * 2.0**-8 * exact[3].abs().max()
+        assert all(x.isfinite().all() for x in gradients[:3])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -293,23 +275,6 @@ def test_inf_and_nan_come_out_as_in_the_math_backend(where, value, causal, key_t
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.isposinf(), expected.isposinf())
     assert torch.equal(out.isneginf(), expected.isneginf())
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_scores_of_a_hundred_thousand(causal):
-    q, k, v, d_out = inputs((1, 4, 2, 40, 40, 16), torch.bfloat16)
-    result, gradients = run(q, k, v, d_out, MIX, causal, scale=2.0**14, key_tile=16)
-    scores = scores_of(q, k, AttentionSpec(2.0**14))
-    assert scores.amax() > 1e5
-    assert scores.amin() < -1e5
-    assert all(x.isfinite().all() for x in (result.out, result.lse, *gradients[:3]))
-    # Rows whose maximum leads by 100 are one-hot: O is a row of V, exactly.
-    top = scores_of(q, k, AttentionSpec(2.0**14, causal)).topk(2, -1)
-    clear = top.values[..., 0] - top.values[..., 1] > 100
-    wide = v.repeat_interleave(2, 1)
-    expected = wide.gather(2, top.indices[..., :1].expand(-1, -1, -1, 16))
-    assert clear.float().mean() > 0.9
-    assert torch.equal(result.out[clear], expected[clear])
 
 
 @pytest.mark.parametrize("precision", ["medium", "high", "highest"])

@@ -15,7 +15,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual
 from tests.kernels import tensors
 from tests.kernels.test_spec_numerics import PARTS, counts_of
-from tests.oracle import DEVICE, attend, dense, largest_products, scores_of, seen_keys, split
+from tests.oracle import DEVICE, attend, dense, seen_keys, split
 
 BOTH = pytest.mark.parametrize("module", [reference, shadow], ids=["torch", "triton"])
 # -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
@@ -28,52 +28,6 @@ pytestmark = [
 
 
 inputs = partial(tensors.inputs, ties=True)
-
-
-@pytest.mark.parametrize("chunk", [1, 128])
-@pytest.mark.parametrize(
-    ("scores", "largest"),
-    [
-        ([-7.0, -300.0, -5.0, 1e5], 300.0),  # the last key is forbidden
-        ([-7.0, 8.0, -5.0, -1e5], 8.0),
-        ([1.0, -math.inf, 2.0, 3.0], math.inf),
-        ([1.0, math.nan, -9.0, 3.0], math.nan),
-        ([1.0, -9.0, 2.0, math.nan], math.nan),  # as row_max has it, and PyTorch's math kernel
-    ],
-)
-def test_the_largest_size_is_that_of_allowed_scores(scores, largest, chunk):
-    q = torch.ones(1, 1, 3, 1)
-    k = torch.tensor(scores)[None, None, :, None]
-    result = reference.shadow(
-        q, k, torch.ones_like(k), spec=AttentionSpec(1.0, "top-left"), chunk=chunk
-    )
-    torch.testing.assert_close(result.largest[0, 0, 2].item(), largest, equal_nan=True)
-
-
-@BOTH
-def test_maxima_alone_show_what_is_not_finite(module):
-    q, k, _, _ = inputs((1, 1, 1, 4, 20, 16))
-    q[0, 0, 1, 0], q[0, 0, 2, 0] = math.nan, math.inf
-    result = module.row_maxima(q, k, spec=AttentionSpec(0.25))
-    assert (k[..., 0] > 0).any(), "there must be a score of +inf"
-    for found in result:
-        assert found[0, 0].isfinite().tolist() == [True, False, False, True]
-        assert found[0, 0].isnan().tolist() == [False, True, False, False]
-        assert found[0, 0, 2] == math.inf
-
-
-@BOTH
-@pytest.mark.parametrize("causal", [False, True])
-def test_chosen_rows_are_those_of_all(module, causal):
-    q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
-    rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
-    spec = AttentionSpec(0.25, causal)
-    every = module.shadow(q, k, v, spec=spec)
-    some = module.shadow(q, k, v, spec=spec, query_ids=rows)
-    for whole, chosen in zip(every, some, strict=True):
-        # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
-        # the processor. 130 FP32 terms of size 1 or less: 130 half units of 2^-24 at most, 8e-6.
-        torch.testing.assert_close(chosen, whole[:, :, rows], rtol=0, atol=8e-6)
 
 
 def rows_of_scores(scores):
@@ -99,27 +53,20 @@ STEP = 2.0**-12
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ([5.0, 4.0, 3.0], [1, 1]),
         ([5.0, 3.0, 5.0, 5.0], [3, 3]),
         # A maximum that rises by less than eps, four steps of 2^-12, keeps what is within eps of
         # the last one only.
-        ([5 + n * STEP for n in range(5)], [5, 5]),
         ([5 + n * STEP for n in range(-3, 3)], [5, 6]),
         ([5 + n * STEP for n in (-6, -5, 0, 3)], [2, 4]),
         ([5 + n * STEP for n in (3, 0, -5, -6)], [2, 4]),
         # BF16 has 5 and next below 4.96875; 4.984375, half-way, goes to 5, the even one.
         ([4.984375, 5.0], [1, 2]),
-        ([4.984374, 5.0], [1, 1]),
         # The maximum itself is rounded: 4.97 and 4.96 are 4.96875, and 4.94 is not.
         ([4.97, 4.96, 4.94], [1, 2]),
-        ([1000.0, 998.5, 900.0, 997.9], [1, 2]),
         # Below 0 half-way is above: -4.984375 goes to -5, the even one, and its upper neighbour
         # to -4.96875.
-        ([-4.984374, -4.96875, -5.0], [1, 2]),
         ([-4.984375, -5.0, -5.015625], [1, 3]),
-        ([0.10009765625, 0.099609375, -1.0], [2, 2]),
         ([0.0, -0.0009, -0.0011, -0.0021], [2, 2]),
-        ([0.0, 0.0, 0.0, 0.0], [4, 4]),
     ],
 )
 def test_counts_of_maxima_across_tiles(module, scores, expected):
@@ -140,7 +87,7 @@ def test_counts_of_maxima_across_tiles(module, scores, expected):
     coarseness=st.sampled_from([1, 64, 4096, 30000]),
     scale=st.sampled_from([1.0, 0.125, -1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_counts_follow_their_definitions(module, base, steps, coarseness, scale):
     # Multiples of a last place of the largest score: exact in FP32, ties and near ties abound.
     place = 2.0 ** (math.floor(math.log2(abs(base))) - 23)
@@ -153,12 +100,10 @@ def test_counts_follow_their_definitions(module, base, steps, coarseness, scale)
 
 
 @BOTH
-@pytest.mark.parametrize("eps", [0.0, 0.1, 0.25, 0.6, 1.0])
-def test_eps_is_the_width_of_a_tie(module, eps):
+def test_eps_is_the_width_of_a_tie(module):
     q, k = rows_of_scores([1.0, 0.75, 0.5, 0.0])
-    result = module.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)
-    assert result.maxima.item() == {0.0: 1, 0.1: 1, 0.25: 2, 0.6: 3, 1.0: 4}[eps]
-    assert result.maxima_bf16.item() == result.maxima.item()
+    for eps, number in {0.0: 1, 0.1: 1, 0.25: 2, 0.6: 3, 1.0: 4}.items():
+        assert counts(module.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)) == [number] * 2
 
 
 @BOTH
@@ -185,68 +130,12 @@ def test_scores_of_plus_and_minus_1e5(module, dtype):
 
 
 @BOTH
-def test_entropy_of_equal_scores_is_the_logarithm_of_their_number(module):
-    q, k = torch.zeros(1, 1, 1, 16).bfloat16(), torch.ones(1, 1, 300, 16).bfloat16()
-    q, k = q.to(DEVICE), k.to(DEVICE)
-    result = module.shadow(q, k, k, spec=AttentionSpec(1.0))
-    assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
-    assert counts(result) == [300, 300]
-
-
-@BOTH
-@pytest.mark.parametrize("scale", [1.0, -1.0])
-def test_the_largest_size_is_seen_below_0_and_behind_a_mask(module, scale):
-    seen, hidden = [-7.0, -3e4, -5.0], [-1e5, 1e5]
-    q, k = rows_of_scores([scale * score for score in (*seen, *hidden)])
-    q = q.expand(-1, -1, 3, -1)
-    result = module.shadow(q, k, k, spec=AttentionSpec(scale, "top-left"))
-    assert result.row_max[0, 0].tolist() == [-7.0, -7.0, -5.0]
-    assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
-
-
-MASKS = (
-    "boolean", "padding", "additive", "lowest", "hundred", "ten thousand", "distance", "far apart",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", MASKS)
-@BOTH
-def test_dense_masks(module, name, causal):
-    q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
-    q *= 8  # scores of 8 and more, that no mask hides by chance
-    spec = AttentionSpec(0.25, causal, tensors.masks(40, 70)[name])
-    rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
-    result = module.shadow(q, k, v, spec=spec, query_ids=rows)
-    exact = attend(q, k, v, spec)
-    scores, out = exact.scores[:, :, rows], exact.out[:, :, rows]
-    largest = largest_products(q, k, spec)[:, :, rows]
-    sees = largest > -math.inf
-    torch.testing.assert_close(result.largest.double(), largest, rtol=1e-6, atol=1e-6)
-    assert (result.out - out).abs()[sees].max() <= 3e-4
-    row_max = scores.amax(-1).where(sees, -math.inf)
-    torch.testing.assert_close(result.row_max.double(), row_max, rtol=1e-6, atol=1e-6)
-    for field, counted in zip(result[2:4], counts_of(scores.float()), strict=True):
-        assert torch.equal(field, counted.where(sees, 0))
-    entropy = torch.special.entr(exact.weights[:, :, rows]).sum(-1)
-    assert (result.entropy - entropy.where(sees, 0.0)).abs().max() <= 2e-4
-    alone = module.row_maxima(q, k, spec=spec, query_ids=rows)
-    assert torch.equal(alone.row_max, result.row_max)
-    assert torch.equal(alone.largest, result.largest)
-    if name == "lowest" and not causal:  # where every key has the lowest number, all weigh alike
-        every = ~sees & (scores > -math.inf).all(-1)
-        assert every.any()
-        mean = v.double().mean(2).repeat_interleave(2, 1)[:, :, None].expand_as(out)
-        assert (result.out[every] - mean[every]).abs().max() <= 1e-4
-
-
-@BOTH
 def test_a_row_without_keys_is_the_same_in_every_notation(module):
     """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4 or so."""
     q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
     seen = torch.ones(24, 24, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
     seen[1, :, :, :7] = False
-    lowest = (-math.inf, torch.finfo(torch.bfloat16).min, -65504.0, -1e4, -8192.0, -1e3)
+    lowest = (-math.inf, torch.finfo(torch.bfloat16).min, -1e4, -1e3)
     notations = [seen, *(torch.zeros(seen.shape).masked_fill(~seen, low) for low in lowest)]
     expected, *others = (
         module.shadow(q, k, v, spec=AttentionSpec(0.25, mask=mask.to(DEVICE))) for mask in notations
@@ -259,39 +148,6 @@ def test_a_row_without_keys_is_the_same_in_every_notation(module):
         assert torch.equal(found.maxima, expected.maxima)
         assert torch.equal(found.maxima_bf16, expected.maxima_bf16)
         torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@BOTH
-def test_rows_far_before_the_key_that_alibi_counts_from_see_keys(module, causal):
-    """As llm-foundry writes it: slope (m - (N - 1)), the same in all rows."""
-    q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
-    slopes = torch.tensor([0.75, 0.5, 0.25, 2.0**-8])[:, None, None]
-    added = slopes * (torch.arange(24) - (2**14 - 1))
-    if not causal:
-        added = added + torch.full((24, 24), -math.inf).triu(1)
-    assert (added[:, 0, 0] < -1e4).any()
-    mask = added.expand(4, 24, 24).repeat(2, 1, 1, 1)
-    mask[1, :, 5] -= 2000.0
-    mask[1, :, 6] -= 7e3
-    mask[1, :3, 7] -= 2000.0  # the last head still sees it
-    spec = AttentionSpec(0.25, causal, mask.to(DEVICE))
-    result, exact = module.shadow(q, k, v, spec=spec), attend(q, k, v, spec)
-    sees = torch.ones(2, 4, 24, dtype=torch.bool, device=DEVICE)
-    sees[1, :, 5:7] = False
-    assert torch.equal(result.row_max > -math.inf, sees)
-    # FP32 scores of 1e4 have steps of 2^-10.
-    row_max = exact.scores.amax(-1).where(sees, -math.inf)
-    torch.testing.assert_close(result.row_max.double(), row_max, rtol=1e-6, atol=1e-6)
-    entropy = torch.special.entr(exact.weights).sum(-1).where(sees, 0.0)
-    torch.testing.assert_close(result.entropy.double(), entropy, rtol=0, atol=2.0**-8)
-    plain = scores_of(q, k, AttentionSpec(0.25, True))
-    # Slopes below 1 keep all 24 keys within 30.
-    sizes = plain.abs().where(plain > -math.inf, -math.inf).amax(-1).where(sees, -math.inf)
-    torch.testing.assert_close(result.largest.double(), sizes, rtol=1e-6, atol=1e-6)
-    alone = module.row_maxima(q, k, spec=spec)
-    assert torch.equal(alone.row_max, result.row_max)
-    assert torch.equal(alone.largest, result.largest)
 
 
 @settings(max_examples=60, deadline=None)
@@ -326,15 +182,6 @@ def test_hidden_rows_are_those_that_the_mask_keeps_from_all_keys_in_all_heads(da
     ]
 
 
-def test_numbers_of_queries_may_be_strided():
-    q, k, v, _ = inputs((2, 4, 2, 33, 33, 16))
-    expected = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
-    rows = torch.arange(0, 33, 2, device=DEVICE)
-    every_other = torch.stack([rows, rows], -1).flatten()[::2]
-    result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True), query_ids=every_other)
-    assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=2e-6)  # 33 terms
-
-
 # The interpreter's maximum passes over NaN, and says so where there is nothing else.
 @BOTH
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -344,6 +191,9 @@ def test_nan_and_infinity_show_and_are_not_counted(module):
     k[0, 0, 5, 0] = math.inf
     q[0, 0, :, 0] = torch.tensor([1.0, -1.0, 2.0, math.nan, 1.0, -2.0])
     result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
+    alone = module.row_maxima(q, k, spec=AttentionSpec(1.0))
+    torch.testing.assert_close(alone.row_max, result.row_max, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(alone.largest, result.largest, rtol=0, atol=0, equal_nan=True)
     # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
     assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
     assert result.row_max[0, 0, 3].isnan()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import math
 import os
-import random
 import re
-import warnings
 from pathlib import Path
 from typing import get_args
 
@@ -73,7 +70,7 @@ def rows_by_hand(samples: list[Sample]) -> dict[tuple, float]:
     return rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(samples=st.lists(_SAMPLES, max_size=20), size=st.integers(1, 9))
 def test_samples_come_back_as_they_were(tmp_path_factory, samples, size):
     folder = tmp_path_factory.mktemp("run")
@@ -104,7 +101,7 @@ _EVENTS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(events=st.lists(_EVENTS, max_size=12))
 def test_events_come_back_as_they_were(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("run")
@@ -161,13 +158,11 @@ def test_a_log_directory_stands_for_the_run_in_it(tmp_path):
     "damage",
     [
         lambda content: content[:0],
-        lambda content: content[:3],
-        lambda content: content[:200],
         lambda content: content[:-1],
         # The data pages; the footer at the end stays whole.
         lambda content: content[:4] + bytes(396) + content[400:],
     ],
-    ids=["empty", "3 bytes", "200 bytes", "cut short", "zeros inside"],
+    ids=["empty", "cut short", "zeros inside"],
 )
 def test_a_broken_segment_is_left_out_and_named(tmp_path, damage):
     write(tmp_path, *(loss(step, float(step)) for step in range(500)))
@@ -212,7 +207,6 @@ def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind,
         (lambda text: '{"step": 2, "kind": "alarm"}', "an event lacks site, heads, why"),
         (lambda text: "null", "an event is 'None'; it must be a JSON object"),
         (lambda text: text.replace("1,", '"soon",', 1), "step and heads must be whole numbers"),
-        (lambda text: text.replace("1,", "null,", 1), "step and heads must be whole numbers"),
         (lambda text: text.replace("[1]", '"ab"'), "step and heads must be whole numbers"),
         (lambda text: text.replace("[1]", "3"), "step and heads must be whole numbers"),
     ],
@@ -272,20 +266,6 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path):
         read_run(tmp_path)
 
 
-def test_a_folder_that_may_not_be_read_hides_no_other_run(tmp_path, monkeypatch):
-    for name in ("a", "b"):
-        RunWriter(tmp_path / name / "guardbit").close()
-    scan = os.scandir
-
-    def refuse(path):
-        if str(path).endswith("a/guardbit"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert runs_below(tmp_path) == [tmp_path / "b"]
-
-
 def test_strays_are_passed_over(tmp_path):
     write(tmp_path, loss(1))
     name = segment(tmp_path).name
@@ -296,22 +276,15 @@ def test_strays_are_passed_over(tmp_path):
     assert read_run(tmp_path)["step"].tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    ("change", "steps"),
-    [(lambda t: t.append_column("rank", pa.array([0])), [1, 2]), (lambda t: t.drop(["head"]), [2])],
-    ids=["unknown column", "missing column"],
-)
-def test_segments_with_other_columns(tmp_path, change, steps):
-    write(tmp_path, loss(1))
-    first = segment(tmp_path)
-    write(tmp_path, loss(2), start_step=1)
-    pq.write_table(change(pq.ParquetFile(first).read()), first)
-    if steps == [2]:
-        with pytest.warns(UserWarning, match=r"lacks the columns head: it needs step, site"):
-            frame = read_run(tmp_path)
-    else:
+def test_segments_with_other_columns(tmp_path):
+    changes = lambda t: t.append_column("rank", pa.array([0])), lambda t: t.drop(["head"])
+    for step, change in enumerate(changes):
+        write(tmp_path, loss(step), start_step=step)
+        path = max(tmp_path.glob("samples-*"))
+        pq.write_table(change(pq.ParquetFile(path).read()), path)
+    with pytest.warns(UserWarning, match=r"lacks the columns head: it needs step, site"):
         frame = read_run(tmp_path)
-    assert frame["step"].tolist() == steps
+    assert frame["step"].tolist() == [0]
     check_dtypes(frame)
 
 
@@ -352,7 +325,6 @@ CSV = """step,site,layer,head,indicator,value,comment
 200,NA,2,1,brand_new_indicator,-1.5e-3,"a, b"
 200,h.1.attn,1,1,max_logit,,unmeasured
 """
-CSV_COLUMNS = 7
 CSV_ROWS = [
     (0, "", -1, -1, "loss", "nan"),
     (200, "h.1.attn", 1, 0, "max_logit", "inf"),
@@ -383,24 +355,11 @@ def test_a_csv_reads_as_a_run(tmp_path, name):
         ("a.csv.gz", b"step,site\n", "cannot read a run from .*a.csv.gz: Not a gzipped file"),
         ("a.csv.gz", GZIPPED[:40], "cannot read a run from .*a.csv.gz: "),
         ("a.csv", CSV.replace("200,h", "2.5,h").encode(), "step must be .* row 1 below .* has 2.5"),
-        ("a.csv", CSV.replace("200,h", "x,h").encode(), "step must be .* row 1 below .* has x"),
         ("a.csv", CSV.replace(",1,0,", ",1,,").encode(), "head must be a whole number in every"),
-        (
-            "a.csv",
-            CSV.replace("0,,-1,-1,loss,nan,", "0,,-1").encode(),
-            "row 2 below the header has",
-        ),
-        (
-            "a.csv",
-            CSV.replace("200,NA", "9" * 20 + ",NA").encode(),
-            "row 3 below the header has 9999",
-        ),
+        ("a.csv", CSV.replace("0,,-1,-1,loss,nan,", "0,,-1").encode(), "row 2 below the header"),
+        ("a.csv", CSV.replace("200,NA", "9" * 20 + ",NA").encode(), "row 3 below the header has 9"),
         ("a.csv", CSV.replace("inf", "much").encode(), "cannot read a run .* 'much'"),
-        (
-            "a.csv",
-            CSV.replace("NA,2", "NA,1").encode(),
-            "the sites 'h.1.attn' and 'NA' both have layer 1; give",
-        ),
+        ("a.csv", CSV.replace("NA,2", "NA,1").encode(), "'h.1.attn' and 'NA' both have layer 1"),
         ("a.parquet", b"PAR1", "a.parquet is a file; it must be the folder of a run"),
     ],
 )
@@ -417,51 +376,27 @@ def test_what_is_no_run_is_one_clear_sentence(tmp_path, name, content, message):
 
 @pytest.mark.parametrize("name", ["run.csv", "run.csv.gz"])
 def test_of_a_csv_cut_in_a_line_the_rest_is_read(tmp_path, name):
-    whole = CSV.encode()
-    last = whole.rindex(b"\n", 0, -1) + 1
-    for cut in range(last, len(whole), 9 if name.endswith("gz") else 2):
-        path = tmp_path / name
-        text = whole[:cut]
-        path.write_bytes(gzip.compress(text, 1, mtime=0) if name.endswith("gz") else text)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            frame = read_run(path)
-        lines = text.count(b"\n")
-        commas = text.rpartition(b"\n")[2].count(b",")
-        if text.endswith(b"\n"):
-            assert not caught
-        elif commas < CSV_COLUMNS - 1:  # in the last field nothing tells whether it is whole
-            assert [str(w.message) for w in caught] == [
-                f"left out line {lines + 1} of {path}, the last one, which is cut short"
-            ]
-            pd.testing.assert_frame_equal(frame, read_whole(tmp_path, text))
-
-
-def read_whole(folder: Path, text: bytes) -> pd.DataFrame:
-    """What is read of the whole lines alone."""
-    path = folder / "whole.csv"
-    path.write_bytes(text[: text.rindex(b"\n") + 1])
-    return read_run(path)
-
-
-def packed(folder, num_rows):
-    """A segment of equal rows, which takes a byte for some forty of them."""
-    write(folder, loss(0))
-    path = segment(folder)
-    table = pq.read_table(path)
-    rows = table.take(pa.array([0]).take(pa.array([0] * num_rows)))
-    pq.write_table(rows, path, compression="zstd")
-    return path
+    whole, cut = tmp_path / "whole.csv", tmp_path / name
+    text = CSV.encode()
+    last = text.rindex(b"\n", 0, -1) + 1
+    whole.write_bytes(text[:last])
+    for end in (last + 1, last + 14):
+        content = text[:end]
+        cut.write_bytes(gzip.compress(content, 1, mtime=0) if name.endswith("gz") else content)
+        with pytest.warns(UserWarning, match=f"line 5 of {cut}, the last one, which is cut short"):
+            frame = read_run(cut)
+        pd.testing.assert_frame_equal(frame, read_run(whole))
 
 
 def test_a_segment_that_unpacks_to_more_rows_than_a_run_writes_is_left_out(tmp_path, monkeypatch):
-    path = packed(tmp_path, 300_000)
-    size = path.stat().st_size
+    write(tmp_path, loss(0))
+    path = segment(tmp_path)
+    rows = pq.read_table(path).take(pa.array([0]).take(pa.array([0] * 300_000)))
+    pq.write_table(rows, path, compression="zstd")
     assert len(read_run(tmp_path)) == 1, "equal keys"
-    assert size < 300_000 / files.ROWS_PER_BYTE
     monkeypatch.setattr(files, "MANY_ROWS", 100_000)
     with (
-        pytest.warns(UserWarning, match=f"unpacks {size:,} bytes to 300,000 rows, which no run"),
+        pytest.warns(UserWarning, match=r"unpacks .* bytes to 300,000 rows, which no run"),
         pytest.raises(ValueError, match="none of the 1 segments of samples"),
     ):
         read_run(tmp_path)
@@ -470,15 +405,3 @@ def test_a_segment_that_unpacks_to_more_rows_than_a_run_writes_is_left_out(tmp_p
     monkeypatch.setattr(files, "MAX_ROWS", 200_000)
     with pytest.warns(UserWarning), pytest.raises(ValueError):
         read_run(tmp_path)
-
-
-def test_measured_values_are_no_such_segment(tmp_path):
-    # Norms, which do not compress, beside maxima that are zero at every step.
-    drawn = random.Random(0)
-    samples = [
-        Sample(n, "a", 0, "max_logit", tuple(drawn.random() for _ in range(100)))
-        for n in range(100)
-    ]
-    samples += [Sample(n, "a", 0, "multiple_maxima", (0.0,) * 100) for n in range(100)]
-    write(tmp_path, *samples)
-    assert files.ROWS_PER_BYTE * segment(tmp_path).stat().st_size > 20_000 * 10

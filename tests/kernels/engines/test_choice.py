@@ -19,6 +19,7 @@ from tests.kernels.switched import switchable_attention
 
 SITE = torch.tensor(NO_SITE)
 PLAIN = AttentionSpec(0.25)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 # B, H, H_kv, N, M, D: grouped; another head size; more queries than keys; one token; several tiles
 # of PyTorch's kernel; odd everything; nothing at all.
@@ -67,9 +68,14 @@ def results(attention, tensors, d_out, by_rows, **options):
     return out, *torch.autograd.grad(out, leaves, d_out)
 
 
-@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "heads"])
-@pytest.mark.parametrize("backend", ["chosen", "math", "no choice", "no kernel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "backend", "by_rows"),
+    [
+        *((dtype, "chosen", by_rows) for dtype in (FP32, BF16, FP16) for by_rows in (True, False)),
+        *((BF16, backend, True) for backend in ("math", "no choice", "no kernel")),
+        *((FP32, backend, False) for backend in ("math", "no choice", "no kernel")),
+    ],
+)
 def test_nothing_switched_has_the_bits_and_the_layout_of_pytorch(
     dtype, backend, by_rows, monkeypatch
 ):
