@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--scenario", action="append", default=[], help="of the campaign; or all")
+    parser.add_argument("--scenario", action="append", default=[], help="those of found, campaign")
     options = parser.parse_args()
     if options.names != ["kernels"]:
         # CUDA's threads do not survive a fork; one thread each, because runs are many.

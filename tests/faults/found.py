@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tests.faults.injection import ROOT, Point
 from tests.faults.running import BROKEN, Plan, inject, warm_up
+from tests.faults.scenarios import SCENARIOS
 
 
 class Place(NamedTuple):
@@ -80,10 +81,11 @@ FOUND = (
 )
 
 
-def main(_: Namespace) -> int:
+def main(options: Namespace) -> int:
     warm_up()
     bad = 0
-    for seed, place in enumerate(FOUND):
+    wanted = options.scenario or SCENARIOS
+    for seed, place in enumerate(place for place in FOUND if place.scenario in wanted):
         plan = Plan(seed, place.scenario, place.error, place.point())
         result, detail = inject(plan)
         bad += result in (*BROKEN, "not reached")

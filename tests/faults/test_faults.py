@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer
 
 from tests.faults import commands, kernels, kills, running, soak, stores
@@ -13,16 +14,26 @@ from tests.faults.injection import Point
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_broke_a_promise_a_few_injected_faults_and_a_rank_that_stays_away(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "scenarios"),
+    [
+        pytest.param(10, ["--scenario=plain loop"], id="a few"),
+        pytest.param(40, [], marks=pytest.mark.slow, id="all scenarios"),
+    ],
+)
+def test_what_broke_a_promise_injected_faults_and_a_rank_that_stays_away(
+    number, scenarios, tmp_path
+):
     # A process of its own: it forks, which one with threads should not.
     command = [
         sys.executable, "-m", "tests.faults", "found", "campaign", "missing_rank",
-        "--number", "40", "--workers", "1", "--seed", "7000", "--csv", tmp_path / "faults.csv",
-        "--scenario", "plain loop", "--scenario", "switched: exact_delta",
+        f"--number={number}", "--workers=1", "--seed=7000", f"--csv={tmp_path / 'faults.csv'}",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        command + scenarios, cwd=ROOT, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len((tmp_path / "faults.csv").read_text().splitlines()) == 41
+    assert len((tmp_path / "faults.csv").read_text().splitlines()) == number + 1
 
 
 def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
@@ -46,7 +57,7 @@ def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
 
 
 def test_what_the_store_acknowledged_survives_kills():
-    assert kills.run(15, seed=0) == []
+    assert kills.run(10, seed=0) == []
 
 
 def test_a_loss_is_seen(tmp_path):
@@ -68,7 +79,7 @@ def test_commands_read_corrupted_runs(tmp_path):
 
 
 def test_kernels_take_random_calls():
-    found = [kernels.why_wrong(seed, "cpu") for seed in range(30)]
+    found = [kernels.why_wrong(seed, "cpu") for seed in range(20)]
     assert [one for one in found if one[0]] == []
 
 
@@ -81,7 +92,7 @@ def test_files_and_bytes_stay_few(tmp_path):
 
 def test_commands_take_any_arguments():
     with commands.in_a_zoo() as paths:
-        for seed in range(40):
+        for seed in range(20):
             arguments = commands.draw(random.Random(seed), paths)
             assert commands.failure_of(arguments) == "", arguments
         # A comparison with a loop of links, which once was a traceback.
