@@ -5,7 +5,6 @@ here it is let through.
 """
 
 import dataclasses
-import functools
 import math
 import sys
 from dataclasses import replace
@@ -23,7 +22,6 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
 from guardbit.monitor.measure.probes import CallView, FiniteProbe
-from tests.callbacks.several_ranks import launch
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
 
@@ -166,14 +164,12 @@ def error(found, expected):
     return (squares / expected.square().sum((0, 2, 3))).sqrt()
 
 
-MODES = ["eager", "compiled by itself", "compiled whole"]
-
-
 @pytest.mark.parametrize(
     ("mode", "case"),
     [
-        *(("eager", case) for case in CASES),
-        ("compiled by itself", "ALiBi"),
+        *(("eager", case) for case in CASES if case not in RECOGNISED),
+        *(pytest.param("eager", case, marks=pytest.mark.slow) for case in RECOGNISED),
+        pytest.param("compiled by itself", "ALiBi", marks=pytest.mark.slow),
         ("compiled whole", "documents and a window"),
     ],
 )
@@ -260,7 +256,14 @@ def test_a_head_of_its_own_mask_is_looked_up_by_its_number():
                 assert torch.equal(found[b, c, r], expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "eager",
+        pytest.param("compiled by itself", marks=pytest.mark.slow),
+        pytest.param("compiled whole", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     case = "documents and a window"
     inputs = tensors(case)
@@ -291,7 +294,9 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     assert (error(after[0], expected[0]) < 2 * 2**-9).all()
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
+@pytest.mark.parametrize(
+    "mode", ["eager", pytest.param("compiled by itself", marks=pytest.mark.slow)]
+)
 def test_checkpointing_and_evaluation(mode):
     """Reentrant and evaluated forwards have no gradients; only the first are run again."""
     case = "documents and a window"
@@ -325,7 +330,7 @@ def test_checkpointing_and_evaluation(mode):
                 assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled whole"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled whole", marks=pytest.mark.slow)])
 def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
     """What the functions close over: numbers that the compiler keeps open, and a parameter."""
     bias = torch.randn(HEADS, device=DEVICE, requires_grad=True)
@@ -409,35 +414,6 @@ def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
         assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
 
 
-def of_another_process(path):
-    arguments, tile = torch.load(path, map_location="cpu")
-    spec = flex.specification(*arguments)
-    torch.save((spec.mask_function(*tile[1:]), spec.score_function(*tile)), path)
-
-
-def test_a_process_that_never_traced_the_functions_reads_them(monkeypatch, tmp_path):
-    # So it is with code that PyTorch takes from its cache on disk: no function is traced again.
-    made, path = [], tmp_path / "call.pt"
-    specification = flex.specification
-    monkeypatch.setattr(
-        flex, "specification", lambda *given: made.append(given) or specification(*given)
-    )
-    model, run = build("eager", options_of("soft cap, documents"))
-    with instrumented(model, lambda call: None):
-        step(run, tensors("soft cap, documents"))
-    scores = torch.randn(2, 1, LENGTH, LENGTH)
-    heads, places = torch.tensor([2]), torch.arange(LENGTH)
-    torch.save((made[0], (scores, heads, places, places)), path)
-    launch(of_another_process, 1, path)
-    mask, capped = torch.load(path)
-    i = places[:, None]
-    document = DOCUMENT.cpu()
-    expected = (i >= places) & (i - places < 50) & (document[i] == document)
-    # The causal part is a field of the call's specification.
-    assert torch.equal((mask & (i >= places)).expand(2, 1, -1, -1), expected.expand(2, 1, -1, -1))
-    assert torch.equal(capped, 20 * torch.tanh(scores / 20))
-
-
 def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
     inputs = tensors("causal")
     model, run = build("compiled by itself", options_of("causal"))
@@ -501,11 +477,6 @@ def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch
     assert f"PyTorch {torch.__version__}" in said
 
 
-class Calls:
-    def __call__(self, *args, **kwargs):
-        return flex_attention(*args, **kwargs)
-
-
 def of_any_arguments(*args, **kwargs):
     return flex_attention(*args, **kwargs)
 
@@ -513,13 +484,7 @@ def of_any_arguments(*args, **kwargs):
 #: What users put in the place of PyTorch's function: how, and whether PyTorch's is found within.
 REPLACED = {
     "compiled": (lambda: torch.compile(flex_attention, backend=BACKEND), True),
-    "wrapped": (
-        lambda: functools.wraps(flex_attention)(lambda *a, **k: of_any_arguments(*a, **k)),
-        True,
-    ),
     "any arguments": (lambda: of_any_arguments, False),
-    "callable object": (Calls, False),
-    "partial": (lambda: functools.partial(flex_attention), False),
 }
 
 

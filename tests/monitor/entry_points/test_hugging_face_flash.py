@@ -1,13 +1,15 @@
 """Hugging Face's flash attention 2, 3 and 4, with stand-ins for the libraries."""
 
+import sys
+
 import pytest
 import torch
 import transformers
 from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.integrations import hub_kernels
 
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from tests import flash_stand_in
+from tests.monitor.entry_points.library_models import install
 from tests.oracle import dense
 from tests.toys import instrumented
 
@@ -23,10 +25,7 @@ LOADED = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", 
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
-    take_back = flash_stand_in.install(monkeypatch)
-    for entry in ENTRY_POINTS:
-        if entry.home.startswith(("flash_attn", "transformer_engine")):
-            monkeypatch.setattr(entry, "original", None)
+    take_back = install(monkeypatch)
     monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: True)
     for name in ("_loaded_implementation", "_process_flash_kwargs_fn", *LOADED):
         monkeypatch.setattr(flash_utils, name, None)
@@ -83,13 +82,8 @@ CASES = {
 }  # fmt: skip
 
 
-#: One of each library: transformers loads its functions together.
-LOADED_LATER = ("Llama", "Llama, FlashAttention 3", "gpt-oss, FlashAttention 4")
-
-
 @pytest.mark.parametrize(
-    ("case", "is_loaded"),
-    [*((case, True) for case in CASES), *((case, False) for case in LOADED_LATER)],
+    ("case", "is_loaded"), [*((case, True) for case in CASES), ("Llama", False)]
 )
 def test_models_are_watched_and_switched(case, is_loaded, tiny):
     name, options, batch, entry = CASES[case]
@@ -122,3 +116,21 @@ def test_models_are_watched_and_switched(case, is_loaded, tiny):
     truth = dense(stock.d_out, stock.q, stock.k, stock.v, spec).dq
     errors = [(call.dq.double() - truth).norm() / truth.norm() for call in (stock, exact)]
     assert errors[1] < errors[0]
+
+
+def test_the_hubs_kernel_is_taken_where_flash_attn_is_not_installed(tiny, monkeypatch):
+    kernel = sys.modules["flash_attn2_0f3a"]
+    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", lambda *_, **__: kernel)
+    model, batch = model_of("Llama", "flash_attention_2"), padded()
+    before = tiny.step(model, **batch)
+    with instrumented(model) as inst:
+        assert tiny.equal(tiny.step(model, **batch), before)
+        (site,) = inst.sites.values()
+        assert site.record.entry == "kernels/flash_attn_2.flash_attn_varlen_func"
+        assert site.calls.refusal is None
+        inst.switch("*", "exact_delta")
+        switched = tiny.step(model, **batch)
+        assert inst.stabilizers()[site.name] == ["exact_delta"] * 4
+        assert torch.equal(switched["loss"], before["loss"])
+        assert not tiny.equal(switched, before)

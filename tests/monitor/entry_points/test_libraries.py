@@ -21,6 +21,7 @@ from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import libraries
+from guardbit.monitor.interception.references import copy_of
 from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
 from tests.monitor.entry_points.library_models import (
@@ -57,8 +58,56 @@ def test_functions_stay_who_they_are_and_get_their_code_back(tiny):
     assert [f.__code__ for f in held] == [code for code, *_ in before]
 
 
+def other_bits(q, k, v, **options):
+    return 2 * _original(q, k, v, **options)
+
+
+def raises(q, k, v, **options):
+    if q.grad_fn is None or not torch.is_grad_enabled():
+        raise RuntimeError("not now")
+    return _original(q, k, v, **options)
+
+
+_original = None
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (other_bits, "does not return what its kernel does"),
+        (raises, "could not be compared with its kernel: not now"),
+    ],
+)
+def test_a_hubs_function_that_does_something_else_keeps_its_bits_and_is_refused(
+    function, why, tiny, monkeypatch
+):
+    """A kernel of Hugging Face's hub is found by its shape, tried, then trusted."""
+    entry = by_name("kernels/flash_attn_3.flash_attn_func")
+    monkeypatch.setitem(globals(), "_original", entry.original)
+    monkeypatch.setattr(entry, "original", copy_of(function))
+    monkeypatch.setattr(entry, "function", function)
+    model, x = build(entry)
+    before = tiny.step(model, x)
+    with instrumented(model) as inst:
+        assert tiny.equal(tiny.step(model, x), before)
+        with pytest.raises(ValueError, match=why):
+            inst.switch("0", "exact_delta")
+        assert tiny.equal(tiny.step(model, x), before)
+
+
+def test_what_an_evaluation_returns_without_a_logsumexp_is_no_other_value(tiny):
+    model, x = build(by_name("flash_attn.cute.flash_attn_func"))
+    with instrumented(model) as inst:
+        with torch.no_grad():
+            model(x)
+        tiny.step(model, x)
+        inst.switch("0", "exact_delta")
+        tiny.step(model, x)
+        assert inst.sites["0"].launches["backward", "exact_delta"] == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", [FUNC, VARLEN])
+@pytest.mark.parametrize("name", [FUNC, pytest.param(VARLEN, marks=pytest.mark.slow)])
 def test_what_holds_a_function_or_was_compiled_before_calls_ours(name, tiny):
     entry = by_name(name)
     model, x = build(entry)

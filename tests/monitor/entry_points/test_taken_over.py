@@ -93,25 +93,22 @@ def check_compiled():
     check(causal_lower_right, "eager")
 
 
+@pytest.mark.slow
 def test_a_causal_bias_is_what_it_says_in_compiled_code():
     # A process of its own: the compiler knows PyTorch's functions by what they were called when it
     # was first used, and in this one that may have been within another test's session.
     launch(check_compiled, 1)
 
 
-def test_a_mode_keeps_its_word():
+@pytest.mark.parametrize(
+    ("mode", "kind"), [(Halved, torch.Tensor), (nullcontext, Loud)], ids=["a mode", "a class"]
+)
+def test_what_takes_calls_over_keeps_its_word(mode, kind):
     def run(watch):
-        with Halved():
-            return trained(None, watch)
+        with mode():
+            return trained(None, watch, before=lambda x: x.as_subclass(kind))
 
     plain, watched = run(False), run(True)
-    same(plain, watched)
-    assert plain[0] != trained(None, False)[0]
-    assert len(watched[2]) == 8
-
-
-def test_a_class_of_tensors_keeps_its_word():
-    plain, watched = (trained(None, w, before=lambda x: x.as_subclass(Loud)) for w in (False, True))
     same(plain, watched)
     assert plain[0] != trained(None, False)[0]
     assert len(watched[2]) == 8

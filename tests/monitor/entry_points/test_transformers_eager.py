@@ -156,6 +156,7 @@ def test_a_function_that_fails_alone_costs_no_more_than_its_watch(tiny, monkeypa
     session.close()
 
 
+@pytest.mark.slow
 def test_what_was_compiled_in_another_model_is_not_known_of_one_that_has_not_run(tiny):
     with instrumented(first := build("Llama")) as inst:
         run = torch.compile(first, backend="eager", fullgraph=True)
