@@ -51,10 +51,20 @@ def pytest_addoption(parser):
     parser.addoption("--support-table", type=Path, help="write the observed tables to this file")
 
 
+def pytest_configure(config):
+    if config.getoption("--support-table", default=None) is not None:
+        config.option.markexpr = "not gpu"  # all rows, also those of slow tests
+
+
 def pytest_sessionfinish(session, exitstatus):
     path = session.config.getoption("--support-table", default=None)
     if path is not None and exitstatus == 0:
         path.write_text(with_tables(COMMITTED.read_text(), _observed))
+
+
+def sampled(names, slow):
+    """Parameters of which `make test` leaves out the slow ones."""
+    return [pytest.param(x, marks=pytest.mark.slow) if x in slow else x for x in names]
 
 
 def line(cells):

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 from tests import toys
-from tests.monitor.support.conftest import BY_MATH, WRITTEN_OUT
+from tests.monitor.support.conftest import BY_MATH, WRITTEN_OUT, sampled
 
 pytestmark = [
     # Libraries of their own, when they are loaded or attached.
@@ -586,8 +586,16 @@ def flexible_on_the_cpu(monkeypatch):
     monkeypatch.setattr(transformers.masking_utils, "create_block_mask", create_block_mask)
 
 
+#: Another one is of the same kind.
+SLOW = {
+    "Mistral, window longer than the batch", "Qwen2", "Qwen3-VL, two images",
+    "Llama, FlexAttention", "Llama, FlexAttention, padded batch", "Mistral, FlexAttention, window",
+    "x-transformers, attn_flash=True",
+}  # fmt: skip
+
+
 @pytest.mark.usefixtures("flexible_on_the_cpu")
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", sampled(ZOO, SLOW))
 def test_architecture(name, tiny, report):
     architecture = ZOO[name]
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 import guardbit
+from tests.monitor.support.conftest import sampled
 from tests.toys import instrumented
 
 # PyTorch's own, while it compiles.
@@ -272,7 +273,20 @@ def check_switch(tiny, mode: Mode, stabilizer: str, loop: Loop, expected) -> Non
         assert difference <= (0.03 if half else 1e-5) * expected[parameter].abs().max()
 
 
-@pytest.mark.parametrize("name", MODES)
+#: The compiled modes that `make test` takes: each way to compile, with and without a checkpoint.
+QUICK = {
+    "compiled whole",
+    "compiled whole, blocks checkpointed",
+    "compiled by block",
+    "compiled by block, attention checkpointed",
+    "compiled by block, lengths that vary",
+    "BF16 autocast, compiled whole",
+}
+
+
+@pytest.mark.parametrize(
+    "name", sampled(MODES, {name for name in MODES if "compiled" in name} - QUICK)
+)
 def test_execution(name, tiny, report):
     mode = MODES[name]
     every = mode.autocast == torch.bfloat16
@@ -280,13 +294,18 @@ def test_execution(name, tiny, report):
     report("Execution", name, "yes", "yes", "yes")
 
 
+COMPILED_AND_CHECKPOINTED = [
+    "compiled whole, attention checkpointed",
+    "compiled by block, blocks checkpointed, reentrant",
+]
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "eager, blocks checkpointed",
         "eager, blocks checkpointed, reentrant",
-        "compiled whole, attention checkpointed",
-        "compiled by block, blocks checkpointed, reentrant",
+        *sampled(COMPILED_AND_CHECKPOINTED, COMPILED_AND_CHECKPOINTED),
     ],
 )
 def test_stabilizers_that_leave_the_kernel_alone(name, tiny):

@@ -26,7 +26,7 @@ from tests.monitor.entry_points import (
     test_transformer_engine,
     test_transformers_eager,
 )
-from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS
+from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS, sampled
 from tests.toys import OCCASIONAL
 
 pytestmark = [
@@ -339,7 +339,19 @@ def assert_indicators(case, run):
     assert measured - {"loss"} == {name for name in expected if not name.startswith(unmeasured)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+#: The functions of libraries that `make test` takes: one of each release, and packed documents.
+QUICK = {
+    "torch.nn.attention.varlen.varlen_attn",
+    "flash_attn.flash_attn_func",
+    "flash_attn.flash_attn_varlen_kvpacked_func",
+    "flash_attn_interface.flash_attn_func",
+    "flash_attn.cute.flash_attn_func",
+    "kernels/flash_attn_2.flash_attn_func",
+}
+SLOW = [case for case in CASES if case.name in library_models.NAMES - QUICK]
+
+
+@pytest.mark.parametrize("case", sampled(CASES, SLOW), ids=lambda case: case.name)
 def test_function(case, report):
     eager = cells(case, compiled=False)
     compiled = cells(case, compiled=True)
