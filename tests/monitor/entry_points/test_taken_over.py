@@ -146,5 +146,6 @@ def check_nested():
             assert "its inputs are jagged tensors, and a switch needs" in site.calls.refusal
 
 
+@pytest.mark.slow
 def test_jagged_tensors_keep_their_kernel():
     launch(check_nested, 1)

@@ -1,5 +1,7 @@
 """Hugging Face's eager attention: the observer gets the call as it was, with caps and sinks."""
 
+import math
+
 import pytest
 import torch
 
@@ -116,43 +118,41 @@ def test_without_a_scale_it_is_that_of_the_head_size():
     assert transformers_eager.bind(torch.nn.Identity(), x, x, x).spec.scale == 0.25
 
 
-def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    original, calls = modeling_llama.eager_attention_forward, []
-
-    def other(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-        return original(module, query * 1.1, key, value, attention_mask, scaling, dropout, **kwargs)
-
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
-    model = build("Llama")
-    before = tiny.step(model, **batch())
-    with instrumented(model, calls.append) as inst:
-        assert tiny.equal(tiny.step(model, **batch()), before)
-        assert "computes something else than its arguments say" in inst.sites[SITE].calls.unwatched
-    assert calls == []
+def scores_more(original, module, query, *args, **kwargs):
+    return original(module, query * 1.1, *args, **kwargs)
 
 
-def test_a_function_that_fails_alone_costs_no_more_than_its_watch(tiny, monkeypatch):
+def fails_alone(original, module, query, *args, **kwargs):
+    if len(query) == 1:  # the batch has two sequences
+        raise RuntimeError("on purpose")
+    return original(module, query, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (scores_more, "computes something else than its arguments say"),
+        (fails_alone, "could not be tried on its own: on purpose"),
+    ],
+)
+def test_a_function_that_is_another_costs_no_more_than_its_watch(other, why, tiny, monkeypatch):
     from transformers.models.llama import modeling_llama
 
     original = modeling_llama.eager_attention_forward
 
-    def fails_alone(module, query, *args, **kwargs):
-        if len(query) == 1:  # the batch has two sequences
-            raise RuntimeError("on purpose")
-        return original(module, query, *args, **kwargs)
+    def stands_in(module, query, *args, **kwargs):
+        return other(original, module, query, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", fails_alone)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", stands_in)
     model = build("Llama")
     before = tiny.step(model, **batch())
     session = MonitorSession(model, every_n_train_steps=1)
     with session.step(0):
         assert tiny.equal(tiny.step(model, **batch()), before)
-    assert "could not be tried on its own: on purpose" in (
-        session.instrumentation.sites[SITE].calls.unwatched
-    )
+    assert why in session.instrumentation.sites[SITE].calls.unwatched
     assert session.stages_off == set()
+    logits = [x for s in session.samples if s.indicator == "max_logit" for x in s.values]
+    assert all(math.isnan(x) for x in logits)
     session.close()
 
 
