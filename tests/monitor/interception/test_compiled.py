@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_the_default_compiler(tiny, instrument):
     # Attention alone: the C++ compiler takes seconds for each kernel around it.
     model = nn.Sequential(tiny.Attention())
@@ -54,6 +55,7 @@ def test_the_default_compiler(tiny, instrument):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_with_dynamic_shapes(tiny, instrument):
     class Blocks(nn.Sequential):
         checkpoint = partial(checkpoint, use_reentrant=False)  # as transformers keeps it
@@ -138,6 +140,7 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
     assert torch.equal(inst.sites["plain.attention"].query_weight(1), weight[16:32])
 
 
+@pytest.mark.slow
 def test_compiled_hugging_face(tiny, instrument):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -205,30 +208,6 @@ def test_graph_breaks_inside_attention(tiny, tokens, instrument):
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
     weight = model.h[1].attn.qkv.weight
     assert torch.equal(inst.sites["h.1.attn"].query_weight(0), weight[:16])
-
-
-def test_weights_around_a_compiled_module_without_any(tiny, instrument):
-    class Core(nn.Module):
-        def forward(self, q, k, v):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
-            self.core = Core()
-
-        def forward(self, x):
-            heads = (f(x).unflatten(-1, (4, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
-            return self.core(*heads).transpose(1, 2).flatten(2)
-
-    for compiled in (False, True):
-        model = nn.Sequential(nn.Linear(64, 64), Outer())
-        inst = instrument(model)
-        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-        tiny.step(model, torch.randn(2, 9, 64), run=run)
-        assert list(inst.sites) == ["1.core"]
-        assert torch.equal(inst.sites["1.core"].query_weight(3), model[1].q.weight[48:])
 
 
 def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
@@ -327,18 +306,27 @@ def train(session, steps, step_of):
     return found
 
 
-def test_no_graph_is_made_where_that_is_an_error(tiny, tokens, caplog):
-    model = tiny.GPT(layers=1)
-    compiled = torch.compile(model, backend="eager")
+@pytest.mark.parametrize(
+    ("stance", "begins", "ends", "runs"),
+    [("fail_on_recompile", 3, 8, 2), ("eager_on_recompile", 1, 6, 6)],
+)
+def test_no_graph_is_made_where_the_user_asked_for_none(
+    stance, begins, ends, runs, tiny, tokens, caplog
+):
+    model, counter = tiny.GPT(layers=1), CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter)
     session = MonitorSession(model, every_n_train_steps=4)
     site = session.instrumentation.candidates["h.0.attn"]
 
     step_of = partial(tiny.step, model, tokens, run=compiled)
-    train(session, range(3), step_of)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        train(session, range(3, 8), step_of)
-    assert op_runs(site) == 2
-    assert caplog.text.count("neither sampled nor switched") == 1
+    train(session, range(begins), step_of)
+    graphs = counter.frame_count
+    with torch.compiler.set_stance(stance):
+        train(session, range(begins, ends), step_of)
+    assert counter.frame_count == graphs
+    assert op_runs(site) == runs
+    is_error = stance == "fail_on_recompile"
+    assert caplog.text.count("neither sampled nor switched") == is_error
     session.close()
 
 
@@ -396,7 +384,7 @@ def test_a_session_that_begins_or_ends_within_the_step_of_another(tiny, tokens):
     session.close()
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_switch_reaches_a_forward_that_runs_before_its_step_begins(tiny, tokens, by_hand):
     def train(model):
         rules = [] if by_hand else [Fires("h.0.attn", sample=2)]
@@ -448,22 +436,6 @@ def test_a_limit_that_the_user_sets_meanwhile_is_kept(tiny):
     with config.patch(recompile_limit=raised):
         inst.remove()
         assert config.recompile_limit == raised
-
-
-def test_no_graph_is_made_where_the_call_would_run_eagerly(tiny, tokens):
-    model = tiny.GPT(layers=1)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter)
-    session = MonitorSession(model, every_n_train_steps=4)
-    site = session.instrumentation.candidates["h.0.attn"]
-
-    step_of = partial(tiny.step, model, tokens, run=compiled)
-    train(session, range(1), step_of)
-    with torch.compiler.set_stance("eager_on_recompile"):
-        train(session, range(1, 6), step_of)
-    assert counter.frame_count == 1
-    assert op_runs(site) == 6
-    session.close()
 
 
 def test_a_monitor_that_gives_up_needs_no_graph_where_that_is_an_error(tiny, tokens):

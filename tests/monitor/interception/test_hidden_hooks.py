@@ -59,8 +59,13 @@ def outputs(model, run):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("build", [encoder, ByHelper, ByTruth])
+@pytest.mark.parametrize(
+    ("build", "backend"),
+    [
+        (encoder, None), (ByHelper, None), (ByTruth, None), (ByTruth, "aot_eager"),
+        pytest.param(encoder, "aot_eager", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_evaluation_keeps_its_bits(build, backend):
     def evaluated(watch):
         torch._dynamo.reset()
