@@ -72,28 +72,6 @@ def test_only_a_lasting_rise_of_the_loss_is_a_failure(excess, samples, expected)
     assert measures.loss_departure(loss, reference) == expected
 
 
-def test_the_growth_of_large_logits_before_and_after_a_step():
-    # Head 0 grows by two e-folds in 1,000 steps and, from step 3,000 on, shrinks by one; head 1
-    # stays at 1,500; head 2 is small at that step, whatever becomes of it.
-    steps = np.arange(0, 6001, 200)
-    turn = np.where(steps <= 3000, 2 * (steps - 3000), 3000 - steps) / 1000
-    heads = {0: 2000 * np.exp(turn), 1: np.full(31, 1500.0), 2: np.exp(steps / 1000 + 3)}
-    table = pd.DataFrame({"step": steps, "site": "h.0", **heads})
-    run = table.melt(["step", "site"], var_name="head").assign(indicator="max_logit")
-    logits = measures.logits_by_head(run)
-    for step in (3000, 3050):
-        growth = measures.logit_growth(logits, step)
-        assert growth.index.tolist() == [("h.0", 0), ("h.0", 1)]
-        np.testing.assert_allclose(growth, [[2, -1], [0, 0]], atol=1e-9)
-    # What follows is told by 1,500 steps, what is not finite by the rest, for this head alone.
-    logits.loc[4600:, ("h.0", 0)] = 1e9
-    logits.loc[3600, ("h.0", 0)] = np.inf
-    np.testing.assert_allclose(measures.logit_growth(logits, 3000), [[2, -1], [0, 0]], atol=1e-9)
-    # Too few samples on one side, or no such head: nothing is said.
-    assert measures.logit_growth(logits, 5900)["after"].isna().all()
-    assert measures.logit_growth(logits[[("h.0", 2)]], 3050).empty
-
-
 def families(*rows):
     """A table of runs from (family, stabilizer, switches, failed, compared with, its steps)."""
     return pd.DataFrame(

@@ -3,23 +3,20 @@
 import numpy as np
 import pytest
 
-from studies.rescue.copies import fallen, newly_alarmed, over_seeds, ratios, without_each
+from studies.rescue.copies import over_seeds, ratios, without_each
 from tests.studies.conftest import made_up
 
 
-def run_of(name, seed, arm, stabilizer, branched_from, logits, alarms=()):
-    """A run; `logits` are the largest by step, of head 1, `alarms` are (step, heads, rule)."""
+def run_of(name, seed, arm, stabilizer, branched_from, logits):
+    """A run; `logits` are the largest by step, of head 1."""
     rows = [
         (step, "h.0", 0, head, "max_logit", value / (2 - head))
         for step, value in logits.items()
         for head in (0, 1)
     ]
-    events = [(step, "alarm", "h.0", heads, rule) for step, heads, rule in alarms]
-    events.append((6900, "advisory", "h.0", [7], "common_mode"))
     return made_up(
-        name, rows, events, ["step", "kind", "site", "heads", "rule"],
-        arm=arm, stabilizer=stabilizer, seed=seed, branched_from=branched_from,
-    )  # fmt: skip
+        name, rows, seed=seed, arm=arm, stabilizer=stabilizer, branched_from=branched_from
+    )
 
 
 @pytest.fixture
@@ -76,32 +73,3 @@ def test_factors_with_a_seed_left_out(copies):
     assert found.columns.tolist() == ["seed 5", "seed 7", "seed 11"]
     # Of -2, -1, -3 and of -1, 2, 3, the means of two.
     np.testing.assert_allclose(np.log10(found), [[-2, -2.5, -1.5], [2.5, 1, 0.5]])
-
-
-def family(seed):
-    """An original and a copy; heads 0 and 1 were alarmed by 6,400. Head 0 has half the logits."""
-    origin, grown, error = f"stock-seed{seed}", "head_growth", "gradient_error"
-    before = [(6000, [0], grown), (6400, [0, 1], error)]
-    since = [(6401, [0, 2], grown), (7000, [3], error), (7100, [4], grown)]
-    logits = {6400: 50.0, 6800: 45.0, 7000: 60.0, 7200: 1.0}
-    return [
-        run_of(origin, seed, "stock", None, None, logits, [*before, *since]),
-        run_of(f"late-seed{seed}-from6400", seed, "late", "exact_delta",
-               f"/x/{origin}/step=6400.ckpt", {6800: 55.0, 7000: 40.0},
-               [(6600, [1], error), (7001, [5], grown)]),
-    ]  # fmt: skip
-
-
-def test_alarmed_heads_that_fall_are_counted_at_each_step_that_all_have():
-    found = fallen(family(3))
-    assert found.loc["the original"].to_dict() == {6800: 2, 7000: 0}
-    assert found.loc["exact_delta"].to_dict() == {6800: 0, 7000: 2}
-    assert fallen([*family(3), *family(4)]).equals(2 * found), "seeds add up"
-
-
-def test_heads_alarmed_since_are_counted_up_to_the_last_step_that_all_have():
-    found = newly_alarmed(family(3))
-    assert found.columns.tolist() == ["alarmed", "newly", "by_growth", "in_seeds", "seeds"]
-    assert found.loc["the original"].tolist() == [2, 2, 1, 1, 1]
-    assert found.loc["exact_delta"].tolist() == [2, 0, 0, 0, 1]
-    assert newly_alarmed([*family(3), *family(4)]).equals(2 * found), "seeds add up"

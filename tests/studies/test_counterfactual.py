@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.counterfactual import alarms, compared, families, growth, table, watched
+from studies.rescue.counterfactual import compared, families, growth, table
 from tests.studies.conftest import made_up
 
 HEADS = [(1, 0), (1, 1), (2, 0)]
@@ -56,23 +56,6 @@ def test_a_family_ends_where_its_shortest_run_does(runs):
 def test_without_an_alarm_among_the_common_steps_there_is_nothing_to_compare(runs, first_alarm):
     other = run_of(ORIGIN, (0, 0, 0), 3000, [(first_alarm, 1, (0,))])
     assert families([other, *runs[1:]]) == []
-
-
-def test_other_copies_are_left_out(runs):
-    others = [
-        run_of("late-keys-seed7-from1000", (0, 0, 0), 1400, (), "late", "centered_keys", 1200),
-        run_of("stock-guardbit-seed7-from1000", (0, 0, 0), 1400, begin=1200, backend="guardbit"),
-        run_of("late_heads-seed7-from1000", (0, 0, 0), 1400, (), "late_heads", "exact_delta", 1200),
-    ]
-    (family,) = families([*runs, *others])
-    assert len(family.copies) == 4 and family.last == 2000
-
-
-def test_heads_that_any_run_names_are_watched_that_of_the_original_first(runs):
-    (family,) = families(runs)
-    # 1.0 is named by the original at 3,000 and by a copy at 2,200: both after the last step.
-    assert watched(family) == [(2, 0), (1, 1)]
-    assert alarms(family.origin) == {(2, 0): 1500, (1, 1): 1700, (1, 0): 3000}
 
 
 def test_growth_is_told_in_log_points_from_where_the_copies_began(runs):

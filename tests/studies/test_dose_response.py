@@ -62,27 +62,12 @@ def test_of_whole_rounds_growth_is_told_from_the_checkpoint_on(runs):
     assert twice["largest"] == twice["logit"]
 
 
-def test_alarms_are_counted_up_to_the_last_step(runs):
-    alarmed = [(4300, 2, (0,)), (4400, 1, (0,)), (5700, 2, (1,))]
-    (family,) = families([*runs[:-1], copy_of("random", 18, 0.0, alarmed=alarmed)])
-    last = table(family).iloc[-1]
-    assert (last["handed"], last["alarm"], last["alarmed"]) == ("random", 4300, 2)
-
-
 @pytest.mark.parametrize("last", [5400, None])
 def test_a_round_that_did_not_end_is_left_out(runs, last):
     others = [] if last is None else [copy_of("random", 18, 0.0, last=last)]
     (family,) = families([*runs[:-1], *others])
     assert {copy.round for copy in family.copies} == {17}
     assert len(family.copies) == len(WAYS)
-
-
-def test_copies_from_after_the_alarm_or_of_another_kind_are_none_of_these(runs):
-    late = run_of(ORIGIN, 0.05, 5800, [(3900, 2, (0,))])
-    assert families([late, *runs[1:]]) == []
-    other = run_of("late-keys-seed7-again17-from4000", 0.0, 5600, (), "late", "centered_keys")
-    (family,) = families([*runs, other])
-    assert len(family.copies) == 2 * len(WAYS)
 
 
 @pytest.mark.parametrize(

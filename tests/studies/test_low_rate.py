@@ -2,11 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from studies.rescue import low_rate
-from studies.rescue.low_rate import compared, excess, first_said, other_of, runs_at, table
+from studies.rescue.low_rate import compared, excess, other_of, runs_at, table
 from tests.studies.conftest import made_up
 
 
@@ -74,24 +73,6 @@ def test_chance_is_what_came_before_anything_was_said(runs):
     # The size of what is below; until something is said of either.
     assert bad["chance"] == found.loc["long", "chance"] == pytest.approx(0.04)
     assert found.loc["alone", ["above", "chance", "alarm", "sigma"]].isna().all()
-
-
-@pytest.mark.parametrize(
-    ("said", "first"),
-    [([(700, "advisory"), (900, "alarm")], 700), ([(900, "advisory"), (700, "alarm")], 700),
-     ([(700, "switch"), (900, "alarm")], 900), ([(700, "alarm", "", -1)], math.inf),
-     ([], math.inf)],
-)  # fmt: skip
-def test_what_is_said_first_of_a_head(said, first):
-    assert first_said(run_of("a", 1, 1000, lambda s: 0.0, said)) == first
-
-
-def test_a_loss_departs_where_its_mean_over_500_steps_passes_the_margin(runs):
-    # 0.2 above from 2,000 on: from the thirteenth of 25 losses on the mean is above 0.1.
-    up = run_of("up", 1, 3000, lambda s: 0.2 * (s >= 2000))
-    found = table([up, run_of("other", 1, 3000, lambda s: 0.0)]).set_index("run")
-    assert found.loc["up", "departs"] == 2000 + 12 * 20
-    assert np.isnan(found.loc["other", "departs"])
 
 
 @pytest.fixture

@@ -117,11 +117,3 @@ def test_the_first_alarmed_is_copied_in_rounds_from_before_its_alarm(three):
     # Each round is begun before the next one.
     assert sorted(given(call, "--again") for call in copies) == ["17"] * 6 + ["18"] * 6
     assert not (runs / "frozen").exists()
-
-
-def test_where_there_is_nothing_to_copy_that_is_said(prepared):
-    prepare(prepared, 3, [])
-    prepare(prepared, 7, [500], at=600, sleeps=True)
-    for seeds, why in (([3], "no start was alarmed"), ([7], "no checkpoint")):
-        with pytest.raises(SystemExit, match=why):
-            perform(doses.doses, prepared, seeds)
