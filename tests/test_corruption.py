@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.dashboards import report
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event, Sample
@@ -143,34 +142,17 @@ def command(name: str, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, monkeypatch, caplog):
-    pytest.importorskip("starlette", reason="the extra `live` is not installed")
-    from guardbit.dashboards.live import LiveRun
-
-    monkeypatch.setattr(report, "CHARTS", {})  # drawn once, in the next test
+def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, caplog):
     folder = tmp_path / "run"
     write_run(folder)
     CORRUPTIONS[name](folder)
-    said = command("report", folder) + command("replay", folder)
-    headline, *lines = sorted(said.splitlines(), key=lambda line: line.startswith("guardbit: "))
-    assert headline.startswith("run: ")
-    assert all(line.startswith("guardbit: left out ") and len(line) < 500 for line in lines)
-    assert (lines == []) == (name in KEPT)
-    page = (folder / "report.html").read_text()
-    assert "layer 1, head 2" in page and "steps 0 to 290" in page
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        watcher = LiveRun(folder)
-        watcher.look()
-        state = json.loads(json.dumps(watcher.state(), allow_nan=False))
-        head = watcher.page.head(1, 2)
-    assert (state["layers"], state["heads"], state["last_step"]) == (2, 4, 290)
-    assert [1, 2] in state["map"]["alarmed"] and "max_logit" in head["indicators"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        read_run(folder)
-        read_events(folder)
+        frame, happened = read_run(folder), read_events(folder)
     told = list(dict.fromkeys(str(warning.message) for warning in caught))
+    assert all(line.startswith("left out ") and len(line) < 500 for line in told)
+    assert (told == []) == (name in KEPT)
+    assert set(STEPS) <= set(frame["step"]) and 100 in set(happened["step"])
     caplog.clear()
     resume(folder)
     logged = [record.getMessage() for record in caplog.records]
@@ -184,14 +166,27 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(name, tmp_path, monke
         assert read_metadata(folder)["lr"] == 1
 
 
-def test_a_folder_with_all_of_it_has_a_report_with_figures(tmp_path):
+def test_a_folder_with_all_of_it_has_a_report_a_replay_and_a_live_page(tmp_path):
+    pytest.importorskip("starlette", reason="the extra `live` is not installed")
+    from guardbit.dashboards.live import LiveRun
+
     folder = tmp_path / "run"
     write_run(folder)
     for corrupt in CORRUPTIONS.values():
         corrupt(folder)
-    said = [line for line in command("report", folder).splitlines() if not line.startswith("run: ")]
-    assert len(said) > 10 and all(line.startswith("guardbit: left out ") for line in said)
-    assert "2 layers · 8 heads" in (folder / "report.html").read_text()
+    for name in ("report", "replay"):
+        said = [line for line in command(name, folder).splitlines() if line[:5] != "run: "]
+        assert len(said) > 10 and all(line.startswith("guardbit: left out ") for line in said)
+    page = (folder / "report.html").read_text()
+    assert "2 layers · 8 heads" in page and "layer 1, head 2" in page and "steps 0 to 290" in page
+    watcher = LiveRun(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        watcher.look()
+    state = json.loads(json.dumps(watcher.state(), allow_nan=False))
+    assert (state["layers"], state["heads"], state["last_step"]) == (2, 4, 290)
+    assert [1, 2] in state["map"]["alarmed"]
+    assert "max_logit" in watcher.page.head(1, 2)["indicators"]
 
 
 def test_a_warning_says_how_much_and_where(tmp_path):

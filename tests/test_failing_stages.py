@@ -95,7 +95,9 @@ def test_a_run_without_an_error_is_healthy_in_all_views(tmp_path):
     assert all("healthy" in said.lower() for said in found.values()), found
 
 
-@pytest.mark.parametrize("at", [0, STEPS // 2, STEPS - 1])
+@pytest.mark.parametrize(
+    "at", [*(pytest.param(x, marks=pytest.mark.slow) for x in (0, STEPS - 1)), STEPS // 2]
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_after_an_error_no_view_says_healthy(tmp_path, stage, at):
     session, has_failed = broken_run(tmp_path / "a run", stage, at)
@@ -108,7 +110,7 @@ def test_after_an_error_no_view_says_healthy(tmp_path, stage, at):
         assert said.startswith(f"Unclear: from step {at} on, because ") and "on purpose" in said
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, LAST), st.sampled_from([*STAGES, "logging", "my_stage"])),
@@ -136,15 +138,14 @@ def test_whatever_failed_and_whenever_it_is_not_healthy_and_not_saved(failed, sw
 #: Without those of rank 0 alone, and "ranks", after which nothing is exchanged.
 OF_RANKS = [stage for stage in STAGES if stage not in ("ranks", "store", "monitor")]
 RANKS = [
-    (stage, at, who)
+    (stage, who)
     for stage in OF_RANKS
-    for at in (0, 2, 4)
     for who in ("01", "1", "0")
     if who == "1" or stage in ("capture", "detectors")
 ]
 
 
-def of_two(rank, folder):
+def of_two(rank, folder, at):
     """A rank's runs, one after the other; says what each became."""
     torch.set_num_threads(1)
     logging.getLogger("guardbit").setLevel(logging.CRITICAL)
@@ -152,7 +153,7 @@ def of_two(rank, folder):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     held = guardbit.instrument(model_of())  # else each run would look for functions anew
     found = []
-    for number, (stage, at, who) in enumerate(RANKS):
+    for number, (stage, who) in enumerate(RANKS):
         name = stage if str(rank) in who else "none"
         session, has_failed = broken_run(folder / f"run-{number}", name, at, 5)
         said = [getattr(session.judgement, "headline", None)]
@@ -163,14 +164,17 @@ def of_two(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-def test_after_an_error_on_one_rank_of_two_or_both_neither_says_healthy(tmp_path):
-    torch.multiprocessing.spawn(of_two, (tmp_path,), 2)
+@pytest.mark.parametrize(
+    "at", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_after_an_error_on_one_rank_of_two_or_both_neither_says_healthy(tmp_path, at):
+    torch.multiprocessing.spawn(of_two, (tmp_path, at), 2)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert len(RANKS) == len(found[0]) == len(found[1])
     wrong = []
     for case, *ranks in zip(RANKS, *found, strict=True):
         lines = [line for _, said in ranks for line in said if line is not None]
-        expected = f"Unclear: from step {case[1]} on, because "
+        expected = f"Unclear: from step {at} on, because "
         if any(has_failed for has_failed, _ in ranks):
             wrong += [(case, line) for line in lines if not line.startswith(expected)]
     assert not wrong

@@ -225,30 +225,20 @@ def test_a_stand_in_is_tried_twice_and_then_gives_up(failures, result, told, giv
     assert ([str(error) for error in errors], [str(error) for error in last]) == (told, given_up)
 
 
-def test_what_is_undone_is_undone_whatever_one_raises():
-    done = []
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_fails_to_be_undone_is_tried_a_second_time_and_all_else_is_undone(error, times):
+    done, tried = [], []
 
     def fails():
-        raise KeyError("on purpose")
-
-    to_undo = [lambda: done.append(1), fails, lambda: done.append(3)]
-    with pytest.raises(KeyError):
-        guard.undo_all(to_undo)
-    assert (done, to_undo) == ([3, 1], [fails])
-
-
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_what_fails_to_be_undone_is_tried_a_second_time(error):
-    done = []
-
-    def fails_once():
-        done.append(len(done))
-        if len(done) == 1:
+        tried.append(len(tried))
+        if len(tried) <= times:
             raise error
 
+    to_undo = [lambda: done.append(1), fails, lambda: done.append(3)]
     with pytest.raises(error):
-        guard.undo_all([fails_once])
-    assert done == [0, 1]
+        guard.undo_all(to_undo)
+    assert (done, tried) == ([3, 1], [0, 1])
 
 
 def test_what_is_to_be_undone_after_a_call_is_undone_if_the_call_raises():
@@ -314,22 +304,6 @@ def test_a_session_that_cannot_be_built_is_off_and_says_so(tmp_path, monkeypatch
     (why,) = guardbit.read_events(tmp_path)["why"]
     assert why == "the monitor is off, training goes on: MemoryError"
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: guardbit.AttentionMonitor(every_n_steps=5),
-        lambda model: guardbit.AttentionMonitor(50, 3),
-        lambda model: guardbit.AutoStabilizer(scopes="layer"),
-        lambda model: guardbit.HuggingFaceMonitor(polcy=None),
-        lambda model: MonitorSession(model, every_n_steps=5),
-        lambda model: MonitorSession(),
-    ],
-)
-def test_arguments_that_do_not_fit_a_constructor_are_refused(make):
-    with pytest.raises(TypeError, match=r"__init__\(\) (got an unexpected|too many|missing)"):
-        make(nn.Linear(2, 2))
 
 
 def test_a_type_error_of_its_own_stays_with_the_guard(monkeypatch, caplog):

@@ -12,8 +12,7 @@ import pytest
 
 import guardbit
 from guardbit.dashboards.tables import Recorded
-from guardbit.judgement import STATES, Evidence, judge, severities
-from guardbit.monitor.settings import Settings
+from guardbit.judgement import Evidence, judge, severities
 from guardbit.records import Event, Sample
 
 LAST = 10_000
@@ -83,13 +82,11 @@ def test_what_an_alarm_judges_counts_and_not_the_name_of_its_rule():
 
 
 @pytest.mark.parametrize(
-    ("scatter", "seed", "losses"),
-    [(scatter, 0, 40_000) for scatter in (0.05, 0.1, 0.3)]
-    + [(scatter, seed, 20_000) for scatter in (3.0, "heavy tails") for seed in range(3)],
+    ("scatter", "losses"), [(0.05, 40_000), (3.0, 20_000), ("heavy tails", 20_000)]
 )
-def test_a_level_loss_that_scatters_does_not_rise(scatter, seed, losses):
+def test_a_level_loss_that_scatters_does_not_rise(scatter, losses):
     """A loss of every step: of so many windows some lie far below the others by chance."""
-    evidence, rng = Evidence(), np.random.default_rng(seed)
+    evidence, rng = Evidence(), np.random.default_rng(0)
     heavy = scatter == "heavy tails"
     noise = 0.5 * rng.standard_t(3, losses) if heavy else rng.normal(0, scatter, losses)
     for seen, loss in enumerate((3.0 + noise).tolist()):
@@ -202,30 +199,25 @@ def test_what_is_said_of_a_run(events, made, headline):
     assert found.severity == severity
 
 
+def counted(found, *names):
+    return tuple(found.numbers[name] for name in names)
+
+
 def test_what_is_counted_of_a_run():
     found = judged(alarm(6750), switch(6750), **AFTER)
-    assert (
-        found.numbers["first_alarm"],
-        found.numbers["first_switch"],
-        found.numbers["switched"],
-    ) == (6750, 6750, 4)
-    assert (found.numbers["alarmed"], found.numbers["stabilizers"], found.numbers["lead"]) == (
-        ((1, 2),),
-        ("exact_delta",),
-        None,
-    )
+    assert counted(found, "first_alarm", "first_switch", "switched") == (6750, 6750, 4)
+    expected = ((1, 2),), ("exact_delta",), None
+    assert counted(found, "alarmed", "stabilizers", "lead") == expected
     found = judged(alarm(3000), loss_alarm(6910), loss=rising_from(6900))
-    assert (found.numbers["departed"], found.numbers["lead"], found.numbers["first_alarm"]) == (
-        6910,
-        3910,
-        3000,
-    )
+    assert counted(found, "departed", "lead", "first_alarm") == (6910, 3910, 3000)
     # Of switches at two steps the facts name the first; of one that was undone, what is so now.
     found = judged(alarm(3000), switch(3000, (2,)), switch(6000, (0, 1, 3)))
     assert found.facts[-1] == "4 switched to exact_delta, the first at step 3,000"
     found = judged(alarm(3000), switch(3000), switch(4000, stabilizer="none"))
     assert found.facts[-1] == "nothing is switched"
     assert judged().verdict == "stable" and judged().numbers["alarms"] == ()
+    found = judged(switch(0), switch(100, (1,), "compensated"), switch(200, stabilizer="row_max"))
+    assert counted(found, "first_switch", "stabilizers") == (0, ("row_max",))
 
 
 def test_where_another_head_s_logits_rise_the_run_is_not_saved():
@@ -327,18 +319,10 @@ def test_a_head_without_a_sample_since_its_switch_is_not_saved(measured, later, 
         assert found.headline.endswith(f"; {unmeasured} not measured since the switch")
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        {"logit": step_to(10.0, 10_001.0, 2500)},
-        {"loss": lambda step: 3.0 if step < 9000 else 3.2, "every": 10},
-    ],
-)
-def test_high_logits_and_a_rising_loss_make_an_alarm_critical(made):
-    found = judged(alarm(3000), switch(3000), **made)
-    assert found.severity == "critical"
-    if "loss" in made:  # nor is it saved, whatever its logits do
-        assert found.state == "alarmed" and "the loss is 0.2 above its best" in found.headline
+def test_a_rising_loss_makes_an_alarm_critical_whatever_its_logits_do():
+    found = judged(alarm(3000), switch(3000), loss=step_to(3.0, 3.2, 9000), every=10)
+    assert (found.severity, found.state) == ("critical", "alarmed")
+    assert "the loss is 0.2 above its best" in found.headline
 
 
 @pytest.mark.parametrize(
@@ -492,14 +476,6 @@ def test_a_run_says_by_what_its_heads_were_judged(judged_by, state):
     )
 
 
-def test_the_default_rules_are_told_with_a_run():
-    told = Settings().described()["heads_judged_by"]
-    assert told == {
-        "head_growth": [["w_q_spectral_norm", "max_logit"]],
-        "gradient_error": [["dq_coherent_error"]],
-    }
-
-
 def test_a_loss_far_above_its_best_is_not_unharmed():
     """A run that leaves at its first steps: its noise is too large to say that the loss rises."""
     noise = np.random.default_rng(0).normal(0, 2.0, LAST + 1)
@@ -508,26 +484,16 @@ def test_a_loss_far_above_its_best_is_not_unharmed():
     assert "the losses scatter too much" in found.headline
 
 
-def test_what_heads_are_switched_to_is_the_last():
-    found = judged(switch(0), switch(100, (1,), "compensated"), switch(200, stabilizer="row_max"))
-    assert (found.numbers["first_switch"], found.numbers["stabilizers"]) == (0, ("row_max",))
-
-
-def test_attention_that_was_not_watched_is_said():
+def test_attention_that_was_not_watched_is_said(said):
     sites = {f"h.{layer}.attn": {"unwatched": None} for layer in range(3)}
     whole = judged(metadata={"sites": sites, "unseen": []})
-    assert (whole.numbers["not_watched"], whole.numbers["num_modules"]) == ((), 3)
+    assert counted(whole, "not_watched", "num_modules") == ((), 3)
     assert whole.headline == "Healthy: no alarm up to step 10,000"
     # One was never seen, of one no attention was measured, of one the weights alone.
     sites |= {"refused": {"unwatched": "why"}, SITE: {"unwatched": "its head size is 8"}}
     part = judged(metadata={"sites": sites, "unseen": ["eager"]})
-    assert (part.numbers["not_watched"], part.numbers["num_modules"]) == (
-        (SITE, "refused", "eager"),
-        5,
-    )
-    limit = "; only 2 of 5 attention modules were watched"
-    assert part.headline == f"Healthy: no alarm up to step 10,000{limit}"
-    assert part.headline_running == f"Running, healthy: no alarm up to step 10,000{limit}"
+    assert counted(part, "not_watched", "num_modules") == ((SITE, "refused", "eager"), 5)
+    said("modules not watched", part.headline)
     assert part.as_json()["not_watched"] == (SITE, "refused", "eager")
     one_head = judged(alarm(500, site="h.0.attn"), metadata={"sites": sites})
     assert one_head.headline.startswith("Alarmed: 1 of 8 heads"), "weights alone are not watched"
@@ -535,79 +501,58 @@ def test_attention_that_was_not_watched_is_said():
     later = judged(metadata={"sites": sites, "unseen": ["eager", "h.0.attn"]})
     assert later.numbers["not_watched"] == (SITE, "refused", "eager")
     sites["h.0.attn"]["several_calls"] = "their queries are not known to come from the same weights"
-    several = judged(metadata={"sites": sites})
-    said = "only one of several calls was measured in 1 of 4 attention modules"
-    assert several.headline.endswith(said)
+    said("several calls", judged(metadata={"sites": sites}).headline)
     weights = {f"h.{layer}.attn": {"unwatched": "why"} for layer in range(3)}
     found = judged(metadata={"sites": weights, "unseen": ["eager"]})
-    said = "no call of attention was watched, only weights"
     assert (found.state, found.verdict) == ("unclear", "unclear")
-    assert found.headline == f"Unclear: no alarm up to step 10,000; {said}"
-    assert "watches no attention" in found.advice
+    said("only weights", f"{found.headline}\n{found.advice}")
 
 
-def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy():
+def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy(said):
     def having(calls, weights=10):
+        first_call = 100 * (weights - calls)
         of = [
-            one for one in samples(norm=lambda step: 1.0)
-            if one.step < 100 * weights
-            and (one.indicator != "max_logit" or one.step >= 100 * (weights - calls))
-        ]  # fmt: skip
+            one
+            for one in samples(norm=lambda step: 1.0)
+            if one.step < 100 * weights and (one.indicator != "max_logit" or one.step >= first_call)
+        ]
         lacking = {"samples": weights - calls, "first": 0}
         return judged(of=of, metadata={"without_attention": lacking})
 
     assert having(8).state == "healthy"
-    lack = "no watched attention was measured in 3 of the sampled steps, the first at step 0"
-    assert having(7).headline == f"Unclear: no alarm up to step 900; {lack}"
-    assert "watches no attention" in having(7).advice
+    said("3 of 10 samples lack attention", f"{having(7).headline}\n{having(7).advice}")
+    assert "in 3 of the sampled steps" in having(7).headline
     assert having(4, weights=5).advice.startswith("Go on: ")
     # Weights go on to be measured after the last call.
     of = [one for one in samples(norm=lambda step: 1.0) if one.site == "" or one.step < 4000
           or one.indicator != "max_logit"]  # fmt: skip
     assert judged(of=of).headline.startswith("Unclear: from step 3,901 on, because no attention")
-    # Networks that take turns, no weights of which are measured: twenty samples have calls.
+    # Networks that take turns, no weights of which are measured: of twenty samples that have calls,
+    # as many or more lack them; or of none.
     often = [one for one in samples() if one.step < 2000]
-    turns = judged(of=often, metadata={"without_attention": {"samples": 20, "first": 50}})
-    assert turns.state == "healthy"
     norms = [replace(one, indicator="w_q_spectral_norm") for one in often if one.site]
-    # Of twenty samples that have calls, and as many or more that lack them.
-    for lacking, state in ((20, "healthy"), (21, "unclear")):
-        told = {"without_attention": {"samples": lacking, "first": 50}}
-        assert judged(of=often, metadata=told).state == state
-    for lacking, state in ((1, "healthy"), (15, "unclear")):
-        told = {"without_attention": {"samples": lacking, "first": 0}}
-        assert judged(of=norms, metadata=told).state == state
+    for of, lacking, first, state in (
+        (often, 20, 50, "healthy"),
+        (often, 21, 50, "unclear"),
+        (norms, 1, 0, "healthy"),
+        (norms, 15, 0, "unclear"),
+    ):
+        told = {"without_attention": {"samples": lacking, "first": first}}
+        assert judged(of=of, metadata=told).state == state
 
 
-@pytest.mark.parametrize(
-    ("ended", "said", "begins", "ends"),
-    [
-        ("crashed", "; the run crashed", "To go on, resume from the last", "dirpath."),
-        ("interrupted", "; the run was interrupted", "To go on, resume from the last", "dirpath."),
-        (
-            "not closed",
-            "; the run was not closed: it was killed, or it still runs",
-            "If it was killed, resume from the last",
-            "dirpath: nothing after step 10,000 was recorded.",
-        ),
-        ("finished", "", None, None),
-        (None, "", None, None),
-    ],
-)
-def test_how_a_run_ended_stands_in_the_headline_and_in_the_advice(ended, said, begins, ends):
+@pytest.mark.parametrize("ended", ["crashed", "interrupted", "not closed", "finished", None])
+def test_how_a_run_ended_stands_in_the_headline_and_in_the_advice(ended, said):
     found = judged(ended=ended)
-    assert found.headline == f"Healthy: no alarm up to step 10,000{said}"
     assert found.as_json()["ended"] == ended
     assert found.headline_running == "Running, healthy: no alarm up to step 10,000"
+    said(f"ended: {ended}", f"{found.headline}\n{found.advice}")
     rising = judged(ended=ended, logit=step_to(10, 5000, 2000)).advice
-    assert rising.startswith("Look at the loss")
     lost = judged(loss_alarm(5000), ended=ended, loss=rising_from(5000)).advice
     assert lost.startswith("Resume from") and "dirpath" not in lost
-    if begins is None:
-        assert found.advice == "No action needed." and "dirpath" not in rising
-        return
-    assert found.advice.startswith(begins) and found.advice.endswith(ends)
-    assert rising.endswith(found.advice)
+    has_more = ended not in ("finished", None)
+    assert ("dirpath" in found.advice) == ("dirpath" in rising) == has_more
+    assert rising.startswith("Look at the loss") and rising.endswith(found.advice) == has_more
     # A run without a sample has an advice, too.
     assert judge(Evidence(), ended=ended).advice
 
@@ -622,26 +567,23 @@ def test_one_value_a_layer_counts_layers():
 
 
 @pytest.mark.parametrize(
-    ("measured", "what", "verdict"),
+    ("measured", "what", "verdict", "state"),
     [
-        ((0.6, 1.5, 2.4), "rounding", "rounding"),
-        ((-0.1, 0.1, 0.4), "not rounding", "not-rounding"),
-        ((0.4, 0.8, 1.2), "not settled", "unclear"),
-        (None, "not measured", "unclear"),
+        ((0.6, 1.5, 2.4), "rounding", "rounding", "saved"),
+        # What rounding did not do, a correction did not mend.
+        ((-0.1, 0.1, 0.4), "not rounding", "not-rounding", "alarmed"),
+        ((0.4, 0.8, 1.2), "not settled", "unclear", "switched"),
+        (None, "not measured", "unclear", "switched"),
     ],
 )
-def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what, verdict):
+def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what, verdict, state):
     made = samples(logit=falling, share=measured)
     found = judged(alarm(6750), switch(6750), of=made)
-    assert (found.cause.what, found.verdict) == (what, verdict)
+    assert (found.cause.what, found.verdict, found.state) == (what, verdict, state)
     assert found.cause.interval == (measured and (measured[0], measured[2]))
     if measured:
         said = "rounding's share of W_Q's changes is {1:.2f} ({0:.2f} to {2:.2f})".format(*measured)
         assert found.cause.sentence == said
-    # What rounding did not do, a correction did not mend.
-    assert found.state == {"rounding": "saved", "not rounding": "alarmed"}.get(what, "switched")
-    told = found.as_json()
-    assert told["cause"]["what"] == what and told["verdict"] == verdict
 
 
 @pytest.mark.parametrize(
@@ -732,11 +674,9 @@ def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"sites": {"a": {"precision": [["x"]]}}},
+        {"sites": {"a": {"precision": [["x"]]}, "b": {"precision": 4}}},
         {"settings": {"heads_judged_by": {"r": [1], "s": 3, "t": None}}},
-        {"settings": [], "sites": "x", "unseen": {}},
-        {"sites": [1], "unseen": 3, "settings": 2},
-        {"sites": {"a": {"precision": 4}}},
+        {"settings": [], "sites": [1], "unseen": 3},
     ],
 )
 def test_metadata_of_any_kind_end_nothing(metadata):
@@ -783,13 +723,10 @@ def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(
     what, largest, step, layers = expected
     assert (found.risk.what, *found.risk[2:]) == expected
     assert found.risk.sentence.startswith(f"By its keys the model is {what}: ")
-    assert found.as_json()["risk"] == found.risk._asdict()
     if largest is not None:
         named = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
         assert f"is {largest:.3f} ({named})" in found.risk.sentence
-        assert f"step {step:,}" in found.risk.sentence
         assert ("early" in found.risk.why, "late" in found.risk.why) == (step < 2000, step > 3000)
-        assert found.risk.why.endswith("a statistic, not a promise") == (step >= 2000)
 
 
 @pytest.mark.parametrize(
@@ -800,13 +737,6 @@ def test_the_risk_of_the_studys_kinds_is_what_the_study_says(kind, what, largest
     run = f"studies/rescue/other_models/{kind}-stock-cudnn-lr1.5e-03-seed1-again30"
     risk = guardbit.load(Path(__file__).parents[1] / run).judgement.risk
     assert risk[0] == what and risk[2:] == (largest, 2000, layers)
-
-
-def test_in_json_it_is_plain():
-    fields = judged(alarm(6750), switch(6750), **AFTER).as_json()
-    assert fields["outcome"] in STATES and fields["headline"].startswith("Saved: ")
-    assert fields["alarmed"] == ((1, 2),) and "state" not in fields
-    assert fields["advice"] == "Go on training."
 
 
 def gradients(steps, indicator="nonfinite"):
@@ -856,15 +786,6 @@ def test_alarms_of_most_heads_are_no_head_s_failure(alarmed, is_everywhere):
     # Nor do switches save what they did not fail of.
     switches = [switch(5000, site=f"h.{n}.attn") for n in range(3)]
     assert judged(*alarms, *switches).state == ("alarmed" if is_everywhere else "switched")
-
-
-def test_no_advice_says_to_attach_a_policy_where_one_is():
-    made = [{}, {"logit": step_to(10, 5000, 2000)}, {"loss": rising_from(5000)}, AFTER, NAN]
-    events = [[], [alarm(6750)], SWITCHED, [alarm(6750, site="")], [loss_alarm(6750)]]
-    for one, happened in [(one, of) for one in made for of in events]:
-        with_policy = {"settings": {"stabilizer": "exact_delta"}}
-        assert "ttach" not in judged(*happened, metadata=with_policy, **one).advice
-    assert "ttach" in judged(*events[1]).advice
 
 
 def test_a_level_is_no_growth():

@@ -5,10 +5,8 @@ import json
 import pickle
 from contextlib import nullcontext
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.testing import assert_close
 from torchmetrics import MetricCollection
 
@@ -252,45 +250,11 @@ def test_two_ranks_know_what_one_process_with_all_data_knows(tmp_path):
             assert_close(torch.tensor(values, dtype=torch.float64), expected, rtol=1e-12, atol=0)
 
 
-class Logging(BoringModel):
-    """Logs metrics of three batches, whose calls are known."""
-
-    def __init__(self, calls):
-        super().__init__()
-        self.calls, self.logits = calls, MaxLogit(HEADS, causal=True, scale=SCALE, heads="largest")
-        self.some = all_metrics(heads="largest", indicators=OF_CALLS[:4])
-
-    def training_step(self, batch, batch_idx):
-        call = self.calls[batch_idx]
-        self.logits.update(call["q"], call["k"])
-        self.some.update(**call)
-        self.log("logits", self.logits, on_step=False, on_epoch=True)
-        self.log_dict(self.some, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-def test_lightning_logs_a_metric_of_each_epoch(tmp_path):
-    calls = [inputs_of(seed) for seed in range(3)]
-    trainer = lightning.Trainer(
-        max_epochs=2, limit_train_batches=3, limit_val_batches=0, accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(Logging(calls))
-    expected = expected_of(calls)
-    for name in ("logits", *OF_CALLS[:4]):
-        value = expected["max_logit" if name == "logits" else name].max().item()
-        assert trainer.callback_metrics[name].item() == pytest.approx(value, rel=1e-4), name
-
-
 def test_a_plot_shows_the_heads():
     metric = MultipleMaxima(HEADS, "bf16", causal=True, scale=SCALE)
-    series = [metric(**{name: inputs_of(seed)[name] for name in "qk"}) for seed in range(3)]
+    metric.update(**{name: inputs_of(0)[name] for name in "qk"})
     _, ax = metric.plot()
     assert [line.get_ydata()[0].item() for line in ax.get_lines()] == metric.compute().tolist()
-    _, ax = metric.plot(series)
-    assert [list(line.get_ydata()) for line in ax.get_lines()] == torch.stack(series).T.tolist()
-    heads = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert heads == [f"Head {head}" for head in range(HEADS)]
 
 
 class Measured(torch.nn.Module):

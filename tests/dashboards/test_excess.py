@@ -40,12 +40,6 @@ def test_growth_that_all_heads_share_is_no_excess():
     assert (times_baseline(steady(heads=3) * shared) > 5).all()
 
 
-def test_a_head_that_was_always_larger_is_at_its_normal():
-    values = steady()
-    values[:, 2] *= 1000
-    np.testing.assert_allclose(times_baseline(values), 1)
-
-
 def test_the_last_measured_value_stands_for_heads_measured_in_turn():
     values = np.full((60, 8), np.nan)
     for sample in range(60):
@@ -129,14 +123,6 @@ def test_a_switch_of_half_of_the_heads_leaves_the_others_at_their_baseline():
     moved = np.arange(8) < 4
     assert (times_baseline(values)[4:] > 300).all(), "by the median of all they would stand out"
     np.testing.assert_allclose(times_baseline(values, 0.0, moved, 12), 1, rtol=0.35)
-
-
-def test_where_nearly_all_heads_have_moved_the_level_of_before_counts():
-    values = steady()
-    values[20:, :6] /= 1000
-    values[20:, 7] *= 5
-    found = times_baseline(values, 0.0, np.arange(8) < 6, 20)
-    assert found[7] == pytest.approx(5) and found[6] == pytest.approx(1)
 
 
 def test_a_head_that_was_ill_for_most_of_a_run_stays_far_above_its_baseline():

@@ -117,10 +117,3 @@ def test_the_first_step_of_a_long_run_is_in_the_first_bucket(step):
     assert history.bucket_of(-1) == -1
     excess, _, _ = history.excess(history.bucket_of(-1))
     assert excess.shape == (1, 1) and np.isnan(excess).all()
-
-
-def test_an_empty_history_knows_nothing():
-    history = History(8)
-    assert (history.used, history.last_step, history.bucket_of(5)) == (0, -1, -1)
-    excess, _, names = history.excess()
-    assert excess.size == 0 and list(names) == []

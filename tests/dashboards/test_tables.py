@@ -66,15 +66,6 @@ def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
     assert read.by_head("loss").empty
 
 
-@pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
-def test_empty_tables_give_empty_answers(empty):
-    run = Recorded(empty, empty)
-    assert run.by_head("max_logit").empty and run.of_run("loss").empty
-    assert run.notable(run.by_head("max_logit")) == run.story == run.events == []
-    assert run.stabilizers() == {} and effect_of_switch(run) == []
-    assert run.heads_to_watch().empty
-
-
 def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match="samples lacks the columns indicator, value"):
         Recorded(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}))
@@ -229,14 +220,6 @@ def test_the_loss_before_and_after_is_of_the_steps_around_all_switches(run, even
     steps = run.loss_steps
     expected = [median(steps <= first), median((steps > first) & (steps <= last))]
     assert [before, after] == pytest.approx(expected, rel=1e-12, nan_ok=True)
-
-
-def test_checked_samples_leave_the_callers_table_alone(run):
-    frame = run.frame.assign(site=run.frame["site"].replace("", None))
-    before = frame.copy()
-    assert (tables.check_samples(frame)["site"] == run.frame["site"]).all()
-    pd.testing.assert_frame_equal(frame, before)
-    assert frame.attrs == {}
 
 
 def test_a_name_that_several_layers_share_tells_none_of_them_apart():

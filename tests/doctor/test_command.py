@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -18,12 +17,10 @@ from guardbit.doctor.inputs import (
     KINDS,
     Shape,
     dense_spec,
-    document_lengths,
     packed_spec,
     parse_shape,
 )
 from guardbit.doctor.preflight import Examiner, is_within, known_faults
-from guardbit.kernels.engines import LIBRARIES
 from guardbit.kernels.engines.sdpa import CPUFlash
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -49,13 +46,9 @@ def test_json_holds_machine_rows_and_no_finding():
 def test_the_table_ends_with_a_conclusion():
     result = invoke("--shape", "1,2,1,24,8", "--mask", "causal")
     assert result.exit_code == 0
-    assert "MATH" in result.stdout and "varlen_attn does not serve calls" in result.stdout
+    assert "MATH" in result.stdout
     # PyTorch's own is there; libraries may be, which GPUs alone can run.
     assert "varlen_attn does not serve calls: it runs on GPUs only" in result.stdout
-    for name in ("flash_attn", "flash_attn_3"):
-        is_there = find_spec(LIBRARIES[name].home.partition(".")[0]) is not None
-        why = "it runs on GPUs only" if is_there else "it is not installed"
-        assert f"{name} does not serve calls: {why}" in result.stdout
     # Our own kernels are not broken at head sizes that they do not have.
     assert "guardbit does not serve calls: its head sizes are 16 to 256" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Sound: all of the 2 examined")
@@ -138,7 +131,6 @@ def test_units_of_the_first_inputs_do_not_take_the_time_of_the_others(clock):
     [
         (("--shape", "1,2,3"), "shape is '1,2,3'; it must be five whole numbers"),
         (("--shape", "1,3,2,8,8"), "H must be a multiple of H_kv"),
-        (("--shape", "1,0,1,8,8"), "each number must be at least 1"),
         (("--mask", "window"), "it must have at least 1 key"),
         (("--mask", "triangle"), "mask is 'triangle'; allowed are full, causal"),
         (("--dtype", "fp8"), "dtype is 'fp8'; allowed are bf16, fp16"),
@@ -164,12 +156,6 @@ def test_what_time_and_memory_do_not_allow_is_said(seconds, shape, why):
     ((said, (where,)),) = found.not_examined.items()
     assert said.startswith(why) and where.startswith(place)
     assert found.examined == 0 and list(found.left_out) == [place]
-
-
-def test_documents_fill_the_sequence_and_one_has_one_token():
-    for length in (1, 2, 3, 100):
-        lengths = document_lengths(length)
-        assert sum(lengths) == length and min(lengths) == 1
 
 
 def test_ranges_of_versions():

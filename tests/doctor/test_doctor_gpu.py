@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -16,9 +14,6 @@ from guardbit.doctor.engines import OwnKernels, sdpa_engine
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines import Engine
-from guardbit.kernels.runtime import AttentionCall
-from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.measure.probes import CallView, FiniteProbe
 from tests.doctor.faulty_engines import Racing, Wrapped, nan_in_head, scaled, unmasked
 from tests.doctor.faulty_engines import examine as examined_on
 
@@ -31,25 +26,6 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-
-
-def call_with(spec):
-    """A call of 4 query heads on 2 key heads, of width 16, in BF16."""
-    generator = torch.Generator().manual_seed(0)
-    heads = {"q": 4, "k": 2, "v": 2, "d_out": 4}
-    known = {
-        name: torch.randn(2, number, 40, 16, generator=generator).bfloat16()
-        for name, number in heads.items()
-    }
-    known |= {"spec": spec, "site": 0, "stabilizers": ("none",) * 4}
-    return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), **known})
-
-
-def values_of(probe, call):
-    found = probe.update(CallView(call))
-    state = dict(zip(probe.sums, found, strict=True))
-    (values,) = probe.compute(state, 1.0).values()
-    return values
 
 
 #: All but those on which cuDNN's backward returns NaN at lengths such as 320, a fault of its own.
@@ -132,12 +108,3 @@ def test_a_misbehaving_kernel_is_found_and_named(name, fault):
     found = [one for one in examined.findings() if one.is_broken]
     assert [one.fault for one in found] == [fault], [str(one) for one in found]
     assert fault not in ("nonfinite", "race") or found[0].tensors == ("dq",)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_seen_on_the_device(value):
-    call = call_with(AttentionSpec(0.25))
-    tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v", "d_out")}
-    tensors["d_out"][1, 2, 3, 4] = value
-    codes = values_of(FiniteProbe(("nonfinite",)), replace(call, **tensors))
-    assert codes.nan_to_num(0.0).tolist() == [0, 0, 16, 0]

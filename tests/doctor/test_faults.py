@@ -168,8 +168,8 @@ def check_sound(shape, mask, dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        (Shape(2, 4, 2, 77, 32), torch.bfloat16), (Shape(1, 2, 1, 192, 64), torch.float16),
-        (Shape(3, 2, 2, 1, 16), torch.bfloat16),
+        (Shape(2, 4, 2, 77, 32), torch.bfloat16), (Shape(3, 2, 2, 1, 16), torch.bfloat16),
+        pytest.param(Shape(1, 2, 1, 192, 64), torch.float16, marks=pytest.mark.slow),
     ],
     ids=str,
 )  # fmt: skip
@@ -198,7 +198,7 @@ def test_attention_in_fp64_is_that_of_autograd():
 
 
 @settings(
-    max_examples=12, deadline=None, derandomize=True,
+    max_examples=6, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 @given(

@@ -51,7 +51,7 @@ def test_a_race_is_named_with_its_rows():
 
 @pytest.mark.parametrize("way", [kernel, tiled])
 @pytest.mark.parametrize("make", [sound, peaked, varied])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_fault_in_a_sound_kernel(way, make, seed):
     tensors = make(seed)
     assert not recognize(head_of(tensors, *way(tensors)))[1]

@@ -4,7 +4,6 @@ from matplotlib.colors import LogNorm
 
 from guardbit.dashboards.figures import CHARTS, model_map
 from guardbit.dashboards.tables import Recorded
-from tests.dashboards.made import samples
 
 
 def cells_of(figure):
@@ -77,9 +76,3 @@ def test_unmeasured_heads_stay_blank(run):
     blank = np.ma.getmaskarray(cells_of(model_map(frame)))
     assert blank[4].tolist() == [False] * 3 + [True] * 9
     assert blank.sum() == 9
-
-
-def test_one_value_a_layer_claims_no_head():
-    rows = [(step, f"h.{at}", at, 0, "max_logit", 1.0) for step in range(9) for at in range(3)]
-    axes = model_map(samples(rows)).axes[0]
-    assert axes.get_xlabel() == "one value a layer" and len(axes.get_xticks()) == 0

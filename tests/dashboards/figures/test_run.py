@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from guardbit.dashboards.figures import runs_over_steps
 
@@ -32,27 +31,6 @@ def test_a_run_without_the_indicator_leaves_the_others_their_colours(run):
     assert list(lines_of(one.axes[0])) == ["b"]
     assert lines_of(one.axes[0])["b"].get_color() == lines_of(both.axes[0])["b"].get_color()
     assert runs_over_steps({"a": without}, "loss", "Loss", "loss") is None
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        [f"experiment-of-a-long-night/{'w' * 30}/lr1.5e-3-seed{n}" for n in range(4)],
-        ["lr$\\frac{$", "$x$", "_x"],  # no formulas; matplotlib hides what begins with "_"
-    ],
-)
-def test_names_of_runs_stand_as_they_are_on_the_canvas(run, names):
-    figure = runs_over_steps(dict.fromkeys(names, run.frame), "loss", "$y", "loss")
-    FigureCanvasAgg(figure).draw()
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == names
-    box = figure.axes[0].get_legend().get_window_extent()
-    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
-
-
-def test_more_runs_than_lines_are_refused(run):
-    runs = {str(number): run.frame for number in range(5)}
-    with pytest.raises(ValueError, match="At most 4 runs"):
-        runs_over_steps(runs, "loss", "Loss", "loss")
 
 
 def test_a_short_run_is_smoothed_like_the_long_one_beside_it(run):

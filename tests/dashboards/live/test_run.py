@@ -4,7 +4,6 @@ import json
 import numpy as np
 import pytest
 
-from guardbit.catalog import INDICATORS, of_probe
 from guardbit.dashboards.live import LiveRun
 from guardbit.records import Event, Sample
 from guardbit.store import RunFollower, RunWriter
@@ -28,16 +27,6 @@ def test_before_the_run_has_written_anything(tmp_path):
         assert '<div class="part" id="lede"></div>' in state["main"]
         assert "<script" not in state["main"], "what does not change is not sent again"
         json.dumps(state, allow_nan=False)
-
-
-def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
-    catalog = state_of(LiveRun(tmp_path))["catalog"]
-    assert tuple(catalog) == INDICATORS
-    assert catalog["max_logit"] == {"label": "max logit", "is_signed": False}
-    assert catalog["attention_entropy"]["label"] == "attention entropy (nats)"
-    signed = {name for name, one in catalog.items() if one["is_signed"]}
-    deltas, audits = {"delta_bias", "delta_bias_cumulative"}, {"dq_coherent_error"}
-    assert signed == deltas | audits | set(of_probe("burst"))
 
 
 def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path, monkeypatch):
@@ -107,19 +96,6 @@ def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_p
     assert watcher.row()["headline"] == (
         "Running, unclear: no rule could judge the heads; only 1 of 2 attention modules was watched"
     )
-
-
-def test_samples_are_shown_whatever_is_wrong_with_the_events(recorder, tmp_path):
-    with recorder(tmp_path) as writer:
-        writer.record(range(5))
-        writer.alarm(3)
-    (broken,) = tmp_path.glob("events-*")
-    broken.write_bytes(broken.read_bytes()[:20])
-    watcher = LiveRun(tmp_path)
-    with pytest.warns(UserWarning, match="left out"), pytest.raises(ValueError, match="of events"):
-        watcher.look()  # the thread tells the page
-    state = watcher.state()
-    assert state["last_step"] == 4 and state["events"] == []
 
 
 def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):

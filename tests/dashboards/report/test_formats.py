@@ -3,7 +3,6 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.page import thinned
@@ -18,17 +17,6 @@ def short():
 def few(run):
     """Two layers, which are drawn faster than twelve."""
     return run.frame[run.frame["layer"].isin([-1, 2, 3])]
-
-
-def test_the_figures_lie_beside_the_page(tmp_path):
-    frame = short().assign(indicator="max_logit")
-    page = write_report(frame, None, {}, tmp_path / "a.html")
-    folder = tmp_path / "a_figures"
-    assert page == tmp_path / "a.html" and {path.name for path in folder.iterdir()} == {
-        "story.png", "model_map.png", "max_logit.png",
-    }  # fmt: skip
-    with Image.open(folder / "max_logit.png") as picture:
-        assert np.asarray(picture.convert("L")).min() < 100
 
 
 def test_a_folder_is_no_report(tmp_path):

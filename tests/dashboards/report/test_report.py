@@ -170,11 +170,6 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
     ]
 
 
-def test_the_loss_at_the_end_is_the_median_of_the_last_five(run, page):
-    assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-5:]), rel=5e-3)  # 3 digits
-    assert page.of("dd")[7] == "median of the last 5 samples"
-
-
 def test_before_and_after_are_the_runs_own_figures(run, page):
     cells = page.of("td")
     at = int(np.flatnonzero(run.steps == 3100)[0])
@@ -209,20 +204,6 @@ def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
     )
     assert "−" in cells[cells.index("layer 2, head 3", start) + 10]  # its cumulative delta bias
     assert "10 of 144 shown" in page.text
-
-
-def test_the_timeline_tells_every_event_in_order(page):
-    told = [
-        (event["step"], event["kind"], event["heads"]) for event in page.answers["state"]["events"]
-    ]
-    assert told == [
-        (2950, "alarm", [7]),
-        (3100, "alarm", [3]),
-        (3100, "switch", [3, 7]),
-        (4500, "undo", [3]),
-        (4600, "monitor_error", []),
-    ]
-    assert page.answers["state"]["events"][-1]["why"] == "RuntimeError: <b>shape</b> & co."
 
 
 def test_the_figures_lie_beside_the_page(report, page):
@@ -289,17 +270,14 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     assert f"{ATTACK} · GuardBit" in page.of("title")
 
 
-def test_what_is_not_known_is_not_claimed(tmp_path):
-    risk = "By its keys the model is of unknown risk: key_common_mode was not measured."
+def test_what_is_not_known_is_not_claimed(tmp_path, said):
     page = write(tmp_path, run_without_figures(), None, None)
-    assert page.of("h1") == ["Unclear: no rule could judge the heads"]
-    assert page.lede[0].startswith("Go on: heads need 8 samples")
-    assert page.lede[1:] == [risk]
+    said("no rule", "\n".join([*page.of("h1"), *page.lede]))
     events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
     page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == ["Alarmed: an alarm at step 10 names no measured head"]
-    first = "The first alarm came at step 10 (the whole run): The loss rose."
-    assert page.lede[1:] == [first, risk] and "What the switch did" not in page.of("h2")
+    said("no head", "\n".join([*page.of("h1"), *page.lede]))
+    assert "at step 10 (the whole run): The loss rose." in page.lede[1]
+    assert "What the switch did" not in page.of("h2")
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)])
@@ -308,38 +286,6 @@ def test_an_empty_run_still_has_a_page(tmp_path, frame):
     assert page.of("h1") == ["Unclear: no head was watched"]
     assert page.lede == ["The run recorded no samples."]
     assert "canvas" not in {tag for tag, _ in page.tags} and page.answers == {"is_live": False}
-
-
-def test_an_older_picture_that_is_not_drawn_any_more_goes(tmp_path):
-    folder = tmp_path / "report_figures"
-    folder.mkdir()
-    (folder / "multiple_maxima.png").write_bytes(b"old")
-    (folder / "mine.png").write_bytes(b"kept")
-    write(tmp_path, small_run(), None, None)
-    assert {path.name for path in folder.iterdir()} == {
-        "loss.png",
-        "max_logit.png",
-        "mine.png",
-        "model_map.png",
-        "story.png",
-    }
-
-
-def test_a_flood_of_alarms_is_cut_but_nothing_else_is(tmp_path):
-    alarms = [(step, "alarm", "h.0.attn", (1,), "again", "r", "") for step in range(1, 100)]
-    switch = (99, "switch", "h.0.attn", (1,), "at last", "", "compensated")
-    page = write(tmp_path, run_without_figures(), journal(switch, *alarms), None)
-    state = page.answers["state"]
-    # The first of the head, the switch, and the newest.
-    assert [event["step"] for event in state["events"]] == [1, *range(61, 99), 99, 99]
-    assert state["events"][-2]["why"] == "at last" and state["num_events"] == 100
-    assert any("99 alarms in all" in text for text in page.of("dd"))
-
-
-def test_one_value_a_layer_does_not_claim_to_know_the_heads(tmp_path):
-    page = write(tmp_path, small_run(heads=1), None, None)
-    assert page.of("span")[-1] == "steps 0 to 90 · 1 layer"
-    assert "layer 0" in page.of("td") and "head 0" not in page.text
 
 
 def test_the_fork_of_copies_is_the_last_step_in_common():
