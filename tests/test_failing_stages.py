@@ -22,6 +22,7 @@ from tests.test_judgement import LAST, samples
 live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
 
 STEPS = 12
+SLOW = pytest.mark.slow
 #: Those that a run without alarms goes through at every sampled step.
 STAGES = (
     "capture", "metrics", "samples", "scalars", "judgement", "burst", "notices", "detectors",
@@ -95,9 +96,7 @@ def test_a_run_without_an_error_is_healthy_in_all_views(tmp_path):
     assert all("healthy" in said.lower() for said in found.values()), found
 
 
-@pytest.mark.parametrize(
-    "at", [*(pytest.param(x, marks=pytest.mark.slow) for x in (0, STEPS - 1)), STEPS // 2]
-)
+@pytest.mark.parametrize("at", [*(pytest.param(x, marks=SLOW) for x in (0, STEPS - 1)), STEPS // 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_after_an_error_no_view_says_healthy(tmp_path, stage, at):
     session, has_failed = broken_run(tmp_path / "a run", stage, at)
@@ -145,7 +144,7 @@ RANKS = [
 ]
 
 
-def of_two(rank, folder, at):
+def of_two(rank, folder, at, cases):
     """A rank's runs, one after the other; says what each became."""
     torch.set_num_threads(1)
     logging.getLogger("guardbit").setLevel(logging.CRITICAL)
@@ -153,7 +152,7 @@ def of_two(rank, folder, at):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     held = guardbit.instrument(model_of())  # else each run would look for functions anew
     found = []
-    for number, (stage, who) in enumerate(RANKS):
+    for number, (stage, who) in enumerate(cases):
         name = stage if str(rank) in who else "none"
         session, has_failed = broken_run(folder / f"run-{number}", name, at, 5)
         said = [getattr(session.judgement, "headline", None)]
@@ -165,16 +164,18 @@ def of_two(rank, folder, at):
 
 
 @pytest.mark.parametrize(
-    "at", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+    ("at", "stages"),
+    [(2, ("capture", "detectors")), *(pytest.param(x, OF_RANKS, marks=SLOW) for x in (0, 2, 4))],
 )
-def test_after_an_error_on_one_rank_of_two_or_both_neither_says_healthy(tmp_path, at):
-    torch.multiprocessing.spawn(of_two, (tmp_path, at), 2)
+def test_after_an_error_on_one_rank_of_two_or_both_neither_says_healthy(tmp_path, at, stages):
+    cases = [case for case in RANKS if case[0] in stages]
+    torch.multiprocessing.spawn(of_two, (tmp_path, at, cases), 2)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert len(RANKS) == len(found[0]) == len(found[1])
+    assert len(cases) == len(found[0]) == len(found[1])
     wrong = []
-    for case, *ranks in zip(RANKS, *found, strict=True):
+    expected = f"Unclear: from step {at} on, because "
+    for case, *ranks in zip(cases, *found, strict=True):
         lines = [line for _, said in ranks for line in said if line is not None]
-        expected = f"Unclear: from step {at} on, because "
         if any(has_failed for has_failed, _ in ranks):
             wrong += [(case, line) for line in lines if not line.startswith(expected)]
     assert not wrong

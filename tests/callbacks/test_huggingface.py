@@ -1,7 +1,5 @@
 """`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
 
-import contextlib
-import gc
 import io
 import json
 import math
@@ -10,7 +8,6 @@ import sys
 import pandas as pd
 import pytest
 import torch
-import transformers.integrations
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 from transformers import (
@@ -23,7 +20,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
-from transformers.trainer_utils import HPSearchBackend
 
 from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
 from guardbit.callbacks import huggingface
@@ -150,23 +146,13 @@ def test_scalars_are_in_the_log_history_and_a_checkpoint_keeps_them(tmp_path):
     assert set(COUNTED_KEYS) < set(ours[0])
 
 
-def test_a_sample_that_comes_late_leaves_the_summary_last(tmp_path, monkeypatch):
-    keeps = Keeps()
-    monkeypatch.setattr(huggingface.MonitorSession, "_may_wait", lambda _: True)  # as on a GPU
-    train(tmp_path, HuggingFaceMonitor(4), keeps, steps=5, save_strategy="no")
-    assert [e["step"] for e in keeps.history if "guardbit/max_logit" in e] == [0, 4]
-    assert "train_runtime" in keeps.history[-1]
-
-
 @pytest.mark.parametrize(
     ("settings", "losses"),
     [
-        ({"logging_steps": 500}, 0),
         ({"logging_steps": 0.5}, 2),
         ({"logging_strategy": "no"}, 0),
         ({"logging_strategy": "epoch"}, 1),
         ({"logging_steps": 3}, None),
-        ({"logging_steps": 500, "steps": 7}, None),
     ],
 )
 def test_too_few_losses_are_told_of_at_the_start(tmp_path, caplog, settings, losses):
@@ -196,18 +182,6 @@ def test_a_loss_of_nan_that_the_trainer_logs_as_zero_is_recorded_as_nan(tmp_path
     assert losses[:9].gt(3).all()
     assert losses[10:].isna().all()
     assert "Lost: the loss is not finite (NaN or infinity) from step 10" in capsys.readouterr().err
-
-
-def test_the_lines_of_alarms_leave_the_bar_whole(tmp_path, terminal):
-    console = terminal()
-    settings = {"save_strategy": "no", "disable_tqdm": False}
-    train(tmp_path, HuggingFaceMonitor(4, strict=True, rules=(Fires(SITE),)), **settings)
-    shown = console.shown()
-    begin = f"GuardBit: step 0: alarm {SITE} head 1: it is time"
-    for line in (begin, "GuardBit: run finished. "):
-        assert [said for said in shown if line in said] == [s for s in shown if s.startswith(line)]
-        assert any(said.startswith(line) for said in shown)
-    assert any("10/10" in line for line in shown), "there was a bar"
 
 
 def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, monkeypatch):
@@ -275,7 +249,6 @@ class Interrupts(TrainerCallback):
     ("event", "is_same"),
     [
         ("on_pre_optimizer_step", False),
-        ("on_step_begin", False),
         ("on_step_end", False),
         ("on_step_end", True),
     ],
@@ -293,19 +266,6 @@ def test_after_ctrl_c_the_same_model_is_watched_again(tmp_path, event, is_same, 
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
 
 
-def test_after_ctrl_c_nobody_need_keep_the_first_monitor(tmp_path):
-    model = gpt2()
-    with contextlib.suppress(KeyboardInterrupt):
-        train(
-            tmp_path / "one", HuggingFaceMonitor(1), Interrupts("on_step_end"), model=model,
-            save_strategy="no",
-        )  # fmt: skip
-    gc.collect()
-    train(tmp_path / "two", HuggingFaceMonitor(1), model=model, steps=2, save_strategy="no")
-    ends = [read_end(tmp_path / name / "guardbit") for name in ("one", "two")]
-    assert ends == ["interrupted", "finished"]
-
-
 def test_two_monitors_of_one_trainer_are_refused_and_the_next_trainer_is_not(tmp_path):
     model = gpt2()
     both = HuggingFaceMonitor(1), HuggingFaceMonitor(1)
@@ -313,27 +273,6 @@ def test_two_monitors_of_one_trainer_are_refused_and_the_next_trainer_is_not(tmp
         train(tmp_path, *both, model=model, steps=1)
     train(tmp_path / "next", HuggingFaceMonitor(1), model=model, steps=2, save_strategy="no")
     assert set(read_run(tmp_path / "next" / "guardbit")["step"]) == {0, 1}
-
-
-class TrainsWithin(TrainerCallback):
-    """Trains the same model with another Trainer, in the third step."""
-
-    def __init__(self, folder):
-        self.folder, self.error = folder, None
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        if state.global_step == 3:
-            with pytest.raises(ValueError, match="instrumented already") as error:
-                train(self.folder, HuggingFaceMonitor(1), model=model, steps=1)
-            self.error = error.value
-
-
-def test_a_training_within_another_does_not_end_it(tmp_path):
-    inner = TrainsWithin(tmp_path / "inner")
-    train(tmp_path / "outer", HuggingFaceMonitor(1), inner, steps=5, save_strategy="no")
-    assert inner.error is not None
-    assert set(read_run(tmp_path / "outer" / "guardbit")["step"]) == set(range(5))
-    assert read_end(tmp_path / "outer" / "guardbit") == "finished"
 
 
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
@@ -356,27 +295,6 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
     assert list(switches["stabilizer"]) == ["row_max", "none"]
     unswitched = train(tmp_path / "plain", save_strategy="no")
     assert not same_weights(unswitched, resumed), "the switch must have had an effect"
-
-
-class Trial(dict):
-    number, params = 3, {}
-
-
-def test_a_trial_of_a_search_has_its_own_folder_and_states(tmp_path, monkeypatch):
-    # Optuna's `trial` and what the Trainer does with it; Optuna itself is not installed.
-    monkeypatch.setattr(transformers.integrations, "hp_params", dict)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to="none",
-    )  # fmt: skip
-    trainer = Trainer(
-        None, arguments, train_dataset=Tokens(), callbacks=[HuggingFaceMonitor()],
-        model_init=lambda: gpt2(bos_token_id=0, eos_token_id=0),
-    )  # fmt: skip
-    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
-    trainer.hp_space = trainer.compute_objective = dict
-    trainer.train(trial=Trial())
-    assert set(read_run(tmp_path / "run-3" / "guardbit").step) == {0}
-    assert json.loads((tmp_path / "run-3/checkpoint-2/guardbit.json").read_text())["last_step"] == 1
 
 
 def test_each_node_that_saves_gets_the_state(tmp_path):
@@ -421,19 +339,15 @@ def test_a_state_that_cannot_be_saved_leaves_the_next_one(tmp_path, monkeypatch,
     strict.session.close()
 
 
-@pytest.mark.parametrize("is_mpt", [True, False])
-def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
-    tmp_path, same_weights, caplog, is_mpt
-):
-    settings = {"save_strategy": "no", "steps": 3, "is_mpt": is_mpt}
+def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(tmp_path, same_weights, caplog):
+    settings = {"save_strategy": "no", "steps": 3, "is_mpt": True}
     plain = train(tmp_path / "plain", **settings)
     watched = train(tmp_path / "run", HuggingFaceMonitor(2), **settings)
     assert same_weights(plain, watched)
     said = "GuardBit does not watch this run, which goes on without it: MptForCausalLM computes"
-    assert (said in caplog.text) == is_mpt
-    if is_mpt:
-        with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):
-            train(tmp_path / "strict", HuggingFaceMonitor(2, strict=True), **settings)
+    assert said in caplog.text
+    with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):
+        train(tmp_path / "strict", HuggingFaceMonitor(2, strict=True), **settings)
 
 
 def test_a_run_that_the_trainer_spreads_by_data_parallel_goes_on_unwatched(

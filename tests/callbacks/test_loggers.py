@@ -1,11 +1,8 @@
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from guardbit import AttentionMonitor
-from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
+from guardbit.callbacks.loggers import LoggedRun
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import HeadGrowth
 from guardbit.records import Sample
@@ -24,53 +21,6 @@ def test_the_worst_head_is_the_one_farthest_above_its_own_normal():
     layer, head, excess = run.worst()
     assert (layer, head) == (1, 2)
     assert excess == pytest.approx(30)
-
-
-def test_the_runs_own_values_are_handed_back():
-    losses = [Sample(step, "", -1, "loss", (3.0 - step,)) for step in (0, 1, 2)]
-    assert LoggedRun().take([*losses, sampled(2, (1.0,))]) == {"loss": 1.0}
-
-
-def test_a_picture_is_the_model_map():
-    def session(alarmed, stabilizers):
-        instrumentation = SimpleNamespace(stabilizers=lambda: stabilizers)
-        return SimpleNamespace(alarmed_heads=alarmed, instrumentation=instrumentation)
-
-    run = LoggedRun()
-    assert run.picture(session({}, {})) is None
-    for step in range(8):
-        run.take([sampled(step, (1.0, 1.0, 1.0, 90.0 if step > 5 else 1.0))])
-    alarmed, stabilizers = {"h.0": {3}, "elsewhere": {0}}, {"h.0": ["none"] * 3 + ["row_max"]}
-    picture = run.picture(session(alarmed, stabilizers))
-    assert picture.dtype == np.uint8 and picture.shape[1:] == (1000, 3)
-    assert (picture.sum(axis=2) < 130).mean() > 0.05  # the dark cell
-    healthy = LoggedRun()
-    for step in range(8):
-        healthy.take([sampled(step, (1.0, 1.0, 1.0, 1.0))])
-    assert (healthy.picture(session({}, {})).sum(axis=2) < 130).mean() < 0.05
-
-
-class Taking:
-    """Takes what W&B's logger takes, under the same names."""
-
-    def __init__(self):
-        self.texts, self.pictures = [], []
-
-    def log_text(self, key, columns, data, step):
-        self.texts.append((key, columns, data, step))
-
-    def log_image(self, key, images, step):
-        self.pictures.append((key, images, step))
-
-
-def test_texts_and_pictures_go_to_those_who_take_them():
-    taking = Taking()
-    picture = np.zeros((2, 2, 3), np.uint8)
-    for logger in (taking, object()):
-        send_text(logger, "guardbit/alarms", "beware", 7)
-        send_picture(logger, "guardbit/model_map", picture, 7)
-    assert taking.texts == [("guardbit/alarms", ["step", "text"], [[7, "beware"]], 7)]
-    assert taking.pictures == [("guardbit/model_map", [picture], 7)]
 
 
 # torch writes the log with tensorboard, which uses names that NumPy and protobuf have moved.

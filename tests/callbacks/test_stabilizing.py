@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from pandas.testing import assert_frame_equal
 
-from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
+from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import DEFAULT_RULES, GradientError, LossDeparture
 from tests.toys import Fires, recorded
@@ -46,71 +46,28 @@ def events_of(path, kind):
     return recorded(path, kind, "step", "site", "heads", "stabilizer")
 
 
+@pytest.mark.parametrize(
+    ("settings", "stabilizer", "heads"),
+    [
+        ({"stabilizer": "compensated", "scope": "head"}, "compensated", (1,)),
+        ({}, "exact_delta", (0, 1)),  # by default of the layer, and it keeps its kernel
+    ],
+)
 @pytest.mark.parametrize("monitor_first", [True, False])
-def test_an_alarm_switches_its_heads_from_the_next_step_on(trains, tmp_path, monitor_first):
+def test_an_alarm_switches_from_the_next_step_on(
+    trains, tmp_path, monitor_first, settings, stabilizer, heads
+):
     monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    stabilizer, watching = AutoStabilizer("compensated", scope="head"), Stabilizers(monitor)
-    order = [monitor, stabilizer] if monitor_first else [stabilizer, monitor]
+    switching, watching = AutoStabilizer(**settings), Stabilizers(monitor)
+    order = [monitor, switching] if monitor_first else [switching, monitor]
     trains.fit(*order, watching, precision="bf16-mixed", max_steps=8)
     # The second sample is step 3's.
-    assert steps_with(watching.used, "compensated") == [4, 5, 6, 7]
-    # Head 0 keeps its kernel; in steps 1 and 2 nobody asks, and PyTorch's own function runs.
+    assert steps_with(watching.used, stabilizer) == [4, 5, 6, 7]
+    # In steps 1 and 2 nobody asks, and PyTorch's own function runs.
     assert steps_with(watching.used, "FLASH_ATTENTION") == [0, 3, 4, 5, 6, 7]
     assert events_of(tmp_path / "run", "alarm") == [(3, SITE, (1,), "")]
-    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "compensated")]
+    assert events_of(tmp_path / "run", "switch") == [(3, SITE, heads, stabilizer)]
     assert "fires" in read_events(tmp_path / "run").iloc[1].why
-
-
-def test_by_default_the_alarmed_layer_gets_an_exact_delta_and_keeps_its_kernel(trains, tmp_path):
-    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    stabilizer, watching = AutoStabilizer(), Stabilizers(monitor)
-    trains.fit(monitor, stabilizer, watching, precision="bf16-mixed", max_steps=8)
-    assert events_of(tmp_path / "run", "alarm") == [(3, SITE, (1,), "")]
-    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (0, 1), "exact_delta")]
-    assert steps_with(watching.used, "exact_delta") == [4, 5, 6, 7]
-    assert steps_with(watching.used, "FLASH_ATTENTION") == [0, 3, 4, 5, 6, 7]
-
-
-def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
-    for name, callbacks in (
-        ("watched", []),
-        ("treated", [AutoStabilizer("compensated", scope="head")]),
-    ):
-        monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / name, strict=True)
-        trains.fit(monitor, *callbacks)
-        events = read_events(tmp_path / name)
-        (verdict,) = events[events.kind == "verdict"].itertuples()
-        assert (verdict.step, verdict.verdict) == (3, "not-rounding")
-    assert events_of(tmp_path / "watched", "switch") == []
-
-
-def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
-    plain, _ = trains.fit(precision="bf16-mixed")
-    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    dry, _ = trains.fit(
-        monitor, AutoStabilizer("compensated", dry_run=True, scope="head"), precision="bf16-mixed"
-    )
-    assert same_weights(plain, dry)
-    assert events_of(tmp_path / "run", "switch") == []
-    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
-    why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
-    assert why == "not switched to compensated: dry run (alarmed by fires)"
-
-
-def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path):
-    monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    policy = {
-        "stabilizer": "row_max", "scope": "model", "agreeing_rules": 1, "agreement_steps": 70,
-        "quiet_steps": 5,
-    }  # fmt: skip
-    trains.fit(monitor, AutoStabilizer(**policy), precision="bf16-mixed", max_steps=12)
-    assert read_metadata(tmp_path / "run")["settings"].items() >= policy.items()
-    assert events_of(tmp_path / "run", "alarm") == [(2, SITE, (1,), "")]
-    assert events_of(tmp_path / "run", "switch") == [
-        (step, f"net.h.{layer}.attn", (0, 1), stabilizer)
-        for step, stabilizer in ((2, "row_max"), (8, "none"))
-        for layer in (0, 1)
-    ]
 
 
 def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_path):
@@ -130,9 +87,6 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     refused = "not switched to compensated: it computes in torch.float64"
     assert why == f"{refused} (alarmed by fires)"
-    trains.fit(monitor, AutoStabilizer("compensated", scope="model"), **settings)
-    assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
-    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]
     frame = read_run(tmp_path / "run")
     # What needs no capture is measured all the same.
     assert set(frame[frame.site == SITE].indicator) >= {"w_q_spectral_norm", "qk_spectral_norm"}
@@ -148,14 +102,6 @@ def test_it_needs_a_monitor(trains):
             AutoStabilizer("compensated", scope="head"),
             AutoStabilizer("row_max", scope="head"),
         )
-
-
-@pytest.mark.parametrize(
-    "settings", [{"stabilizer": "none"}, {"agreeing_rules": 0}, {"dry_run": "no"}]
-)
-def test_settings_are_refused_when_it_is_made(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        AutoStabilizer(**settings)
 
 
 def resumable(trains):
@@ -193,7 +139,12 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
 
 @pytest.mark.parametrize(
     "stabilizer, accumulate",
-    [("compensated", 1), ("row_max", 1), ("row_max", 2), ("exact_delta", 2), ("centered_keys", 2)],
+    [
+        ("compensated", 1),
+        ("row_max", 2),
+        ("exact_delta", 2),
+        pytest.param("centered_keys", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(
     trains, tmp_path, same_weights, stabilizer, accumulate
@@ -243,16 +194,6 @@ def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
     check(state)
 
 
-def test_a_checkpoint_of_other_rules_is_refused_before_the_first_step(trains, tmp_path):
-    trained(trains, tmp_path, "compensated", 8)
-    monitor = AttentionMonitor(3, dirpath=tmp_path / "run")
-    model = resumable(trains)
-    with pytest.raises(ValueError, match=r"the state of Detectors is of the rules"):
-        path = tmp_path / "until-8" / "step=8.ckpt"
-        trains.fit(monitor, model=model, ckpt_path=path, max_steps=12)
-    assert model.raw_losses == []
-
-
 def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, tmp_path):
     class Dying(Callback):
         def on_train_start(self, *_):
@@ -272,31 +213,3 @@ def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, t
     assert (
         monitor.state_dict() == torch.load(path, weights_only=True)["callbacks"]["AttentionMonitor"]
     )
-
-
-@pytest.mark.parametrize("before", ["watched", "heads"])
-def test_a_run_that_is_resumed_with_another_stabilizer_acts(trains, tmp_path, before):
-    # docs/alarms.md: from watching alone to switching, and from heads to the model.
-    rules = (Fires(SITE, sample=2, name="first"), Fires(SITE, sample=5, name="second"))
-
-    def fit(*stabilizer, **settings):
-        monitor = AttentionMonitor(2, rules=rules, dirpath=tmp_path / "run", strict=True)
-        kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5)
-        settings |= {"enable_checkpointing": True, "precision": "bf16-mixed"}
-        trains.fit(monitor, kept, *stabilizer, **settings)
-
-    fit(*([AutoStabilizer("compensated", scope="head")] if before == "heads" else []), max_steps=6)
-    assert len(events_of(tmp_path / "run", "alarm")) == 1
-    fit(
-        AutoStabilizer("compensated", scope="model"),
-        ckpt_path=tmp_path / "step=5.ckpt",
-        max_steps=10,
-    )
-    assert [step for step, *_ in events_of(tmp_path / "run", "alarm")] == [2, 8]
-    switches = events_of(tmp_path / "run", "switch")
-    first = [(2, SITE, (1,), "compensated")] if before == "heads" else []
-    # On the next alarm; on one that nobody has acted on at once.
-    step, rest = (8, (0,)) if before == "heads" else (6, (0, 1))
-    assert switches == [
-        *first, (step, "net.h.0.attn", (0, 1), "compensated"), (step, SITE, rest, "compensated"),
-    ]  # fmt: skip

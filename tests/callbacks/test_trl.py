@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from guardbit import HuggingFaceMonitor, read_events, read_run
+from guardbit import HuggingFaceMonitor, read_run
 
 trl = pytest.importorskip("trl")
 
@@ -32,15 +32,6 @@ class KeepsWeights(TrainerCallback):
         self.weights.append(model.get_submodule(SITE).q_proj.weight.detach().clone())
 
 
-class SwitchesByHand(TrainerCallback):
-    def __init__(self, monitor):
-        self.monitor = monitor
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 2:
-            self.monitor.session.switch(SITE, "exact_delta", heads=[1])
-
-
 def characters():
     names = ["<pad>", "<eos>", "<unk>", *"abcdefgh "]
     vocabulary = {name: place for place, name in enumerate(names)}
@@ -51,7 +42,7 @@ def characters():
     )
 
 
-def train(folder, batches, *callbacks, resume=None):
+def train(folder, batches, *callbacks):
     from datasets import Dataset  # a dependency of TRL
 
     choose = random.Random(0)
@@ -65,7 +56,7 @@ def train(folder, batches, *callbacks, resume=None):
     arguments = trl.SFTConfig(
         output_dir=str(folder), max_steps=6, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, bf16=True, use_cpu=True, logging_steps=1, report_to="none",
-        disable_tqdm=True, save_steps=3, learning_rate=1e-2, dataset_num_proc=None,
+        disable_tqdm=True, save_strategy="no", learning_rate=1e-2, dataset_num_proc=None,
         **BATCHES[batches],
     )  # fmt: skip
     data = Dataset.from_dict({"text": texts})
@@ -73,7 +64,7 @@ def train(folder, batches, *callbacks, resume=None):
         model=model, args=arguments, train_dataset=data, processing_class=characters(),
         callbacks=list(callbacks),
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return model
 
 
@@ -81,18 +72,13 @@ def bits(model):
     return torch.cat([x.detach().flatten() for x in model.parameters()])
 
 
-@pytest.fixture(scope="module", params=BATCHES)
-def unwatched(request, tmp_path_factory):
-    """How its batches are made, and the bits of an unwatched run."""
-    return request.param, bits(train(tmp_path_factory.mktemp("plain"), request.param))
-
-
-def test_a_watched_run_has_the_bits_of_an_unwatched_one_and_right_norms(unwatched, tmp_path):
-    batches, plain = unwatched
+@pytest.mark.parametrize("batches", BATCHES)
+def test_a_watched_run_has_the_bits_of_an_unwatched_one_and_right_norms(batches, tmp_path):
+    plain = train(tmp_path / "plain", batches)
     monitor = HuggingFaceMonitor(every_n_train_steps=3, strict=True)
     kept = KeepsWeights()
     watched = train(tmp_path / "watched", batches, monitor, kept)
-    assert torch.equal(plain, bits(watched))
+    assert torch.equal(bits(plain), bits(watched))
     frame = read_run(tmp_path / "watched" / "guardbit")
     assert set(frame["site"]) == {"", SITE, "model.layers.1.self_attn"}
     for indicator in ("max_logit", "delta_bias"):
@@ -107,17 +93,3 @@ def test_a_watched_run_has_the_bits_of_an_unwatched_one_and_right_norms(unwatche
         # The root of an eigenvalue of a Gram matrix in FP32.
         assert found == pytest.approx(by_hand, rel=1e-5)
     assert (frame["indicator"] == "loss").sum() == 6
-
-
-def test_a_head_is_switched_and_stays_so_in_the_resumed_run(unwatched, tmp_path):
-    batches, plain = unwatched
-    monitor = HuggingFaceMonitor(every_n_train_steps=3, strict=True)
-    switched = train(tmp_path / "run", batches, monitor, SwitchesByHand(monitor))
-    assert not torch.equal(plain, bits(switched))
-    (event,) = read_events(tmp_path / "run" / "guardbit").to_dict("records")
-    assert (event["kind"], event["site"], list(event["heads"])) == ("switch", SITE, [1])
-    monitor = HuggingFaceMonitor(every_n_train_steps=3, strict=True)
-    resumed = train(
-        tmp_path / "run", batches, monitor, resume=str(tmp_path / "run" / "checkpoint-3")
-    )
-    assert torch.equal(bits(resumed), bits(switched))

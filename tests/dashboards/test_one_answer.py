@@ -80,7 +80,7 @@ happened = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made_up, happened, st.sampled_from([None, "finished", "crashed", "not closed"]))
 def test_of_a_made_up_run(steps, events, ended):
     samples = []

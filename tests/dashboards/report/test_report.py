@@ -170,21 +170,6 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
     ]
 
 
-def test_before_and_after_are_the_runs_own_figures(run, page):
-    cells = page.of("td")
-    at = int(np.flatnonzero(run.steps == 3100)[0])
-    row = cells.index("Multiple maxima, BF16 (% of rows)")
-    share = 100 * run.values["multiple_maxima_bf16"][2]
-    head = max((3, 7), key=lambda head: share[head, at])
-    end = {3: int(np.flatnonzero(run.steps == 4500)[0]), 7: -1}  # head 3 was switched back
-    before, after = share[head, at], share[head, end[head]]
-    assert cells[row + 1] == f"layer 2, head {head}"
-    # Three significant digits are shown.
-    assert float(cells[row + 2]) == pytest.approx(before, rel=5e-3)
-    assert float(cells[row + 3]) == pytest.approx(after, rel=5e-3)
-    assert float(cells[row + 4].removeprefix("× ")) == pytest.approx(after / before, rel=5e-3)
-
-
 def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
     rows = [values for tag, values in page.tags if tag == "tr" and values.get("class") == "alarmed"]
     assert len(rows) == 2
