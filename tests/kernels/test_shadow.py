@@ -129,27 +129,6 @@ def test_scores_of_plus_and_minus_1e5(module, dtype):
     assert (result.entropy - entropy).abs().max() <= 5e-6
 
 
-@BOTH
-def test_a_row_without_keys_is_the_same_in_every_notation(module):
-    """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4 or so."""
-    q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
-    seen = torch.ones(24, 24, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
-    seen[1, :, :, :7] = False
-    lowest = (-math.inf, torch.finfo(torch.bfloat16).min, -1e4, -1e3)
-    notations = [seen, *(torch.zeros(seen.shape).masked_fill(~seen, low) for low in lowest)]
-    expected, *others = (
-        module.shadow(q, k, v, spec=AttentionSpec(0.25, mask=mask.to(DEVICE))) for mask in notations
-    )
-    assert (expected.row_max[1, :, :7] == -math.inf).all()
-    assert (expected.row_max[1, :, 7:] > -math.inf).all()
-    for found in others:
-        assert torch.equal(found.row_max, expected.row_max)
-        assert torch.equal(found.largest, expected.largest)
-        assert torch.equal(found.maxima, expected.maxima)
-        assert torch.equal(found.maxima_bf16, expected.maxima_bf16)
-        torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), together=st.sampled_from([1, 300, 2**24]), seed=st.integers(0, 999))
 def test_hidden_rows_are_those_that_the_mask_keeps_from_all_keys_in_all_heads(data, together, seed):

@@ -200,41 +200,6 @@ def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind,
         assert read(tmp_path)["step"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: text[:20], "Expecting value"),
-        (lambda text: '{"step": 2, "kind": "alarm"}', "an event lacks site, heads, why"),
-        (lambda text: "null", "an event is 'None'; it must be a JSON object"),
-        (lambda text: text.replace("1,", '"soon",', 1), "step and heads must be whole numbers"),
-        (lambda text: text.replace("[1]", '"ab"'), "step and heads must be whole numbers"),
-        (lambda text: text.replace("[1]", "3"), "step and heads must be whole numbers"),
-    ],
-)
-def test_events_that_are_broken_are_left_out_and_named(tmp_path, change, message):
-    for start in (0, 1):
-        with RunWriter(tmp_path, start_step=start) as writer:
-            writer.event(Event(start + 1, "alarm", "a", (1,), "why"))
-    path = min(tmp_path.glob("events-*"))
-    changed = change(path.read_text().strip())
-    assert changed != path.read_text().strip()
-    path.write_text(changed + "\n")
-    named = re.escape(path.name)
-    with pytest.warns(UserWarning, match=f"{named}, which cannot be read: .*{message}"):
-        assert read_events(tmp_path)["step"].tolist() == [2]
-
-
-def test_a_broken_session_file_hides_nothing(tmp_path):
-    write(tmp_path, loss(1), loss(2), metadata={"lr": 1})
-    write(tmp_path, loss(3), start_step=1, metadata={"lr": 2})
-    broken = max(tmp_path.glob("session-*"))
-    broken.write_text('{"start_step": 1, "metad')
-    with pytest.warns(UserWarning, match="left out the session file"):
-        assert read_run(tmp_path)["step"].tolist() == [1, 2, 3]
-    with pytest.warns(UserWarning, match=re.escape(broken.name)):
-        assert read_metadata(tmp_path) == {"lr": 1}
-
-
 def test_a_run_says_how_it_ended(tmp_path):
     killed, crashed, finished = (tmp_path / name for name in ("killed", "crashed", "finished"))
     RunWriter(killed).add([loss(1)])
