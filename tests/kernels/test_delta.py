@@ -45,8 +45,10 @@ def check_delta(module, tensors, spec, head_ids):
 
 
 @BOTH
-@pytest.mark.parametrize("left", [-math.inf, math.inf, 0.0])
-@pytest.mark.parametrize("kind", ["causal", "boolean", "additive", "documents"])
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [("causal", -math.inf), ("boolean", math.inf), ("additive", 0.0), ("documents", math.inf)],
+)
 def test_rows_that_see_no_key_have_delta_0_whatever_l_is(module, left, kind):
     tensors = inputs((1, 2, 2, 20, 12, 16, 16))
     seen = torch.ones(20, 12, dtype=torch.bool, device=DEVICE).tril(-8)

@@ -34,10 +34,9 @@ def key_tile(q):
 # B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; more keys than a tile.
 SHAPES = [
     (1, 4, 4, 1, 1, 16),
-    (2, 4, 2, 37, 37, 32),
+    (2, 4, 2, 37, 37, 24),
     (1, 4, 1, 70, 33, 16),
     (1, 4, 2, 20, 150, 64),
-    (1, 4, 4, 33, 33, 80),
 ]
 
 
