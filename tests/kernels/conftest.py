@@ -23,6 +23,14 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def deterministic():
+    """Kernels add in a fixed order where PyTorch can warn of others."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def site():
     """The number of a site, as compiled calls know it."""
     number = runtime.add_site("h.2.attn")

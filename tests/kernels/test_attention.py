@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -199,21 +200,27 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     assert in_force(runtime.site(int(site))) == ("none",) * 4
 
 
-# -inf - -inf in rows that see no key, whose NaN is then not taken.
-interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-
-
 def assert_close_as_bf16(found, expected):
     """P and dS are rounded relative to other maxima in other tiles: a few steps of BF16."""
     for mine, other in zip(found, expected, strict=True):
         assert (mine.float() - other.float()).abs().max() <= 2.0**-6 * other.abs().max()
 
 
-@interpreted
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-@pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chosen", ["triton", pytest.param("auto", marks=pytest.mark.gpu)])
+@tensors.MARKS[0]
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "causal", "dropout_p"),
+    [
+        ("triton", torch.bfloat16, False, 0.0),
+        ("triton", torch.bfloat16, "top-left", 0.2),
+        ("triton", torch.float16, True, 0.2),
+        *(
+            pytest.param("auto", *each, marks=pytest.mark.gpu)
+            for each in product(
+                (torch.bfloat16, torch.float16), (False, True, "top-left"), (0.0, 0.2)
+            )
+        ),
+    ],
+)
 def test_triton_computes_what_torch_computes(chosen, dtype, causal, dropout_p):
     if chosen == "auto":
         q, k, v, d_out = gpu_inputs(dtype=dtype)

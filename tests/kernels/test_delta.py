@@ -12,17 +12,12 @@ from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual
 from tests.kernels.spec_cases import CASES as SPEC_CASES
+from tests.kernels.tensors import MARKS
 from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import DEVICE, dense, packed
 
 BOTH = pytest.mark.parametrize("module", [plain, kernels], ids=["torch", "triton"])
-pytestmark = [
-    # inf - inf and inf / inf in rows that are not finite.
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
-    # FP64 products on a GPU, which serve as reference, need not repeat their bits.
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = MARKS
 BF16, FP16 = torch.bfloat16, torch.float16
 
 # FP32 products' sums, exponents and sums of up to 150 terms: some units of 2^-24 of sum |P dP|.

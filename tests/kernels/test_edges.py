@@ -8,16 +8,11 @@ import torch
 from guardbit.kernels import reference
 from guardbit.kernels.device import audit, backward, delta, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.tensors import MARKS
 from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import DEVICE
 
-pytestmark = [
-    # -inf - -inf in rows that see no key, whose NaN is then not taken.
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    # Products in plain torch, on a GPU.
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = MARKS
 SPEC = AttentionSpec(0.25, True)
 OPTIONS = {"causal": True, "scale": 0.25, "stabilizers": ["none", "compensated"]}
 

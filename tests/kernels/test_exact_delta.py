@@ -20,7 +20,10 @@ from tests.kernels.exact_delta_cases import (
     with_dead_rows,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deterministic.*"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BACKENDS = {
@@ -48,14 +51,6 @@ SHAPES = [
 ]
 DTYPES = (BF16, FP16, FP32)
 MASKED = ("none", "causal", "boolean", "additive")
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    """Kernels add in a fixed order where PyTorch can warn of others; see `in_fixed_order`."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

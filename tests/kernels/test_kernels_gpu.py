@@ -15,12 +15,7 @@ from guardbit.kernels.spec import AttentionSpec
 from tests.kernels import tensors as drawn
 from tests.oracle import dense
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned_memory"),
-    # PyTorch's own kernels, which serve as references, say that they may not repeat their bits.
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
-]
+pytestmark = [pytest.mark.gpu, *drawn.MARKS]
 
 #: What our forward does, one a head; the other stabilizers leave the forward as it is.
 STABILIZERS = ("none", "compensated", "none", "row_max")

@@ -12,7 +12,7 @@ from guardbit.kernels.runtime import runtime
 from tests.kernels.switched import switchable_attention
 from tests.kernels.tensors import gradients
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
@@ -20,13 +20,6 @@ BACKENDS = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")

@@ -14,11 +14,7 @@ from tests.kernels import tensors
 from tests.oracle import DEVICE, attend, coherent_error, dense
 
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-# -inf - -inf in rows that see no key, whose NaN is then not taken.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = tensors.MARKS
 
 #: Those that have a kernel of their own, and none; the others leave it to the engine.
 STABILIZERS = ("none", "compensated", "none", "row_max")

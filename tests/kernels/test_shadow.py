@@ -18,13 +18,7 @@ from tests.kernels.test_spec_numerics import PARTS, counts_of
 from tests.oracle import DEVICE, attend, dense, seen_keys, split
 
 BOTH = pytest.mark.parametrize("module", [reference, shadow], ids=["torch", "triton"])
-# -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    # FP64 products on a GPU, which serve as reference, need not repeat their bits.
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = tensors.MARKS
 
 
 inputs = partial(tensors.inputs, ties=True)

@@ -14,16 +14,11 @@ from guardbit.kernels.device import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import counted_rows, per_head, shared_maxima
 from tests.kernels.spec_cases import CASES, specs
+from tests.kernels.tensors import MARKS
 from tests.kernels.tensors import inputs as drawn
 from tests.oracle import DEVICE, dense, largest_products, packed
 
-pytestmark = [
-    # inf - inf in rows that see no key, and large sinks in rows past the last: not taken.
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
-    # FP64 products on a GPU, which serve as reference, need not repeat their bits.
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = MARKS
 MODULES = {"torch": (reference, reference, reference), "triton": (delta, shadow, audit)}
 BOTH = pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 
