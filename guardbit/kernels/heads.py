@@ -45,14 +45,15 @@ class Call(NamedTuple):
     library: LibraryEngine | None = None
     # Whether PyTorch's or a library's function was called, not `flash_attention`.
     native: bool = True
-    training: bool = False  # whether a gradient will be asked for
     wants_mask: bool = False  # whether the gradient of an additive mask is asked for
     traced: bool = False  # whether a compiler traces the call
-    # For each head, its index in `STABILIZERS`, as the call itself asks for it.
+    # For each head, its index in `STABILIZERS`, as the call itself asks for it. The op's backward
+    # gets neither these nor what follows.
     stabilizers: Sequence[int] = ()
     beta: float = 2.0  # see `guardbit.flash_attention`
     eps: float = 1e-3  # the same
     backend: int = 0  # index in `dispatch.BACKENDS`
+    training: bool = False  # whether a gradient will be asked for
     # Whether a compiled graph reserves memory for the residual of `compensated`.
     keeps_residual: bool = True
 
@@ -280,7 +281,8 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
     names, shares_backward, why = resolve(call, state.running, engine, keeps_residual)
     plan = plan_of(names, call.native)
     keys = shift_keys(k, plan.names)
-    call = call._replace(k=keys.k)
+    if keys.shift is not None:
+        call = call._replace(k=keys.k)
     found, own, residual, on_triton = None, None, None, False
     if engine is not None and len(plan.own) < call.heads:
         # Runs first, so that it draws the same random numbers as without GuardBit.
@@ -403,7 +405,8 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResul
     state, engine = runtime.site(number_of(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)
-    call = call._replace(k=keys.k)
+    if keys.shift is not None:
+        call = call._replace(k=keys.k)
     if keys.shift is not None and not call.native:
         saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, keys.shift, call.spec.scale))
     inputs = inputs_of(call, saved.random, saved.generator_state)

@@ -21,8 +21,9 @@ the places of their documents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -52,25 +53,6 @@ from guardbit.kernels.tensors import (
 )
 from guardbit.records import STABILIZERS
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? cu_queries,"
-    " Tensor? cu_keys, Tensor site"
-)
-_NUMBERS = (
-    "SymInt max_queries, SymInt max_keys, int causal, float scale, int left, int right,"
-    " float softcap, float dropout_p, int library, bool deterministic, int[] scheduling,"
-    " bool native, bool wants_mask, bool traced"
-)
-_OF_FORWARD = (
-    "int[] stabilizers, float beta, float eps, int backend, bool training, bool keeps_residual"
-)
-_SAVED = (
-    "Tensor out, Tensor lse, Tensor residual, Tensor ran_codes, Tensor random,"
-    " Tensor generator_state"
-)
-_NUM_TENSORS, _NUM_SAVED = _TENSORS.count(",") + 1, _SAVED.count(",") + 1
-_NUM_NUMBERS = _NUMBERS.count(",") + 1
-
 _CAUSAL: tuple[Causal, ...] = (False, True, "top-left")
 _LIBRARY_NAMES = tuple(LIBRARIES)
 
@@ -81,13 +63,73 @@ _LOOKED_UP = torch.Tag.cudagraph_unsafe
 # PyTorch's cache on disk knows compiled code by the graph of the forward: where these ops, or their
 # backward, promise other strides or sizes than in an earlier version, they need other names.
 _library = torch.library.Library("guardbit", "DEF")
+
+
+# --- the arguments of the op ---------------------------------------------------------------------
+
+_SymInt = Annotated[int, "a compiler may have a symbol for it"]
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a call, which forward and backward get."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    sinks: Tensor | None
+    cu_queries: Tensor | None
+    cu_keys: Tensor | None
+    site: Tensor
+
+
+class _Numbers(NamedTuple):
+    """What else of a call forward and backward get."""
+
+    max_queries: _SymInt
+    max_keys: _SymInt
+    causal: int  # index in `_CAUSAL`
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    dropout_p: float
+    library: int  # index in `_LIBRARY_NAMES`, -1 for none
+    deterministic: bool
+    scheduling: Sequence[int]
+    native: bool
+    wants_mask: bool
+    traced: bool
+
+
+#: The last fields of a `Call`, which only the forward gets.
+_OF_FORWARD = Call._fields[Call._fields.index("stabilizers") :]
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    _SymInt: "SymInt",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    Sequence[int]: "int[]",
+}
+
+
+def _schema_of(kind: Any, names: Sequence[str] | None = None) -> str:
+    hints = get_type_hints(kind, include_extras=True)
+    return ", ".join(f"{_SCHEMA_TYPES[hints[name]]} {name}" for name in names or kind._fields)
+
+
+_tensors, _numbers, _saved = map(_schema_of, (_Tensors, _Numbers, Saved))
 for _name, _tags in (
     ("attend", (_LOOKED_UP,)),
     ("attend_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
 ):
-    _library.define(f"{_name}({_TENSORS}, {_NUMBERS}, {_OF_FORWARD}) -> ({_SAVED})", tags=_tags)
+    _asked = f"{_tensors}, {_numbers}, {_schema_of(Call, _OF_FORWARD)}"
+    _library.define(f"{_name}({_asked}) -> ({_saved})", tags=_tags)
 _library.define(
-    f"attention_gradients(Tensor d_out, {_TENSORS}, {_SAVED}, {_NUMBERS})"
+    f"attention_gradients(Tensor d_out, {_tensors}, {_saved}, {_numbers})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_mask, Tensor d_sinks)",
     tags=(_LOOKED_UP,),
 )
@@ -149,11 +191,12 @@ def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
     Modes of the user's, such as a FLOP counter, then see what an engine runs, as without GuardBit;
     but if they got the op already, `by_op`, they go on with it.
     """
-    return (
-        (private.num_dispatch_modes() == 0 or not (by_op or is_traced() or _is_selective()))
-        and not private.is_transformed()
-        and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
-    )
+    if private.num_dispatch_modes() > 0 and (by_op or is_traced() or _is_selective()):
+        return False
+    for x in tensors:  # no generator: that would take as long as all else
+        if type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda):
+            return False
+    return not private.is_transformed()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -170,7 +213,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     if not call.traced and is_direct(call.q, call.k, call.v) and not is_traced():
         out, lse, *_ = _differentiable(call)
     else:
-        out, lse, *_ = _op_of(call)(*_flattened(call))
+        out, lse, *_ = _op_of(call)(*_arguments_of(call))
     return out, lse
 
 
@@ -178,57 +221,69 @@ def _op_of(call: Call) -> Any:
     return _with_dropout if call.spec.dropout_p > 0 else _without_dropout
 
 
-# --- a call as arguments of the op ---------------------------------------------------------------
+# --- a call to arguments of the op, and back -----------------------------------------------------
 
 
-def _tensors(call: Call) -> tuple[Tensor | None, ...]:
+def _tensors_of(call: Call, site: Tensor) -> _Tensors:
     spec = call.spec
-    return call.q, call.k, call.v, spec.mask, spec.sinks, *spec.starts, call.site
+    return _Tensors(call.q, call.k, call.v, spec.mask, spec.sinks, *spec.starts, site)
 
 
-def _numbers(call: Call) -> tuple[Any, ...]:
-    spec, engine = call.spec, call.library
-    return (
-        *((0, 0) if spec.documents is None else spec.documents[2:]),
-        _CAUSAL.index(spec.causal),
-        spec.scale,
-        *spec.window,
-        spec.softcap,
-        spec.dropout_p,
-        -1 if engine is None else _LIBRARY_NAMES.index(engine.label),
-        engine is not None and engine.deterministic,
-        () if engine is None else engine.scheduling,
-        call.native,
-        call.wants_mask,
-        call.traced,
+def _numbers_of(call: Call) -> _Numbers:
+    spec, documents, engine = call.spec, call.spec.documents, call.library
+    left, right = spec.window
+    return _Numbers(
+        max_queries=0 if documents is None else documents.max_queries,
+        max_keys=0 if documents is None else documents.max_keys,
+        causal=_CAUSAL.index(spec.causal),
+        scale=spec.scale,
+        left=left,
+        right=right,
+        softcap=spec.softcap,
+        dropout_p=spec.dropout_p,
+        library=-1 if engine is None else _LIBRARY_NAMES.index(engine.label),
+        deterministic=engine is not None and engine.deterministic,
+        scheduling=() if engine is None else engine.scheduling,
+        native=call.native,
+        wants_mask=call.wants_mask,
+        traced=call.traced,
     )
 
 
-def _flattened(call: Call) -> tuple[Any, ...]:
-    own = call.stabilizers, call.beta, call.eps, call.backend, call.training, call.keeps_residual
-    return (*_tensors(call), *_numbers(call), *own)
+def _arguments_of(call: Call) -> tuple[Any, ...]:
+    own = (getattr(call, name) for name in _OF_FORWARD)
+    return (*_tensors_of(call, call.site), *_numbers_of(call), *own)
 
 
-def _unflattened(tensors: Any, numbers: Any, own: Any = ((), 2.0, 1e-3, 0, True, True)) -> Call:
-    """Undoes `_flattened`; `own` is what only the forward gets."""
-    q, k, v, mask, sinks, cu_queries, cu_keys, site = tensors
-    max_queries, max_keys, causal, scale, left, right, softcap, dropout_p, library = numbers[:9]
-    deterministic, scheduling, native, wants_mask, traced = numbers[9:]
-    documents, engine = None, None
-    if cu_queries is not None:
-        documents = Documents(cu_queries, cu_keys, max_queries, max_keys)
-    if library >= 0:
-        engine = library_engine(_LIBRARY_NAMES[library], deterministic, tuple(scheduling))
-    asked = scale, _CAUSAL[causal], dropout_p, (left, right), softcap
-    if mask is None and sinks is None and documents is None:
-        spec = _plain_spec(*asked)
-    else:
-        spec = AttentionSpec(*asked[:2], mask, *asked[2:4], documents, softcap, sinks)
-    stabilizers, beta, eps, backend, training, keeps_residual = own
+def _call_of(tensors: _Tensors, numbers: _Numbers, own: Sequence[Any] = ()) -> Call:
+    engine = None
+    if numbers.library >= 0:
+        label, scheduling = _LIBRARY_NAMES[numbers.library], tuple(numbers.scheduling)
+        engine = library_engine(label, numbers.deterministic, scheduling)
     return Call(
-        q, k, v, spec, site, engine, native, training, wants_mask, traced, stabilizers, beta, eps,
-        backend, keeps_residual,
-    )  # fmt: skip
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        _spec_of(tensors, numbers),
+        tensors.site,
+        engine,
+        numbers.native,
+        numbers.wants_mask,
+        numbers.traced,
+        *own,
+    )
+
+
+def _spec_of(tensors: _Tensors, numbers: _Numbers) -> AttentionSpec:
+    scale, causal, dropout_p = numbers.scale, _CAUSAL[numbers.causal], numbers.dropout_p
+    window, softcap, documents = (numbers.left, numbers.right), numbers.softcap, None
+    mask, sinks = tensors.mask, tensors.sinks
+    if tensors.cu_queries is not None and tensors.cu_keys is not None:
+        starts = tensors.cu_queries, tensors.cu_keys
+        documents = Documents(*starts, numbers.max_queries, numbers.max_keys)
+    if mask is None and sinks is None and documents is None:
+        return _plain_spec(scale, causal, dropout_p, window, softcap)
+    return AttentionSpec(scale, causal, mask, dropout_p, window, documents, softcap, sinks)
 
 
 @lru_cache(maxsize=1024)
@@ -238,17 +293,25 @@ def _plain_spec(
     return AttentionSpec(scale, causal, None, dropout_p, window, softcap=softcap)
 
 
+def _taken(kind: Any, arguments: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Returns a record of the first arguments, and the other arguments."""
+    size = len(kind._fields)
+    return kind(*arguments[:size]), arguments[size:]
+
+
 @guard.again(runtime.tell_fault)
 def _call_of_forward(arguments: tuple[Any, ...]) -> Call:
-    tensors, rest = arguments[:_NUM_TENSORS], arguments[_NUM_TENSORS:]
-    return _unflattened(tensors, rest[:_NUM_NUMBERS], rest[_NUM_NUMBERS:])
+    tensors, rest = _taken(_Tensors, arguments)
+    numbers, own = _taken(_Numbers, rest)
+    return _call_of(tensors, numbers, own)
 
 
 @guard.again(runtime.tell_fault)
 def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
-    end = 1 + _NUM_TENSORS
-    saved = Saved(*arguments[end : end + _NUM_SAVED])
-    return _unflattened(arguments[1:end], arguments[end + _NUM_SAVED :]), arguments[0], saved
+    d_out, *rest = arguments
+    tensors, rest = _taken(_Tensors, rest)
+    saved, numbers = _taken(Saved, rest)
+    return _call_of(tensors, _Numbers(*numbers)), d_out, saved
 
 
 # --- what a forward saves for its backward -------------------------------------------------------
@@ -346,22 +409,31 @@ def _packed(
     return Saved(out, lse, residual, ran_codes, *drawn)
 
 
-def _gradients(call: Call, found: Gradients) -> tuple[Tensor, ...]:
-    """Packs what a backward returns, likewise; tensors that were not asked for are empty."""
+def _gradients(call: Call, found: Gradients) -> Gradients:
+    """Packs what a backward returns, likewise."""
     traced, mask, sinks = call.traced, call.spec.mask, call.spec.sinks
-    gradients = found.dq, found.dk, found.dv
+    dq, dk, dv = found.dq, found.dk, found.dv
     if traced and _rows_first(call):
-        gradients = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)
+        dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv))
     elif traced or not call.native:
-        gradients = tuple(map(laid_out_as, gradients, (call.q, call.k, call.v)))
-    dtype, device = call.q.dtype, call.q.device
-    d_mask, d_sinks = _nothing(dtype, device), _nothing(dtype, device, 1)
+        dq, dk, dv = map(laid_out_as, (dq, dk, dv), (call.q, call.k, call.v))
+    d_mask = d_sinks = None
     if found.d_mask is not None and mask is not None:
         d_mask = laid_out_as(found.d_mask.to(mask.dtype), mask)
     if found.d_sinks is not None and sinks is not None:
         d_sinks = found.d_sinks.to(sinks.dtype)
-    gradients = (*gradients, d_mask, d_sinks)
-    return tuple(map(aligned, gradients)) if traced else gradients
+    return Gradients(dq, dk, dv, d_mask, d_sinks)
+
+
+def _run_backward_of_op(*arguments: Any) -> tuple[Tensor, ...]:
+    """Runs a backward for the op, which returns tensors only: empty ones for None."""
+    call, d_out, saved = _call_of_backward(arguments)
+    dtype, device = call.q.dtype, call.q.device
+    gradients = [
+        _nothing(dtype, device, index) if gradient is None else gradient
+        for index, gradient in enumerate(run_backward(call, d_out, saved))
+    ]
+    return tuple(map(aligned, gradients) if call.traced else gradients)
 
 
 def _rows_first(call: Call) -> bool:
@@ -423,7 +495,7 @@ def run_forward(call: Call) -> Saved:
         raise
 
 
-def _computed_backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> tuple[Tensor, ...]:
+def _computed_backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> Gradients:
     found = heads.backward(call, d_out, saved, ran)
     computed = _gradients(call, found.gradients)
     _report(call, d_out, saved, ran, found, computed)
@@ -437,7 +509,7 @@ def _report(
     saved: Saved,
     ran: Ran,
     found: heads.BackwardResult,
-    gradients: tuple[Tensor, ...],
+    gradients: Gradients,
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
     site = number_of(call.site)
@@ -466,7 +538,9 @@ def _report(
             used,
             saved.residual if keeps_residual else None,
             d_out,
-            *gradients[:3],
+            gradients.dq,
+            gradients.dk,
+            gradients.dv,
             spec=call.spec,
             stabilizers=found.names,
             dropout=heads.dropout_of(call, plan, saved.random),
@@ -478,7 +552,7 @@ def _report(
     )
 
 
-def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> Gradients:
     ran, inputs = ran_of(call, saved), inputs_of(call, saved.random, saved.generator_state)
     # Only GuardBit knows what its own forward dropped.
     if not ran.by_pytorch and (not _has_original(call) or inputs.drawn is not None):
@@ -487,8 +561,8 @@ def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tenso
 
 
 @guard.function(runtime.tell_fault, otherwise=_backward_by_pytorch)
-def run_backward(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    """Computes dq, dk, dv, and the gradients of mask and sinks, empty where not asked for."""
+def run_backward(call: Call, d_out: Tensor, saved: Saved) -> Gradients:
+    """Computes dq, dk, dv, and the gradients of mask and sinks where they are asked for."""
     ran = ran_of(call, saved)
     if ran.by_pytorch:
         return _backward_by_pytorch(call, d_out, saved)
@@ -544,11 +618,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, sinks, call, by_op):
         saved = _below_autograd(call, by_op)
-        tensors = _tensors(call)
         # A plain tensor: saved tensors may be offloaded to disk.
-        ctx.save_for_backward(*tensors[:-1], call.site.detach(), *saved)
-        ctx.numbers = _numbers(call)
-        ctx.mark_non_differentiable(*saved[1:])
+        site = call.site.detach()
+        ctx.save_for_backward(*_tensors_of(call, site), *saved)
+        ctx.numbers = _numbers_of(call)
+        _, *others = saved
+        ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
         ctx.read, ctx.by_op = None, by_op
         return tuple(saved)
@@ -566,16 +641,18 @@ class _Attention(torch.autograd.Function):
 def _differentiated(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.read is None:  # once: a checkpoint does not return them a second time
         ctx.read = ctx.saved_tensors
-    read, numbers = ctx.read, ctx.numbers
-    call, saved = _unflattened(read[:_NUM_TENSORS], numbers), Saved(*read[_NUM_TENSORS:])
+    tensors, saved = _taken(_Tensors, ctx.read)
+    call, saved = _call_of(tensors, ctx.numbers), Saved(*saved)
     if torch.is_grad_enabled():
-        gradients = _backward_of_create_graph(d_out, call, saved)
-    elif is_direct(d_out, *read[:3], by_op=ctx.by_op):
-        gradients = run_backward(call, d_out, saved)
+        found = _backward_of_create_graph(d_out, call, saved)
+    elif is_direct(d_out, call.q, call.k, call.v, by_op=ctx.by_op):
+        found = run_backward(call, d_out, saved)
     else:
-        gradients = _backward(d_out, *read, *numbers)
-    d_mask = gradients[3] if call.wants_mask else None
-    return (*gradients[:3], d_mask, gradients[4] if ctx.needs_input_grad[4] else None, None, None)
+        found = Gradients(*_backward(d_out, *tensors, *saved, *ctx.numbers))
+    *_, wants_sinks, _, _ = ctx.needs_input_grad  # as `forward` takes them
+    d_mask = found.d_mask if call.wants_mask else None
+    d_sinks = found.d_sinks if wants_sinks else None
+    return found.dq, found.dk, found.dv, d_mask, d_sinks, None, None
 
 
 def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -588,7 +665,7 @@ def _below_autograd(call: Call, by_op: bool) -> Saved:
     with private.below_autograd():
         if is_direct(call.q, call.k, call.v, by_op=by_op):
             return run_forward(call)
-        return Saved(*_op_of(call)(*_flattened(call)))
+        return Saved(*_op_of(call)(*_arguments_of(call)))
 
 
 def has_tangent(*tensors: Tensor) -> bool:
@@ -626,7 +703,7 @@ def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
     return drawing_once(run, q.device, spec.dropout_p > 0 and is_direct(q, k, v, by_op=by_op))
 
 
-def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[Any, ...]:
+def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> Gradients:
     """Returns gradients as differentiable as PyTorch's; they have no stabilizer."""
     ran = ran_of(call, saved)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
@@ -638,15 +715,16 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> tuple[
             runtime.site(int(call.site)).fall_back(refusal)
         inputs = inputs_of(call, saved.random, saved.generator_state)
         found = engine.backward(inputs, d_out, saved.out, saved.lse, create_graph=True)
-        return (*found[:4], None)
+        return found._replace(d_sinks=None)
     with torch.no_grad():
-        gradients = _backward(d_out, *_tensors(call), *saved, *_numbers(call))
+        tensors = _tensors_of(call, call.site)
+        gradients = _backward(d_out, *tensors, *saved, *_numbers_of(call))
     if is_switched:
         why = "GuardBit: heads with a stabilizer have no second derivative here; others have one"
     else:
         what = "fused attention" if call.native else "guardbit.flash_attention"
         why = f"{what} has no second derivative; F.scaled_dot_product_attention has one"
-    return _NotDifferentiable.apply(why, d_out, call.q, call.k, call.v, *gradients)
+    return Gradients(*_NotDifferentiable.apply(why, d_out, call.q, call.k, call.v, *gradients))
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -669,11 +747,7 @@ for _name, _fake in (
     )
     _library.impl(_name, lambda *x: tuple(_differentiable(_call_of_forward(x), True)), "Autograd")
     torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
-_library.impl(
-    "attention_gradients",
-    lambda *x: run_backward(*_call_of_backward(x)),
-    "CompositeExplicitAutograd",
-)
+_library.impl("attention_gradients", _run_backward_of_op, "CompositeExplicitAutograd")
 torch.library.register_fake("guardbit::attention_gradients", _attention_backward_fake, lib=_library)
 
 _without_dropout = torch.ops.guardbit.attend.default

@@ -34,7 +34,7 @@ _CALLED = "monitor/interception/entry_points"
 
 FOUND = (
     # Training died: compiled, and where a checkpoint ended its recomputation.
-    Place("compiled", RecursionError, "kernels/op.py", "training, keeps_residual = own", 25),
+    Place("compiled", RecursionError, "kernels/op.py", "        numbers.native,", 25),
     Place("dropout", MemoryError, "monitor/interception/errors.py", "except BaseException:", 1),
     # Hooks and replaced functions stayed.
     Place("plain loop", SystemExit, "monitor/sites.py", "installation.install(", 0),
