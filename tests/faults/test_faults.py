@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tests.faults import commands, kernels, kills, running, soak, stores
-from tests.faults.injection import Point
+from tests.faults import commands, kernels, kills, soak, stores
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,26 +33,6 @@ def test_what_broke_a_promise_injected_faults_and_a_rank_that_stays_away(
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len((tmp_path / "faults.csv").read_text().splitlines()) == number + 1
-
-
-def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
-    found = running.Outcome([], "", "", False, [], set(), [], "", {})
-    answers = []
-
-    def apart(_):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(running, "apart", apart)
-    monkeypatch.setattr(running, "references_of", lambda _: (found, found))
-    plan = running.Plan(0, "plain loop", OSError, Point("a.py", 1, 0))
-    died = ChildProcessError("the process died: SIGSEGV")
-    answers[:] = [died, found]
-    assert running.inject(plan) == ("not reached", f"{running.AGAIN}{died}")
-    answers[:] = [died, died]
-    assert running.inject(plan) == ("crashed", f"{died}; {died}")
 
 
 def test_what_the_store_acknowledged_survives_kills():
