@@ -80,7 +80,9 @@ PAIRS = torch.randn(2, 1, 4, 12, 12, generator=torch.Generator().manual_seed(2))
 SEEN = torch.rand(2, 3, 1, 1, 12, generator=torch.Generator().manual_seed(3)) > 0.3
 
 CASES = {
-    "heads of 8": (lambda: Layer(4, 8), lambda: tokens(2), "head size 8"),
+    "heads of 8": (
+        lambda: Layer(4, 8), lambda: tokens(2),
+        "head size 8 is outside 16 to 256, which GuardBit's kernels need"),
     "one head of 384, causal": (
         lambda: Layer(1, 384, is_causal=True), lambda: tokens(2), "head size 384"),
     "heads of 1": (lambda: Layer(4, 1), lambda: tokens(2), "head size 1 "),

@@ -122,7 +122,7 @@ def test_the_switch_to_centered_keys(how, x, tiny):
         assert tiny.equal(tiny.step(model, x), before)
 
 
-def test_other_stabilizers_are_said_not_to_run(x, tmp_path):
+def test_what_the_tensors_alone_do_not_allow_is_said(x, tmp_path, caplog):
     session = MonitorSession(model := build(), every_n_train_steps=1, dirpath=tmp_path)
     for step in range(3):
         with session.step(step):
@@ -136,6 +136,9 @@ def test_other_stabilizers_are_said_not_to_run(x, tmp_path):
     # No kernel of PyTorch's runs in its place: attention is the user's own.
     assert told and all("PyTorch" not in why for why in told)
     assert any(why.startswith("exact_delta does not run, and the heads are not") for why in told)
+    (facts,) = read_metadata(tmp_path)["sites"].values()
+    assert "guardbit.observe shows the inputs of attention" in caplog.text
+    assert facts["errors_unavailable"] is not None
 
 
 def test_outside_of_any_model_nothing_happens():
@@ -159,15 +162,3 @@ def test_bad_input_is_refused_in_a_sentence():
         guardbit.observe(q, None, q)
     with pytest.raises(ValueError, match="causal is 'yes'; it must be False"):
         guardbit.observe(q, q, q, causal="yes")
-
-
-def test_it_is_said_that_errors_cannot_be_seen_from_the_tensors_alone(tmp_path, caplog):
-    model = build()
-    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path, strict=True)
-    for step in range(2):
-        with session.step(step):
-            model(torch.randn(2, 9, 32)).square().sum().backward()
-    session.close()
-    (facts,) = read_metadata(tmp_path)["sites"].values()
-    assert "guardbit.observe shows the inputs of attention" in caplog.text
-    assert facts["errors_unavailable"] is not None

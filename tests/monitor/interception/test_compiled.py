@@ -140,34 +140,6 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
     assert torch.equal(inst.sites["plain.attention"].query_weight(1), weight[16:32])
 
 
-@pytest.mark.slow
-def test_compiled_hugging_face(tiny, instrument):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).train()
-    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids}
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    before = tiny.step(model, **batch, run=compiled)
-    torch._dynamo.reset()
-    inst = instrument(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert tiny.equal(tiny.step(model, **batch, run=compiled), before)
-    (site,), weight = inst.sites.values(), model.model.layers[0].self_attn.q_proj.weight
-    assert site.name == "model.layers.0.self_attn"
-    assert torch.equal(site.query_weight(2), weight[32:48])
-    # While PyTorch 2.11 compiles transformers always makes a mask, which row_max does not take.
-    has_mask = torch.__version__ < "2.12"
-    way, stabilizer = ("backward", "exact_delta") if has_mask else ("forward", "row_max")
-    inst.switch("*", stabilizer)
-    tiny.step(model, **batch, run=compiled)
-    assert site.launches[way, stabilizer] == 1
-
-
 def test_calls_in_the_graph_are_no_calls_of_the_model(tiny, tokens, instrument):
     """The compiler makes them, with tensors that hold nothing, while the outermost module runs."""
 

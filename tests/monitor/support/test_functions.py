@@ -41,6 +41,7 @@ pytestmark = [
 ]
 
 HEADS, WIDTH, HEAD = 4, 64, 16
+EAGER = f"0.model.{test_transformers_eager.SITE}"
 
 
 class Case(NamedTuple):
@@ -101,21 +102,9 @@ def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 12, WIDTH)
 
 
-def rows(weight: Tensor, part: int, parts: int = 3) -> Tensor:
-    return weight.chunk(parts)[part].unflatten(0, (-1, HEAD))
-
-
-def of_own(part: int) -> Callable[[nn.Module], Tensor]:
-    return lambda model: rows(model[0].qkv.weight, part)
-
-
-def of_multi(part: int) -> Callable[[nn.Module], Tensor]:
-    return lambda model: rows(model[0].attention.in_proj_weight, part)
-
-
-def of_eager(name: str) -> Callable[[nn.Module], Tensor]:
-    site = test_transformers_eager.SITE
-    return lambda m: rows(m[0].model.get_submodule(f"{site}.{name}").weight, 0, 1)
+def rows(path: str, part: int = 0, parts: int = 3) -> Callable[[nn.Module], Tensor]:
+    """Rows of heads, from a weight that has those of all queries first, then of keys, of values."""
+    return lambda model: model.get_parameter(path).chunk(parts)[part].unflatten(0, (-1, HEAD))
 
 
 def of_transformer_engine(part: int) -> Callable[[nn.Module], Tensor]:
@@ -129,10 +118,6 @@ def of_library(part: int) -> Callable[[nn.Module], Tensor]:
         return model[0].qkv.weight.unflatten(0, (-1, HEAD)).split([HEADS, kv, kv])[part]
 
     return slice_
-
-
-def of_observing(part: int) -> Callable[[nn.Module], Tensor]:
-    return lambda model: rows(model[1].qkv.weight, part)
 
 
 def eager_tokens(build: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, Tensor]]:
@@ -168,20 +153,22 @@ def _against(entry) -> str:
 
 CASES = [
     Case(
-        "F.scaled_dot_product_attention", lambda: seeded(lambda: Own(sdpa)), of_own(0), of_own(1),
+        "F.scaled_dot_product_attention", lambda: seeded(lambda: Own(sdpa)),
+        rows("0.qkv.weight", 0), rows("0.qkv.weight", 1), PYTORCH,
+    ),
+    Case(
+        "F.multi_head_attention_forward", lambda: seeded(toys.MultiHead),
+        rows("0.attention.in_proj_weight", 0), rows("0.attention.in_proj_weight", 1),
         PYTORCH,
     ),
     Case(
-        "F.multi_head_attention_forward", lambda: seeded(toys.MultiHead), of_multi(0), of_multi(1),
-        PYTORCH,
-    ),
-    Case(
-        "transformers' eager attention", eager_tokens(llama), of_eager("q_proj"),
-        of_eager("k_proj"), "transformers on the CPU",
+        "transformers' eager attention", eager_tokens(llama),
+        rows(f"{EAGER}.q_proj.weight", parts=1), rows(f"{EAGER}.k_proj.weight", parts=1),
+        "transformers on the CPU",
     ),
     Case(
         "torch.nn.attention.flex_attention.flex_attention", lambda: seeded(lambda: Own(Flex())),
-        of_own(0), of_own(1), "PyTorch on the CPU",
+        rows("0.qkv.weight", 0), rows("0.qkv.weight", 1), "PyTorch on the CPU",
     ),
     *(
         Case(
@@ -195,7 +182,8 @@ CASES = [
         of_transformer_engine(0), of_transformer_engine(1), SIGNATURES, breaks_graph=True,
     ),
     Case(
-        "guardbit.observe", observing, of_observing(0), of_observing(1), PYTORCH, "centered_keys"
+        "guardbit.observe", observing, rows("1.qkv.weight", 0), rows("1.qkv.weight", 1), PYTORCH,
+        "centered_keys",
     ),
 ]  # fmt: skip
 
