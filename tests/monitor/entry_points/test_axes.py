@@ -1,4 +1,7 @@
-"""Calls that are not (batch, heads, tokens, 16 to 256), watched against FP64 on their own axes."""
+"""Calls that no switch serves, watched against FP64 on their own axes.
+
+They are not (batch, heads, tokens, 16 to 256), or their keys or values are shaped otherwise.
+"""
 
 import pytest
 import torch
@@ -89,6 +92,12 @@ CASES = {
     "keys of 8, values of 16": (
         lambda: Layer(4, 16, lambda q, k, v: (q[..., :8], k[..., :8], v)), lambda: tokens(2),
         "head size 8"),
+    "narrow values": (
+        lambda: Layer(4, 32, lambda q, k, v: (q, k, v[..., :16])), lambda: tokens(2),
+        "its values have another head size than its keys, so PyTorch's math kernel runs it"),
+    "one key head that is broadcast": (
+        lambda: Layer(4, 32, lambda q, k, v: (q, k[:, :1], v[:, :1]), is_causal=True),
+        lambda: tokens(2), "it broadcasts keys over heads, so PyTorch's math kernel runs it"),
     "rows of an alignment": (lambda: Layer(4, 16), lambda: tokens(2, 3), "5 axes"),
     "pairs, with a bias": (
         lambda: Layer(4, 16, attn_mask=PAIRS, scale=0.5), lambda: tokens(2, 3), "5 axes"),
@@ -131,7 +140,7 @@ def test_calls_of_other_shapes_are_watched_and_not_switched(name, tiny):
     torch.testing.assert_close(found["attention_entropy"], entropy, rtol=1e-4, atol=1e-5)
     assert found["dq_relative_error"].max() < 1e-4
     assert site.calls.unwatched is None and why in site.calls.refusal
-    with pytest.raises(ValueError, match="cannot be switched"):
+    with pytest.raises(ValueError, match=f"cannot be switched.*{why}"):
         session.switch("*", "exact_delta")
     weight = model[0].q.weight.detach().double().view(model[0].heads, -1, WIDTH)
     norms = torch.linalg.matrix_norm(weight, 2)

@@ -27,7 +27,7 @@ class Caller(nn.Module):
 
 
 def odd_calls():
-    """Calls of other shapes have tests beside the entry points, `test_axes` and `test_widths`."""
+    """Calls of other shapes stand in tests/monitor/entry_points/test_axes.py."""
 
     def q(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
