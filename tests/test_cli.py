@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 import guardbit
 from guardbit.cli import app
+from guardbit.dashboards import report
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.records import Event, RunEnd, Sample
 from guardbit.store import RunWriter
@@ -120,6 +121,9 @@ def test_replay_of_recorded_runs(name, verdict, outcome, earliest, latest):
         assert (replay["alarms"], replay["first_alarm"]) == ([], None)
         return
     assert earliest <= replay["first_alarm"] <= latest
+    loaded = guardbit.load(str(RUNS / f"{name}.csv.gz"))
+    assert loaded.alarms["step"].tolist() == [alarm["step"] for alarm in replay["alarms"]]
+    assert loaded.judgement.headline == replay["headline"]
     assert replay["first_alarm"] == min(alarm["step"] for alarm in replay["alarms"])
     for alarm in replay["alarms"]:
         assert list(alarm) == ["step", "site", "heads", "rule", "severity"]
@@ -193,30 +197,6 @@ def test_a_nan_loss_over_sound_heads_is_lost_to_report_and_replay(tmp_path):
     assert "from step 13, before any head alarmed" in replayed["headline"]
 
 
-def test_a_loss_that_is_never_a_number_was_judged_all_the_same(tmp_path):
-    with RunWriter(tmp_path / "run") as writer:
-        for step in range(20):
-            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
-            writer.add([Sample(step, "", -1, "loss", (math.nan,))])
-    said = invoke("replay", tmp_path / "run").stdout
-    assert "whole run" in said and "Lost: the loss is not finite" in said
-    assert "Not judged by loss_departure" not in said
-
-
-def test_a_narrow_terminal_cuts_no_name_of_a_module(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "50")
-    recorded = gzip.decompress((RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()).decode()
-    name = "model.decoder.layers.12.self_attention"
-    path = tmp_path / "run.csv"
-    path.write_text(recorded.replace("h.2.attn", name))
-    said = invoke("replay", path).stdout
-    assert "\N{HORIZONTAL ELLIPSIS}" not in said
-    table = said.partition("Alarmed")[0].splitlines()
-    begin = table[0].index("module")
-    end = table[0].index("heads")
-    assert name in "".join(line[begin:end].strip() for line in table)
-
-
 def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
     """A run that is resumed in a folder of its own begins it with what had happened before."""
 
@@ -251,22 +231,6 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
     assert "could not be replayed" not in invoke("replay", again).stdout
 
 
-def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path):
-    with RunWriter(tmp_path / "run", metadata={"torch": "2.13"}) as writer:
-        for step in range(2):
-            writer.add([Sample(step, "", -1, "loss", (3.0,))])
-            writer.add([Sample(step, "h.1.attn", 1, "max_logit", (10.0, 11.0))])
-    result = invoke("report", tmp_path / "run")
-    page = tmp_path / "run" / "report.html"
-    said = (
-        "run: Unclear: too short to judge: 2 samples, 8 needed. Go on: heads need 8 samples of"
-        " indicators that the rules read.\n"
-    )
-    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{page}\n", said)
-    text = page.read_text(encoding="utf-8")
-    assert all(said in text for said in ("h.1.attn", "2.13", "<title>run"))
-
-
 def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkeypatch):
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -277,13 +241,6 @@ def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkey
     assert result.stderr.endswith("another folder by --output, or use --json\n")
     monkeypatch.undo()
     assert invoke("report", plain_run, "--output", tmp_path / "there.html").exit_code == 0
-
-
-def test_a_csv_is_loaded_with_the_alarms_that_replay_finds():
-    path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
-    loaded, replayed = guardbit.load(str(path)), answer("replay", path)
-    assert loaded.alarms["step"].tolist() == [alarm["step"] for alarm in replayed["alarms"]] != []
-    assert loaded.judgement.headline == replayed["headline"]
 
 
 def test_replay_takes_other_thresholds():
@@ -301,23 +258,12 @@ def test_replay_takes_other_thresholds():
     [
         ("head_growth=3", "'head_growth=3'; it must be RULE.NAME=NUMBER with one of "),
         ("no_rule.slope=3", "is 'no_rule.slope=3'; it must be"),
-        ("head_growth.name=3", "is 'head_growth.name=3'"),
         ("head_growth.norm=steep", "head_growth.norm is 'steep'; it must be a number"),
-        ("head_growth.norm=nan", "head_growth.norm is 'nan'; it must be a number"),
         ("loss_departure.samples=2.5", "samples is '2.5'; it must be a whole number"),
     ],
 )
 def test_bad_thresholds_are_refused(small_run, threshold, message):
     check_refused(invoke("replay", small_run, "--threshold", threshold), message)
-
-
-def test_unknown_indicators_change_no_alarm(tmp_path):
-    content = gzip.decompress((RUNS / "stable-fp32out-lr1.5e-3.csv.gz").read_bytes())
-    path = tmp_path / "run.csv"
-    path.write_bytes(content + b"10000,h.3.attn,3,0,an_indicator_of_tomorrow,1e9\n")
-    replay = answer("replay", path)
-    assert (replay["alarms"], replay["first_alarm"]) == ([], None)
-    assert (replay["verdict"], replay["outcome"]) == ("stable", "healthy")
 
 
 def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path):
@@ -326,29 +272,23 @@ def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path):
     path.write_text(recorded.replace("h.2.attn", "[bold]ü"), "utf-8")
     result = invoke("replay", path)
     assert "[bold]ü" in result.stdout.splitlines()[1]
-    result = CliRunner(charset="ascii").invoke(app, ["replay", str(path)])
-    assert "[bold]\\xfc" in result.stdout.splitlines()[1], "letters that the terminal lacks"
 
 
 @pytest.mark.parametrize("command", ["replay", "report"])
 def test_what_is_no_run_is_refused(command, tmp_path):
     check_refused(invoke(command, tmp_path / "none"), "nothing has that name")
-    check_refused(invoke(command, tmp_path), "the folder is empty")
-    (tmp_path / "a.csv").write_text("step,site,value\n1,,2\n")
-    check_refused(invoke(command, tmp_path / "a.csv"), "lacks the columns layer, head, indicator")
-    check_refused(invoke(command, tmp_path), "the folder holds no GuardBit run")
     (tmp_path / "b.csv").write_text(HEADER)
+    check_refused(invoke(command, tmp_path), "the folder holds no GuardBit run")
     check_refused(invoke(command, tmp_path / "b.csv"), "b.csv holds no samples yet")
-    (tmp_path / "c.txt").write_text(HEADER)
-    check_refused(invoke(command, tmp_path / "c.txt"), "it must be the folder of a run, a .csv or")
     RunWriter(tmp_path / "new").close()
     check_refused(invoke(command, tmp_path / "new"), "new holds no samples yet")
 
 
-def test_outcomes_of_several_runs_in_json(small_run):
-    runs = answer("report", small_run, RUNS / "fails-sdpa-lr1.5e-3.csv.gz")["runs"]
-    assert [run["outcome"] for run in runs] == ["healthy", "alarmed"]
-    assert [run["ended"] for run in runs] == ["finished", None]
+def test_outcomes_of_several_runs_in_json(small_run, tmp_path):
+    crashed = write_run(tmp_path / "run", loss=math.nan, end="crashed")
+    runs = answer("report", small_run, crashed)["runs"]
+    assert [run["outcome"] for run in runs] == ["healthy", "lost"]
+    assert [run["ended"] for run in runs] == ["finished", "crashed"]
     assert not (small_run / "comparison.html").exists()
 
 
@@ -381,7 +321,7 @@ def test_a_report_goes_beside_the_data_or_where_told(plain_run, tmp_path):
     assert (tmp_path / "a.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm", "page.md", "page.pdf"])
+@pytest.mark.parametrize("name", ["lr1.5", "page.pdf"])
 def test_a_name_that_means_another_format_is_refused(plain_run, tmp_path, name):
     message = f"{name} must end in .html, or be a folder"
     check_refused(invoke("report", plain_run, "--output", tmp_path / name), message)
@@ -471,22 +411,17 @@ def test_a_demo_that_cannot_write_says_so_before_it_trains(tmp_path, options):
 
 
 def test_demo_hands_its_options_on(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     calls: list[dict] = []
     stand_in = types.ModuleType("guardbit.demo")
-    monkeypatch.setattr(
-        stand_in, "run_demo", lambda **options: calls.append(options), raising=False
-    )
+    stand_in.__dict__["run_demo"] = lambda **options: calls.append(options)
     monkeypatch.setitem(sys.modules, "guardbit.demo", stand_in)
-    assert invoke("demo").exit_code == 0
-    assert invoke("demo", "--healthy", "--run-dir", tmp_path).exit_code == 0
-    assert calls == [
-        {"healthy": False, "run_dir": Path("runs/demo")},
-        {"healthy": True, "run_dir": tmp_path},
-    ]
+    assert invoke("demo").exit_code == invoke("demo", "--healthy", "--run-dir", "x").exit_code == 0
+    first = {"healthy": False, "run_dir": Path("runs/demo")}
+    assert calls == [first, {"healthy": True, "run_dir": Path("x")}]
 
 
-def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path):
+def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "CHARTS", {})  # which take most of the time
     result = invoke("demo", "--recorded", "--run-dir", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
@@ -510,16 +445,6 @@ def test_version_is_the_packages():
     assert guardbit.__version__ == version
 
 
-@pytest.mark.parametrize("head", [-3, 2_000_000_000])
-def test_replay_of_heads_that_cannot_be_is_one_sentence(tmp_path, head):
-    path = tmp_path / "run.csv"
-    path.write_text(f"{HEADER}1,h.0.attn,0,{head},max_logit,2.0\n")
-    result = invoke("replay", path, "--json")
-    assert result.exit_code == 2
-    assert f"left out 1 of 1 rows of {path}: " in result.stderr
-    assert "heads from 0 to 1023" in result.stderr
-
-
 ESCAPES = "\x1b]0;title\x07\x1b[31mred\x9b1m\r\u202e"
 
 
@@ -539,18 +464,13 @@ def test_no_name_reaches_the_terminal_as_an_escape_code(tmp_path):
         assert "\\x1b[31mred" in result.output.replace("\n", "")
 
 
-@pytest.mark.parametrize("link", ["report.html", "report_figures", "report_figures/loss.png"])
+@pytest.mark.parametrize("link", ["report.html", "report_figures/loss.png"])
 def test_a_report_is_not_written_through_a_link(small_run, tmp_path, link):
     run, precious = tmp_path / "run", tmp_path / "precious"
     shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("report*"))
-    if "_" in link and "/" not in link:
-        precious.mkdir()
-    else:
-        precious.write_text("mine")
+    precious.write_text("mine")
     (run / link).parent.mkdir(exist_ok=True)
     (run / link).symlink_to(precious)
-    check_refused(
-        invoke("report", run),
-        f"The report is not written through the link {run / link} to {precious}: remove it, or",
-    )
-    assert not list(precious.iterdir()) if precious.is_dir() else precious.read_text() == "mine"
+    said = f"The report is not written through the link {run / link} to {precious}: remove it, or"
+    check_refused(invoke("report", run), said)
+    assert precious.read_text() == "mine"

@@ -207,8 +207,3 @@ def test_what_cannot_take_one_alarm_is_refused(entry, on_alarm):
     model = [object()] if entry is MonitorSession else []
     with pytest.raises(ValueError, match=r"^on_alarm is .*; it must be a function of one alarm"):
         entry(*model, on_alarm=on_alarm)
-
-
-@pytest.mark.parametrize("on_alarm", [print, [].append, lambda alarm, how="mail": None, str])
-def test_whatever_takes_one_alarm_will_do(on_alarm):
-    assert AttentionMonitor(on_alarm=on_alarm).settings.on_alarm is on_alarm

@@ -69,25 +69,6 @@ def steps(model, mesh, way, session=None, samples=None):
     return losses, [p.grad.double().sum().item() for p in model.parameters()]
 
 
-def close_inside(mesh):
-    """Losses of two models in one context, between which a session of the first one is closed."""
-    losses = []
-    for is_watched in (False, True):
-        models = [model_of("allgather", mesh.device_type) for _ in range(2)]
-        session = MonitorSession(models[0], strict=True) if is_watched else None
-        x = batch(0).to(mesh.device_type)
-        with (
-            context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
-            sdpa_kernel(KERNELS[mesh.device_type]),
-        ):
-            losses.append([models[0](x).square().mean().item()])
-            if session is not None:
-                session.close()
-            losses[-1].append(models[1](x).square().mean().item())
-    plain = model_of("allgather")(batch(0)).square().mean().item()
-    return *losses, plain
-
-
 def train(way, mesh):
     if way != "math":
         set_rotate_method(way)
@@ -108,7 +89,6 @@ def train(way, mesh):
         "refusal": refused,
         "is_right": is_right,
         "lines": lines,
-        "closed": close_inside(mesh) if way == "allgather" else None,
     }
 
 
@@ -200,11 +180,3 @@ def test_what_is_not_watched_is_told_with_the_reason(runs, way):
     told = [text for level, text in ranks[0]["lines"] if level == "WARNING"]
     assert f"no head can be switched at 0, 1: {REASON}" in told
     assert f"nothing of the calls is watched at 0, 1: {REASON}" in told
-
-
-def test_a_session_that_is_closed_inside_leaves_the_ring_in_place(runs):
-    for rank in seen(runs / "allgather"):
-        plain, watched, alone = rank["closed"]
-        assert watched == plain
-    halves = [rank["closed"][0][0] for rank in seen(runs / "allgather")]
-    assert np.mean(halves) == pytest.approx(alone, rel=1e-6)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager, nullcontext
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from guardbit import AttentionMonitor, AutoStabilizer, MonitorSession
+from guardbit import MonitorSession
 from tests.monitor.test_apart import NoNaN
 from tests.toys import Attention, Model, MultiHead
 
 WIDTH, TOKENS, STEPS = 32, 8, 5
 
+SLOW = pytest.mark.slow
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
@@ -137,9 +136,11 @@ def batch(step):
 def evaluated(model, run):
     model.eval()
     with torch.no_grad():
-        found = [run(batch(100)), run(batch(101)[:1])]
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(run(batch(102)))
+        found = [run(batch(100))]
+        if run is model:  # else each would be compiled
+            found.append(run(batch(101)[:1]))
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(run(batch(102)))
     with torch.inference_mode():
         found.append(run(batch(103)).clone())
     model.train()
@@ -195,23 +196,24 @@ def same(plain, watched):
             assert torch.equal(one.nan_to_num(), other.nan_to_num()), number
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("name", MODELS)
+def cases(models, besides=("nothing", "all")):
+    """All models beside all modes; those that are not named are `slow`."""
+    return [
+        pytest.param(name, beside, marks=() if name in models and beside in besides else SLOW)
+        for name in MODELS
+        for beside in BESIDE
+    ]
+
+
+@pytest.mark.parametrize(("name", "beside"), cases(MODELS))
 def test_a_watched_run_computes_what_an_unwatched_one_does(name, beside):
     same(*(trained(name, beside, watch) for watch in (False, True)))
 
 
-# The compiler takes the math kernel apart and sums in another order; the docs say so.
-COMPILED = [
-    pytest.param(name, beside, marks=() if beside in ("nothing", "all") else pytest.mark.slow)
-    for name in MODELS
-    for beside in BESIDE
-    if (name, beside) != ("math kernel", "nothing")
-]
-
-
-@pytest.mark.parametrize(("name", "beside"), COMPILED)
+@pytest.mark.parametrize(("name", "beside"), cases(("fused", "dropout", "multi-head")))
 def test_compiled_too(name, beside):
+    if (name, beside) == ("math kernel", "nothing"):
+        pytest.skip("the compiler sums in another order; the docs say so")
     same(*(trained(name, beside, watch, compiled=True) for watch in (False, True)))
 
 
@@ -229,7 +231,7 @@ def generated(model):
     return found
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=SLOW)])
 def test_a_watched_model_generates_alike(attention):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -257,48 +259,3 @@ def test_a_watched_model_generates_alike(attention):
         return [*found, *model.parameters()]
 
     same(run(False), run(True))
-
-
-class Lightning(pl.LightningModule):
-    def __init__(self, build):
-        super().__init__()
-        self.net, self.seen = build(), []
-
-    def training_step(self, x, _):
-        loss = (self.net(x) - x.roll(1, 1)).square().mean()
-        self.seen.append(loss.item())
-        return loss
-
-    def validation_step(self, x, _):
-        self.log("val_loss", self.training_step(x, _))
-
-    def predict_step(self, x, _):
-        return self.net(x)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
-        }
-
-
-@pytest.mark.parametrize(
-    "name", ["fused", "dropout", "multi-head", "encoder", "frozen encoder", "decoder"]
-)
-def test_lightning_checks_validates_and_predicts_alike(name, tmp_path):
-    def fit(*callbacks):
-        torch.manual_seed(0)
-        model = Lightning(MODELS[name])
-        trainer = pl.Trainer(
-            max_epochs=2, accelerator="cpu", callbacks=list(callbacks), logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )  # fmt: skip
-        data = [DataLoader(torch.stack([batch(n)[0] for n in range(8)]), 2) for _ in range(2)]
-        trainer.fit(model, *data)
-        predicted = trainer.predict(model, data[1])
-        return [torch.tensor(model.seen), *predicted, *model.parameters()]
-
-    same(fit(), fit(AttentionMonitor(2, strict=True), AutoStabilizer()))

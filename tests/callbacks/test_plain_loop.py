@@ -52,11 +52,6 @@ def test_a_loop_has_a_first_and_a_last_line(tmp_path, capsys, is_kept):
     assert last == f"GuardBit: run finished. {found}{report}"
 
 
-def test_a_session_that_samples_each_step_says_so(capsys):
-    watched(every=1)
-    assert capsys.readouterr().err.startswith("GuardBit samples attention at every step; ")
-
-
 def test_a_folder_that_cannot_be_written_is_told_of_at_once(tmp_path, capsys):
     tmp_path.joinpath("file").write_text("")
     watched(dirpath=tmp_path / "file" / "run")
@@ -115,28 +110,24 @@ def test_what_is_no_writer_is_refused(writer):
 @pytest.mark.parametrize(
     "name, hint",
     [
-        ("every", "did you mean every_n_train_steps?"),
-        ("log_freq", "did you mean every_n_train_steps?"),
-        ("log_every_n_steps", "did you mean every_n_train_steps?"),
-        ("rule", "did you mean rules?"),
-        ("scpoe", "did you mean scope?"),
-        ("stabilizer", "it belongs to guardbit.Policy, in Lightning to AutoStabilizer"),
-        ("xyz", None),
+        ("every", "; did you mean every_n_train_steps?"),
+        ("log_every_n_steps", "; did you mean every_n_train_steps?"),
+        ("stabilizer", "; it belongs to guardbit.Policy, in Lightning to AutoStabilizer"),
+        ("xyz", ""),
     ],
 )
 def test_an_argument_that_is_not_taken_gets_the_one_that_was_meant(entry, name, hint):
     given = [Model(Attention())] if entry is MonitorSession else []
     with pytest.raises(TypeError) as refused:
         entry(*given, **{name: 5})
-    ends = f"{entry.__name__}.__init__() got an unexpected keyword argument '{name}'"
-    assert str(refused.value) == ends + (f"; {hint}" if hint else "")
+    said = f"{entry.__name__}.__init__() got an unexpected keyword argument '{name}'{hint}"
+    assert str(refused.value) == said
 
 
 @pytest.mark.parametrize("entry", [Policy, AutoStabilizer])
-@pytest.mark.parametrize("name, meant", [("scpoe", "scope"), ("stabiliser", "stabilizer")])
-def test_a_misspelled_argument_of_a_policy_gets_the_nearest(entry, name, meant):
-    with pytest.raises(TypeError, match=rf"^{entry.__name__}.* '{name}'; did you mean {meant}\?$"):
-        entry(**{name: "head"})
+def test_a_misspelled_argument_of_a_policy_gets_the_nearest(entry):
+    with pytest.raises(TypeError, match=rf"^{entry.__name__}.* 'scpoe'; did you mean scope\?$"):
+        entry(scpoe="head")
 
 
 @pytest.mark.parametrize(

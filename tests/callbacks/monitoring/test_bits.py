@@ -37,12 +37,13 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own
-def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path, backend):
     def model():
         torch._dynamo.reset()
         gpt = trains.TinyGPT()
         gpt.net.h = gpt.net.h[:1]  # the C++ compiler takes seconds for each kernel
-        gpt.net.compile(fullgraph=True)
+        gpt.net.compile(fullgraph=True, backend=backend)
         return gpt
 
     plain, _ = trains.fit(model=model(), max_steps=4, precision="bf16-mixed")

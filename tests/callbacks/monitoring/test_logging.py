@@ -2,9 +2,7 @@
 
 import csv
 import inspect
-import logging
 import re
-import typing
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +15,6 @@ from guardbit.catalog import LOGGED_KEYS
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.measure import measurement as transfer
 from guardbit.records import Event, Sample
-from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import SITES, Recorder
 from tests.toys import Fires
 
@@ -69,23 +66,6 @@ def test_the_keys_logged_are_the_keys_documented(trains, tmp_path):
     assert [int(row["step"]) for row in rows if row["guardbit/max_logit"]] == [0, 2, 4, 6, 8]
 
 
-@pytest.mark.parametrize(
-    "rules", [(), (Fires(SITES[1], why="a sentence of its own"),)], ids=["healthy", "alarmed"]
-)
-def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, caplog, rules):
-    monitor = AttentionMonitor(2, dirpath=tmp_path / "a run", strict=True, rules=rules)
-    with caplog.at_level(logging.INFO):
-        trains.fit(monitor, max_steps=15)
-    if rules:  # the model runs in FP32
-        found = "Alarmed: 1 of 4 heads since step 0; rounding is not the cause"
-        found += ". Look at the learning rate and the data: switching does not help"
-    else:
-        found = "Unclear: no rule could judge the heads"
-    said = f"run finished. {found}; the report: guardbit report '{tmp_path}/a run'"
-    assert [line for line in caplog.messages if "report" in line] == [f"GuardBit: {said}"]
-    assert read_end(tmp_path / "a run") == "finished"
-
-
 class Lines:
     """A session as far as the last line reads it."""
 
@@ -100,47 +80,31 @@ class Lines:
 
 
 ALARM = Event(4, "alarm", "h.0", (1,), "", judges="head")
+ERROR = Event(2, "monitor_error", "", (), "metrics: x")
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "begin"),
     [
-        ({}, "Healthy: no alarm up to step 4"),
+        ({}, "Healthy"),
         ({"sampled_step": None, "sampled": ()}, "No step was sampled"),
-        ({"sampled_step": None}, "Healthy: no alarm up to step 4"),  # by the folder it goes on in
+        ({"sampled_step": None}, "Healthy"),  # by the folder it goes on in
         ({"judgement": None}, "It could not be judged"),
-        (
-            {"unseen": ["h.1", "h.2"]},
-            "Healthy: no alarm up to step 4; only 1 of 3 attention modules was watched",
-        ),
-        (
-            {"events": [ALARM], "policy": "some"},
-            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded",
-        ),
-        (
-            {"events": [ALARM]},
-            "Alarmed: 1 of 2 heads since step 4, none switched; no loss was recorded. Switch the"
-            " alarmed heads to exact_delta, or attach a policy that does; keep a checkpoint",
-        ),
-        (
-            {
-                "stages_off": {"metrics"},
-                "events": [Event(2, "monitor_error", "", (), "metrics: x")],
-            },
-            "Unclear: from step 2 on, because the stage 'metrics' failed (x) (off after an error:"
-            " metrics)",
-        ),
+        ({"unseen": ["h.1", "h.2"]}, "Healthy: no alarm up to step 4; only 1 of 3"),
+        ({"events": [ALARM], "policy": "some"}, "Alarmed: 1 of 2 heads since step 4"),
+        ({"events": [ALARM]}, "Alarmed: 1 of 2 heads since step 4"),
+        ({"stages_off": {"metrics"}, "events": [ERROR]}, "Unclear: from step 2 on"),
     ],
+    ids=("sound", "no sample", "resumed", "no judgement", "unseen", "policy", "alarm", "stage off"),
 )
-def test_the_last_line_is_the_headline(tmp_path, given, found):
-    has_samples = not found.startswith("No step")
+def test_the_last_line_is_the_headline(tmp_path, given, begin, said, request):
+    crashed = last_line("crashed", Lines(**given), tmp_path / "never written")
+    assert crashed.startswith(f"GuardBit: run crashed. {begin}")
+    said(request.node.callspec.id, crashed)
+    has_samples = not begin.startswith("No step")
     report = f"; the report: guardbit report {tmp_path}" * has_samples
-    assert (
-        last_line("finished", Lines(**given), tmp_path)
-        == f"GuardBit: run finished. {found}{report}"
-    )
-    elsewhere = last_line("crashed", Lines(**given), tmp_path / "never written")
-    assert elsewhere == f"GuardBit: run crashed. {found}"
+    finished = last_line("finished", Lines(**given), tmp_path)
+    assert finished == crashed.replace("crashed", "finished") + report
 
 
 @pytest.mark.parametrize("callback", [AttentionMonitor, AutoStabilizer])
@@ -160,14 +124,6 @@ def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
     assert {"alarm", "refusal", "verdict"} <= kinds, "FP32 has nothing to correct"
     assert caplog.text.count("a sentence of its own") == 1
     assert sum("verdict not-rounding" in line for line in caplog.messages) == 1
-
-
-def test_signatures_are_plain_enough_for_a_command_line():
-    for callback in (AttentionMonitor, AutoStabilizer):
-        hints = typing.get_type_hints(callback.__init__)
-        for name, parameter in inspect.signature(callback).parameters.items():
-            assert name in hints, name
-            assert parameter.default is not inspect.Parameter.empty
 
 
 ALARMED, LOGIT = "guardbit/alarmed_heads", "guardbit/max_logit"
@@ -225,31 +181,32 @@ def test_the_checkpoint_of_the_smallest_logit_is_kept(trains, tmp_path):
     assert [float(score) for score in scores] == pytest.approx([logits[s] for s in (0, 4, 8)])
 
 
-@pytest.mark.parametrize("key", [ALARMED, LOGIT, "guardbit/worst_excess"])
-def test_validation_after_the_first_batch_finds_them(trains, tmp_path, late, key):
-    stop = EarlyStopping(key, patience=100, check_on_train_epoch_end=False)
-    keep = ModelCheckpoint(tmp_path / "kept", monitor=key)
+def test_validation_after_the_first_batch_finds_them(trains, tmp_path, late):
+    keys = ALARMED, LOGIT, "guardbit/worst_excess"
+    watching = [EarlyStopping(key, patience=100, check_on_train_epoch_end=False) for key in keys]
+    keep = [ModelCheckpoint(tmp_path / "kept", f"{{{key}}}", monitor=key) for key in keys]
     monitor = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
     _, trainer = trains.fit(
-        stop, monitor, keep,
+        *watching, monitor, *keep,
         validation=True, val_check_interval=1, max_steps=3, enable_checkpointing=True,
     )  # fmt: skip
     assert trainer.global_step == 3
 
 
-@pytest.mark.parametrize("key", [ALARMED, LOGIT, *WORST_KEYS])
-def test_a_resumed_run_has_them_before_its_next_sample(trains, tmp_path, key):
+def test_a_resumed_run_has_them_before_its_next_sample(trains, tmp_path):
+    keys = ALARMED, LOGIT, *WORST_KEYS
     settings = {"dirpath": tmp_path / "run", "rules": (Fires(SITES[1]),), "strict": True}
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
     monitor = AttentionMonitor(100, **settings)
     _, trainer = trains.fit(monitor, keep, max_steps=2, enable_checkpointing=True, batches=2)
-    value = trainer.callback_metrics[key]
-    stop = EarlyStopping(key, patience=100, check_on_train_epoch_end=True)
+    values = [trainer.callback_metrics[key] for key in keys]
+    watching = [EarlyStopping(key, patience=100, check_on_train_epoch_end=True) for key in keys]
     _, resumed = trains.fit(
-        AttentionMonitor(100, **settings), stop,
+        AttentionMonitor(100, **settings), *watching,
         max_steps=6, batches=2, ckpt_path=tmp_path / "step=2.ckpt",
     )  # fmt: skip
-    assert resumed.global_step == 6 and resumed.callback_metrics[key] == value
+    assert resumed.global_step == 6
+    assert [resumed.callback_metrics[key] for key in keys] == values
 
 
 def test_a_run_that_is_not_watched_goes_on(trains, tmp_path, monkeypatch):

@@ -8,11 +8,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 
-import guardbit
 from guardbit import AttentionMonitor, read_run
-from guardbit.catalog import of_probe
 from tests.callbacks.monitoring.reading import SITES, values
-from tests.toys import OCCASIONAL
 
 
 def numbers_of_losses(model):
@@ -116,14 +113,3 @@ def test_a_nan_loss_and_a_step_without_one(trains, tmp_path):
     assert set(frame[frame.indicator == "delta_bias"].step) == {0}
     assert set(frame[frame.indicator == "max_logit"].step) == {0, 4}
     assert set(frame[frame.indicator == "w_q_spectral_norm"].step) == {0, 2}
-
-
-def test_unmeasured_are_only_what_was_not_asked_for(trains, tmp_path):
-    monitor = AttentionMonitor(
-        1, sites=["*.0.attn"], num_audited_heads=0, num_rows=3, dirpath=tmp_path / "run"
-    )
-    trains.fit(monitor, max_steps=2)
-    frame = read_run(tmp_path / "run")
-    assert set(frame.site) == {"", SITES[0]}
-    unasked = {*of_probe("gradient_audit"), *OCCASIONAL}
-    assert set(frame.indicator) == set(guardbit.INDICATORS) - unasked

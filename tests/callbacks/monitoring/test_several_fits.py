@@ -1,8 +1,5 @@
 """Several fits, resumed ones, and other entry points of one trainer."""
 
-import importlib.metadata
-import pickle
-
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -61,21 +58,6 @@ def test_a_callback_used_in_another_run_begins_anew(trains, tmp_path):
     assert metadata["settings"]["stabilizer"] is None, "it watches only, without AutoStabilizer"
 
 
-def test_the_metadata_say_what_was_watched_and_how(trains, tmp_path):
-    trains.fit(
-        AttentionMonitor(2, dirpath=tmp_path / "run"),
-        AutoStabilizer("compensated", scope="head"),
-        max_steps=1,
-    )
-    metadata = guardbit.read_metadata(tmp_path / "run")
-    assert metadata["settings"]["every_n_train_steps"] == 2
-    assert metadata["settings"]["stabilizer"] == "compensated"
-    assert list(metadata["sites"]) == SITES
-    for site in metadata["sites"].values():
-        assert site["heads"] == 2 and site["kernels"] and site["not_switchable"] is None
-    assert metadata["versions"]["torch"] == importlib.metadata.version("torch")
-
-
 class SwitchesAt(Callback):
     """Switches two heads by hand at a step, and notes what runs at the end of each fit."""
 
@@ -119,17 +101,6 @@ def test_a_fit_of_the_same_module_goes_on_and_says_what_stays_switched(trains, t
     )
 
 
-def test_a_resumed_run_says_what_stays_switched(trains, tmp_path, caplog):
-    monitor = AttentionMonitor(1, dirpath=tmp_path / "first")
-    _, trainer = trains.fit(SwitchesAt(monitor, 3), monitor, max_steps=6)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    caplog.clear()
-    resumed = AttentionMonitor(1, dirpath=tmp_path / "second")
-    trains.fit(resumed, max_steps=8, ckpt_path=tmp_path / "x.ckpt")
-    assert f"{SITES[0]} heads 0, 1 to exact_delta" in caplog.text
-    assert read_run(tmp_path / "second")["step"].max() == 7
-
-
 def test_sites_that_leave_switched_heads_out_are_named(trains, tmp_path):
     monitor = AttentionMonitor(1, dirpath=tmp_path / "first")
     _, trainer = trains.fit(SwitchesAt(monitor, 3), monitor, max_steps=6)
@@ -137,15 +108,3 @@ def test_sites_that_leave_switched_heads_out_are_named(trains, tmp_path):
     resumed = AttentionMonitor(1, sites=["net.h.1.attn"], dirpath=tmp_path / "second")
     with pytest.raises(ValueError, match=rf"heads in '{SITES[0]}', which `sites` leaves out"):
         trains.fit(resumed, max_steps=8, ckpt_path=tmp_path / "x.ckpt")
-
-
-def test_a_callback_is_pickled_within_a_fit_without_its_session(trains, tmp_path):
-    class Pickles(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            self.copy = pickle.loads(pickle.dumps(monitor))
-
-    monitor, look = AttentionMonitor(2, dirpath=tmp_path / "run"), Pickles()
-    trains.fit(monitor, look, max_steps=3)
-    assert monitor.session is None and look.copy.session is None
-    assert look.copy.settings.every_n_train_steps == 2
-    trains.fit(look.copy, max_steps=3)

@@ -58,8 +58,8 @@ def test_an_alarm_before_the_first_sample_is_shown_at_that_sample(run):
     later = run.frame[run.frame["step"] >= 4001]
     axes = model_map(later, run.events, 2950).axes[0]
     assert axes.get_title(loc="left") == "Model map at step 4,050"
-    for draw in CHARTS.values():
-        assert draw(later, run.events) is not None
+    few = later[later["layer"].isin([-1, 2])]
+    assert all(draw(few, run.events) is not None for draw in CHARTS.values())
 
 
 def test_a_step_after_the_end_is_shown_at_the_end(run):
