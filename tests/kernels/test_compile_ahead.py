@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
-# Compiled by hand, the entries fit with Triton 3.6 too; some use up to 256 bytes more local memory.
+# Compiled by hand, the entries fit with Triton 3.6 too.
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="Triton 3.6, of PyTorch 2.11, spills other than listed"
 )
@@ -39,6 +40,8 @@ SPILLS = {
     (90, "shadow", 64): 80,
     (90, "shadow", 256): 696,
 }
+#: Bytes more with another Triton than the list's: 3.8 takes up to 8, 3.6 up to 256.
+MORE = 0 if triton.__version__.startswith("3.9.") else 256
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--anew",), marks=pytest.mark.slow)])
@@ -64,4 +67,4 @@ def test_entries_fit_and_spill_no_more_than_listed(options):
         if " with " in entry["kernel"]:
             continue  # takes the rows and keys of the kernel without, and local memory as it needs
         limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
-        assert entry["spilled"] <= limit, entry
+        assert entry["spilled"] <= limit + MORE, entry
