@@ -94,13 +94,10 @@ def plain_run(tmp_path_factory):
 
 # What became of each run is in the names of the files. The failing run's query norm leaves its
 # trend at step 6,700 and its loss at 9,000; an alarm is wanted 1,000 steps before the loss.
-# Learning rates of 3e-3 diverge within 2,000 steps.
 @pytest.mark.parametrize(
     ("name", "verdict", "outcome", "earliest", "latest"),
     [
         ("fails-sdpa-lr1.5e-3", "unclear", "alarmed", 6_000, 8_000),
-        ("lrdiverges-fp32out-lr3e-3", "learning-rate", "learning-rate", 0, 2_000),
-        ("stable-fp32out-lr1.5e-3", "stable", "healthy", None, None),
         ("stable-bf16out-lr1.5e-3", "stable", "warning", None, None),
     ],
 )
