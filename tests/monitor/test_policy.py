@@ -70,22 +70,6 @@ def test_the_rules_have_their_roles():
     }
 
 
-@pytest.mark.parametrize("alarms", [
-    [alarm("model_logits", f"h.{layer}", (layer,), 100) for layer in range(8)],
-    [alarm("model_logits", "h.0", step=100), alarm(step=200), alarm("delta_bias", "h.1", step=300)],
-    [dataclasses.replace(LOSS, step=100)],
-    [alarm(step=100), dataclasses.replace(LOSS, step=2500), alarm("delta_bias", step=2600)],
-    [alarm(step=100), alarm("delta_bias", step=100), dataclasses.replace(LOSS, step=200)],
-])  # fmt: skip
-def test_the_names_of_rules_are_the_users(alarms):
-    """A policy that is told other names does and says the same but for the names."""
-    known, other = (Policy("compensated", scope="head") for _ in range(2))
-    for step in sorted({a.step for a in alarms}):
-        now = [a for a in alarms if a.step == step]
-        renamed = [dataclasses.replace(a, rule=f"my own {a.rule}") for a in now]
-        assert at(known, step, *now) == at(other, step, *renamed)
-
-
 def test_one_alarm_switches_its_heads_to_compensated_once():
     policy = Policy("compensated", scope="head")
     first = decisions(policy, 100, [alarm(heads=(7, 3)), alarm("delta_bias", "h.5", (0,))])
@@ -314,15 +298,11 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope, settings, script):
     "arguments, message",
     [
         ({"stabilizer": "none"}, f"'none'; it must be one of {', '.join(STABILIZERS[1:])}$"),
-        ({"stabilizer": "magic"}, "stabilizer is 'magic'; it must be one of"),
         ({"scope": "site"}, "scope is 'site'; it must be one of head, layer, model$"),
         ({"always": 1}, "always is 1; it must be True or False"),
         ({"always": True, "quiet_steps": 5}, "quiet_steps is 5 and always is True: .* remove one"),
         ({"agreeing_rules": 0}, "agreeing_rules is 0; it must be a whole number, at least 1"),
-        ({"agreeing_rules": 1.5}, "agreeing_rules is 1.5; it must be a whole number"),
         ({"agreeing_rules": True}, "agreeing_rules is True; it must be a whole number"),
-        ({"agreement_steps": None}, "agreement_steps is None; it must be a whole number"),
-        ({"quiet_steps": "x"}, "quiet_steps is 'x'; it must be a whole number"),
         ({"agreement_steps": -1}, "agreement_steps is -1; it must be a whole number, at least 0"),
         ({"quiet_steps": 0}, "quiet_steps is 0; it must be a whole number, at least 1, or None"),
         ({"qk_clip": 100, "escalate": False}, "qk_clip is 100 and escalate is False: heads are"),

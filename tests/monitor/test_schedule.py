@@ -92,14 +92,6 @@ def test_steps_that_an_error_cut_short_are_no_mistake(schedule, said):
     assert said == []
 
 
-def test_steps_that_never_end_are_told_once(schedule, said):
-    for step in range(10):
-        schedule.begin(step)
-    schedule.close()
-    (line,) = said
-    assert line.startswith("3 steps in a row have begun and not ended, the last of them step 2: ")
-
-
 def test_a_first_step_of_too_many_batches_is_told_and_measured_no_more(schedule, said):
     schedule.begin(0)
     assert schedule.is_sampled
@@ -122,31 +114,23 @@ def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, ste
     assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: they")
 
 
-def test_a_number_that_does_not_move_is_told_once(schedule, said):
-    for _ in range(10):
-        schedule.begin(7)
-        schedule.end()
-    (line,) = said
-    assert line.startswith("step 7 has begun and ended 2 times, and begins again")
-
-
-def test_numbers_that_begin_anew_with_each_epoch_are_told_once(schedule, said):
-    for _ in range(5):
-        for step in (5, 6, 7):
-            schedule.begin(step)
-            schedule.end()
-    (line,) = said
-    assert line.startswith("step 5 begins after step 7 has ended: later samples of a")
-    assert "delta_bias_cumulative" in line and "which grows over all epochs" in line
-
-
-def test_a_loop_that_loads_its_state_is_not_set_back(schedule, said):
-    for step in (5, 6, 7):
+@pytest.mark.parametrize(
+    ("steps", "ends", "told"),
+    [
+        (range(10), False, "3 steps in a row have begun and not ended, the last of them step 2: "),
+        ([7] * 10, True, "step 7 has begun and ended 2 times, and begins again"),
+        ([5, 6, 7] * 5, True, "step 5 begins after step 7 has ended: later samples of a"),
+    ],
+    ids=["none ends", "one number", "anew with each epoch"],
+)
+def test_steps_that_do_not_go_on_are_told_once(schedule, said, steps, ends, told):
+    for step in steps:
         schedule.begin(step)
-        schedule.end()
-    schedule.last_ended = 5  # as `load_state_dict` does
-    schedule.begin(6)
-    assert said == []
+        if ends:
+            schedule.end()
+    schedule.close()
+    (line,) = said
+    assert line.startswith(told)
 
 
 @pytest.mark.parametrize("what", ["loss", "end_step"])
@@ -164,11 +148,3 @@ def test_a_session_without_a_step_says_so_at_its_end(caplog):
     MonitorSession(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)).close()
     (line,) = caplog.messages
     assert line.startswith("no step was watched, because none has begun")
-
-
-def test_a_session_hands_its_warnings_on(caplog):
-    session = MonitorSession(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True))
-    session.loss(1.0)
-    session.close()
-    (line,) = caplog.messages
-    assert line.startswith("loss() was called, but no step has begun")

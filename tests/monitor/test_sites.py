@@ -70,17 +70,6 @@ def test_what_cannot_be_instrumented(model, inst):
         guardbit.instrument(nn.Sequential(nn.DataParallel(model)))
 
 
-def test_replicas_made_later_are_not_watched(model, inst, tiny, tokens):
-    before = model(tokens)
-    launches = inst.sites["h.0.attn"].launches
-    for module in model.modules():
-        module._is_replica = True  # as `torch.nn.parallel.replicate` marks its shallow copies
-    assert torch.equal(model(tokens), before)
-    assert inst.sites["h.0.attn"].launches == launches
-    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
-    assert not runtime.running
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_parts_are_passed_over(tiny):
@@ -96,32 +85,19 @@ def test_scripted_parts_are_passed_over(tiny):
         guardbit.instrument(torch.jit.script(Half()))
 
 
-class Pooler(nn.Module):
-    """Of the user's own, beside a library's model."""
-
-    def forward(self, x):
-        return x
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("implementation", ["hub/kernel", "eager", "sdpa"])
-@pytest.mark.parametrize("beside", [False, True])
-def test_hugging_face_attention_that_nobody_sees(beside, implementation, wrapped):
+def test_hugging_face_attention_that_nobody_sees_is_refused_if_nothing_else_may_call_it():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=32, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1,
         vocab_size=8,
     )  # fmt: skip
     model = transformers.BertModel(config)
-    model.config._attn_implementation = implementation
-    parts = [model, Pooler()] if beside else [model]
-    outer = toys.Model(*parts) if wrapped or beside else model
-    if implementation == "hub/kernel" and not beside:
+    model.config._attn_implementation = "hub/kernel"
+    for outer in (model, toys.Model(model)):
         with pytest.raises(ValueError, match=r"BertModel .*'hub/kernel', which GuardBit does"):
             guardbit.instrument(outer)
-    else:  # the other module may call attention
-        guardbit.instrument(outer).remove()
-    guardbit.instrument(outer, sites=["*"]).remove()  # explicit beats clever
+        guardbit.instrument(outer, sites=["*"]).remove()  # explicit beats clever
+    guardbit.instrument(toys.Model(model, toys.Attention())).remove()
 
 
 def test_sites_are_named_as_without_checkpoint_wrappers(model, tiny, tokens, instrument):
@@ -188,38 +164,6 @@ def test_rows_after_one_step(how, model, tiny, tokens, instrument):
             site.query_weight(head)
 
 
-def test_settling_leaves_no_trace(tiny, tokens, instrument):
-    class Noisy(tiny.Attention):
-        def __init__(self):
-            super().__init__()
-            self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(64)
-
-        def forward(self, x):
-            return super().forward(self.norm(self.drop(x).mT).mT)
-
-    model = tiny.GPT(attention=Noisy)
-    inst = instrument(model)
-    tiny.step(model, tokens)
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [tensor.clone() for tensor in tensors]
-    gradients = [tensor.grad.clone() for tensor in model.parameters()]
-    random, hooks = torch.get_rng_state(), len(model.h[0].attn._forward_hooks)
-    launches = inst.sites["h.0.attn"].launches
-
-    weight = inst.sites["h.0.attn"].query_weight(2)
-    assert torch.equal(weight, model.h[0].attn.qkv.weight[32:48])
-
-    assert torch.equal(torch.get_rng_state(), random)
-    now = [*model.parameters(), *model.buffers()]
-    assert all(new is old for new, old in zip(now, tensors, strict=True))
-    assert all(map(torch.equal, now, values))
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert len(model.h[0].attn._forward_hooks) == hooks
-    assert inst.sites["h.0.attn"].launches == launches
-    assert not runtime.running
-    assert model.training
-
-
 def test_rows_that_cannot_be_known(tiny, instrument):
     class Fixed(nn.Module):
         def forward(self, x):
@@ -239,15 +183,10 @@ class Marked(torch.Tensor):
     """A tensor of a class of its own, as some libraries have them; PyTorch's answers for it."""
 
 
-@pytest.mark.parametrize("marked", ["x", "mask"])
-def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, site_of):
+def test_a_class_of_tensors_does_not_make_two_calls_of_one(site_of):
     class Model(toys.Attention):
         def forward(self, x):
-            if marked == "x":
-                x = x.as_subclass(Marked)
-            else:
-                self.mask = torch.ones(9, 9, dtype=torch.bool).tril().as_subclass(Marked)
-            return super().forward(x).as_subclass(torch.Tensor)
+            return super().forward(x.as_subclass(Marked)).as_subclass(torch.Tensor)
 
     site = site_of(Model(4, width=64))
     assert torch.equal(site.query_weights(), site.module.qkv.weight[:64].view(4, 16, 64))
@@ -298,10 +237,6 @@ def test_calls_of_different_shapes_are_refused_and_say_so(tiny, instrument):
 
 def test_switch_by_name_by_pattern_and_by_head(inst):
     inst.switch("h.1.attn", "compensated", heads=[3, 1])
-    assert inst.stabilizers() == {
-        "h.0.attn": ["none"] * 4,
-        "h.1.attn": ["none", "compensated", "none", "compensated"],
-    }
     inst.switch("h.*.attn", ["row_max", "exact_delta"], heads=[2, 3])
     assert inst.stabilizers() == {
         "h.0.attn": ["none", "none", "row_max", "exact_delta"],
@@ -319,19 +254,12 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
     ("arguments", "error", "message"),
     [
         (("h.2.attn", "none"), ValueError, "no attention site is called 'h.2.attn'; there are h.0"),
-        (("x*", "none"), ValueError, r"no attention site is called 'x\*'; there are h.0.attn, h.1"),
         ((None, "none"), TypeError, "site is None; it must be a name or a pattern"),
         (("h.0", "none"), ValueError, "no attention site is called 'h.0'"),
         (("h.0.attn", "none", 3), ValueError, "heads is 3; it must be a list of whole numbers"),
-        (("h.0.attn", "none", [1.5]), ValueError, "it must be a list of whole numbers"),
         (("h.0.attn", None), ValueError, "stabilizer is None; it must be a name, or one per head"),
         (("*", "rowmax"), ValueError, "stabilizer 'rowmax' is unknown; allowed are none, exact"),
-        (
-            ("*", "none", [4]),
-            IndexError,
-            "head 4 is out of range; site 'h.0.attn' has heads 0 to 3",
-        ),
-        (("*", "none", [0, -1]), IndexError, "head -1 is out of range"),
+        (("*", "none", [0, 4]), IndexError, "head 4 is out of range; site 'h.0.attn' has heads 0"),
         (("*", ["none"] * 2, [1]), ValueError, "stabilizer has 2 names; there are 1 heads"),
         (("*", ["none"] * 3), ValueError, "stabilizer has 3 names; there are 4 heads"),
     ],

@@ -16,7 +16,6 @@ from tests.monitor.session.plain_loop import Loop
 from tests.toys import Attention, Fires, recorded
 
 Names = partial(Fires, "1", why="it always does", name="names")
-ADVISES = Fires("0", (0, 1, 2, 3), why="", name="advises", role=Role(is_advisory=True))
 
 
 def session_of(folder, state=None, heads=2, layers=2, **settings):
@@ -113,13 +112,10 @@ def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, 
     assert states[5000]["all"][0]["policy"]["advice"] is None
 
 
-@pytest.mark.parametrize("known", ["another format", "the heads alone"])
-def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog, known):
+def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog):
     model, session = session_of(tmp_path / "old", rules=(Names(since=500),), policy=Policy())
     old = {**run(model, session, (0, 500, 1000))[1000]["all"][0], "format": 2}
     session.close()
-    if known == "the heads alone":
-        old = {"stabilizers": old["stabilizers"]}
     caplog.clear()
     model, session = session_of(
         tmp_path, old, rules=(Names(since=9000),), policy=Policy(scope="head")
@@ -149,17 +145,6 @@ def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
     audited = frame.groupby("step")["head"].apply(list).to_dict()
     # One head, from the second sample on; after the advisory the one that it names, and another.
     assert audited == {500: [0], 1000: [0, 1], 1500: [0, 1]}
-
-
-def test_of_many_advised_heads_four_a_module_are_audited_besides(tmp_path):
-    model, session = session_of(tmp_path, heads=6, layers=1, rules=(ADVISES,))
-    run(model, session, (0, 500, 1000, 1500))
-    session.close()
-    assert events(tmp_path, "advisory")[0][2] == (0, 1, 2, 3), "all are named"
-    frame = read_run(tmp_path).query("indicator == 'dq_coherent_error'")
-    audited = frame.groupby("step")["head"].apply(set).to_dict()
-    assert list(audited) == [500, 1000, 1500], "from the second sample on"
-    assert all({0, 1, 2, 3} < heads and len(heads) == 5 for heads in audited.values()), "one more"
 
 
 def test_heads_with_large_logits_are_restless():
