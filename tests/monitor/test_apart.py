@@ -1,6 +1,5 @@
 """What is in force in the user's code counts, changes and ends nothing of GuardBit's work."""
 
-from collections import Counter
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -95,36 +94,21 @@ def trained(mode, watch):
     return list(model.parameters()), norms, entered
 
 
+@pytest.fixture(scope="module")
+def bare():
+    return trained("none", True)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_around_the_loop_changes_neither_the_run_nor_what_is_measured(mode):
+def test_a_mode_around_the_loop_changes_neither_the_run_nor_what_is_measured(mode, bare):
     plain, watched = trained(mode, False), trained(mode, True)
     assert all(map(torch.equal, watched[0], plain[0]))
-    bare = trained("none", True)
     assert watched[1].keys() == bare[1].keys() and bare[1]
     for key in watched[1]:
         assert watched[1][key] == pytest.approx(bare[1][key], nan_ok=True), key
-
-
-def test_a_flop_counter_counts_the_model_alone():
-    (_, _, plain), (_, _, watched) = (trained("FLOP counter", watch) for watch in (False, True))
-    assert watched.get_total_flops() == plain.get_total_flops() > 0
-
-
-# What the op does around a kernel: it computes nothing.
-COPIES = {
-    "_fused_sdp_choice", "clone", "contiguous", "copy_", "detach", "detach_", "empty",
-    "empty_like", "lift_fresh", "resolve_conj", "resolve_neg", "to",
-}  # fmt: skip
-
-
-def test_a_profiler_records_the_model_and_its_kernels_alone():
-    (_, _, plain), (_, _, watched) = (trained("profiler", watch) for watch in (False, True))
-    plain, watched = (Counter(e.name for e in x.function_events) for x in (plain, watched))
-    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert watched[kernel] == plain[kernel] > 0
-    added = {name[6:] for name in watched - plain if name.startswith("aten::")}
-    assert added <= COPIES
+    if mode == "FLOP counter":
+        assert watched[2].get_total_flops() == plain[2].get_total_flops() > 0, "of the model alone"
 
 
 def test_a_profiler_sees_nothing_of_work_within_work():

@@ -130,7 +130,7 @@ def test_a_policy_that_is_due_switches_after_the_first_step(waits):
     run.session.close()
 
 
-@pytest.mark.parametrize("last", [2, 3, 4])
+@pytest.mark.parametrize("last", [2, 3])
 def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
     rules = Fires(SITE), Fires(SITE, name="cause", role=Role(measures_cause=True))
     settings = {"rules": rules, "policy": Policy("compensated", scope="head")}
@@ -172,16 +172,6 @@ def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
     run.session.end_step()
     assert run.session.instrumentation.asked() == {SITE: ["none", "compensated"]}
     run.session.close()
-
-
-def test_the_end_leaves_no_sample_out(tmp_path, waits):
-    run = Run(dirpath=tmp_path, policy=Policy("compensated", scope="head"))
-    run.steps(range(4))
-    run.session.abandon_step()  # there is none
-    run.session.close()
-    frame = read_run(tmp_path)
-    assert sorted(set(frame[frame.indicator == "max_logit"].step)) == [0, 3]
-    assert run.session.state_dict()["stabilizers"] == {SITE: ["none", "compensated"]}
 
 
 def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):

@@ -2,7 +2,6 @@
 
 import logging
 
-import lightning
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,22 +108,6 @@ def test_a_projection_that_is_no_matrix_any_more_costs_its_own_norms_only(
     assert not len(read_events(tmp_path))
 
 
-def test_what_fabric_sets_up_is_watched_and_given_back(tiny, tokens, loop):
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    inner = tiny.GPT()
-    model, _ = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
-    run = loop(model)
-    assert list(run.step(0, tokens)) == ["h.0.attn", "h.1.attn"]
-    assert list(run.session.instrumentation.sites) == ["h.0.attn", "h.1.attn"]
-    run.session.close()
-    assert not any("_guardbit_site" in vars(part) for part in model.modules())
-    assert not any(part._forward_hooks for part in model.modules())
-    assert loop(nn.ModuleDict({"gpt": model}), model).step(0, tokens).keys() == {
-        "gpt.h.0.attn",
-        "gpt.h.1.attn",
-    }
-
-
 class Quantised(nn.Linear):
     """As bitsandbytes has it: two weights a byte, and beside them what they are multiplied with."""
 
@@ -218,25 +201,3 @@ def test_a_layer_keeps_its_number_whatever_is_called_first(tiny, tokens, loop, t
     assert {site: list(found) for site, found in numbers.items()} == {
         f"gpt.h.{layer}.attn": [layer] for layer in range(4)
     }
-
-
-def test_another_kind_that_is_called_later_is_counted_after_those_known(tiny, tokens, loop):
-    class Another(tiny.Attention):
-        pass
-
-    model = LayerDrop(tiny.GPT(layers=3))
-    model.gpt.h[0] = tiny.Block(Another)
-    run, state = loop(model), None
-    for step, called in enumerate([(2,), (0, 1)]):
-        model.called = called
-        run.step(step, tokens)
-        state = run.session.state_dict()
-    expected = {"gpt.h.1.attn": 0, "gpt.h.2.attn": 1, "gpt.h.0.attn": 2}
-    assert {s.site: s.layer for s in run.session.samples if s.site} == expected
-    # The same in a run that goes on and meets them in another order.
-    run.session.close()
-    again = loop(model)
-    again.session.load_state_dict(state)
-    model.called = (0, 1, 2)
-    again.step(2, tokens)
-    assert {s.site: s.layer for s in again.session.samples if s.site} == expected

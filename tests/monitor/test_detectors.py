@@ -318,13 +318,3 @@ def test_thresholds_that_make_no_sense_are_named(rule):
         assert getattr(replace(rule, **{name: 7}), name) == 7
     with pytest.raises(ValueError, match="is 0; it must be >= 1"):
         LossDeparture(samples=0)
-
-
-def test_what_is_no_rule_is_refused():
-    for rules, message in (
-        (HeadGrowth(), "it must be a tuple of rules"),
-        (("head_growth",), "rules holds 'head_growth'; each must be a rule, such as"),
-        ((HeadGrowth,), r"HeadGrowth'>; each must be a rule, such as HeadGrowth\(\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Detectors(rules)

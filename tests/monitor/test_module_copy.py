@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import enum
 import random
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +39,6 @@ class Attention(toys.Attention):
 def averaged(self, x):
     self.held.mul_(0.9).add_(x.detach().abs().mean())
     return self.held.clone()
-
-
-def buffered(self, x):
-    if "mean" not in self._buffers:
-        self.register_buffer("mean", torch.ones(()))
-    self.mean = 0.9 * self.mean + x.detach().abs().mean()
-    return self.mean
 
 
 def counted(self, x):
@@ -93,20 +85,7 @@ def hooked(self, x):
 
 
 def patched(self, x):
-    """From the first call on, a function stands for a part, which it goes on calling."""
-    if "forward" not in vars(self.out):
-        inner, seen = self.out.forward, self.held
-
-        def counting(y):
-            seen.append(1)
-            return inner(y) * len(seen)
-
-        self.out.forward = counting
-    return len(self.held)
-
-
-def patched_by_default(self, x):
-    """The same, by a function whose defaults are what another one closes over."""
+    """From the first call on, functions stand for a part, which they have as a default."""
     if "forward" not in vars(self.out):
 
         def counting(y, inner=self.out.forward, *, seen=self.held):
@@ -120,31 +99,24 @@ def patched_by_default(self, x):
     return len(self.held)
 
 
-class Modes(enum.Enum):
-    DYNAMIC = "dynamic"
-    DISABLED = "disabled"
-
-
 #: What a module holds, what it makes of that, and what is left of it.
 KEPT = {
-    "python's generator": (object, lambda *_: random.random(), lambda self: random.getstate()),
-    "numpy's generator": (
+    "generators of the process": (
         object,
-        lambda *_: np.random.rand(),  # noqa: NPY002
-        lambda self: np.random.get_state()[1].tolist(),  # noqa: NPY002
+        lambda *_: random.random() + np.random.rand(),  # noqa: NPY002
+        lambda self: (random.getstate(), np.random.get_state()[1].tolist()),  # noqa: NPY002
     ),
-    "a generator": (
-        lambda: torch.Generator().manual_seed(1),
-        lambda self, x: torch.rand((), generator=self.held),
-        lambda self: self.held.get_state().tolist(),
-    ),
-    "python's and numpy's": (
-        lambda: (random.Random(1), np.random.default_rng(1)),
-        lambda self, x: self.held[0].random() + self.held[1].random(),
-        lambda self: (self.held[0].getstate(), self.held[1].bit_generator.state["state"]),
+    "generators of its own": (
+        lambda: (torch.Generator().manual_seed(1), np.random.default_rng(1)),
+        lambda self, x: torch.rand((), generator=self.held[0]) + self.held[1].random(),
+        lambda self: (self.held[0].get_state().tolist(), self.held[1].bit_generator.state["state"]),
     ),
     "a tensor": (lambda: torch.ones(()), averaged, lambda self: self.held.item()),
-    "a buffer": (object, buffered, lambda self: self.mean.item()),
+    "the averages of a norm": (
+        lambda: nn.BatchNorm1d(WIDTH),
+        lambda self, x: self.held(x.mT).mean(),
+        lambda self: self.held.running_mean.tolist(),
+    ),
     "dict and list": (
         lambda: collections.defaultdict(int, list=[]), counted, lambda self: str(self.held),
     ),
@@ -152,19 +124,13 @@ KEPT = {
     "a global name and a function": (
         begin_to_count, lambda *_: counting(), lambda self: (total, counting.calls),
     ),
-    "a member of an enum": (
-        lambda: Modes.DISABLED,
-        lambda self, x: 2.0 if self.held is Modes.DISABLED else x.nan,
-        lambda self: self.held,
-    ),
     "a graph": (
         lambda: types.SimpleNamespace(last=[]),
         in_the_graph,
         lambda self: [tensor.item() for tensor in self.held.last],
     ),
     "the batch before": (list, remembered, lambda self: self.held[0].tolist()),
-    "a closure": (list, patched, lambda self: len(self.held)),
-    "a default": (list, patched_by_default, lambda self: len(self.held)),
+    "functions in place of a part": (list, patched, lambda self: len(self.held)),
     "a hook": (list, hooked, lambda self: len(self.held)),
     "an iterator": (
         lambda: iter(n for n in range(1000)),
@@ -229,9 +195,6 @@ class CopiedElsewhere:
 
 
 UNCOPIED = {
-    "generator": lambda: (n for n in range(3)),
-    "hook": lambda: nn.Linear(1, 1).register_forward_hook(print),
-    "sparse": lambda: torch.eye(3).to_sparse(),
     "no copy": Uncopied,
     "copied elsewhere": CopiedElsewhere,
 }
