@@ -40,7 +40,7 @@ SPILLS = {
     (90, "shadow", 64): 80,
     (90, "shadow", 256): 696,
 }
-#: Bytes more with another Triton than the list's: 3.8 takes up to 8, 3.6 up to 256.
+#: Bytes more with another Triton than the list's: 3.8 takes up to 120, 3.6 up to 256.
 MORE = 0 if triton.__version__.startswith("3.9.") else 256
 
 
