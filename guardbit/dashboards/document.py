@@ -320,10 +320,7 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     more = len(diagnosed.heads) - len(shown)
     note = "What is left of the summed error of dQ without a rounding, and with a remedy."
     rows = [
-        [
-            name,
-            *(percent(one["left"][name]) if name in one["left"] else "–" for one in shown),
-        ]
+        [name, *(percent(one["left"][name]) if name in one["left"] else "–" for one in shown)]
         for name in dict.fromkeys(name for one in shown for name in one["left"])
     ]
     names = [f"{one['site']} head {one['head']}" for one in shown]

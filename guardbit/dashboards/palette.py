@@ -7,11 +7,7 @@ grey, line styles and direct labels do; the ramp of the maps darkens steadily.
 INK = "#20242c"
 PAPER = "#ffffff"
 CONTEXT = "#8c939e"
-HIGHLIGHTS: tuple[tuple[str, str], ...] = (
-    ("#d55e00", "-"),
-    ("#0072b2", "--"),
-    ("#009e73", "-."),
-)
+HIGHLIGHTS: tuple[tuple[str, str], ...] = (("#d55e00", "-"), ("#0072b2", "--"), ("#009e73", "-."))
 #: What became of a run; amber for all that is neither good nor lost.
 OUTCOME_COLOURS = {
     "healthy": "#00664a",

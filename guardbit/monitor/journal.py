@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from guardbit.judgement import (
-    Ended,
-    Evidence,
-    Judgement,
-    cause_of,
-    judge,
-    verdict_of,
-)
+from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Limits
 from guardbit.monitor.stages import Stages, log

@@ -173,8 +173,7 @@ class Notices:
             log.tell(f"GuardBit: {share}: {', '.join(self._table)}")
             if new := [name for name in called if self.known and name not in self.known]:
                 log.warning(
-                    "%s: not in the loaded state; sums and baselines begin here",
-                    _named(new),
+                    "%s: not in the loaded state; sums and baselines begin here", _named(new)
                 )
         sentences = list(_replaced(called))
         if unseen:

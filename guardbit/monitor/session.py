@@ -50,16 +50,7 @@ from guardbit.monitor.settings import Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import WATCHING, Stages, log, text_of
-from guardbit.records import (
-    RUN_ENDS,
-    Alarm,
-    Event,
-    RunEnd,
-    Sample,
-    event_of,
-    from_zero,
-    place_of,
-)
+from guardbit.records import RUN_ENDS, Alarm, Event, RunEnd, Sample, event_of, from_zero, place_of
 
 T = TypeVar("T")
 

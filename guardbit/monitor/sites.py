@@ -683,9 +683,7 @@ class Instrumentation:
         return self._clock.done
 
     def observe(
-        self,
-        observer: Callable[[AttentionCall], None] | None,
-        only: Collection[str] | None = None,
+        self, observer: Callable[[AttentionCall], None] | None, only: Collection[str] | None = None
     ) -> None:
         """Has an observer called in every attention backward from now on; None ends that."""
         for name, site in self._sites.items():

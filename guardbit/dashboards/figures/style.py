@@ -21,14 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from guardbit.dashboards.marks import marked
-from guardbit.dashboards.palette import (
-    CONTEXT,
-    HEAT_STOPS,
-    HIGHLIGHTS,
-    INK,
-    OUTCOME_COLOURS,
-    PAPER,
-)
+from guardbit.dashboards.palette import CONTEXT, HEAT_STOPS, HIGHLIGHTS, INK, OUTCOME_COLOURS, PAPER
 from guardbit.dashboards.tables import Head, Recorded
 
 HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
@@ -132,10 +125,7 @@ class ShownFigure(Figure):
 
 
 def canvas(
-    title: str,
-    panels: int = 1,
-    below: float = 0.0,
-    panel_height: float = PANEL_HEIGHT,
+    title: str, panels: int = 1, below: float = 0.0, panel_height: float = PANEL_HEIGHT
 ) -> tuple[Figure, list[Axes]]:
     """Panels one above the other that share their steps; lengths in inches."""
     bottom = BOTTOM + below

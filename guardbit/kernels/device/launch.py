@@ -12,12 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
-from guardbit.kernels.device.primitives import (
-    ADDITIVE,
-    BOOLEAN,
-    INTERPRET,
-    NO_MASK,
-)
+from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, INTERPRET, NO_MASK
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.reference.passes import check_names
 from guardbit.kernels.spec import AttentionSpec
