@@ -16,6 +16,7 @@ from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from studies.rescue import analyse, lines, measures
 from studies.rescue.packed import Run, begun_at, load, pack
+from tests.studies.conftest import COLUMNS
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -159,38 +160,21 @@ def test_second_starts_and_copies_are_arms_of_their_own():
 def scalars(*steps):
     """Telemetry of a run that has a value of each indicator at these steps, and no more."""
     names = ["loss", "max_logit", "w_q_spectral_norm"]
-    return pd.DataFrame(
-        {"step": step, "site": "h.0", "head": 0, "indicator": name, "value": 1.0}
-        for step in steps for name in names
-    )  # fmt: skip
+    rows = [(step, "h.0", 0, 0, name, 1.0) for step in steps for name in names]
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def test_one_line_of_a_run():
+    rows = [(step, "", -1, -1, "loss", 2.0 + (step > 3000) / 2) for step in range(0, 4001, 20)]
     steps = np.arange(0, 4001, 200)
-    late = steps > 2000
-    heads = {
-        0: {"max_logit": np.where(steps == 1200, 9e9, np.where(late, 3000.0, 2000.0))},
-        1: {"max_logit": np.where(steps <= 2600, 2000.0, 1500.0)},
-    }
-    rows = [
-        {"step": step, "site": "h.0", "head": head, "indicator": indicator, "value": value}
-        for head, indicators in heads.items()
-        for indicator, values in {
-            **indicators, "w_q_spectral_norm": np.where(steps >= 3000, 8.0, 3.0),
-        }.items()
-        for step, value in zip(steps.tolist(), values, strict=True)
-    ]  # fmt: skip
-    scalars = [
-        {
-            "step": step,
-            "site": "",
-            "head": -1,
-            "indicator": "loss",
-            "value": 2.0 + (step > 3000) / 2,
-        }
-        for step in range(0, 4001, 20)
-    ]
-    frame = pd.DataFrame(rows + scalars)
+    first = np.where(steps == 1200, 9e9, np.where(steps > 2000, 3000.0, 2000.0))
+    other = np.where(steps <= 2600, 2000.0, 1500.0)
+    norms = np.where(steps >= 3000, 8.0, 3.0)
+    for head, logits in enumerate((first, other)):
+        for step, logit, norm in zip(steps.tolist(), logits, norms, strict=True):
+            rows += [(step, "h.0", 0, head, "max_logit", logit),
+                     (step, "h.0", 0, head, "w_q_spectral_norm", norm)]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=COLUMNS)
     twin = frame.copy()
     twin.loc[twin["indicator"] == "loss", "value"] = 2.0
     alarm = partial(Event, kind="alarm", why="", rule="norm_growth")
