@@ -249,8 +249,11 @@ REFUSED = {
     "other": ("flash_attn_interface.flash_attn_func", {"attention_chunk": 2}, "`attention_chunk`"),
     "function": ("flash_attn.cute.flash_attn_func", {"score_mod": max}, "by a function"),
     "window of FA4": ("flash_attn.cute.flash_attn_func", {"window_size": (-1, 0)}, "window_size"),
+    "dropout of the hub": (
+        "kernels/flash_attn_2.flash_attn_func", {"dropout_p": 0.3}, "cannot be compared with its",
+    ),
     "dropped P": (FUNC, {"dropout_p": 0.5, "return_attn_probs": True}, "what it dropped"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 2, "sm_margin": 8, "pack_gqa": True}])
