@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a run, or a CSV of its samples.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, and write and draw nothing.")
+]
 
 #: What a report's metadata says about events that were not recorded.
 REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
@@ -171,14 +173,7 @@ def report(
             help="File or folder; by default the folder of the run or CSV; of several, this one."
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Write no report: print the judgement as one JSON object, of several runs as "
-            'one with "runs".',
-        ),
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the report of a run, or of several side by side."""
     if as_json:
@@ -501,9 +496,7 @@ def diagnose(
             "--verbose", help="Print what each rounding and each stabilizer leaves of the error."
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
     from guardbit.dashboards.figures.heads import head_diagnosis
