@@ -83,7 +83,8 @@ def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
     loop.model.layers = loop.model.layers[:1]
     loop.run([0], close=False)
     assert list(read_metadata(tmp_path)["sites"]) == SITES[:1]
-    assert sum("no alarm can switch" in line for line in caplog.messages) == 1
+    (line,) = (line for line in caplog.messages if "no alarm can switch" in line)
+    assert "any of the 1 attention modules: " in line and "dropout 1.0" in line
     caplog.clear()
     loop.model.layers.append(second)
     with caplog.at_level(logging.INFO, "guardbit"):

@@ -10,7 +10,7 @@ from guardbit import MonitorSession, read_run
 from guardbit.monitor.measure.measurement import Transfer, precision_of
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import NORMS, SITES, Always, Loop, attention, events_of
+from tests.monitor.session.plain_loop import NORMS, SITES, Loop, attention, events_of
 
 
 def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
@@ -37,16 +37,6 @@ def test_tf32_is_noticed_whichever_setting_allows_it(setting, value):
     finally:
         matmul.fp32_precision = before
     assert precision_of(on_gpu) == "float32"
-
-
-def test_suspects_are_audited_besides_those_in_turn(tmp_path):
-    Loop(rules=(Always(),), dirpath=tmp_path, num_audited_heads=1, strict=True).run(range(8))
-    frame = read_run(tmp_path)
-    rows = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[1])]
-    audited = [set(group["head"]) for _, group in rows.groupby("step")]
-    assert len(audited) == 7, "from the second sample on"
-    assert all(1 in heads and len(heads) == 2 for heads in audited)
-    assert set.union(*audited) == {0, 1, 2, 3}
 
 
 def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_again(tmp_path):

@@ -10,7 +10,7 @@ from guardbit import load, read_events
 from guardbit.monitor import journal
 from guardbit.monitor.policy import Policy
 from guardbit.store import RunWriter
-from tests.monitor.session.plain_loop import SITES, Always, Loop, events_of, full_disk, sampled
+from tests.monitor.session.plain_loop import SITES, Always, Loop, events_of, full_disk
 
 
 def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
@@ -22,23 +22,12 @@ def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
     assert events_of(tmp_path, "alarm")["step"].tolist() == [3]
 
 
-def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
-    settings = {"dirpath": tmp_path, "rules": (Always(),)}
-    state = Loop(**settings).run([0], close=False).leave()
-    Loop(**settings).resume(state, [1, 2])
-    assert sampled(tmp_path) == [0, 1, 2]
-    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
-    assert told == [[0, "alarm"], [1, "verdict"]]
-
-
-@pytest.mark.parametrize("before", ["nothing", "nothing but a first try", "another run"])
-def test_what_a_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_a_folder_lacks_of_a_resumed_run_is_told(tmp_path, is_used):
     settings = {"rules": (Always(),), "policy": Policy("row_max", scope="head")}
     state = Loop(**settings).run(range(3), close=False).leave()
-    if before == "another run":
+    if is_used:
         Loop(dirpath=tmp_path, rules=()).run(range(2))
-    elif before != "nothing":
-        RunWriter(tmp_path).close()
     Loop(dirpath=tmp_path, **settings).resume(state, [3, 4])
     columns = ["step", "kind", "site", "heads", "stabilizer", "rule", "verdict"]
     assert read_events(tmp_path)[columns].to_numpy().tolist() == [
@@ -67,16 +56,6 @@ def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
     assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear"]
     Loop(dirpath=tmp_path).resume(state, [3, 4])
     assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["unclear", "stable"]
-
-
-def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
-    settings = {"rules": (Always(),), "dirpath": tmp_path}
-    state = Loop(**settings).run(range(3), close=False).leave()
-    (segment,) = tmp_path.glob("events-*")
-    segment.write_text("{")
-    Loop(**settings).resume(state, [3, 4])  # warnings are errors here
-    with pytest.warns(UserWarning, match="left out the segment"):
-        assert events_of(tmp_path, "alarm")["step"].tolist() == [0], "what is remembered is told"
 
 
 @pytest.mark.parametrize("fault", [None, "the folder opens late", "a segment is broken"])
@@ -113,22 +92,6 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert f"{tmp_path} already holds" in told and "from step 0 on" in told
 
 
-@pytest.mark.parametrize("elsewhere", [{}, {"other_stage.attention": ["row_max"]}])
-def test_of_a_state_of_another_version_the_switch_is_kept(caplog, elsewhere):
-    loop = Loop(strict=True)
-    own = {SITES[0]: ["none", "compensated"]}
-    state = {"format": 2, "stabilizers": {**own, **elsewhere}, "unknown": 1}
-    if elsewhere:  # of another stage of a pipeline it is no error, and kept for that
-        with pytest.raises(ValueError, match=r"no module 'other_stage\.attention' to switch"):
-            loop.session.load_state_dict(state)
-    loop.session.load_state_dict({**state, "is_of_parts": True})
-    assert f"stay switched ({SITES[0]}" in caplog.text
-    loop.run([0, 1], close=False)
-    assert loop.session.instrumentation.stabilizers()[SITES[0]] == own[SITES[0]]
-    assert loop.session.state_dict()["stabilizers"] == {**own, **elsewhere}
-    loop.session.close()
-
-
 def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
     first = Loop(dirpath=tmp_path)
     first.run([0], close=False)
@@ -151,17 +114,6 @@ def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
         f" {folder}/guardbit, pass that as dirpath"
     )
     assert (goes_on in caplog.text, begins in caplog.text) == (same, not same)
-
-
-def test_a_folder_that_cannot_be_listed_is_no_failed_write(tmp_path, caplog, monkeypatch):
-    def fails(_):
-        raise OSError("stale")
-
-    monkeypatch.setattr(RunWriter, "is_hidden", fails)
-    loop = Loop(dirpath=tmp_path)
-    loop.run([0, 1])
-    assert sampled(tmp_path) == [0, 1]
-    assert not loop.session.stages_off and "could not be written" not in caplog.text
 
 
 def test_a_policy_acts_on_the_alarms_of_a_checkpoint_that_none_has_heeded(tmp_path):

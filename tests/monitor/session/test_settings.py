@@ -9,17 +9,7 @@ import torch
 from guardbit import MonitorSession
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_end
-from tests.monitor.session.plain_loop import Loop, model_of, sampled, values
-from tests.toys import Attention
-
-
-@pytest.mark.parametrize("policy", [None, Policy("compensated", scope="head")])
-def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
-    monkeypatch.setattr(Attention, "dropout_p", 1.0)
-    Loop(policy=policy).run(range(2))
-    told = [line for line in caplog.messages if "no alarm can switch" in line]
-    assert len(told) == (policy is not None)
-    assert not told or ("any of the 2 attention modules: " in told[0] and "dropout 1.0" in told[0])
+from tests.monitor.session.plain_loop import Loop, model_of, values
 
 
 @pytest.mark.parametrize("settings, said", [
@@ -62,10 +52,9 @@ class Raises:
 
 @pytest.mark.parametrize(
     "loss",
-    ["x", None, [1.0], 10**400, Raises(), 1j, np.complex64(1j), torch.ones(3), torch.tensor(1j),
-     torch.ones((), device="meta"), {"loss": 1.0}],
+    ["x", 10**400, Raises(), np.complex64(1j), torch.ones(3), torch.ones((), device="meta")],
     ids=lambda loss: type(loss).__name__,
-)  # fmt: skip
+)
 def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
     loop = Loop(dirpath=tmp_path)
     for step, value in enumerate([loss, 0.5, loss, 0.25]):
@@ -85,7 +74,7 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
     ]
 
 
-@pytest.mark.parametrize("factor", ["four", -1, 0, math.nan, math.inf, None, [4]])
+@pytest.mark.parametrize("factor", ["four", -1, 0, math.nan, math.inf])
 def test_a_factor_that_is_none_costs_its_losses_and_no_stage(tmp_path, caplog, factor):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
     fours = np.int64(4), np.array(4.0), torch.tensor(4)
@@ -108,37 +97,21 @@ def test_what_no_run_can_end_as_is_said_and_the_run_is_closed(tmp_path, caplog):
     assert said in caplog.messages
 
 
-def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog, monkeypatch):
-    loop = Loop(dirpath=tmp_path)
-    monkeypatch.setattr(loop.session._measurement.run, "loss", lambda *_: 1 / 0)
-    with loop.session.step(0) as record:
-        loop.backward(0)
-        record.loss(0.5)
-    loop.run([1])
-    assert sampled(tmp_path) == [0, 1] and values(tmp_path, "loss") == {}
-    assert sum("the stage 'loss' failed" in message for message in caplog.messages) == 1
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"policy": "compensated"}, "policy is 'compensated'; it must be a guardbit.Policy"),
-        ({"policy": Policy}, "it must be a guardbit.Policy, or None"),
-        ({"dirpath": 3}, "dirpath is 3; it must be a path, or None"),
         ({"indicators": []}, r"indicators is \[\]; it must be a list of names"),
         ({"sites": []}, r"sites is \[\]; it must be a list of names"),
         ({"rules": "head_growth"}, "rules is 'head_growth'; it must be a tuple of rules"),
-        ({"dry_run": "no"}, "dry_run is 'no'; it must be True or False"),
         ({"dry_run": None}, "dry_run is None; it must be True or False"),
         ({"every_n_train_steps": True}, "every_n_train_steps is True; it must be a whole number"),
         ({"every_n_train_steps": 0}, "every_n_train_steps is 0; it must be a whole number, at"),
         ({"num_rows": 0}, "num_rows is 0; it must be a whole number, at least 1, or None"),
         ({"num_audited_heads": -1}, "num_audited_heads is -1; it must be a whole number, at least"),
         ({"indicators": ["delta"]}, "indicator 'delta' is unknown; allowed are w_q"),
-        ({"indicators": "loss"}, "indicators is 'loss'; it must be a list"),
         ({"sites": [None]}, r"sites is \[None\]; it must be a list of names, at least one, or"),
         ({"rules": (3,)}, "rules holds 3; each must be a rule, such as"),
-        ({"snapshot_megabytes": True}, "snapshot_megabytes is True; it must be a number, at"),
         ({"snapshot_megabytes": -1}, "snapshot_megabytes is -1; it must be a number, at least 0"),
         ({"dirpath": ""}, "dirpath is ''; it must be a path, or None"),
         ({"dirpath": __file__}, "dirpath is .*test_settings.py', a file; it must be a folder"),

@@ -2,10 +2,9 @@
 
 import pytest
 
-from guardbit import MonitorSession
 from guardbit.kernels import dispatch
 from guardbit.monitor.measure import measurement, weights
-from guardbit.monitor.stages import FOR_GOOD, FOR_NOW, FailedElsewhereError, Stages
+from guardbit.monitor.stages import FOR_GOOD, FOR_NOW
 from tests.monitor.session.plain_loop import SITES, Loop, events_of, fail, values
 
 #: Stage -> what is made to fail, and an indicator that then lacks.
@@ -20,8 +19,7 @@ def reasons(path):
     return [(e.step, e.why) for e in events_of(path, "monitor_error").itertuples()]
 
 
-@pytest.mark.parametrize("step", [0, 6, 11], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("stage", BROKEN)
+@pytest.mark.parametrize(("stage", "step"), [("capture", 0), ("metrics", 6), ("samples", 11)])
 def test_one_error_costs_one_sample(stage, step, tmp_path, monkeypatch):
     module, function, indicator = BROKEN[stage]
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(step), close=False)
@@ -38,9 +36,8 @@ def test_one_error_costs_one_sample(stage, step, tmp_path, monkeypatch):
     # It was tried in the next sample; when that is over it is known to have succeeded.
     recovered = [(min(step + 2, 11), f"the stage '{stage}' works again")]
     assert later == (recovered if step < 11 else [])
-    said = loop.session.judgement.headline
-    assert said.startswith(f"Unclear: from step {step} on, because the stage '{stage}' failed (")
-    assert (f"), which works again from step {recovered[0][0]} on" in said) is (step < 11)
+    said = f"), which works again from step {recovered[0][0]} on"
+    assert (said in loop.session.judgement.headline) is (step < 11)
 
 
 def test_a_stage_that_always_fails_is_tried_three_times_further_apart(tmp_path, monkeypatch):
@@ -77,35 +74,3 @@ def test_the_line_names_whose_call_it_was(tmp_path, monkeypatch, caplog):
     # The backward meets the last layer first.
     assert f"in a call of attention module '{SITES[1]}' at " in why and "plain_loop.py:" in why
     assert why.split("; ")[0].removeprefix("capture: ") in caplog.text
-
-
-def test_another_ranks_failure_costs_no_try():
-    said = []
-    stages = Stages(False, lambda stage, why: said.append(why), said.append)
-    for _ in range(50):
-        stages.begin_sample()
-        assert "metrics" not in stages.off
-        stages.fail("metrics", FailedElsewhereError("elsewhere"))
-    assert said == [f"elsewhere; {FOR_NOW}"]
-    stages.begin_sample()
-    assert stages.attempt("metrics", lambda: 7) == 7
-    stages.end_sample()
-    assert said[1:] == ["metrics"] and not stages.off
-
-
-def test_the_monitor_itself_is_off_at_once(tmp_path):
-    loop = Loop(dirpath=tmp_path).run([0], close=False)
-    loop.session.attempt("watching", fail)
-    loop.run(range(1, 4))
-    assert loop.session.stages_off == {"watching"}
-    assert [why for _, why in reasons(tmp_path)] == [
-        "the monitor is off, training goes on: on purpose"
-    ]
-
-
-def test_a_strict_session_raises_at_once():
-    loop = Loop(strict=True)
-    with pytest.raises(ArithmeticError):
-        loop.session.attempt("metrics", fail)
-    assert isinstance(loop.session, MonitorSession)
-    loop.session.close()

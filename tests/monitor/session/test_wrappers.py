@@ -83,10 +83,15 @@ def test_a_part_of_the_user_called_module_keeps_its_name():
     inst.remove()
 
 
-@pytest.mark.parametrize("wrapper", ["plain", "ddp", "compiled ddp"])
 @pytest.mark.parametrize(
-    "pattern",
-    ["layers.1", "module.layers.1", "_orig_mod.module.layers.1", "*.layers.1", "*ers.1"],
+    ("wrapper", "pattern"),
+    [
+        ("plain", "module.layers.1"),
+        ("plain", "*.layers.1"),
+        ("ddp", "layers.1"),
+        ("compiled ddp", "_orig_mod.module.layers.1"),
+        ("compiled ddp", "*ers.1"),
+    ],
 )
 def test_modules_are_named_with_and_without_the_wrappers_names(tmp_path, wrapper, pattern):
     loop = Loop(lambda: WRAPPERS[wrapper](model_of()), dirpath=tmp_path, sites=[pattern])
@@ -103,8 +108,10 @@ def test_modules_are_named_with_and_without_the_wrappers_names(tmp_path, wrapper
     loop.session.close()
 
 
-@pytest.mark.parametrize("after", ["plain", "ddp", "compiled", "ddp of compiled layers"])
-@pytest.mark.parametrize("before", ["ddp", "plain", "compiled ddp"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("plain", "ddp"), ("ddp", "compiled"), ("compiled ddp", "ddp of compiled layers")],
+)
 def test_a_run_that_goes_on_in_another_wrapper_is_one_run(tmp_path, before, after):
     """Names, switched heads, sums and baselines are those of the run that was never stopped."""
     settings = {"rules": (Always(since=1),), "policy": Policy("exact_delta", scope="head")}
