@@ -71,26 +71,3 @@ def test_consumers_run_without_autograd_and_autocast(tiny, tokens, monkeypatch):
         tiny.step(model, tokens)
     session.close()
     assert modes == [(False, False, torch.bfloat16)] * 2
-
-
-def test_empty_calls_are_passed_over(watched):
-    model, inst = watched
-    calls = []
-    inst.observe(calls.append)
-    model.h[0](torch.zeros(0, 5, 64, requires_grad=True)).sum().backward()
-    assert calls == []
-    assert not inst.sites, "there is nothing to see in them, so PyTorch serves them alone"
-
-
-def test_forwards_without_a_backward_are_not_seen(watched, tokens):
-    model, inst = watched
-    calls = []
-    inst.observe(calls.append)
-    with torch.no_grad():
-        model(tokens)
-    first, second = model(tokens), model(tokens)
-    assert calls == []
-    second.backward()
-    assert len(calls) == 2
-    first.backward()
-    assert len(calls) == 4
