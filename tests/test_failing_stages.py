@@ -16,6 +16,7 @@ from guardbit.dashboards.document import document_of
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event
+from tests.callbacks.several_ranks import begin, launch, seen
 from tests.monitor.session.plain_loop import Loop, model_of
 from tests.test_judgement import LAST, samples
 
@@ -144,12 +145,11 @@ RANKS = [
 ]
 
 
-def of_two(rank, folder, at, cases):
+def of_two(folder, at, cases):
     """A rank's runs, one after the other; says what each became."""
-    torch.set_num_threads(1)
+    begin("cpu")
+    rank = torch.distributed.get_rank()
     logging.getLogger("guardbit").setLevel(logging.CRITICAL)
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     held = guardbit.instrument(model_of())  # else each run would look for functions anew
     found = []
     for number, (stage, who) in enumerate(cases):
@@ -169,8 +169,8 @@ def of_two(rank, folder, at, cases):
 )
 def test_after_an_error_on_one_rank_of_two_or_both_neither_says_healthy(tmp_path, at, stages):
     cases = [case for case in RANKS if case[0] in stages]
-    torch.multiprocessing.spawn(of_two, (tmp_path, at, cases), 2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    launch(of_two, 2, tmp_path, at, cases)
+    found = seen(tmp_path)
     assert len(cases) == len(found[0]) == len(found[1])
     wrong = []
     expected = f"Unclear: from step {at} on, because "

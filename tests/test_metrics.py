@@ -3,19 +3,17 @@
 import copy
 import json
 import pickle
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.testing import assert_close
 from torchmetrics import MetricCollection
 
-from guardbit import MonitorSession, metrics
+from guardbit import metrics
 from guardbit.catalog import of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.metrics import (
-    DeltaBias,
     MaxLogit,
     MultipleMaxima,
     SpectralNorm,
@@ -255,40 +253,3 @@ def test_a_plot_shows_the_heads():
     metric.update(**{name: inputs_of(0)[name] for name in "qk"})
     _, ax = metric.plot()
     assert [line.get_ydata()[0].item() for line in ax.get_lines()] == metric.compute().tolist()
-
-
-class Measured(torch.nn.Module):
-    """Attention that measures itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out_proj = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
-        some = ["max_logit", "attention_entropy", "w_q_spectral_norm"]
-        self.some = attention_metrics(4, causal=True, indicators=some)
-        self.bias = DeltaBias(4, "cumulative", causal=True)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        self.some.update(q=q, k=k, w_q=self.qkv.weight[:64].view(4, 16, 64))
-        out.register_hook(lambda d_out: self.bias.update(q, k, v, out, d_out))
-        return self.out_proj(out.transpose(1, 2).flatten(2))
-
-
-def test_a_session_beside_metrics_changes_none_and_takes_none_for_new_attention(caplog, tmp_path):
-    found = []
-    for is_watched in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(Measured(), Measured())
-        kept = {"dirpath": tmp_path, "every_n_train_steps": 1}
-        session = MonitorSession(model, **kept) if is_watched else None
-        for step in range(3):
-            with session.step(step) if session else nullcontext():
-                model(torch.randn(2, 8, 64)).square().mean().backward()
-        if session:
-            session.close()
-        found.append([(m.some.compute(), m.bias.compute(), m.bias.update_count) for m in model])
-    for (before, bias, count), (after, bias_after, count_after) in zip(*found, strict=True):
-        assert all(torch.equal(values, after[name]) for name, values in before.items())
-        assert torch.equal(bias, bias_after) and count == count_after == 3
-    assert "monitor_error" not in caplog.text

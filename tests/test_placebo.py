@@ -120,26 +120,34 @@ def test_no_other_rescues_of_the_study_are_called_saved(is_rounding, rescues):
     assert found == rescues
 
 
+def switched_at(step, *heads):
+    """Heads of one site that are alarmed, and the switch of both of its heads."""
+    return [Event(step, "alarm", "a", heads, "", rule="head_growth", judges="head"),
+            Event(step, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
+
+
+def is_ever_saved(values, alarm, losses):
+    """Whether a switch that does nothing, with rounding as the cause, saves at any sample."""
+    evidence, ever = Evidence(), False
+    for step, (value, loss) in enumerate(zip(values, losses, strict=True)):
+        evidence.add([Sample(step, "", -1, "loss", (loss,)),
+                      Sample(step, "a", 0, "max_logit", (value, 5.0))])  # fmt: skip
+        evidence.shares = {(0, 0): (step, ROUNDING)}
+        ever |= step > alarm and judge(evidence, switched_at(alarm, 0)).state == "saved"
+    return ever
+
+
 @pytest.mark.parametrize(("hang", "most"), [(0.5, 2), (0.9, 15)])
 def test_samples_that_hang_together_are_rarely_saved(hang, most):
     """Stationary logits that wander: what wanders for long cannot be told from a fall."""
     saved = 0
     for seed in range(100):
-        draw, evidence, x = random.Random(seed), Evidence(), 0.0
-        values = []
+        draw, x, values = random.Random(seed), 0.0, []
         for _ in range(140):
             x = hang * x + draw.gauss(0, 0.15 * math.sqrt(1 - hang**2))
             values.append(100 * math.exp(x))
         alarm = max(range(80, 100), key=values.__getitem__)
-        events = [Event(alarm, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
-                  Event(alarm, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
-        ever = False
-        for step, value in enumerate(values):
-            evidence.add([Sample(step, "", -1, "loss", (3.0,)),
-                          Sample(step, "a", 0, "max_logit", (value, 5.0))])  # fmt: skip
-            evidence.shares = {(0, 0): (step, ROUNDING)}
-            ever |= step > alarm and judge(evidence, events).state == "saved"
-        saved += ever
+        saved += is_ever_saved(values, alarm, [3.0] * 140)
     assert saved <= most
 
 
@@ -153,21 +161,15 @@ def noise(kind, draw):
     ("kind", "after"), [(0.02, 5), (0.15, 1), (0.5, 40), ("heavy tails", 5), ("heavy tails", 40)]
 )
 def test_noise_is_hardly_ever_saved_at_whatever_sample_one_looks(kind, after):
-    """Stationary logits, an alarm at a high sample, rounding as the cause, and no effect."""
+    """Stationary logits, an alarm at a high sample, and no effect."""
     saved = 0
     for seed in range(100):
-        draw, evidence = random.Random(seed), Evidence()
+        draw = random.Random(seed)
         values = [100 * noise(kind, draw) for _ in range(14 + after)]
         alarm = max(range(8, 14), key=lambda i: min(values[i - 1], values[i]))
-        events = [Event(alarm, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
-                  Event(alarm, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
-        ever = False
-        for step in range(alarm + 1 + after):
-            evidence.add([Sample(step, "", -1, "loss", (3.0 + draw.gauss(0, 0.02),)),
-                          Sample(step, "a", 0, "max_logit", (values[step], 5.0))])  # fmt: skip
-            evidence.shares = {(0, 0): (step, ROUNDING)}
-            ever |= step > alarm and judge(evidence, events).state == "saved"
-        saved += ever
+        steps = alarm + 1 + after
+        losses = [3.0 + draw.gauss(0, 0.02) for _ in range(steps)]
+        saved += is_ever_saved(values[:steps], alarm, losses)
     assert saved <= 2
 
 
@@ -180,24 +182,20 @@ def test_what_fell_before_its_switch_is_not_saved_by_it(slope):
             evidence.add([Sample(step, "", -1, "loss", (3.0,)),
                           Sample(step, "a", 0, "max_logit", (logit, 5.0))])  # fmt: skip
         evidence.shares = {(0, 0): (99, ROUNDING)}
-        events = [Event(40, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
-                  Event(40, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
-        assert judge(evidence, events).state == "switched"
+        assert judge(evidence, switched_at(40, 0)).state == "switched"
 
 
 @pytest.mark.parametrize(("rise", "lowest"), [(0.0, 0.6), (0.5, 0.6), (0.0, 0.1)])
 def test_a_loss_that_rises_at_the_switch_or_a_head_that_moves_itself_forbids_saved(rise, lowest):
     evidence, found = Evidence(), set()
     other = dict(zip(ROUNDING, (lowest - 0.1, lowest, lowest + 0.1), strict=True))
-    events = [Event(60, "alarm", "a", (0, 1), "", rule="head_growth", judges="head"),
-              Event(60, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
     for step in range(110):
         logit = 100.0 if step <= 60 else 20.0
         evidence.add([Sample(step, "", -1, "loss", (3.0 + rise * (step > 60),)),
                       Sample(step, "a", 0, "max_logit", (logit, logit))])  # fmt: skip
         evidence.shares = {(0, 0): (step, ROUNDING), (0, 1): (step, other)}
         if step > 60:
-            found.add(judge(evidence, events).state)
+            found.add(judge(evidence, switched_at(60, 0, 1)).state)
     assert ("saved" in found) == (rise == 0.0 and lowest == 0.6)
 
 
@@ -214,8 +212,7 @@ def test_audits_tell_whether_the_switch_took_the_error_and_the_growth(after, fal
                       Sample(step, "a", 0, "max_logit", (logit, 5.0)),
                       Sample(step, "a", 0, "attention_entropy", (entropy, 5.0)),
                       Sample(step, "a", 0, "dq_coherent_error", (-error, math.nan))])  # fmt: skip
-    events = [Event(11, "alarm", "a", (0,), "", rule="head_growth", judges="head"),
-              Event(11, "switch", "a", (0, 1), "", stabilizer="exact_delta")]  # fmt: skip
+    events = switched_at(11, 0)
     found = judge(evidence, events)
     is_saved = (after, fallen, entropy) == (0.02, 20.0, 0.5)
     said = ("saved", "rounding") if is_saved else ("switched", "unclear")

@@ -170,27 +170,6 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
     ]
 
 
-def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
-    rows = [values for tag, values in page.tags if tag == "tr" and values.get("class") == "alarmed"]
-    assert len(rows) == 2
-    cells = page.of("td", "small")
-    start = cells.index("h.2.attn") - 1
-    assert cells[start : start + 5] == [
-        "layer 2, head 7",
-        "h.2.attn",
-        "step\N{NO-BREAK SPACE}2,950",
-        "norm_trend",
-        "compensated",
-    ]
-    # Its logit has grown e^7 times, all others have stayed where they were.
-    assert cells[start + 5] == "> 1,000 ×"
-    assert float(cells[start + 6]) == pytest.approx(
-        run.values["w_q_spectral_norm"][2, 7, -1], rel=5e-3
-    )
-    assert "−" in cells[cells.index("layer 2, head 3", start) + 10]  # its cumulative delta bias
-    assert "10 of 144 shown" in page.text
-
-
 def test_the_figures_lie_beside_the_page(report, page):
     folder = report.parent / "report_figures"
     assert page.of("code") == ["report_figures/"]
