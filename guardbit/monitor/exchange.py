@@ -1,4 +1,10 @@
-"""What ranks that hold different parts of a model report to each other after a sampled step."""
+"""What ranks that hold different parts of a model report to each other after a sampled step.
+
+In this order: which modules were not called ("uncalled"), whether stages are on ("agree"); weights
+that are sharded, as norms are taken; the modules measured ("sites", "agree") and, if all ranks
+measured theirs, the sums of calls ("state of"), then samples ("known"); at last codes of weights,
+switches and events ("end") and, if codes of events differ, the events ("events").
+"""
 
 from __future__ import annotations
 

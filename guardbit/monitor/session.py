@@ -6,56 +6,42 @@ What happens in a step: `begin_batch` says whether calls are observed, `_receive
 them inside the backward, and `end_step` runs named stages (`Stages`), in three lists:
 1. `end_step`, after each step: what was not seen, and what ran otherwise than asked;
 2. `_measure`, after a sampled step: norms of weights are taken, and all numbers sent to the host;
-3. `_judge`, once these have come: scalars, detectors and alarms; `_act` then switches and clips.
-What ranks exchange after a sampled step, in this order: which modules were not called ("uncalled"),
-whether stages are on ("agree"); in `_measure` weights that are sharded; in `_judge` the modules
-measured ("sites", "agree") and, if all ranks measured theirs, the sums of calls ("state of"), then
-samples ("known"); at last codes of weights, switches and events ("end") and, if codes of events
-differ, the events ("events").
+3. `SampledSteps.judge`, once these have come: detectors and alarms; then it switches and clips.
+`exchange` lists what ranks exchange after a sampled step.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from numbers import Complex, Real
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from guardbit import guard
-from guardbit.alerts import webhook_of_run
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
-from guardbit.judgement import OFF, PRECISE, RECOVERED, SHARES, Judgement, nothing_to_correct
+from guardbit.judgement import OFF, RECOVERED, Judgement
 from guardbit.kernels.runtime import AttentionCall, may_recompile
 from guardbit.monitor import ranks
-from guardbit.monitor.actions import Clipping, Switching
-from guardbit.monitor.detectors import Detectors
-from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
-from guardbit.monitor.measure import Burst, Measurement, Sent, largest
+from guardbit.monitor.measure import Burst, Measurement, Sent, is_number
 from guardbit.monitor.notices import Notices
-from guardbit.monitor.replay import graded, normalised_sites
+from guardbit.monitor.sampled import SampledSteps
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
-from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import WATCHING, Stages, log, text_of
-from guardbit.records import RUN_ENDS, Alarm, Event, RunEnd, Sample, event_of, from_zero, place_of
+from guardbit.records import RUN_ENDS, Alarm, Event, RunEnd, Sample, from_zero
 
 T = TypeVar("T")
-
-# Of a state. Raise it when states that were taken before no longer fit.
-_FORMAT = 9
 
 
 class Phase(IntEnum):
@@ -109,41 +95,35 @@ class Session(Guarded):
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
-        self.policy = copy.deepcopy(settings.policy)
-        self.dry_run = settings.dry_run
+        settings = replace(settings, policy=copy.deepcopy(settings.policy))
+        self.policy, self.dry_run = settings.policy, settings.dry_run
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.alarms: list[Alarm] = []
         self.news: list[Alarm] = []  # of a rule or head that had not alarmed before
         self.sampled_step: int | None = None
-        self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
-            warn_of_settings(settings.measured, self.policy, self.detectors)
+            warn_of_settings(settings)
         with refusing():
             self.instrumentation: Instrumentation = instrument(model, settings.sites)
         is_compensated = self.policy is not None and self.policy.stabilizer == "compensated"
         self.instrumentation.keep_residuals(is_compensated)
         self._measurement = Measurement(self.instrumentation, settings)
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
-        # Alarms of a checkpoint that no policy acted on; the policy of this run may.
-        self._unheeded: list[Alarm] = []
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
-        self._webhook = webhook_of_run() if ranks.rank() == 0 else None
-        self._name = os.fspath(settings.dirpath or "a run without a folder")
         self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
-        described, advice = settings.described(), settings.advice
-        self._journal = Journal(settings.dirpath, described, self._stages, advice)
+        described = settings.described()
+        self._journal = Journal(settings.dirpath, described, self._stages, settings.advice)
         self._findings = self._journal.findings
-        directions = self._measurement.directions
-        self._snapshots = Snapshots(self.instrumentation, settings, directions, self._journal.note)
-        self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
-        self._clipping = Clipping(self.policy, self.dry_run, self.record)
-        self._exchange = Exchange(self.instrumentation, self._stages, self._journal)
         self._notices = Notices(self.instrumentation, self._journal, settings)
+        self._sampled = SampledSteps(
+            self.instrumentation, settings, self._stages, self._journal, self._notices,
+            self._measurement, self._burst, self._schedule,
+        )  # fmt: skip
+        self._switching, self._exchange = self._sampled.switching, self._sampled.exchange
+        self._snapshots, self.detectors = self._sampled.snapshots, self._sampled.detectors
         self._had_backward = True  # in the latest step whose calls were wanted
-        # Whether it is known how modules run, so that no switch is needless; ranks must agree.
-        self._is_informed = self.policy is None or ranks.world_size() > 1
         self.instrumentation.listen(self._capture_failed)
 
     # --- the run's events ------------------------------------------------------------------------
@@ -253,7 +233,7 @@ class Session(Guarded):
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        if _is_number(factor) and 0 < float(factor) < math.inf:
+        if is_number(factor) and 0 < float(factor) < math.inf:
             self._take_of_step("loss", value, float(factor))
         elif self._notices.first("factor"):
             _warn(f"factor is {factor!r}; it must be above 0 and finite: the loss is left out")
@@ -287,7 +267,7 @@ class Session(Guarded):
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once if it is not one."""
-        if _is_number(value):
+        if is_number(value):
             self.attempt(name, take)
         elif self._notices.first(f"{name} is no number"):
             kind = type(value).__name__
@@ -308,14 +288,15 @@ class Session(Guarded):
             return []
         step, was_sampled = ended
         if not self._is_closed:
-            outside = [("coverage", partial(self._notices.report_outside, step))]
-            self._run(
-                ("switch", self.instrumentation.end_step),
-                *(outside if was_sampled else ()),
+            self.attempt("switch", self.instrumentation.end_step)
+            if was_sampled:
+                self.attempt("coverage", partial(self._notices.report_outside, step))
+            reports = (
                 ("coverage", partial(self._notices.report_unseen, step)),
                 ("switch", partial(self._notices.report_runs, step)),
                 ("proofs", self._notices.report_proofs),
             )
+            self._stages.run(reports)
         self._step_ended()
         if self._burst.is_on:
             self.attempt("burst", self._burst.forget_step)
@@ -374,105 +355,12 @@ class Session(Guarded):
             columns |= self.attempt("burst", self._burst.columns) or {}
         return columns
 
-    def _record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
-        self._is_informed |= "capture" not in self._stages.off
-        if facts == self._journal.metadata.get("sites"):
-            return
-        self._notices.report_nothing_to_correct(facts)
-        self._switching.needless = self._journal.needless = {
-            site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
-        }
-        self.detectors.normalised = normalised_sites({"sites": facts})
-        self._journal.describe(facts, self.policy is not None)
-
     def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
         """Judges a sampled step whose numbers have come, and acts on it; on all ranks alike."""
-        ended = self._schedule.last_ended or 0
-        samples = self.samples = self._samples_of_all_ranks(sent)
-        self._journal.add(samples)
-        done = self._run(
-            ("scalars", partial(largest, samples)),
-            ("burst", partial(self._burst.note, samples)),
-            ("burst", self._follow_burst),
-            ("notices", partial(self._notices.report_samples, samples, self.loss_scale)),
-            ("detectors", partial(self.detectors.update, samples)),
-        )
-        self.scalars, found = done["scalars"] or {}, done["detectors"] or []
-        found = self.attempt("judgement", partial(graded, found, self._journal.evidence)) or found
-        alarms = [alarm for alarm in found if not alarm.role.is_advisory]
-        self.sampled_step, self.alarms, self.news = step, alarms, []
-        self.attempt("alarms", partial(self._record_alarms, found))
-        self._unheeded = [*self._unheeded, *alarms]
-        if self._is_informed:  # else an error came in between
-            unheeded, self._unheeded = self._unheeded, []
-            self._after_step(partial(self._act, step, unheeded, samples))
-        self.attempt("verdict", partial(self._journal.report_verdict, ended, self._burst.is_on))
-        return alarms
-
-    def _act(self, step: int, alarms: list[Alarm], samples: list[Sample]) -> None:
-        self.attempt("policy", partial(self._decide, step, alarms))
-        self.attempt("clip", lambda: self._clipping.act(self.instrumentation.sites, samples))
-
-    def _decide(self, step: int, alarms: list[Alarm]) -> None:
-        now, restless = self._schedule.last_ended or 0, self.detectors.restless()
-        self._switching.decide(alarms, step, now, restless, self._findings.way_back)
-
-    def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
-        """Returns the samples of all ranks; every rank calls it."""
-        own = sent and self.attempt("samples", partial(self._measurement.receive, sent))
-        sent = None if own is None else sent
-        facts = self.attempt("metrics", self._notices.site_facts)
-        # A rank that has nothing, and may have failed, takes part all the same.
-        calls = self._stages.always("metrics", lambda: self._measurement.of_all_ranks(sent))
-        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
-        # calls cannot be switched is no reason not to switch the next ones.
-        known = self._exchange.share(own or [], facts)
-        self._switching.refusals = known.refusals
-        self._switching.asked_elsewhere = known.asked
-        self.attempt("metrics", partial(self._record_facts, known.metadata))
-        samples = known.samples
-        if sent and calls:
-            add = partial(self._measurement.add, sent, *calls, samples)
-            samples = self.attempt("metrics", add) or samples
-        if sent and not self.instrumentation.sites and not any(one.site for one in samples):
-            self.attempt("metrics", partial(self._notices.report_nothing, sent.step))
-        return samples
-
-    def _record_alarms(self, found: list[Alarm]) -> None:
-        """Records alarms and advisories; their heads are audited at each sampled step from now."""
-        for alarm in found:
-            if alarm.role.judges == "head":
-                self._measurement.audits.suspects.setdefault(alarm.site, set()).update(alarm.heads)
-            is_new = self._findings.add(alarm)
-            self._snapshots.alarm(alarm.site, alarm.heads)
-            already = self._switching.already(alarm)
-            is_switched = len(already) == len(alarm.heads) > 0
-            self._journal.record(event_of(alarm, "".join(already)), is_switched)
-            if not alarm.role.is_advisory:
-                self._notices.announce(alarm)
-                self.news += [alarm] if is_new else []
-        if self.news and (webhook := self._webhook):
-            self.attempt("alerts", partial(webhook.tell, self._name, self.news))
-        self.attempt("burst", partial(self._begin_bursts, found))
-
-    def _begin_bursts(self, found: list[Alarm]) -> None:
-        if nothing_to_correct(self._journal.metadata, PRECISE):
-            return
-        for alarm in found:
-            if alarm.site and self._measurement.plan.wanted.issuperset(SHARES):
-                self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
-        self._follow_burst()
-
-    def _follow_burst(self) -> None:
-        """Listens to optimizers while heads are measured, and records why one was not."""
-        if self._burst.is_on:
-            self._burst.listen(partial(self.attempt, "burst"))
-        self._note_burst()
-
-    def _note_burst(self) -> None:
-        why = self._burst.why_not
-        if why != self._journal.metadata.get("rounding_unmeasured", ""):
-            self._journal.note({"rounding_unmeasured": why})
+        judged = self._sampled.judge(step, sent, self._after_step)
+        self.sampled_step, self.samples, self.scalars = step, judged.samples, judged.scalars
+        self.alarms, self.news = judged.alarms, judged.news
+        return self.alarms
 
     @guard.method(at_last=_forget_step)
     def abandon_step(self) -> None:
@@ -481,7 +369,7 @@ class Session(Guarded):
         if step is None or not self._schedule.is_within_step:
             return
         self._schedule.abandon()
-        self._run(
+        forgetting = (
             ("capture", partial(self.instrumentation.observe, None)),
             ("capture", self._measurement.discard),
             ("burst", self._burst.forget_step),
@@ -489,6 +377,7 @@ class Session(Guarded):
             ("snapshots", self._snapshots.discard),
             ("samples", partial(self._measurement.run.forget_step, step)),
         )
+        self._stages.run(forgetting)
         self._step_ended()
 
     @guard.method(at_last=lambda session: session._leave())
@@ -513,7 +402,7 @@ class Session(Guarded):
             lambda: self._journal.close(end),
             self._stages.end_sample,
             self._write_what_is_left,
-            partial(self.attempt, "metrics", self._record_never_met),
+            partial(self.attempt, "metrics", self._sampled.record_never_met),
             self._report_what_ran_last,
             self._drop_calls,
             self._switching.remember,  # gone from the model in a moment
@@ -522,10 +411,10 @@ class Session(Guarded):
         undo_all([partial(self._stages.always, "close", function) for function in last])
 
     def _tell_end(self) -> None:
-        judgement = self.judgement
-        webhook, how = self._webhook, self._ended or "finished"
+        judgement, webhook, how = self.judgement, self._sampled.webhook, self._ended or "finished"
         if webhook and judgement is not None and self._notices.first("end"):
-            self.attempt("alerts", lambda: webhook.end(self._name, how, judgement.headline_so_far))
+            end = partial(webhook.end, self._sampled.name, how, judgement.headline_so_far)
+            self.attempt("alerts", end)
 
     def _drop_calls(self) -> None:
         self._burst.stop()
@@ -535,16 +424,8 @@ class Session(Guarded):
 
     def _write_what_is_left(self) -> None:
         """Writes the scalars of steps since the last sampled one."""
-        ended, measurement = self._schedule.last_ended or 0, self._measurement
-        left = self.attempt("samples", lambda: measurement.receive(measurement.send({}, ended)))
-        self._journal.add(left or [])
-
-    def _record_never_met(self) -> None:
-        """Records which modules no sampled step has met."""
-        if self._notices.end_samples():
-            # Of other ranks, what they said last.
-            known = self._journal.metadata.get("sites", {})
-            self._record_facts(known | self._notices.site_facts())
+        left = partial(self._measurement.left, self._schedule.last_ended or 0)
+        self._journal.add(self.attempt("samples", left) or [])
 
     def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
@@ -579,19 +460,13 @@ class Session(Guarded):
         self._after_step(lambda: self._switch(site, stabilizer, heads, why))
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
-        begun, ended = self._schedule.step, self._schedule.last_ended
-        step = begun if begun is not None else ended or 0
-        self._switching.switch(site, stabilizer, heads, why, step)
+        self._switching.switch(site, stabilizer, heads, why, self._latest_step)
         self._rest_between_steps()
 
     @guard.method()
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
         self._journal.record(event)
-
-    def _run(self, *stages: tuple[str, Callable[[], object]]) -> dict[str, Any]:
-        """Runs stages one after the other, each as `attempt` does; returns what they return."""
-        return {stage: self.attempt(stage, function) for stage, function in stages}
 
     @guard.method()
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
@@ -711,32 +586,12 @@ class Session(Guarded):
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
-        state = self._stages.always("state", lambda: self._state(switched))
+        state = self._stages.always("state", partial(self._sampled.state_dict, switched))
         if state is None:
             return {"stabilizers": switched}
         # In a tuple: torch.distributed.checkpoint fills a new session's state key by key, also in
         # dicts and lists, and drops keys that it lacks.
         return {"stabilizers": switched, "last_step": state["last_step"], "all": (state,)}
-
-    def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
-        ended = self._schedule.last_ended
-        self._findings.state_is_taken(ended)
-        return {
-            "format": _FORMAT,
-            "last_step": ended,
-            "detectors": self.detectors.state_dict(),
-            # None until it has acted on a checkpoint's alarms: the run that resumes must do so.
-            "policy": self.policy.state_dict() if self.policy and not self._unheeded else None,
-            "dry_run": self.dry_run,
-            "stabilizers": switched,
-            "is_of_parts": bool(self._switching.asked_elsewhere),
-            "running": {name: list(names) for name, names in self._switching.running().items()},
-            "measurement": self.attempt("samples", self._measurement.state_dict),
-            "burst": self._burst.state_dict(),
-            "why_no_share": self._burst.why_not,
-            "shares": [row for one in self._journal.evidence.latest_shares() for row in one.rows()],
-            **self._findings.state_dict(),
-        }
 
     @guard.method()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -753,52 +608,12 @@ class Session(Guarded):
             return
         try:
             with refusing():
-                self._load(state)
+                self._sampled.load_state_dict(state)
+            self._unjudged = None
         except ValueError:
             raise
         except Exception as error:
             self._stages.fail("state", error)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        if "stabilizers" not in state:
-            raise ValueError(
-                "the state is not GuardBit's; it must be what `state_dict` of a session returned"
-            )
-        (state,) = state.get("all", (state,))
-        stabilizers = state["stabilizers"]
-        if state.get("format") != _FORMAT:
-            self._switching.load(stabilizers, state.get("is_of_parts", False))
-            self._findings.is_whole = False
-            log.warning(
-                "the state is incomplete or of another version of GuardBit: the heads it has"
-                " switched stay switched (%s), detectors and sums begin anew",
-                ", ".join(stabilizers) or "none",
-            )
-            return
-        self.detectors.load_state_dict(state["detectors"])
-        # The decisions of a dry run were not carried out, so the policy starts afresh.
-        known = state["policy"] if state["dry_run"] == self.dry_run else None
-        if self.policy and known is not None:
-            self.policy.load_state_dict(known)
-        self._switching.load(stabilizers, state["is_of_parts"])
-        stay = [f"{place_of(e)} to {e.stabilizer}" for e in self._switching.events(0, True)]
-        if stay:
-            _warn(f"heads stay switched as the state says: {'; '.join(stay)}")
-        self._schedule.last_ended = state["last_step"]
-        if state["measurement"] is not None:
-            self._measurement.load_state_dict(state["measurement"])
-            self._notices.known = state["measurement"]["layers"]
-        self._findings.load_state_dict(state)
-        self._unheeded = self._findings.alarms if known is None else []
-        self._burst.why_not = state.get("why_no_share", "")
-        for site, heads in state["burst"].items():
-            self._burst.want(site, heads)
-        self._journal.evidence.add(
-            Sample(step, site, layer, name, (*[math.nan] * head, value))
-            for step, site, layer, head, name, value in state.get("shares", ())
-        )
-        self.attempt("burst", self._follow_burst)
-        self._unjudged = None
 
     def _wants_first_step(self) -> bool:
         """Whether the policy only waits for sites to be known: then the first step is sampled."""
@@ -813,8 +628,7 @@ class Session(Guarded):
         is_open = self._phase is Phase.OPEN
         is_wanted = is_sampled and is_open and bool(self._measurement.plan.calls) and not unfit
         bursts = () if unfit | (off & {"burst"}) else self._burst.heads
-        are_counted = self._schedule.is_counted(step)
-        self.instrumentation.rest(not is_wanted, bursts, are_counted=are_counted)
+        self.instrumentation.rest(not is_wanted, bursts, self._schedule.is_counted(step))
         return is_wanted
 
     def _rest_between_steps(self) -> None:
@@ -845,7 +659,7 @@ class Session(Guarded):
         where = OFF if stage in (WATCHING, "ranks") else stage
         if stage in ("burst", "capture", WATCHING, "ranks"):
             _quietly(self._burst.fail)
-            _quietly(self._note_burst)
+            _quietly(self._sampled.follow_bursts)
         event = Event(self._latest_step, "monitor_error", "", (), f"{where}: {why}")
         if stage == "store":
             self._journal.store_failed(event)
@@ -882,13 +696,3 @@ def _quietly(function: Callable[[], object]) -> None:
 def _warn(line: str) -> None:
     if ranks.rank() == 0:
         log.warning("%s", line)
-
-
-def _is_number(value: object) -> bool:
-    try:
-        if isinstance(value, Tensor):
-            return value.numel() == 1 and not value.is_complex() and not value.is_meta
-        float(value)  # pyright: ignore[reportArgumentType]
-    except Exception:  # whatever the object does
-        return False
-    return not isinstance(value, Complex) or isinstance(value, Real)

@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -183,10 +183,9 @@ def passes_to(kind: type, *but: str) -> Callable[[F], F]:
     return decorate
 
 
-def warn_of_settings(
-    indicators: Collection[str], policy: Policy | None, detectors: Detectors
-) -> None:
-    quiet = policy.quiet_steps if policy else None
+def warn_of_settings(settings: Settings) -> None:
+    detectors = Detectors(settings.rules)
+    quiet = settings.policy.quiet_steps if settings.policy else None
     if quiet is not None and quiet <= detectors.cool_down_steps:
         log.warning(
             "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
@@ -196,7 +195,7 @@ def warn_of_settings(
         )
     if not detectors.roles:
         log.warning("rules is empty: no alarm can come, and a policy has nothing to act on")
-    unjudged = detectors.unjudged(indicators)
+    unjudged = detectors.unjudged(settings.measured)
     if unjudged:
         log.warning(
             "some rules cannot raise an alarm, because indicators that they need are not"

@@ -690,7 +690,7 @@ class Instrumentation:
             if only is None or name in only:
                 site.state.observer = observer
 
-    def rest(self, at_rest: bool, but: Collection[str] = (), *, are_counted: bool = False) -> None:
+    def rest(self, at_rest: bool, but: Collection[str] = (), are_counted: bool = False) -> None:
         """Stops observing calls, or starts again; calls of the sites in `but` stay observed.
 
         Calls that are only counted run the op in compiled models.

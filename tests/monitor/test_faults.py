@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, flash_attention, read_events
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor import journal, policy, ranks, sites
-from guardbit.monitor import session as session_module
+from guardbit.monitor import journal, policy, ranks, sampled, sites
 from guardbit.monitor.interception import hooks, installation, references, seen, watching
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
@@ -96,13 +95,13 @@ BELOW = {
     "end_step: sums": (Measurement, "add"),
     "end_step: sending": (Measurement, "send"),
     "end_step: rank 0": (ranks, "of_each_part"),
-    "end_step: largest": (session_module, "largest"),
+    "end_step: largest": (sampled, "largest"),
     "end_step: writing": (journal.Journal, "add"),
-    "end_step: detectors": (session_module.Detectors, "update"),
+    "end_step: detectors": (sampled.Detectors, "update"),
     "end_step: policy": (policy.Policy, "decide"),
     "end_step: verdict": (journal, "verdict_of"),
     "end_step: sites": (journal.Journal, "describe"),
-    "state_dict: detectors": (session_module.Detectors, "state_dict"),
+    "state_dict: detectors": (sampled.Detectors, "state_dict"),
     "state_dict: measurement": (Measurement, "state_dict"),
     "state_dict: stabilizers": (sites.Instrumentation, "stabilizers"),
     "close: dropping calls": (Measurement, "discard"),

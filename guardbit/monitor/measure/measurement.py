@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from numbers import Complex, Real
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -174,6 +175,10 @@ class Measurement:
         self.parted = self._origins.judge(self._instrumentation.candidates, compared, sent.step)
         kept = (x for x in samples if x.indicator != _ORIGINS and x.site not in self.parted)
         return [*kept, *samples_of(sent.scalars, map(float, numbers))]
+
+    def left(self, step: int) -> list[Sample]:
+        """Returns the samples of the run's scalars that no sampled step has taken."""
+        return self.receive(self.send({}, step))
 
     def of_all_ranks(self, sent: Sent | None) -> tuple[AttentionMetric | None, list[KnownSite]]:
         """Returns what the calls of all ranks show, if all measured theirs, and the sites by row.
@@ -359,6 +364,17 @@ def _number(value: Tensor | float) -> Tensor | float:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value that the training loop gives is one real number."""
+    try:
+        if isinstance(value, Tensor):
+            return value.numel() == 1 and not value.is_complex() and not value.is_meta
+        float(value)  # pyright: ignore[reportArgumentType]
+    except Exception:  # whatever the object does
+        return False
+    return not isinstance(value, Complex) or isinstance(value, Real)
 
 
 class RunningSums:

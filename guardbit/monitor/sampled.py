@@ -1,0 +1,272 @@
+"""What becomes of a sampled step once its numbers have come: stages, and what a resumed run needs.
+
+`judge` lists the stages. Each may fail alone; those that act wait until no step goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from guardbit.alerts import webhook_of_run
+from guardbit.judgement import PRECISE, SHARES, nothing_to_correct
+from guardbit.monitor import ranks
+from guardbit.monitor.actions import Clipping, Switching
+from guardbit.monitor.detectors import Detectors
+from guardbit.monitor.exchange import Exchange
+from guardbit.monitor.journal import Journal
+from guardbit.monitor.measure import Burst, Measurement, Sent, largest
+from guardbit.monitor.notices import Notices
+from guardbit.monitor.replay import graded, normalised_sites
+from guardbit.monitor.schedule import Schedule
+from guardbit.monitor.settings import Settings
+from guardbit.monitor.sites import Instrumentation
+from guardbit.monitor.snapshots import Snapshots
+from guardbit.monitor.stages import Stages, log
+from guardbit.records import Alarm, Sample, event_of, place_of
+
+# Of a state. Raise it when states that were taken before no longer fit.
+_FORMAT = 9
+
+
+@dataclass
+class Judged:
+    """A sampled step, which the stages fill in."""
+
+    step: int
+    loss_scale: float
+    samples: list[Sample]
+    scalars: dict[str, float] = field(default_factory=dict)
+    found: list[Alarm] = field(default_factory=list)  # alarms and advisories
+    news: list[Alarm] = field(default_factory=list)  # of a rule or head that had not alarmed before
+    unheeded: list[Alarm] = field(default_factory=list)  # what the policy must act on
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return [alarm for alarm in self.found if not alarm.role.is_advisory]
+
+
+class SampledSteps:
+    """Judges sampled steps and acts on them, on all ranks alike."""
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        settings: Settings,
+        stages: Stages,
+        journal: Journal,
+        notices: Notices,
+        measurement: Measurement,
+        burst: Burst,
+        schedule: Schedule,
+    ) -> None:
+        self._instrumentation, self._stages, self._journal = instrumentation, stages, journal
+        self._notices, self._measurement, self._burst = notices, measurement, burst
+        self._schedule, self._findings = schedule, journal.findings
+        self.policy, self.dry_run = settings.policy, settings.dry_run
+        self.detectors = Detectors(settings.rules)
+        self.switching = Switching(instrumentation, self.policy, self.dry_run, journal.record)
+        self._clipping = Clipping(self.policy, self.dry_run, journal.record)
+        self.snapshots = Snapshots(instrumentation, settings, measurement.directions, journal.note)
+        self.exchange = Exchange(instrumentation, stages, journal)
+        self.webhook = webhook_of_run() if ranks.rank() == 0 else None
+        self.name = str(settings.dirpath or "a run without a folder")
+        # Alarms of a checkpoint that no policy acted on; the policy of this run may.
+        self._unheeded: list[Alarm] = []
+        # Whether it is known how modules run, so that no switch is needless; ranks must agree.
+        self._is_informed = self.policy is None or ranks.world_size() > 1
+
+    # --- a sampled step --------------------------------------------------------------------------
+
+    def judge(self, step: int, sent: Sent | None, after_step: Callable[..., None]) -> Judged:
+        """Judges what was sent of a step, None if that failed, and acts on it after the step."""
+        samples = self._samples_of_all_ranks(sent)
+        judged = Judged(step, sent.loss_scale if sent else 1.0, samples)
+        self._journal.add(samples)
+        judging = (
+            ("scalars", self._find_largest),
+            ("burst", self._end_bursts),
+            ("notices", self._report_samples),
+            ("detectors", self._detect),
+            ("judgement", self._grade),
+            ("alarms", self._record_alarms),
+            ("alerts", self._send_news),
+            ("burst", self._begin_bursts),
+        )
+        acting = ("policy", self._decide), ("clip", self._clip)
+        self._stages.run(judging, judged)
+        self._unheeded = [*self._unheeded, *judged.alarms]
+        if self._is_informed:  # else an error came in between
+            judged.unheeded, self._unheeded = self._unheeded, []
+            after_step(partial(self._stages.run, acting, judged))
+        self._stages.run((("verdict", self._report_verdict),), judged)
+        return judged
+
+    def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
+        """Returns the samples of all ranks; every rank calls it."""
+        attempt = self._stages.attempt
+        own = sent and attempt("samples", partial(self._measurement.receive, sent))
+        sent = None if own is None else sent
+        facts = attempt("metrics", self._notices.site_facts)
+        # A rank that has nothing, and may have failed, takes part all the same.
+        calls = self._stages.always("metrics", partial(self._measurement.of_all_ranks, sent))
+        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
+        # calls cannot be switched is no reason not to switch the next ones.
+        known = self.exchange.share(own or [], facts)
+        self.switching.refusals = known.refusals
+        self.switching.asked_elsewhere = known.asked
+        attempt("metrics", partial(self.record_facts, known.metadata))
+        samples = known.samples
+        if sent and calls:
+            add = partial(self._measurement.add, sent, *calls, samples)
+            samples = attempt("metrics", add) or samples
+        if sent and not self._instrumentation.sites and not any(one.site for one in samples):
+            attempt("metrics", partial(self._notices.report_nothing, sent.step))
+        return samples
+
+    def record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
+        """Records what is known of the modules of all ranks, if it has changed."""
+        self._is_informed |= "capture" not in self._stages.off
+        if facts == self._journal.metadata.get("sites"):
+            return
+        self._notices.report_nothing_to_correct(facts)
+        self.switching.needless = self._journal.needless = {
+            site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
+        }
+        self.detectors.normalised = normalised_sites({"sites": facts})
+        self._journal.describe(facts, self.policy is not None)
+
+    def record_never_met(self) -> None:
+        """Records, at the end, which modules no sampled step has met."""
+        if self._notices.end_samples():
+            # Of other ranks, what they said last.
+            known = self._journal.metadata.get("sites", {})
+            self.record_facts(known | self._notices.site_facts())
+
+    # --- stages, in their order ------------------------------------------------------------------
+
+    def _find_largest(self, judged: Judged) -> None:
+        judged.scalars = largest(judged.samples)
+
+    def _end_bursts(self, judged: Judged) -> None:
+        self._burst.note(judged.samples)
+        self.follow_bursts()
+
+    def _report_samples(self, judged: Judged) -> None:
+        self._notices.report_samples(judged.samples, judged.loss_scale)
+
+    def _detect(self, judged: Judged) -> None:
+        judged.found = self.detectors.update(judged.samples)
+
+    def _grade(self, judged: Judged) -> None:
+        judged.found = graded(judged.found, self._journal.evidence)
+
+    def _record_alarms(self, judged: Judged) -> None:
+        """Records alarms and advisories; their heads are audited at each sampled step from now."""
+        for alarm in judged.found:
+            if alarm.role.judges == "head":
+                self._measurement.audits.suspects.setdefault(alarm.site, set()).update(alarm.heads)
+            is_new = self._findings.add(alarm)
+            self.snapshots.alarm(alarm.site, alarm.heads)
+            already = self.switching.already(alarm)
+            is_switched = len(already) == len(alarm.heads) > 0
+            self._journal.record(event_of(alarm, "".join(already)), is_switched)
+            if not alarm.role.is_advisory:
+                self._notices.announce(alarm)
+                judged.news += [alarm] if is_new else []
+
+    def _send_news(self, judged: Judged) -> None:
+        if self.webhook is not None and judged.news:
+            self.webhook.tell(self.name, judged.news)
+
+    def _begin_bursts(self, judged: Judged) -> None:
+        if nothing_to_correct(self._journal.metadata, PRECISE):
+            return
+        for alarm in judged.found:
+            if alarm.site and self._measurement.plan.wanted.issuperset(SHARES):
+                self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
+        self.follow_bursts()
+
+    def _decide(self, judged: Judged) -> None:
+        now, restless = self._schedule.last_ended or 0, self.detectors.restless()
+        way_back = self._findings.way_back
+        self.switching.decide(judged.unheeded, judged.step, now, restless, way_back)
+
+    def _clip(self, judged: Judged) -> None:
+        self._clipping.act(self._instrumentation.sites, judged.samples)
+
+    def _report_verdict(self, _: Judged) -> None:
+        self._journal.report_verdict(self._schedule.last_ended or 0, self._burst.is_on)
+
+    def follow_bursts(self) -> None:
+        """Listens to optimizers while heads are measured, and records why one was not."""
+        if self._burst.is_on:
+            self._burst.listen(partial(self._stages.attempt, "burst"))
+        why = self._burst.why_not
+        if why != self._journal.metadata.get("rounding_unmeasured", ""):
+            self._journal.note({"rounding_unmeasured": why})
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state_dict(self, switched: dict[str, list[str]]) -> dict[str, Any]:
+        ended = self._schedule.last_ended
+        self._findings.state_is_taken(ended)
+        return {
+            "format": _FORMAT,
+            "last_step": ended,
+            "detectors": self.detectors.state_dict(),
+            # None until it has acted on a checkpoint's alarms: the run that resumes must do so.
+            "policy": self.policy.state_dict() if self.policy and not self._unheeded else None,
+            "dry_run": self.dry_run,
+            "stabilizers": switched,
+            "is_of_parts": bool(self.switching.asked_elsewhere),
+            "running": {name: list(names) for name, names in self.switching.running().items()},
+            "measurement": self._stages.attempt("samples", self._measurement.state_dict),
+            "burst": self._burst.state_dict(),
+            "why_no_share": self._burst.why_not,
+            "shares": [row for one in self._journal.evidence.latest_shares() for row in one.rows()],
+            **self._findings.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "stabilizers" not in state:
+            raise ValueError(
+                "the state is not GuardBit's; it must be what `state_dict` of a session returned"
+            )
+        (state,) = state.get("all", (state,))
+        stabilizers = state["stabilizers"]
+        if state.get("format") != _FORMAT:
+            self.switching.load(stabilizers, state.get("is_of_parts", False))
+            self._findings.is_whole = False
+            log.warning(
+                "the state is incomplete or of another version of GuardBit: the heads it has"
+                " switched stay switched (%s), detectors and sums begin anew",
+                ", ".join(stabilizers) or "none",
+            )
+            return
+        self.detectors.load_state_dict(state["detectors"])
+        # The decisions of a dry run were not carried out, so the policy starts afresh.
+        known = state["policy"] if state["dry_run"] == self.dry_run else None
+        if self.policy and known is not None:
+            self.policy.load_state_dict(known)
+        self.switching.load(stabilizers, state["is_of_parts"])
+        stay = [f"{place_of(e)} to {e.stabilizer}" for e in self.switching.events(0, True)]
+        if stay and ranks.rank() == 0:
+            log.warning("heads stay switched as the state says: %s", "; ".join(stay))
+        self._schedule.last_ended = state["last_step"]
+        if state["measurement"] is not None:
+            self._measurement.load_state_dict(state["measurement"])
+            self._notices.known = state["measurement"]["layers"]
+        self._findings.load_state_dict(state)
+        self._unheeded = self._findings.alarms if known is None else []
+        self._burst.why_not = state["why_no_share"]
+        for site, heads in state["burst"].items():
+            self._burst.want(site, heads)
+        self._journal.evidence.add(
+            Sample(step, site, layer, name, (*[math.nan] * head, value))
+            for step, site, layer, head, name, value in state["shares"]
+        )
+        self._stages.attempt("burst", self.follow_bursts)
