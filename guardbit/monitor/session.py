@@ -7,7 +7,7 @@ them inside the backward, and `end_step` runs named stages (`Stages`), in three 
 1. `end_step`, after each step: what was not seen, and what ran otherwise than asked;
 2. `_measure`, after a sampled step: norms of weights are taken, and all numbers sent to the host;
 3. `SampledSteps.judge`, once these have come: detectors and alarms; then it switches and clips.
-`exchange` lists what ranks exchange after a sampled step.
+`sampled` lists what ranks exchange after a sampled step.
 """
 
 from __future__ import annotations

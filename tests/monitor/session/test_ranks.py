@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
-from guardbit.monitor import exchange, sites
+from guardbit.monitor import sites
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import FOR_NOW
@@ -135,7 +135,8 @@ def parting(folder, rank, patch):
     loop = Loop(dirpath=folder / "run")
     for step in range(4):
         if rank == 1 and step == 2:
-            patch.setattr(exchange, "Part", fail)  # between two exchanges of a sample
+            # Between two exchanges of a sample.
+            patch.setattr("guardbit.monitor.sampled.Part", fail)
         with loop.session.step(step) as record:
             record.loss(loop.backward(step))
     loop.session.close()
