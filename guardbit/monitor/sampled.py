@@ -67,7 +67,6 @@ class Judged:
     """A sampled step, which the stages fill in."""
 
     step: int
-    loss_scale: float
     samples: list[Sample]
     scalars: dict[str, float] = field(default_factory=dict)
     found: list[Alarm] = field(default_factory=list)  # alarms and advisories
@@ -114,25 +113,28 @@ class SampledSteps:
     def judge(self, step: int, sent: Sent | None, after_step: Callable[..., None]) -> Judged:
         """Judges what was sent of a step, None if that failed, and acts on it after the step."""
         samples = self._samples_of_all_ranks(sent)
-        judged = Judged(step, sent.loss_scale if sent else 1.0, samples)
+        judged, loss_scale = Judged(step, samples), sent.loss_scale if sent else 1.0
         self._journal.add(samples)
         judging = (
-            ("scalars", self._find_largest),
-            ("burst", self._end_bursts),
-            ("notices", self._report_samples),
-            ("detectors", self._detect),
-            ("judgement", self._grade),
-            ("alarms", self._record_alarms),
-            ("alerts", self._send_news),
-            ("burst", self._begin_bursts),
+            ("scalars", partial(self._find_largest, judged)),
+            ("burst", partial(self._burst.note, samples)),
+            ("notices", partial(self._notices.report_samples, samples, loss_scale)),
+            ("detectors", partial(self._detect, judged)),
+            ("judgement", partial(self._grade, judged)),
+            ("alarms", partial(self._record_alarms, judged)),
+            ("alerts", partial(self._send_news, judged)),
+            ("burst", partial(self._begin_bursts, judged)),
         )
-        acting = ("policy", self._decide), ("clip", self._clip)
-        self._stages.run(judging, judged)
+        acting = (
+            ("policy", partial(self._decide, judged)),
+            ("clip", partial(self._clip, judged)),
+        )
+        self._stages.run(judging)
         self._unheeded = [*self._unheeded, *judged.alarms]
         if self._is_informed:  # else an error came in between
             judged.unheeded, self._unheeded = self._unheeded, []
-            after_step(partial(self._stages.run, acting, judged))
-        self._stages.run((("verdict", self._report_verdict),), judged)
+            after_step(partial(self._stages.run, acting))
+        self._stages.attempt("verdict", self._report_verdict)
         return judged
 
     def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
@@ -181,13 +183,6 @@ class SampledSteps:
     def _find_largest(self, judged: Judged) -> None:
         judged.scalars = largest(judged.samples)
 
-    def _end_bursts(self, judged: Judged) -> None:
-        self._burst.note(judged.samples)
-        self.follow_bursts()
-
-    def _report_samples(self, judged: Judged) -> None:
-        self._notices.report_samples(judged.samples, judged.loss_scale)
-
     def _detect(self, judged: Judged) -> None:
         judged.found = self.detectors.update(judged.samples)
 
@@ -213,11 +208,11 @@ class SampledSteps:
             self.webhook.tell(self.name, judged.news)
 
     def _begin_bursts(self, judged: Judged) -> None:
-        if nothing_to_correct(self._journal.metadata, PRECISE):
-            return
-        for alarm in judged.found:
-            if alarm.site and self._measurement.plan.wanted.issuperset(SHARES):
-                self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
+        are_wanted = self._measurement.plan.wanted.issuperset(SHARES)
+        if are_wanted and not nothing_to_correct(self._journal.metadata, PRECISE):
+            for alarm in judged.found:
+                if alarm.site:
+                    self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
         self.follow_bursts()
 
     def _decide(self, judged: Judged) -> None:
@@ -228,7 +223,7 @@ class SampledSteps:
     def _clip(self, judged: Judged) -> None:
         self._clipping.act(self._instrumentation.sites, judged.samples)
 
-    def _report_verdict(self, _: Judged) -> None:
+    def _report_verdict(self) -> None:
         self._journal.report_verdict(self._schedule.last_ended or 0, self._burst.is_on)
 
     def follow_bursts(self) -> None:

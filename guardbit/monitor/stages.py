@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from guardbit.guard import apart
@@ -96,10 +95,10 @@ class Stages:
         """Runs a function of a stage; returns None if the stage is off or the function fails."""
         return None if stage in self.off else self.always(stage, function)
 
-    def run(self, stages: Iterable[tuple[str, Callable[..., object]]], *given: object) -> None:
-        """Runs the functions of some stages one after the other, each as `attempt` does."""
+    def run(self, stages: Iterable[tuple[str, Callable[[], object]]]) -> None:
+        """Runs some stages one after the other, each as `attempt` does."""
         for stage, function in stages:
-            self.attempt(stage, partial(function, *given))
+            self.attempt(stage, function)
 
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off, as closing must always be tried."""
