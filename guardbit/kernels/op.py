@@ -282,14 +282,19 @@ def _spec_of(tensors: _Tensors, numbers: _Numbers) -> AttentionSpec:
         starts = tensors.cu_queries, tensors.cu_keys
         documents = Documents(*starts, numbers.max_queries, numbers.max_keys)
     if mask is None and sinks is None and documents is None:
-        return _plain_spec(scale, causal, dropout_p, window, softcap)
+        return plain_spec(scale, causal, dropout_p, window, softcap)
     return AttentionSpec(scale, causal, mask, dropout_p, window, documents, softcap, sinks)
 
 
 @lru_cache(maxsize=1024)
-def _plain_spec(
-    scale: float, causal: Causal, dropout_p: float, window: tuple[int, int], softcap: float
+def plain_spec(
+    scale: float,
+    causal: Causal,
+    dropout_p: float,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
 ) -> AttentionSpec:
+    """Makes a spec without tensors once: that takes as long as binding a call."""
     return AttentionSpec(scale, causal, None, dropout_p, window, softcap=softcap)
 
 

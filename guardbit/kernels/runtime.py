@@ -111,10 +111,6 @@ class Clock:
         """Ends the step; what is recomputed in its backward still belongs to it."""
         self.done = self.now
 
-    def follow_session(self) -> None:
-        """Counts from now on the steps that a session ends by `end_session_step`."""
-        self.follows_session = True
-
     def end_session_step(self) -> None:
         """Ends a step; all later calls belong to the next one, whether or not it has begun."""
         self.end()

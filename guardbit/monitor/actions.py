@@ -195,7 +195,7 @@ class SwitchReports:
             del self._reported[name]
         for site in switched:
             calls = site.calls
-            if calls.step < self._instrumentation.latest_step:  # not called in this step
+            if calls.step < self._instrumentation.clock.done:  # not called in this step
                 if site in self._instrumentation.lost():
                     yield from self._gone(site, step, "its module is no longer in the model")
             elif why := site.record.sharded or ("none" in site.asked and site.limits.mixed_heads):

@@ -209,7 +209,7 @@ class Notices:
         if had_backward is None:
             self._count_without_attention(step)
             return
-        sites, now = self._instrumentation.sites, self._instrumentation.latest_step
+        sites, now = self._instrumentation.sites, self._instrumentation.clock.done
         # Calls that are not watched anyway, e.g. replayed by a CUDA graph, are not missed.
         last_called = {n: s.trained_in for n, s in sites.items() if s.calls.unwatched is None}
         called_now = {name for name, at in last_called.items() if at == now}

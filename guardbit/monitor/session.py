@@ -169,7 +169,7 @@ class Session(Guarded):
         is_resumed = self._schedule.last_ended is not None
         self._journal.open(step, lambda: self._switching.events(step, is_resumed), is_resumed)
         if is_new:
-            self.instrumentation.begin_step()
+            self.instrumentation.clock.follows_session = True
         if is_new and self._schedule.is_sampled:
             self._stages.begin_sample()
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
@@ -288,7 +288,7 @@ class Session(Guarded):
             return []
         step, was_sampled = ended
         if not self._is_closed:
-            self.attempt("switch", self.instrumentation.end_step)
+            self.attempt("switch", self.instrumentation.clock.end_session_step)
             if was_sampled:
                 self.attempt("coverage", partial(self._notices.report_outside, step))
             reports = (
@@ -677,8 +677,8 @@ class Session(Guarded):
         """Takes an error of the constructor: all of the session does nothing from now on."""
         self._is_void = True
         vars(self).update(
-            instrumentation=Instrumentation.of_nothing(), samples=[], alarms=[], scalars={},
-            sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
+            instrumentation=Instrumentation(nn.Module(), {}, is_selection=False), samples=[],
+            alarms=[], scalars={}, sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
         )  # fmt: skip
         log.unwatched(error)
         _quietly(lambda: leave_word(self._dirpath, f"{OFF}: {text_of(error)}"))

@@ -516,7 +516,8 @@ class Instrumentation:
         self._modules = {id(module): module for module in model.modules()}
         self._wrappers = {m: set(m.modules()) for m in model.modules() if _wrapped_in(m)}
         self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
-        self._clock = Clock()
+        # Without a session that ends the steps, each call of the model is one.
+        self.clock = Clock()
         self._switched: list[Site] = []
         self._user = object()
         self._has_sampled = False
@@ -536,13 +537,9 @@ class Instrumentation:
             self.remove()
             raise
 
-    @classmethod
-    def of_nothing(cls) -> Instrumentation:
-        return cls(nn.Module(), {}, is_selection=False)
-
     def _attach(self, name: str, module: nn.Module) -> None:
         outer = [self._sites[o] for o in around(name, self._model) if o in self._sites]
-        number = runtime.add_site(name, self._clock)
+        number = runtime.add_site(name, self.clock)
         wrappers = [wrapper for wrapper, inside in self._wrappers.items() if module in inside]
         self._sites[name] = Site(name, module, number, outer, wrappers)
         self._installed.append(functools.partial(runtime.remove_site, number))
@@ -669,18 +666,6 @@ class Instrumentation:
 
     def _modules_now(self) -> set[int]:
         return once(self._user, lambda: {id(module) for module in self._model.modules()})
-
-    def begin_step(self) -> None:
-        """Begins a training step. Without it, each call of the model counts as a step."""
-        self._clock.follow_session()
-
-    def end_step(self) -> None:
-        self._clock.end_session_step()
-
-    @property
-    def latest_step(self) -> int:
-        """Number of the step that was over last, as `StepCalls` counts."""
-        return self._clock.done
 
     def observe(
         self, observer: Callable[[AttentionCall], None] | None, only: Collection[str] | None = None

@@ -152,13 +152,13 @@ class Measurement:
             self._known, self._metric = known, None  # counted anew at the next sampled step
         scalars, values = self.run.take()
         state = () if metric is None else (metric.sums, metric.maxima)
-        now = self._instrumentation.latest_step
+        now = self._instrumentation.clock.done
         is_idle = not any(site.trained_in == now for site in sites.values())
         is_whole = with_calls and (metric is not None or is_idle)
         return Sent(
             step, loss_scale, is_whole, table, {site.name for site in table} - with_heads,
-            dict(self._layers), metric and metric.like(), list(columns), scalars,
-            Transfer([*state, *columns.values(), *values]),
+            dict(self._layers), metric and AttentionMetric(metric.probes, *metric.shape),
+            list(columns), scalars, Transfer([*state, *columns.values(), *values]),
         )  # fmt: skip
 
     def receive(self, sent: Sent) -> list[Sample]:
@@ -491,9 +491,6 @@ class AttentionMetric:
             index = device_constant(numbers, torch.int64, self.sums.device)
             of_audited = self.sums[-len(audits) :, site]
             of_audited.index_add_(1, index, torch.stack(audits).to(index.device))
-
-    def like(self) -> AttentionMetric:
-        return AttentionMetric(self.probes, *self.shape)
 
     def reduce(self) -> None:
         if ranks.world_size() > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,8 @@ from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, Result
 from guardbit.kernels import engines
 from guardbit.kernels.engines import scaled_dot_product_attention as original
-from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.op import plain_spec
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import autocast_tensors
 from guardbit.monitor.interception.axes import batch_of, why_kept
 from guardbit.monitor.interception.entry_points import base
@@ -64,7 +65,7 @@ def bind(
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
     if attn_mask is None and not torch.compiler.is_compiling():
-        spec = _without_mask(scale, causal, dropout_p)
+        spec = plain_spec(scale, causal, dropout_p)
     else:
         spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
     bound = base.Bound(query, key, value, spec, shared=shared, batch=batch)
@@ -86,12 +87,6 @@ def _why_width(bound: base.Bound) -> str | None:
     q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
     is_rounded = engines.choose(q, k, v, bound.spec, training=True).reads_out
     return None if is_rounded else f"{_OTHER_WIDTH}, {_BY_MATH}"
-
-
-@lru_cache
-def _without_mask(scale: float, causal: Causal, dropout_p: float) -> AttentionSpec:
-    """Makes a spec once: that takes as long as everything else here."""
-    return AttentionSpec(scale, causal, dropout_p=dropout_p)
 
 
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
