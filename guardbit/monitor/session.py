@@ -331,10 +331,10 @@ class Session(Guarded):
         Returns:
             The alarms raised.
         """
-        unjudged, self._unjudged = self._unjudged, None
-        with unchanged():
-            alarms = unjudged and self.attempt(WATCHING, partial(self._judge, *unjudged))
-            if unjudged:
+        unjudged, self._unjudged, alarms = self._unjudged, None, None
+        if unjudged is not None:
+            with unchanged():
+                alarms = self.attempt(WATCHING, partial(self._judge, *unjudged))
                 self.attempt("ranks", partial(self._exchange.tell, unjudged[0]))
         self._stages.always(WATCHING, self._rest_between_steps)
         return alarms or []
