@@ -124,12 +124,6 @@ def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path
     ]  # fmt: skip
 
 
-def test_a_policy_that_is_due_switches_after_the_first_step(waits):
-    run = Run(policy=Policy("compensated", always=True)).steps(range(2))
-    assert run.ran == {0: "none", 1: "compensated"}
-    run.session.close()
-
-
 @pytest.mark.parametrize("last", [2, 3])
 def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
     rules = Fires(SITE), Fires(SITE, name="cause", role=Role(measures_cause=True))

@@ -81,6 +81,7 @@ def test_one_alarm_switches_its_heads_to_compensated_once():
     # A further head of the same site is switched without touching the others.
     assert at(policy, 1200, alarm(heads=(3, 4))) == [("h.2", (4,), "compensated")]
     assert at(policy, 1300, alarm(site="h.3", heads=())) == []  # of a rule that names no head
+    assert at(policy, 10**9) == [], "by default nothing is undone"
 
 
 @pytest.mark.parametrize("gap, fires", [(500, True), (501, False)])
@@ -103,12 +104,6 @@ def test_a_switch_is_undone_after_the_quiet_period_and_only_once():
     assert at(policy, 1700) == [], "by its old alarm, which is 1,600 steps old, it is not switched"
     assert at(policy, 2100, alarm()) == [("h.2", (3,), "row_max")]
     assert at(policy, 99_000) == []
-
-
-def test_by_default_nothing_is_undone():
-    policy = Policy("compensated", scope="head")
-    assert at(policy, 100, alarm()) == [("h.2", (3,), "compensated")]
-    assert at(policy, 10**9) == []
 
 
 def test_heads_that_somebody_else_has_switched_are_left_alone():
