@@ -114,7 +114,18 @@ def everything_is_looked_up_anew(monkeypatch):
         one.cache_clear()
 
 
-@pytest.mark.parametrize("name", [name for name in private.NAMES if name not in AT_IMPORT])
+#: Of names that only a compiled model uses one in four is always tried.
+SLOW = {name for number, name in enumerate(OF_COMPILER) if number % 4}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in private.NAMES
+        if name not in AT_IMPORT
+    ],
+)
 def test_training_goes_on_without(name, monkeypatch, caplog, request):
     look_up, row = private._look_up, private.NAMES[name]
     monkeypatch.setattr(private, "_look_up", lambda at: None if at in row.paths else look_up(at))
