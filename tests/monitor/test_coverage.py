@@ -255,19 +255,6 @@ def test_an_operator_that_computes_attention_by_itself_is_named(name, compiled, 
     assert why.endswith(f". {name} is not watched: GuardBit does not know this operator")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
-def test_unseen_attention_of_a_compiled_model(tmp_path):
-    def run(model):
-        return torch.compile(model, backend="eager", fullgraph=True)
-
-    class CompiledAttention(WrittenOutAttention):
-        """What a compiler noted about a type, it says of all modules of that type."""
-
-    watched(tmp_path, Attention(), CompiledAttention(), run=run)
-    ((_, why),) = told(tmp_path)
-    assert "1 (CompiledAttention)" in why
-
-
 def test_a_model_of_a_library_without_attention_is_refused_at_setup():
     transformers = pytest.importorskip("transformers")
     config = transformers.Mamba2Config(

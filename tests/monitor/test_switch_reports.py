@@ -293,15 +293,6 @@ def test_compiled_graphs_keep_room_for_what_may_be_asked_for(
     assert runtime.keeps_residuals, "again, as nobody says otherwise"
 
 
-def test_one_refused_batch_refuses_no_later_switch(run):
-    run.steps(WIDE)
-    with pytest.raises(ValueError, match=r"it computes in torch\.float64"):
-        run.session.switch(SITE, "compensated")
-    run.switched().steps(None)
-    assert run.switched_launches() == 1
-    assert run.stabilizers() == ["compensated"] * 2
-
-
 def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
     run = Run(tmp_path, every_n_train_steps=1)
     run.steps(WIDE)
