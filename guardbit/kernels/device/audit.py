@@ -37,22 +37,10 @@ from guardbit.kernels.spec import AttentionSpec
 
 @triton.jit
 def _masked_scores(
-    q,
-    k,
-    dense,
-    rows,
-    first,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    inner_scale,
-    inverse_scale,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
+    q, k, dense, rows, first, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale,
+    CAUSAL: tl.constexpr, RANGED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
-):
+):  # fmt: skip
     """Returns s of a tile, -inf where a key is not seen, and the slope of the soft cap's tanh."""
     scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32))
     if NEGATIVE_SCALE:
@@ -71,42 +59,15 @@ def _masked_scores(
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    d_out_pointer,
-    mask_pointer,
-    ranges_pointer,
-    sinks_pointer,
-    head_ids_pointer,
-    dq_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    d_out_strides,
-    mask_strides,
-    computed_heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    inner_scale,
-    scale,
-    scale_log2,
-    inverse_scale,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    q_pointer, k_pointer, v_pointer, d_out_pointer, mask_pointer, ranges_pointer, sinks_pointer,
+    head_ids_pointer, dq_pointer,
+    q_strides, k_strides, v_strides, d_out_strides, mask_strides,
+    computed_heads, group, seqlen_q, seqlen_k, shift, inner_scale, scale, scale_log2, inverse_scale,
+    CAUSAL: tl.constexpr, RANGED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    MASK: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_M queries of one head. Their row statistics, then dQ.
 
     The kernel passes over the keys three times: for the largest s, for 1 / l and delta, and for dQ.

@@ -39,26 +39,10 @@ _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
 
 @triton.jit
 def _query_gradient(
-    dq,
-    q,
-    d_out,
-    negative_lse,
-    delta,
-    keys,
-    positions,
-    start,
-    end,
-    seqlen_k,
-    shift,
-    scale,
-    philox,
-    DROPOUT: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dq, q, d_out, negative_lse, delta, keys, positions, start, end, seqlen_k, shift, scale, philox,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Adds the part of the keys from `start` to `end` to dQ / scale of a tile of rows.
 
     `keys` are where K and V of the head begin, and the strides of their rows; `philox` is key,
@@ -91,41 +75,13 @@ def _query_gradient(
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_gradients_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    out_pointer,
-    residual_pointer,
-    d_out_pointer,
-    lse_pointer,
-    codes_pointer,
-    dq_pointer,
-    statistics_pointer,
-    head_ids_pointer,
-    philox_key_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    residual_strides,
-    d_out_strides,
-    dq_strides,
-    computed_heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    scale,
-    num_heads,
-    threshold,
-    factor,
-    DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_pointer, k_pointer, v_pointer, out_pointer, residual_pointer, d_out_pointer, lse_pointer,
+    codes_pointer, dq_pointer, statistics_pointer, head_ids_pointer, philox_key_pointer,
+    q_strides, k_strides, v_strides, out_strides, residual_strides, d_out_strides, dq_strides,
+    computed_heads, group, seqlen_q, seqlen_k, shift, scale, num_heads, threshold, factor,
+    DROPOUT: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: delta and dQ of BLOCK_M queries of one head.
 
     It stores -L and delta of each row side by side. Heavy causal tiles come first.
@@ -187,25 +143,10 @@ def query_gradients_kernel(
 
 @triton.jit
 def _key_gradients(
-    dk,
-    dv,
-    k,
-    v,
-    rows,
-    first_key,
-    start,
-    end,
-    seqlen_q,
-    shift,
-    scale,
-    philox,
-    DROPOUT: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    dk, dv, k, v, rows, first_key, start, end, seqlen_q, shift, scale, philox,
+    DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Adds the part of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
 
     S, P and their gradients are transposed, (BLOCK_N, BLOCK_M), so that P and dS are the left
@@ -256,38 +197,13 @@ def _key_gradients(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_gradients_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    d_out_pointer,
-    statistics_pointer,
-    dk_pointer,
-    dv_pointer,
-    head_ids_pointer,
-    philox_key_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    d_out_strides,
-    dk_strides,
-    dv_strides,
-    kv_heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    scale,
-    num_heads,
-    threshold,
-    factor,
-    DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_pointer, k_pointer, v_pointer, d_out_pointer, statistics_pointer, dk_pointer, dv_pointer,
+    head_ids_pointer, philox_key_pointer,
+    q_strides, k_strides, v_strides, d_out_strides, dk_strides, dv_strides,
+    kv_heads, group, seqlen_q, seqlen_k, shift, scale, num_heads, threshold, factor,
+    DROPOUT: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key head, over all query heads of its group.
 
     The first keys come first: causal masking makes them the heaviest. BOUNDED is set where BLOCK_M

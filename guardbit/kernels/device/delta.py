@@ -209,21 +209,11 @@ _CARRY_ROWS = 32
 
 @triton.jit(do_not_specialize=COUNTS)
 def carry_kernel(
-    out_pointer,
-    residual_pointer,
-    d_out_pointer,
-    carrier_pointer,
-    head_ids_pointer,
-    out_strides,
-    residual_strides,
-    d_out_strides,
-    carrier_strides,
-    computed_heads,
-    seqlen_q,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    out_pointer, residual_pointer, d_out_pointer, carrier_pointer, head_ids_pointer,
+    out_strides, residual_strides, d_out_strides, carrier_strides,
+    computed_heads, seqlen_q,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_M rows of one head."""
     row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     batch_head = tl.program_id(0) // row_tiles
@@ -293,34 +283,12 @@ def _weighted(probabilities, d_probabilities, MAY_BE_BEHIND: tl.constexpr):
 
 @triton.jit
 def _add_keys(
-    row_sum,
-    sum_p_dp,
-    q,
-    d_out,
-    keys,
-    dense,
-    rows,
-    log_sum,
-    start,
-    end,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    inner_scale,
-    scale,
-    BOUNDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
+    row_sum, sum_p_dp, q, d_out, keys, dense, rows, log_sum, start, end, seqlen_q, seqlen_k, shift,
+    inner_scale, scale, BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
     """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
 
     `keys` are where K and V of the head begin, or with USE_TMA the tensors' descriptors; the
@@ -374,50 +342,16 @@ def _add_keys(
 
 @triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    d_out_pointer,
-    lse_pointer,
-    mask_pointer,
-    ranges_pointer,
-    sinks_pointer,
-    head_ids_pointer,
-    out_pointer,
-    delta_pointer,
-    carrier_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    d_out_strides,
-    lse_strides,
-    mask_strides,
-    out_strides,
+    q_pointer, k_pointer, v_pointer, d_out_pointer, lse_pointer, mask_pointer, ranges_pointer,
+    sinks_pointer, head_ids_pointer, out_pointer, delta_pointer, carrier_pointer,
+    q_strides, k_strides, v_strides, d_out_strides, lse_strides, mask_strides, out_strides,
     carrier_strides,
-    batch_heads,
-    section,
-    computed_heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    inner_scale,
-    scale,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    CARRY: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
+    batch_heads, section, computed_heads, group, seqlen_q, seqlen_k, shift, inner_scale, scale,
+    CAUSAL: tl.constexpr, RANGED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    MASK: tl.constexpr, CARRY: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
     """One program: delta of BLOCK_M queries of one head, and with CARRY their rows of O'.
 
     Programs work on `section` heads at a time, whose keys and values the cache holds. Within those,

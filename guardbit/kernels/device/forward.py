@@ -63,33 +63,11 @@ def _second_near_maximum(has_duplicate_max, differences, row_max, tile_max, dist
 
 @triton.jit
 def _attend(
-    accumulator,
-    row_max,
-    raised,
-    row_sum,
-    rounded_sum,
-    has_duplicate_max,
-    q,
-    keys,
-    positions,
-    start,
-    end,
-    seqlen_k,
-    shift,
-    scale_log2,
-    eps,
-    raising,
-    code,
-    philox,
-    COMPENSATED: tl.constexpr,
-    ROW_MAX: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max, q, keys, positions,
+    start, end, seqlen_k, shift, scale_log2, eps, raising, code, philox, COMPENSATED: tl.constexpr,
+    ROW_MAX: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
 
     It carries for each row: row_max, the largest s so far; raised, by how much m exceeds it, in
@@ -158,43 +136,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    out_pointer,
-    lse_pointer,
-    residual_pointer,
-    codes_pointer,
-    head_ids_pointer,
-    philox_key_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    num_heads,
-    computed_heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    scale,
-    scale_log2,
-    eps,
-    shift_turns,
-    shift_min_log2,
-    shift_range_log2,
-    threshold,
-    factor,
-    CAUSAL: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-    COMPENSATED: tl.constexpr,
-    ROW_MAX: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer, residual_pointer, codes_pointer,
+    head_ids_pointer, philox_key_pointer,
+    q_strides, k_strides, v_strides, out_strides,
+    num_heads, computed_heads, group, seqlen_q, seqlen_k, shift, scale, scale_log2, eps,
+    shift_turns, shift_min_log2, shift_range_log2, threshold, factor,
+    CAUSAL: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, COMPENSATED: tl.constexpr,
+    ROW_MAX: tl.constexpr, DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: one tile of BLOCK_M queries of one head; heavy causal tiles come first.
 
     COMPENSATED and ROW_MAX say how many heads of this launch have that stabilizer: none, some or
