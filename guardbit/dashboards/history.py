@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from guardbit.catalog import CATALOG, HEAD_INDICATORS, INDICATORS, RUN_INDICATORS
+from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS, VALIDATION_LOSS
 
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
@@ -107,10 +107,11 @@ class History:
         self, indicator: str, steps: Integers, layers: Integers, heads: Integers, values: Floats
     ) -> None:
         """Adds values of one indicator, as arrays of one length; skips an unknown indicator."""
-        if not len(steps) or indicator not in INDICATORS:
+        is_of_run = indicator in (*RUN_INDICATORS, VALIDATION_LOSS)
+        if not len(steps) or not (is_of_run or indicator in HEAD_INDICATORS):
             return
         buckets = self._place(steps)
-        if indicator in RUN_INDICATORS:
+        if is_of_run:
             columns, width, dtype = 0, 1, np.float64
         else:
             columns = self._column(layers, heads)

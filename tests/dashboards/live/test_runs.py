@@ -7,7 +7,7 @@ import pytest
 
 from guardbit.dashboards import live
 from guardbit.dashboards.live import LiveRuns
-from guardbit.records import Event
+from guardbit.records import Event, Sample
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,10 @@ def folder(tmp_path, recorder):
             writer.close(end)
     for path in (tmp_path / "killed").iterdir():
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
-    recorder(tmp_path / "on").record(range(0, 50, 10))
+    on = recorder(tmp_path / "on")
+    on.record(range(0, 50, 10))
+    on.add([Sample(40, "", -1, "validation_loss", (3.5,))])
+    on.flush()
     return tmp_path
 
 
@@ -101,6 +104,7 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
     (one,) = runs.overlay([ids["on"]])["runs"]
     assert one["name"] == "on" and one["steps"] == [0, 10, 20, 30, 40]
     assert one["lines"]["loss"] == [3.0, 2.99, 2.98, 2.97, 2.96]
+    assert one["lines"]["validation_loss"] == [None] * 4 + [3.5]
     largest = [
         max((1 + 0.01 * np.random.default_rng((step, layer)).random(4)).max() for layer in range(3))
         for step in range(0, 50, 10)
