@@ -288,7 +288,7 @@ class Session(Guarded):
             return []
         step, was_sampled = ended
         if not self._is_closed:
-            self.attempt("switch", self.instrumentation.clock.end_session_step)
+            self._stages.always("switch", self.instrumentation.clock.end_session_step)
             if was_sampled:
                 self.attempt("coverage", partial(self._notices.report_outside, step))
             reports = (

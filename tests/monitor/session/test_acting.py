@@ -38,6 +38,16 @@ def test_a_verdict_is_recorded_once(tmp_path):
     ]  # by then SGD was seen, of which nothing is measured
 
 
+def test_steps_are_counted_though_what_runs_cannot_be_reported(monkeypatch):
+    """Coverage and clips compare the count with the step in which a module was called."""
+    loop = Loop()
+    monkeypatch.setattr(loop.session._notices, "report_runs", lambda *_, **__: 1 / 0)
+    loop.run(range(5), close=False)
+    assert "switch" in loop.session.stages_off
+    assert loop.session.instrumentation.clock.now == 5
+    loop.session.close()
+
+
 @pytest.mark.parametrize(
     ("name", "way", "always"),
     [
