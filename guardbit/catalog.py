@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
+#: What is measured together in `guardbit.monitor.measure`: by a class of `probes`, by `weights`,
+#: `burst` or `measurement.RunProbe`.
 Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "burst", "finite", "run"]
 
 #: What `nonfinite` adds up, in the order in which a training step makes these tensors.

@@ -76,10 +76,10 @@ def launcher(name: str, triton: bool) -> Callable[..., Any]:
     return getattr(import_module(home) if triton else reference, name)
 
 
-def _suits_triton(q: Tensor, spec: AttentionSpec | None = None, dropout: Any = None) -> bool:
+def _suits_triton(first: Tensor, spec: AttentionSpec | None = None, dropout: Any = None) -> bool:
     has_functions = spec is not None and spec.has_functions
-    fits = MIN_HEAD_DIM <= q.size(-1) <= MAX_HEAD_DIM
-    return dropout is None and not has_functions and fits and on_triton("auto", q)
+    fits = MIN_HEAD_DIM <= first.size(-1) <= MAX_HEAD_DIM
+    return dropout is None and not has_functions and fits and on_triton("auto", first)
 
 
 def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:

@@ -83,8 +83,7 @@ class Saved(NamedTuple):
 
 
 #: Stabilizer -> the function that writes the O' with its delta and returns it; it takes the
-#: arguments of `reference.carry_exact_delta`. A row that sees no key, or whose delta is not finite,
-#: keeps its O.
+#: arguments of `reference.carry_exact_delta`. Rows that cannot carry it keep O: `write_carrier`.
 DELTAS: dict[str, Callable[..., Tensor]] = {
     "exact_delta": lambda *tensors, **how: dispatch.carry_exact_delta(*tensors, **how).out
 }
@@ -118,7 +117,8 @@ class Settled(NamedTuple):
     """What the heads of a call run."""
 
     names: tuple[str, ...]  # one stabilizer per head
-    shares_backward: bool  # whether the engine's backward serves all heads
+    # Whether stabilized heads hand the engine's backward an O'; False if there are none.
+    shares_backward: bool
     why: str  # why the names are not as asked, or ""
 
 

@@ -1,4 +1,6 @@
-"""The opaque op behind every attention call: its schema, its autograd, and what it does.
+"""The op of observed and switched calls: its schema, its autograd, and what it does.
+
+Compilers cannot look into it; eager calls run its functions directly.
 
 The op looks the call's attention module up when it runs, so a switch takes effect without a
 recompilation. Calls of PyTorch's function, of a library's and of `guardbit.flash_attention` run
@@ -189,7 +191,7 @@ def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
     """Whether the op's implementation may be called directly: nothing must see the op itself.
 
     Modes of the user's, such as a FLOP counter, then see what an engine runs, as without GuardBit;
-    but if they got the op already, `by_op`, they go on with it.
+    with `by_op` a mode got the op in the forward, so the backward goes through the op too.
     """
     if private.num_dispatch_modes() > 0 and (by_op or is_traced() or _is_selective()):
         return False
@@ -619,7 +621,7 @@ def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 class _Attention(torch.autograd.Function):
     # Registered by hand: `torch.library.register_autograd` converts every argument of the schema at
     # every call, which doubles the host's time for a forward (425 against 226 us). `apply` looks at
-    # each argument, so all that has no gradient is inside `call`.
+    # each argument, so all that has no gradient is inside `call`. q, k and v are for autograd only.
     @staticmethod
     def forward(ctx, q, k, v, mask, sinks, call, by_op):
         saved = _below_autograd(call, by_op)
@@ -687,7 +689,7 @@ def _tell_unless_refused(error: Exception) -> None:
 # Once more after an error, because a compiler that traces the op gives up at one.
 @guard.again(_tell_unless_refused)
 def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
-    # A compiled graph runs its forward without autograd: that would take a third of the call.
+    # Without gradients, as in a compiled graph's forward, `apply` would take a third of the call.
     q, k, v, spec = call.q, call.k, call.v, call.spec
     if has_tangent(q, k, v):
         raise NotImplementedError(

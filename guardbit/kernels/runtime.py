@@ -321,7 +321,7 @@ class Runtime:
         return self.site(number).observer if number >= NO_SITE else None
 
     def here(self) -> Tensor:
-        """Number for an eager call: the module's own, or another if the call is not observed."""
+        """Number for an eager call: the module's own, or one at which nobody observes it."""
         number = number_of(self.current)
         if self.site(number).is_observed:
             return self.current

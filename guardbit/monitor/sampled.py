@@ -1,8 +1,10 @@
 """What becomes of a sampled step once its numbers have come: stages, and what a resumed run needs.
 
-`judge` lists the stages. Each may fail alone; those that act wait until no step goes on.
+`judge` lists the stages after the exchange of samples. Each may fail alone; those that act wait
+until no step goes on.
 
-What ranks exchange after a sampled step, in this order: which modules were not called ("uncalled"),
+What ranks exchange after a sampled step, in this order (in quotes, its name for
+`ranks.gathered`): which modules were not called ("uncalled"),
 whether stages are on ("agree"); weights that are sharded, as norms are taken; the modules measured
 ("sites", "agree") and, if all ranks measured theirs, the sums of calls ("state of"), then samples
 ("known"); at last codes of weights, switches and events ("end") and, if codes of events differ, the
@@ -105,7 +107,8 @@ class SampledSteps:
         self.name = str(settings.dirpath or "a run without a folder")
         # Alarms of a checkpoint that no policy acted on; the policy of this run may.
         self._unheeded: list[Alarm] = []
-        # Whether it is known how modules run, so that no switch is needless; ranks must agree.
+        # Whether a sample has shown which switches would be needless. Several ranks do not wait for
+        # that, because they must act alike.
         self._is_informed = self.policy is None or ranks.world_size() > 1
 
     # --- a sampled step --------------------------------------------------------------------------
@@ -131,7 +134,7 @@ class SampledSteps:
         )
         self._stages.run(judging)
         self._unheeded = [*self._unheeded, *judged.alarms]
-        if self._is_informed:  # else an error came in between
+        if self._is_informed:  # else this sample failed, and its alarms wait for the next one
             judged.unheeded, self._unheeded = self._unheeded, []
             after_step(partial(self._stages.run, acting))
         self._stages.attempt("verdict", self._report_verdict)

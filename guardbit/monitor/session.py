@@ -3,10 +3,12 @@
 It knows no framework and has no console: callbacks drive it (`guardbit.callbacks`).
 
 What happens in a step: `begin_batch` says whether calls are observed, `_receive_call` measures
-them inside the backward, and `end_step` runs named stages (`Stages`), in three lists:
+them inside the backward, and `end_step` runs named stages (`Stages`) in three places:
 1. `end_step`, after each step: what was not seen, and what ran otherwise than asked;
-2. `_measure`, after a sampled step: norms of weights are taken, and all numbers sent to the host;
-3. `SampledSteps.judge`, once these have come: detectors and alarms; then it switches and clips.
+2. `_measure`, after a sampled step: norms of weights are taken, snapshots written, and all numbers
+   sent to the host;
+3. `SampledSteps.judge`, once these have come, on a single GPU at the end of the next step:
+   detectors and alarms; then it switches and clips.
 `sampled` lists what ranks exchange after a sampled step.
 """
 
@@ -52,7 +54,7 @@ class Phase(IntEnum):
 
     OPEN = 0  # it watches, judges and switches
     FAILED = 1  # the model is left alone; other ranks learn of it after the next sampled step
-    FAILED_IN_STEP = 2  # the same, once the step has ended
+    FAILED_IN_STEP = 2  # it failed within a step, at whose end it is as after FAILED
     OFF = 3  # the model is left alone, and no rank waits for another any more
     CLOSED = 4  # the model is left
     LEAVING = 5  # closed within a step: the model is left once that has ended
@@ -346,6 +348,7 @@ class Session(Guarded):
         return is_under_way and not self._wants_first_step() and ranks.world_size() == 1
 
     def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
+        """The norms of weights, and what bursts found: what is sent with the sums of calls."""
         if not self.instrumentation.sites:
             return {}
         columns = self._measurement.of_weights(step)
@@ -499,7 +502,7 @@ class Session(Guarded):
             self._snapshots.want(site, heads)
 
     def _receive_call(self, call: AttentionCall) -> None:
-        """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
+        """Takes a call of a sampled step or of a burst, inside its backward."""
         try:
             guard.apart(partial(self._take_call, call))
         except Exception as error:

@@ -451,7 +451,7 @@ def exact_delta(
     out: Tensor | None = None,
     carrier: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.exact_delta`; with `out` it writes the heads' rows of O' into `carrier`."""
+    """See `reference.exact_delta`; with `carrier` it writes the heads' rows of O' there."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v, **({} if out is None else {"out": out}))
     check_heads(head_ids, q.shape[1])
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))

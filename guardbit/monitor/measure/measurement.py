@@ -120,7 +120,7 @@ class Measurement:
         self._origins.forget()
 
     def of_weights(self, step: int) -> dict[tuple[str, str], Tensor]:
-        """Returns the spectral norms of this rank's sites, and ends a sampled step at the heads."""
+        """Returns the spectral norms of this rank's sites; audits go on to their next heads."""
         sites = self._instrumentation.sites
         compared = self._origins.columns(sites, step)
         columns = {(name, _ORIGINS): values for name, values in compared.items()}

@@ -336,7 +336,9 @@ QUICK = {
     "flash_attn.cute.flash_attn_func",
     "kernels/flash_attn_2.flash_attn_func",
 }
-SLOW = [case for case in CASES if case.name in library_models.NAMES - QUICK]
+#: Their own tests always run.
+ELSEWHERE = {"transformers' eager attention", "transformer_engine.FusedAttnFunc"}
+SLOW = [case for case in CASES if case.name in (library_models.NAMES - QUICK) | ELSEWHERE]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, SLOW), ids=lambda case: case.name)
