@@ -113,8 +113,17 @@ class SampledSteps:
 
     # --- a sampled step --------------------------------------------------------------------------
 
-    def judge(self, step: int, sent: Sent | None, after_step: Callable[..., None]) -> Judged:
-        """Judges what was sent of a step, None if that failed, and acts on it after the step."""
+    def judge(
+        self,
+        step: int,
+        sent: Sent | None,
+        show: Callable[[Judged], None],
+        after_step: Callable[..., None],
+    ) -> Judged:
+        """Judges what was sent of a step, None if that failed, and acts on it after the step.
+
+        `show` gets it before anybody is told of its alarms.
+        """
         samples = self._samples_of_all_ranks(sent)
         judged, loss_scale = Judged(step, samples), sent.loss_scale if sent else 1.0
         self._journal.add(samples)
@@ -124,6 +133,8 @@ class SampledSteps:
             ("notices", partial(self._notices.report_samples, samples, loss_scale)),
             ("detectors", partial(self._detect, judged)),
             ("judgement", partial(self._grade, judged)),
+        )
+        telling = (
             ("alarms", partial(self._record_alarms, judged)),
             ("alerts", partial(self._send_news, judged)),
             ("burst", partial(self._begin_bursts, judged)),
@@ -133,6 +144,8 @@ class SampledSteps:
             ("clip", partial(self._clip, judged)),
         )
         self._stages.run(judging)
+        show(judged)
+        self._stages.run(telling)
         self._unheeded = [*self._unheeded, *judged.alarms]
         if self._is_informed:  # else this sample failed, and its alarms wait for the next one
             judged.unheeded, self._unheeded = self._unheeded, []

@@ -36,7 +36,7 @@ from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, Sent, is_number
 from guardbit.monitor.notices import Notices
-from guardbit.monitor.sampled import SampledSteps
+from guardbit.monitor.sampled import Judged, SampledSteps
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
@@ -360,10 +360,12 @@ class Session(Guarded):
 
     def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
         """Judges a sampled step whose numbers have come, and acts on it; on all ranks alike."""
-        judged = self._sampled.judge(step, sent, self._after_step)
-        self.sampled_step, self.samples, self.scalars = step, judged.samples, judged.scalars
-        self.alarms, self.news = judged.alarms, judged.news
-        return self.alarms
+        return self._sampled.judge(step, sent, self._show, self._after_step).alarms
+
+    def _show(self, judged: Judged) -> None:
+        """Makes a judged step's numbers the session's, before `on_alarm` may read them."""
+        self.sampled_step, self.samples = judged.step, judged.samples
+        self.scalars, self.alarms, self.news = judged.scalars, judged.alarms, judged.news
 
     @guard.method(at_last=_forget_step)
     def abandon_step(self) -> None:

@@ -38,6 +38,18 @@ def test_a_verdict_is_recorded_once(tmp_path):
     ]  # by then SGD was seen, of which nothing is measured
 
 
+def test_on_alarm_may_read_the_sample_it_is_called_for():
+    seen = []
+    loop = Loop(rules=(Always(),), on_alarm=lambda alarm: seen.append(facts(alarm)))
+
+    def facts(alarm):
+        session = loop.session
+        return alarm.step, session.sampled_step, alarm in session.alarms, bool(session.samples)
+
+    loop.run(range(2))
+    assert seen[0] == (0, 0, True, True)
+
+
 def test_steps_are_counted_though_what_runs_cannot_be_reported(monkeypatch):
     """Coverage and clips compare the count with the step in which a module was called."""
     loop = Loop()
