@@ -41,7 +41,7 @@ FLOAT32 = 2.0**-24
 EXPONENTIAL = 1e-4
 # Roundings of a running sum in FP32 that is rescaled once a tile.
 _STEPS = 64
-# A further rounding for every so many keys: each thread of a tile sums a share of them.
+# Keys that add one more rounding: each thread of a tile sums a share of them.
 _KEYS_A_STEP = 4
 # Bounds are of first order in u; higher orders add less than this many u of them.
 _HIGHER_ORDERS = 8

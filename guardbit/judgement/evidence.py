@@ -28,11 +28,11 @@ LOSS_SAMPLES = 8
 COME_BACK = 0.1
 #: A loss rises when the median of this many last samples lies further above the smallest one.
 RISING_SAMPLES = 50
-#: It must also rise by so many times their scatter: of many noisy losses some window is always low.
+#: Multiple of their scatter by which it must rise: of many noisy losses some window is always low.
 BEYOND_SCATTER = 2.0
 #: Nats above the best median of LOSS_SAMPLES that are a leap; before RISING_SAMPLES they suffice.
 SURELY_ABOVE = 1.0
-#: Later a leap is so many times the scatter of neighbours, to which a climb adds little.
+#: Multiple of the scatter of neighbours that is a leap later on; a climb adds little to that.
 LEAP = 6.0
 #: What a switch must stop.
 GROWING = ("w_q_spectral_norm", "max_logit")

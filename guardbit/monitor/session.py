@@ -54,7 +54,7 @@ class Phase(IntEnum):
 
     OPEN = 0  # it watches, judges and switches
     FAILED = 1  # the model is left alone; other ranks learn of it after the next sampled step
-    FAILED_IN_STEP = 2  # it failed within a step, at whose end it is as after FAILED
+    FAILED_IN_STEP = 2  # the same after an error within a step, once that step has ended
     OFF = 3  # the model is left alone, and no rank waits for another any more
     CLOSED = 4  # the model is left
     LEAVING = 5  # closed within a step: the model is left once that has ended
