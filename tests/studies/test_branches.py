@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from studies.rescue.branches import table, what_was_done
+from studies.rescue.branches import table
 from tests.studies.conftest import made_up
 
 
@@ -53,23 +53,3 @@ def test_up_to_a_step_that_is_named(runs):
     assert (late["steps"], late["compared"], late["logit_original"]) == (1400, 1400, 2500.0)
     assert late["above_after"] == pytest.approx(0.25)
     assert table(runs, 1000).empty
-
-
-@pytest.mark.parametrize(
-    ("arm", "stabilizer", "more", "what"),
-    [
-        ("late", "exact_delta", {"bound": None}, "exact_delta"),
-        ("late_layers", "exact_delta", {"bound": None}, "exact_delta, alarmed layers"),
-        ("late_heads", "exact_delta", {"bound": None}, "exact_delta, alarmed heads"),
-        ("late", "centered_keys", {}, "centered_keys"),
-        ("late", "error-1", {}, "exact delta and -1 of its error"),
-        ("qk_clip", None, {}, "logits clipped at 100"),
-        ("qk_clip", None, {"bound": 100.0}, "logits clipped at 100"),
-        ("qk_clip", None, {"bound": 1000.0}, "logits clipped at 1,000"),
-        ("stock", None, {}, "nothing"),
-        ("stock", None, {"bound": None, "rate_factor": 0.5}, "rate halved"),
-    ],
-)
-def test_each_way_has_a_name_of_its_own(arm, stabilizer, more, what):
-    run = run_of("any", arm, stabilizer, None, [])
-    assert what_was_done(run._replace(facts={**run.facts, **more})) == what

@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_ind
 
-from guardbit import read_run
-from studies.rescue import doses, jobs, paired, shares, train
+from studies.rescue import paired
 
 
 def table(**losses):
@@ -63,34 +62,3 @@ def test_a_difference_and_its_interval_are_those_of_a_t_test():
     wanted = ttest_ind(one, other)
     interval = wanted.confidence_interval()
     assert found == pytest.approx([np.mean(one) - np.mean(other), *interval])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_copies_are_made_and_told(common, monkeypatch, capsys, alarm_at):
-    alarm_at(4)
-    origin = train.main(["--arm=stock", "--again=40", *common])
-    kept = origin.parent / "frozen"
-    kept.mkdir()
-    jobs.frozen(origin, kept, 2)
-    deltas = dict(train.DELTAS)
-    for way in doses.WAYS["losses"]:
-        monkeypatch.setattr(train, "DELTAS", dict(deltas))
-        branch = ["--again=41", "--branch", "--branch-step=2", "--of-again=40", "--alarmed-by=4"]
-        made = train.main([*way, *common, *branch, f"--folder={kept}"])
-        made.rename(origin.parent / made.name)
-    monkeypatch.setattr(paired, "_STEPS", 6)
-    monkeypatch.setattr(paired, "WINDOW", 2)
-    monkeypatch.setattr(shares, "AFTER", 6)
-    assert len(shares.collect(origin.parent)) == 3 * 2  # heads of the only layer
-    table = origin.parent / "paired.csv"
-    paired.main([str(origin.parent), "--csv", str(table)])
-    found = pd.read_csv(table)
-    ways = {paired.EXACT, paired.CLIPPED, paired.UNCHANGED, paired.SHAM, paired.ROW_MAX}
-    assert set(found["done"]) == ways and found["loss"].notna().all()
-    assert "Pairs in this order" in capsys.readouterr().out
-    # The copy's losses of the last two steps, read from its own telemetry.
-    (unchanged,) = origin.parent.glob("stock-*-from2")
-    frame = read_run(unchanged).query("indicator == 'loss'").set_index("step")["value"]
-    of_it = found.loc[found["done"] == paired.UNCHANGED, "loss"].item()
-    assert of_it == pytest.approx(frame.loc[7:8].mean(), rel=1e-6)

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from guardbit import read_events, read_run
-from guardbit.doctor.diagnose import diagnose
-from guardbit.doctor.snapshots import read_snapshots
 from guardbit.records import Event
 from studies.rescue import analyse, train
 from studies.rescue.model import Encoder, LanguageModel, rotate
@@ -93,26 +91,6 @@ def test_what_an_arm_switches_at_an_alarm(common, alarm_at, arm, heads):
     assert set(switches["step"]) <= {0 if arm == "from_start" else 2}
 
 
-@pytest.mark.slow
-def test_the_first_alarmed_head_is_kept_all_through_a_run(common, tmp_path, alarm_at):
-    alarm_at(2)
-    common[common.index("--steps=8")] = "--steps=24"
-    folder = train.main(["--arm=stock", "--snapshot-every=4", *common])
-    kept = read_snapshots(folder)
-    assert {(one.site, one.head, one.stabilizer) for one in kept} == {("net.h.0.attn", 1, "none")}
-    steps = [one.step for one in kept]
-    assert steps[:4] == [4, 6, 8, 10], "after the alarm"
-    assert steps[4:] == [12, 16, 20], "and every 4 steps from then on"
-    analyse.main(["pack", str(tmp_path / "runs"), str(tmp_path / "packed"), "--snapshots=3"])
-    packed = read_snapshots(tmp_path / "packed" / folder.name)
-    assert [one.step for one in packed] == [4, 10, 20]
-    for one in packed:
-        (whole,) = (each for each in kept if each.step == one.step)
-        for name in ("q", "k", "v", "d_out", "out", "dq"):
-            assert torch.equal(getattr(one.inputs, name), getattr(whole.inputs, name)[:1])
-    assert diagnose([one.inputs for one in packed]).rows == 3 * TINY.context
-
-
 def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     for arm in ("stock", "rescue", "rescue_all", "from_start"):
         folder = train.main([f"--arm={arm}", *common])
@@ -176,24 +154,6 @@ def test_branches_from_a_step_that_is_named(common):
     )
     assert clipped[2].tolist()[:2] == [0, 1]
     assert (clipped[3][:2] < 1e-3).all(), "any logit of the tiny model is far above a millionth"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arm, heads", [("late_heads", (1,)), ("late_layers", (0, 1))])
-def test_branches_that_switch_what_was_alarmed_before(common, alarm_at, arm, heads):
-    origin = train.main(["--arm=stock", "--again=6", *common])
-    branch = [f"--arm={arm}", "--branch", "--again=6", "--of-again=6", *common]
-    with pytest.raises(SystemExit, match="no alarm of a head up to step 4: nothing to switch"):
-        train.main([*branch, "--branch-step=4"])
-    shutil.rmtree(origin)
-    shutil.rmtree(origin.with_name(f"{arm}-compensated-any-lr1.5e-03-seed0-again6-from4"))
-    alarm_at(2)
-    train.main(["--arm=stock", "--again=6", *common])
-    events = read_events(train.main([*branch, "--branch-step=4", "--stabilizer=centered_keys"]))
-    switches = events[events["kind"] == "switch"]
-    assert switches[["step", "site", "heads", "stabilizer"]].values.tolist() == [
-        [4, "net.h.0.attn", heads, "centered_keys"]
-    ]
 
 
 def test_rotated_scores_depend_on_the_distance_alone():

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from guardbit import read_run
 from studies.rescue import risk
 from tests.studies.conftest import made_up
 
@@ -65,14 +64,3 @@ def test_the_correlation_over_kinds_is_spearmans_and_its_p_exact():
     # In the order of the predictor: of the 5,040 orders this one alone reaches it.
     found["log ratio"] = found.groupby("kind")["common mode"].transform("mean")
     assert risk.test(found) == (pytest.approx(1.0), pytest.approx(1 / 5040))
-
-
-@pytest.mark.slow
-def test_committed_pairs_hold_what_the_table_says(read_once):
-    found = risk.table(read_once(ROOT / "studies/rescue/other_models"))
-    for row in found.to_dict("records"):
-        name = f"{row['kind']}-stock-cudnn-lr{row['rate']:.1e}-seed{row['seed']}-again[37][012]"
-        (folder,) = (ROOT / "studies/rescue/other_models").glob(name)
-        frame = read_run(folder)
-        at = frame[(frame["step"] == row["step"]) & (frame["indicator"] == "max_logit")]
-        assert row["logit"] == at["value"].max()
