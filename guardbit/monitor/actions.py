@@ -10,10 +10,8 @@ writes them back, undoes it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -35,8 +33,6 @@ OTHERWISE = "a lower learning rate, QK norm or qk_clip bounds its growth"
 
 #: Steps between two reports of a head that is clipped again and again.
 REPORT_STEPS = 1000
-#: Clips in a row without an effect in the next sample, after which a head is clipped no more.
-MOST_IN_VAIN = 2
 
 
 class Switching:
@@ -269,26 +265,10 @@ def _switched_heads(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(head for head, name in enumerate(names) if name != "none")
 
 
-class _Clipped(NamedTuple):
-    """The head of an attention module that a clip scaled most.
-
-    A clip was in vain if the next sample has a larger logit with a smaller norm of W_Q than these,
-    which lie half of the way, in logarithms.
-    """
-
-    head: int
-    logit: float
-    norm: float  # NaN if unknown
-    in_vain: int  # how many clips before it, in a row, were
-
-
-def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
+def clip(site: Site, max_logits: Sequence[float], bound: float) -> None:
     """Scales the heads of an attention module that are above the bound, in place."""
     scales = [bound / s if bound < s < float("inf") else 1.0 for s in max_logits]
-    clipped = {head: scale for head, scale in enumerate(scales) if scale < 1}
-    if clipped:
-        site.scale_logits(torch.tensor(scales, dtype=torch.float64, device="cpu"))
-    return clipped
+    site.scale_logits(torch.tensor(scales, dtype=torch.float64, device="cpu"))
 
 
 class Clipping:
@@ -300,7 +280,6 @@ class Clipping:
         self._policy, self._is_dry_run, self._record = policy, is_dry_run, record
         # (attention module, head) -> step of the event about it; (module, -1): a refusal.
         self._reported: dict[tuple[str, int], int] = {}
-        self._clipped: dict[str, _Clipped] = {}
 
     def act(self, sites: Mapping[str, Site], samples: Sequence[Sample]) -> None:
         """Clips by the samples of one step, if it has come to that; called between steps."""
@@ -309,7 +288,6 @@ class Clipping:
             return
         bound, (_, why) = policy.qk_clip, policy.clipping
         logits = [sample for sample in samples if sample.indicator == "max_logit"]
-        norms = {s.site: s.values for s in samples if s.indicator == "w_q_spectral_norm"}
         # All ranks see the same samples, so all of them refuse, or none.
         are_parts = any(sample.site not in sites for sample in logits)
         for sample in logits:
@@ -321,7 +299,7 @@ class Clipping:
             elif are_parts:
                 refusal = "ranks hold different parts of the model"
             else:
-                refusal = self._clip(sites, sample, norms.get(sample.site), bound)
+                refusal = _refused(sites, sample, bound)
             if refusal is None:
                 largest = max(sample.values[head] for head in above)
                 kind, reported = "clip", above
@@ -335,36 +313,23 @@ class Clipping:
             if self._is_new(sample.step, sample.site, reported):
                 self._record(Event(sample.step, kind, sample.site, above, sentence))
 
-    def _clip(
-        self, sites: Mapping[str, Site], sample: Sample, norms: Sequence[float] | None, bound: float
-    ) -> str | None:
-        """Clips a module's heads; returns why not where that did not happen."""
-        norms = norms or [math.nan] * len(sample.values)
-        site, last = sites[sample.site], self._clipped.get(sample.site)
-        if last is not None and last.in_vain < MOST_IN_VAIN:
-            was = sample.values[last.head] > last.logit and norms[last.head] < last.norm
-            last = last._replace(in_vain=last.in_vain + 1 if was else 0)
-            self._clipped[sample.site] = last
-        if last is not None and last.in_vain == MOST_IN_VAIN:
-            return f"{MOST_IN_VAIN} clips of head {last.head} lowered W_Q, but not the logits"
-        try:
-            if shared := _sharing(site, sites):
-                return f"{shared} shares its W_Q or W_K, and a clip would scale that, too"
-            clipped = clip(site, sample.values, bound)
-        except LayoutUnavailable as unavailable:
-            return str(unavailable)
-        if clipped:
-            head = min(clipped, key=clipped.__getitem__)
-            scale = clipped[head]  # of the logits; W_Q has its square root
-            half = sample.values[head] * scale**0.5, norms[head] * scale**0.25
-            self._clipped[sample.site] = _Clipped(head, *half, last.in_vain if last else 0)
-        return None
-
     def _is_new(self, step: int, site: str, heads: Sequence[int]) -> bool:
         known = self._reported
         new = [h for h in heads if step - known.get((site, h), -REPORT_STEPS) >= REPORT_STEPS]
         known.update({(site, head): step for head in new})
         return bool(new)
+
+
+def _refused(sites: Mapping[str, Site], sample: Sample, bound: float) -> str | None:
+    """Clips a module's heads; returns why not where that did not happen."""
+    site = sites[sample.site]
+    try:
+        if shared := _sharing(site, sites):
+            return f"{shared} shares its W_Q or W_K, and a clip would scale that, too"
+        clip(site, sample.values, bound)
+    except LayoutUnavailable as unavailable:
+        return str(unavailable)
+    return None
 
 
 def _sharing(site: Site, sites: Mapping[str, Site]) -> str:

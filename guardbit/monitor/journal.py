@@ -54,8 +54,6 @@ class Findings:
     verdict: str = "stable"  # the latest one that was recorded
     # Attention module -> the heads alarms have named.
     alarmed: dict[str, set[int]] = field(default_factory=dict)
-    sound_step: int | None = None  # of the last state taken before any of them
-    is_whole: bool = True  # whether the alarms are known from the run's first step on
 
     def add(self, alarm: Alarm) -> bool:
         """Returns whether it is the first of its rule and module, or names another head."""
@@ -66,22 +64,11 @@ class Findings:
             heads.update(alarm.heads)
         return is_new
 
-    def state_is_taken(self, step: int | None) -> None:
-        """Takes the last step, or None before the first, of a state for a checkpoint."""
-        if self.is_whole and not self.alarmed:
-            self.sound_step = step
-
     @property
     def way_back(self) -> str:
-        """The checkpoint to go back to where no switch has helped; `Policy.remedy` goes on."""
-        if self.sound_step is None:
-            return "no checkpoint from before the first alarm is known; start again"
-        # Trainers name files by the number of steps that are done, and steps count from 0.
-        step = self.sound_step
-        return (
-            f"go back to the checkpoint after step {step} ({step + 1} in the file's name), the last"
-            " one before the first alarm, if it is still there, and resume"
-        )
+        """Where to go back to if no switch has helped; `Policy.remedy` goes on."""
+        first = min((alarm.step for alarm in self.alarms), default=0)
+        return f"go back to a checkpoint before the first known alarm, of step {first}, and resume"
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -141,7 +128,6 @@ class Journal:
         self._events: list[Event] = []
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
-        self._is_hidden = False
         # Only this rank's, if there are several, since the last exchange.
         self.own: list[Event] = []
 
@@ -311,8 +297,6 @@ class Journal:
         samples, self._samples = self._samples, []
         writer.add(samples)
         writer.flush()
-        if samples:
-            self._look_around(writer)
         if self._notes:
             writer.update_metadata(self._notes)
             self._notes = {}
@@ -321,30 +305,9 @@ class Journal:
             del self._events[0]
         self._failures, self._is_failing = 0, False
 
-    def _look_around(self, writer: RunWriter) -> None:
-        """Tells once that another run writes into the folder; a failed look is no failed write."""
-        if self._is_hidden:
-            return
-        with suppress(OSError):
-            self._is_hidden = writer.is_hidden()
-        if self._is_hidden:
-            log.warning(
-                "another run has begun to write into %s: what this one records there is hidden"
-                " from now on; give each run a dirpath of its own",
-                self._dirpath,
-            )
-
-    def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
-        """Records the metadata of the attention modules (`metadata_of`), if they have changed."""
-        before = self.metadata.get("sites", {})
-        if modules == before:
-            return
-        is_first = modules.keys() - before.keys()
+    def describe(self, modules: dict[str, dict[str, Any]]) -> None:
+        """Records the metadata of the attention modules (`metadata_of`)."""
         self._warn(modules)
-        refusals = [known["not_switchable"] for known in modules.values()]
-        if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:
-            count, reason = len(refusals), refusals[0]
-            log.warning("no alarm can switch any of the %d attention modules: %s", count, reason)
         self.note({"sites": modules})
 
     def note(self, metadata: Mapping[str, Any]) -> None:

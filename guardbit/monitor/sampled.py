@@ -185,7 +185,7 @@ class SampledSteps:
             site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
         }
         self.detectors.normalised = normalised_sites({"sites": facts})
-        self._journal.describe(facts, self.policy is not None)
+        self._journal.describe(facts)
 
     def record_never_met(self) -> None:
         """Records, at the end, which modules no sampled step has met."""
@@ -253,11 +253,9 @@ class SampledSteps:
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self, switched: dict[str, list[str]]) -> dict[str, Any]:
-        ended = self._schedule.last_ended
-        self._findings.state_is_taken(ended)
         return {
             "format": _FORMAT,
-            "last_step": ended,
+            "last_step": self._schedule.last_ended,
             "detectors": self.detectors.state_dict(),
             # None until it has acted on a checkpoint's alarms: the run that resumes must do so.
             "policy": self.policy.state_dict() if self.policy and not self._unheeded else None,
@@ -281,7 +279,6 @@ class SampledSteps:
         stabilizers = state["stabilizers"]
         if state.get("format") != _FORMAT:
             self.switching.load(stabilizers, state.get("is_of_parts", False))
-            self._findings.is_whole = False
             log.warning(
                 "the state is incomplete or of another version of GuardBit: the heads it has"
                 " switched stay switched (%s), detectors and sums begin anew",

@@ -70,7 +70,7 @@ def test_only_the_logits_above_the_bound_shrink_and_to_the_bound(groups, expands
     sites, x = sites_of(module)
     before = logits(module, x)
     largest = [40.0, 90.0, math.nan, 300.0, 100.0, math.inf]
-    assert clip(sites["0"], largest, 100.0) == {3: 100.0 / 300.0}
+    clip(sites["0"], largest, 100.0)
     expected = before.clone()
     expected[3] *= 100.0 / 300.0
     # Two FP32 roundings of each weight, of both factors of a product: 2^-22 of a sum of 24 terms.
@@ -124,55 +124,3 @@ def clipping(told):
     policy = Policy(qk_clip=100.0)
     policy.clipping = 0, WHY
     return Clipping(policy, False, told.append)
-
-
-class _Scaled:
-    """A site of two heads that keeps what it was scaled by."""
-
-    def plain_rows(self):
-        return []
-
-    def __init__(self):
-        self.scales = []
-
-    def scale_logits(self, scales):
-        self.scales.append(scales.tolist())
-
-
-def _act(clips, site, told, step, logits, norms):
-    samples = [
-        Sample(step, "0", 0, "max_logit", logits),
-        Sample(step, "0", 0, "w_q_spectral_norm", norms),
-    ]
-    clips.act({"0": site}, samples)
-    return [event.why for event in told if event.kind == "refusal"]
-
-
-def test_clipping_stops_where_two_clips_lower_the_weights_and_not_the_logits():
-    """As where a norm or a mask of the client's own decides the scores."""
-    site, told = _Scaled(), []
-    clips = clipping(told)
-    for step in range(12):
-        norm = 2.0 * 0.5 ** min(step, 2)
-        refusals = _act(clips, site, told, step, (50.0, 400.0), (1.0, norm))
-    assert site.scales == [[1.0, 0.25]] * 2
-    assert refusals == [
-        "not clipped: 2 clips of head 1 lowered W_Q, but not the logits (no switch has helped)"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("logits", "norms"),
-    [
-        ([400.0, 110.0, 420.0, 105.0, 400.0, 101.0], [2.0, 1.0, 2.0, 1.0, 2.0, 1.0]),
-        ([400.0] * 6, [2.0] * 6),  # grown back, or written back, until the next sample
-        ([400.0] * 6, [math.nan] * 6),
-    ],
-)
-def test_clipping_goes_on_while_it_works_or_weights_come_back(logits, norms):
-    site, told = _Scaled(), []
-    clips = clipping(told)
-    for step, (logit, norm) in enumerate(zip(logits, norms, strict=True)):
-        assert not _act(clips, site, told, step, (50.0, logit), (1.0, norm))
-    assert [scales[1] for scales in site.scales] == [100.0 / logit for logit in logits]
-    assert all(scales[0] == 1.0 for scales in site.scales)

@@ -252,10 +252,3 @@ def test_a_closed_writer_says_so(tmp_path):
     for call in calls:
         with pytest.raises(ValueError, match=r"the run's writer is closed: .*session-0001"):
             call()
-
-
-def test_a_writer_knows_whether_a_later_one_hides_it(tmp_path):
-    with RunWriter(tmp_path) as first:
-        assert not first.is_hidden()
-        with RunWriter(tmp_path) as second:
-            assert first.is_hidden() and not second.is_hidden()

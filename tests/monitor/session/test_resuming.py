@@ -92,16 +92,6 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert f"{tmp_path} already holds" in told and "from step 0 on" in told
 
 
-def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
-    first = Loop(dirpath=tmp_path)
-    first.run([0], close=False)
-    Loop(dirpath=tmp_path).run([0])
-    assert "another run has begun to write" not in caplog.text
-    first.run([1, 2])
-    told = [line for line in caplog.messages if "another run has begun to write" in line]
-    assert len(told) == 1 and str(tmp_path) in told[0]
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
     state = Loop(dirpath=tmp_path / "first" / "guardbit").run([0, 1], close=False).leave()
