@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,76 +163,46 @@ def resolve(
         if shares_backward and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
             return Settled(asked, True, unshifted)
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
-    ours: _Ours = "possible" if keeps_residual else "no residual"
-    takes = ""
-    if beyond_ours:
-        ours, takes = "impossible", f"takes {_none_of(beyond_ours)}"
+    # Why our kernels cannot run the whole call, and why not `compensated`.
+    limit = f"GuardBit's kernels take {_none_of(beyond_ours)}" if beyond_ours else ""
     if call.library is not None:
-        ours, takes = "impossible", f"cannot replace {call.library.title}"
+        limit = f"GuardBit's kernels cannot replace {call.library.title}"
+    no_room = "" if keeps_residual else "the compiled graph has no room for compensated"
+    limits = {"compensated": limit or no_room, "row_max": limit}
     unrounded = ""
     if call.q.dtype == torch.float32:
         unrounded = "attention runs in float32"
     elif engine.backend == SDPBackend.MATH:
         unrounded = f"{engine.title} takes delta from P itself, not from the rounded output"
-    found: dict[str, _Substitute] = {}
+    runs, reasons = {}, [unshifted]
     for name in dict.fromkeys(asked):
-        kind = "delta" if name in DELTAS else name
-        runs = _SUBSTITUTES.get(_Case(kind, shares_backward, ours), _Substitute(name, ""))
-        if kind == "delta" and not shares_backward and unrounded:
-            runs = _Substitute("none", f"{{name}} would correct nothing: {unrounded}")
-        why = runs.why.format(name=name, takes=takes, obstacle=obstacle)
-        found[name] = _Substitute(runs.name, why)
-    reasons = (unshifted, *(one.why for one in found.values()))
-    names = tuple(found[name].name for name in asked)
+        if name in DELTAS and not shares_backward and unrounded:
+            runs[name], why = "none", f"{name} would correct nothing: {unrounded}"
+        else:
+            runs[name], why = _substitute(name, "" if shares_backward else obstacle, limits)
+        reasons.append(why)
+    names = tuple(runs[name] for name in asked)
     return Settled(names, shares_backward, "; ".join(filter(None, reasons)))
 
 
-#: Whether our kernels can compute the call, or can but have no room for a residual in its graph.
-_Ours = Literal["possible", "no residual", "impossible"]
+def _substitute(name: str, obstacle: str, limits: dict[str, str]) -> tuple[str, str]:
+    """Returns what runs if a stabilizer is asked for, and why it is another one, or "".
 
-
-class _Case(NamedTuple):
-    asked: str  # a stabilizer, or "delta" for all stabilizers in `DELTAS`
-    shares_backward: bool  # whether the engine's backward takes another delta
-    ours: _Ours
-
-
-class _Substitute(NamedTuple):
-    name: str  # the stabilizer that runs instead
-    why: str
-
-
-#: A case that is not listed runs as asked.
-_SUBSTITUTES = {
-    _Case("delta", False, "possible"): _Substitute(
-        "compensated", "compensated runs instead of {name}: {obstacle}",
-    ),
-    _Case("delta", False, "no residual"): _Substitute(
-        "none", "{name} is not possible: {obstacle}",
-    ),
-    _Case("delta", False, "impossible"): _Substitute(
-        "none", "{name} is not possible: {obstacle}; no kernel can replace it",
-    ),
-    _Case("compensated", True, "no residual"): _Substitute(
-        "exact_delta",
-        "exact_delta runs instead of compensated, for which the compiled graph has no room",
-    ),
-    _Case("compensated", False, "no residual"): _Substitute(
-        "none", "the compiled graph has no room for compensated, and {obstacle}",
-    ),
-    _Case("compensated", True, "impossible"): _Substitute(
-        "exact_delta", "exact_delta runs instead of compensated, which {takes}",
-    ),
-    _Case("compensated", False, "impossible"): _Substitute(
-        "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
-    ),
-    _Case("row_max", True, "impossible"): _Substitute(
-        "none", "{name} {takes}: exact_delta would work",
-    ),
-    _Case("row_max", False, "impossible"): _Substitute(
-        "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
-    ),
-}  # fmt: skip
+    `obstacle` says why the engine's backward takes no other delta, `limits` why our kernels cannot
+    run a stabilizer; both are "" if they can.
+    """
+    if name in DELTAS and obstacle:
+        if limit := limits["compensated"]:
+            return "none", f"{name} is not possible: {obstacle}; {limit}"
+        return "compensated", f"compensated runs instead of {name}: {obstacle}"
+    limit = limits.get(name, "")
+    if not limit:
+        return name, ""
+    if obstacle:
+        return "none", f"{name} is not possible: {limit}; nor is exact_delta: {obstacle}"
+    if name == "compensated":
+        return "exact_delta", f"exact_delta runs instead of compensated: {limit}"
+    return "none", f"{name} is not possible: {limit}; exact_delta would work"
 
 
 def _beyond_ours(call: Call) -> tuple[str, ...]:

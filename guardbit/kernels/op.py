@@ -156,11 +156,6 @@ def attention_at_site(
             mask = mask.to(torch.get_autocast_dtype(q.device.type))
             spec = AttentionSpec(spec.scale, spec.causal, mask, spec.dropout_p)
         wants_mask = torch.is_grad_enabled() and mask is not None and mask.requires_grad
-    elif spec.causal == "top-left" or mask is not None or spec.has_functions:
-        raise ValueError(
-            f"{library.title} takes documents, a window and a causal mask aligned to the bottom"
-            " right, and no other mask"
-        )
     wants_sinks = torch.is_grad_enabled() and sinks is not None and sinks.requires_grad
     return attention(
         Call(
@@ -691,18 +686,14 @@ def _tell_unless_refused(error: Exception) -> None:
 def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
     # Without gradients, as in a compiled graph's forward, `apply` would take a third of the call.
     q, k, v, spec = call.q, call.k, call.v, call.spec
-    if has_tangent(q, k, v):
-        raise NotImplementedError(
-            "guardbit.flash_attention has no forward-mode derivative; use reverse mode"
-            " (`Tensor.backward`, `torch.autograd.grad`) or F.scaled_dot_product_attention"
-        )
     inputs = q, k, v, spec.mask, spec.sinks
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        if private.is_transformed():
-            raise NotImplementedError(
-                "guardbit.flash_attention cannot be differentiated by torch.func; use"
-                " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
-            )
+    is_trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if has_tangent(q, k, v) or (is_trained and private.is_transformed()):
+        raise NotImplementedError(
+            "guardbit.flash_attention has no forward-mode derivative and none of torch.func; use"
+            " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
+        )
+    if is_trained:
         run = partial(_Attention.apply, *inputs, call, by_op)
     else:
         run = partial(_below_autograd, call, by_op)
@@ -726,23 +717,20 @@ def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> Gradie
     with torch.no_grad():
         tensors = _tensors_of(call, call.site)
         gradients = _backward(d_out, *tensors, *saved, *_numbers_of(call))
-    if is_switched:
-        why = "GuardBit: heads with a stabilizer have no second derivative here; others have one"
-    else:
-        what = "fused attention" if call.native else "guardbit.flash_attention"
-        why = f"{what} has no second derivative; F.scaled_dot_product_attention has one"
-    return Gradients(*_NotDifferentiable.apply(why, d_out, call.q, call.k, call.v, *gradients))
+    return Gradients(*_NotDifferentiable.apply(d_out, call.q, call.k, call.v, *gradients))
 
 
 class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, why, d_out, q, k, v, *gradients):
-        ctx.why = why
+    def forward(ctx, d_out, q, k, v, *gradients):
         return tuple(x.detach() for x in gradients)
 
     @staticmethod
     def backward(ctx, *d_gradients):
-        raise RuntimeError(f"{ctx.why} within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)")
+        raise RuntimeError(
+            "attention has no second derivative here; F.scaled_dot_product_attention without a"
+            " stabilizer has one within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 for _name, _fake in (

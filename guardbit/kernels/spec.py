@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -74,23 +73,6 @@ class AttentionSpec:
         mask = self.mask
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"mask is {mask.dtype}; it must hold booleans or floating numbers")
-        if len(self.window) != 2 or any(type(n) is not int or n < -1 for n in self.window):
-            raise ValueError(
-                f"window is {self.window!r}; it must be two whole numbers, keys before and after,"
-                " -1 for all"
-            )
-        if not 0 <= self.softcap < math.inf:
-            raise ValueError(
-                f"softcap is {self.softcap}; it must be finite and at least 0, 0 for none"
-            )
-        if self.documents is not None:
-            _check_documents(self.documents)
-        if self.sinks is not None and not self.sinks.is_floating_point():
-            raise TypeError(f"sinks is {self.sinks.dtype}; it must hold floating numbers")
-        if self.sinks is not None and self.sinks.dim() != 1:
-            raise ValueError(
-                f"sinks has shape {tuple(self.sinks.shape)}; it must be one number per head, (H,)"
-            )
 
     @property
     def is_ranged(self) -> bool:
@@ -125,38 +107,13 @@ class AttentionSpec:
     def check_shape(self, shape: tuple[int, int, int, int]) -> None:
         """Raises if a field does not fit a call's tensors; no values are read, so no host waits."""
         batch, heads = shape[:2]
-        if self.sinks is not None and len(self.sinks) != heads:
+        if self.sinks is not None and self.sinks.shape != (heads,):
             raise ValueError(
                 f"sinks has shape {tuple(self.sinks.shape)}; it must be one number per head,"
                 f" ({heads},)"
             )
         if self.documents is not None and batch != 1:
             raise ValueError(f"the batch is {batch}; it must be 1 for documents, which are packed")
-
-
-def _check_documents(documents: Documents) -> None:
-    starts = documents.cu_queries, documents.cu_keys
-    dtypes = [x.dtype for x in starts]
-    if dtypes != [torch.int32] * 2:
-        raise TypeError(
-            f"cu_queries and cu_keys are {dtypes[0]} and {dtypes[1]}; they must be torch.int32"
-        )
-    shapes = [tuple(x.shape) for x in starts]
-    if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0] == (0,):
-        raise ValueError(
-            f"cu_queries and cu_keys have shapes {shapes[0]} and {shapes[1]}; they must have one"
-            " number per document and one more, (G + 1,)"
-        )
-    if starts[0].device != starts[1].device:
-        raise ValueError(
-            f"cu_queries and cu_keys are on {starts[0].device} and {starts[1].device}; they must be"
-            " on one device"
-        )
-    if min(documents.max_queries, documents.max_keys) < 0:
-        raise ValueError(
-            f"max_queries and max_keys are {documents.max_queries} and {documents.max_keys}; they"
-            " must be at least 0"
-        )
 
 
 def check_causal(causal: Causal) -> None:

@@ -40,16 +40,17 @@ def test_our_forward_takes_no_new_field_and_exact_delta_takes_all(monkeypatch, f
     assert (names, shared, why) == (("exact_delta", "none"), True, "")
     names, _, why = resolved(monkeypatch, spec, "compensated")
     assert names == ("exact_delta", "none")
-    assert why == f"exact_delta runs instead of compensated, which takes no {field}"
+    assert why == f"exact_delta runs instead of compensated: GuardBit's kernels take no {field}"
     names, _, why = resolved(monkeypatch, spec, "row_max")
     assert names == ("none", "none")
-    assert why == f"row_max takes no {field}: exact_delta would work"
+    limit = f"row_max is not possible: GuardBit's kernels take no {field}"
+    assert why == f"{limit}; exact_delta would work"
     names, _, why = resolved(monkeypatch, spec, "row_max", "it lies")
     assert names == ("none", "none")
-    assert why.startswith(f"row_max takes no {field}, and exact_delta is not possible")
+    assert why.startswith(f"{limit}; nor is exact_delta: ") and why.endswith("it lies")
     names, shared, why = resolved(monkeypatch, spec, "exact_delta", "it lies")
     assert (names, shared) == (("none", "none"), False)
-    assert why.endswith("it lies; no kernel can replace it")
+    assert why.endswith(f"it lies; GuardBit's kernels take no {field}")
 
 
 @pytest.mark.parametrize("field", SPECS)

@@ -102,7 +102,7 @@ CASES = {
     # Which on CPUs only the math kernel knows.
     "dropout": ({"dropout_p": 0.5}, {}, "none", "takes delta from P itself"),
     "doubted": ({}, {"doubted": True}, "compensated", "(here): it lies"),
-    "both": ({"mask": MASK}, {"doubted": True}, "none", "no kernel can replace it"),
+    "both": ({"mask": MASK}, {"doubted": True}, "none", "it lies; GuardBit's kernels take no mask"),
     "in FP64": (
         {},
         {"kind": WIDE},
@@ -140,13 +140,13 @@ def test_each_head_is_told_what_takes_its_stabilizer_s_place(run):
     assert list(events.heads) == [(0,), (1,)]
     assert list(events.stabilizer) == ["exact_delta", "none"]
     assert "exact_delta runs instead of compensated" in events.why.iloc[0]
-    assert "row_max takes no mask: exact_delta would work" in events.why.iloc[1]
+    assert "GuardBit's kernels take no mask; exact_delta would work" in events.why.iloc[1]
 
 
 def test_where_nothing_works_it_is_not_said_that_another_would(run):
     run.switched().attention(mask=MASK, dropout_p=0.1).steps(None)
     assert run.stabilizers() == ["none"] * 2
-    assert "compensated takes no mask, and exact_delta is not possible: " in run.reason()
+    assert "kernels take no mask; nor is exact_delta: " in run.reason()
     assert "dropout 0.1" in run.reason()
     assert "would work" not in run.reason()
 
@@ -208,7 +208,7 @@ def test_an_earlier_micro_batch_that_ran_otherwise_is_told(run):
     assert run.ran() == ["exact_delta", "compensated"]
     run.session.switch(SITE, "compensated")
     run.steps((None, None), math=True)
-    assert "in some calls only: compensated takes no mask" in run.reason("monitor_error")
+    assert "in some calls only: compensated is not possible" in run.reason("monitor_error")
 
 
 @pytest.mark.parametrize(

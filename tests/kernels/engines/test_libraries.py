@@ -258,15 +258,3 @@ def test_cudnn_is_proved_with_documents_that_pytorch_gives_it(rows, keys, monkey
     lengths = documents.cu_queries.diff()
     assert documents.max_queries == lengths.max() > 128 and lengths.min() > 0
     assert torch.equal(documents.cu_queries, documents.cu_keys)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [AttentionSpec(0.2, "top-left"), AttentionSpec(0.2, mask=torch.ones(5, 5, dtype=torch.bool))],
-    ids=["top-left", "mask"],
-)
-def test_a_call_that_the_op_cannot_pass_on_is_refused(spec, site):
-    q = torch.randn(1, 2, 5, 16).bfloat16()
-    engine = library_engine("flash_attn", False)
-    with pytest.raises(ValueError, match="aligned to the bottom right, and no other mask"):
-        attention_at_site(q, q, q, site, spec, engine)
