@@ -132,9 +132,11 @@ class ClipLogits(Callback):
         with self.path.open("a") as file:
             for sample in session.samples:
                 if sample.indicator == "max_logit":
-                    clipped = clip(sites[sample.site], sample.values, self.bound)
-                    for head, factor in clipped.items():
-                        file.write(f"{trainer.global_step},{sample.site},{head},{factor:.6g}\n")
+                    clip(sites[sample.site], sample.values, self.bound)
+                    for head, logit in enumerate(sample.values):
+                        if self.bound < logit < math.inf:
+                            factor = self.bound / logit
+                            file.write(f"{trainer.global_step},{sample.site},{head},{factor:.6g}\n")
 
 
 class Clock(Callback):
