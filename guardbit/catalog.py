@@ -1,7 +1,7 @@
-"""Every indicator once: what it is called, what it means, and how others treat it.
+"""Every indicator once: what it is called, and how others treat it.
 
-What `indicators=` accepts, the labels of reports and of the live page, the keys of loggers, what is
-compared with a head's own baseline and the table in `docs/rules.md` are all derived from here.
+What `indicators=` accepts, the labels of reports and of the live page, the keys of loggers and what
+is compared with a head's own baseline are derived from here. `docs/rules.md` defines each.
 Standard library only.
 """
 
@@ -28,7 +28,6 @@ class Indicator:
     name: str  # in the telemetry and in `indicators=`
     probe: Probe  # what measures it
     label: str  # what reports call it
-    meaning: str  # what the number is, in a few words
     unit: str = ""  # "" for a plain number or the unit of the model's own numbers
     is_signed: bool = False  # whether values below 0 count, so that it has no place on a log scale
     # What is added to its values before a head is compared with its baseline; None if its size
@@ -57,7 +56,6 @@ CATALOG: tuple[Indicator, ...] = (
         name="w_q_spectral_norm",
         probe="weights",
         label="W_Q spectral norm",
-        meaning="largest singular value of the head's rows of W_Q",
         floor=0.0,
         logged_key="guardbit/w_q_spectral_norm",
     ),
@@ -65,21 +63,18 @@ CATALOG: tuple[Indicator, ...] = (
         name="w_k_spectral_norm",
         probe="weights",
         label="W_K spectral norm",
-        meaning="the same for W_K",
         floor=0.0,
     ),
     Indicator(
         name="qk_spectral_norm",
         probe="weights",
         label="W_Q^T W_K spectral norm",
-        meaning="largest singular value of W_Q^T W_K",
         floor=0.0,
     ),
     Indicator(
         name="multiple_maxima",
         probe="rows",
         label="multiple maxima, FP32",
-        meaning="rows with more than one FP32 score within 0.001 of their maximum",
         unit=SHARE_OF_ROWS,
         # A share that rises from nothing to next to nothing is no excess.
         floor=0.01,
@@ -90,17 +85,12 @@ CATALOG: tuple[Indicator, ...] = (
         name="multiple_maxima_bf16",
         probe="rows",
         label="multiple maxima, BF16",
-        meaning="the same with the scores rounded to BF16 first",
         unit=SHARE_OF_ROWS,
     ),
     Indicator(
         name="max_logit",
         probe="rows",
         label="max logit",
-        meaning=(
-            "largest scale * q.k in size, without what masks and biases add: of -900 and 400 it is"
-            " 900"
-        ),
         floor=0.0,
         logged_key="guardbit/max_logit",
     ),
@@ -109,7 +99,6 @@ CATALOG: tuple[Indicator, ...] = (
         name="attention_entropy",
         probe="rows",
         label="attention entropy",
-        meaning="entropy of a row's probabilities, mean over the rows that see a key",
         unit="nats",
     ),
     Indicator(
@@ -117,28 +106,24 @@ CATALOG: tuple[Indicator, ...] = (
         name="key_common_mode",
         probe="keys",
         label="common part of the keys",
-        meaning="norm of the mean key of a sequence over the root mean square of its keys' norms",
         logged_key="guardbit/key_common_mode",
     ),
     Indicator(
         name="delta_bias",
         probe="delta",
         label="delta bias",
-        meaning="sum over rows of delta_lp - delta_hp",
         is_signed=True,
     ),
     Indicator(
         name="delta_bias_abs",
         probe="delta",
         label="delta bias, absolute",
-        meaning="sum over rows of the size of delta_lp - delta_hp",
         floor=0.0,
     ),
     Indicator(
         name="delta_bias_cumulative",
         probe="delta",
         label="cumulative delta bias",
-        meaning="running sum of `delta_bias` over the sampled steps",
         is_signed=True,
         logged_key="guardbit/delta_bias_cumulative",
         sum_of="delta_bias",
@@ -147,7 +132,6 @@ CATALOG: tuple[Indicator, ...] = (
         name="dq_relative_error",
         probe="gradient_audit",
         label="dQ relative error",
-        meaning="norm of dQ - dQ_fp32 over that of dQ_fp32",
         floor=0.0,
         logged_key="guardbit/dq_relative_error",
     ),
@@ -155,18 +139,12 @@ CATALOG: tuple[Indicator, ...] = (
         name="dq_coherent_error",
         probe="gradient_audit",
         label="dQ coherent error",
-        meaning="dQ - dQ_fp32 along the head's largest direction of W_Q, summed over rows with its"
-        " sign, over the sum of the sizes of dQ_fp32 along it",
         is_signed=True,
     ),
     Indicator(
         name="rounding_share",
         probe="burst",
         label="rounding's share",
-        meaning=(
-            "part of the changes of the head's W_Q norm that rounding makes; only for a while after"
-            " a rule has named the head"
-        ),
         is_signed=True,
     ),
     *(
@@ -174,7 +152,6 @@ CATALOG: tuple[Indicator, ...] = (
             name=f"rounding_share_{name}",
             probe="burst",
             label=f"rounding's share, {end} end",
-            meaning=f"the {end} end of its 95 % interval",
             is_signed=True,
         )
         for name, end in (("low", "lower"), ("high", "upper"))
@@ -183,21 +160,17 @@ CATALOG: tuple[Indicator, ...] = (
         name="nonfinite",
         probe="finite",
         label="tensors with NaN or infinity",
-        meaning="the sum of 1 for q, 2 for k, 4 for v, 8 for O, 16 for dO, 32 for dQ, 64 for dK"
-        " and 128 for dV, over the tensors that are not finite; recorded only if there are any",
     ),
     Indicator(
         name="loss",
         probe="run",
         label="training loss",
-        meaning="the loss of the step, mean over its micro-batches",
         logged_key="guardbit/loss",
     ),
     Indicator(
         name="grad_norm",
         probe="run",
         label="gradient norm",
-        meaning="total norm of the gradients before clipping, after it in manual optimization",
         logged_key="guardbit/grad_norm",
     ),
 )

@@ -18,26 +18,25 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def indicator_rows():
-    """The table of `docs/rules.md`."""
-    yield "| indicator | what it is | unit | baseline | key of loggers |"
-    yield "|---|---|---|---|---|"
+    """The table of `docs/rules.md`, whose definitions stand there only."""
     for one in CATALOG:
         unit = ", ".join(filter(None, (one.unit, "signed" if one.is_signed else "")))
         baseline = "" if one.floor is None else f"its own, floor {one.floor:g}"
         key = f"`{one.logged_key}`" if one.logged_key else ""
-        yield f"| `{one.name}` | {one.title}: {one.meaning} | {unit} | {baseline} | {key} |"
+        begins, ends = f"| `{one.name}` | {one.title}: ", f" | {unit} | {baseline} | {key} |"
+        yield f"{re.escape(begins)}[^|\n]+{re.escape(ends)}"
 
 
 def key_rows():
     """The rows of `docs/dashboards.md` about what loggers get of each indicator."""
     for key, name in LOGGED_KEYS.items():
-        yield f"| `{key}` | {BY_NAME[name].label} |"
+        yield re.escape(f"| `{key}` | {BY_NAME[name].label} |")
 
 
 @pytest.mark.parametrize("page, rows", [("rules.md", indicator_rows), ("dashboards.md", key_rows)])
 def test_the_tables_of_the_docs_are_those_of_the_catalogue(page, rows):
     expected = "\n".join(rows())
-    assert expected in (DOCS / page).read_text(encoding="utf-8"), f"the table is:\n{expected}"
+    assert re.search(expected, (DOCS / page).read_text("utf-8")), f"the table is:\n{expected}"
 
 
 def test_the_page_on_indicators_names_no_other():
