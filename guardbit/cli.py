@@ -232,7 +232,7 @@ def replay(
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
     from guardbit.dashboards.loading import read
-    from guardbit.dashboards.marks import events_of
+    from guardbit.dashboards.tables import events_of
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
 

@@ -654,7 +654,7 @@ def test_a_table_is_judged_as_its_samples_are():
     events = [alarm(6750), switch(6750)]
     table = pd.DataFrame([asdict(event) for event in events])
     assert Recorded(shuffled, table).judgement == judged(*events, of=made)
-    assert Recorded(pd.DataFrame()).judgement.headline == "Unclear: no head was watched"
+    assert Recorded(frame[:0]).judgement.headline == "Unclear: no head was watched"
 
 
 def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from guardbit.dashboards.marks import events_of
+from guardbit.dashboards.tables import events_of
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
 from guardbit.store import read_events, read_metadata, read_run

@@ -31,11 +31,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from guardbit.dashboards import marks
 from guardbit.dashboards.document import last_loss
 from guardbit.dashboards.loading import read_diagnosed
 from guardbit.dashboards.page import OVERLAYS, Json, RunPage, rendered, source_of_script
-from guardbit.dashboards.tables import RunSoFar
+from guardbit.dashboards.tables import RunSoFar, events_of, marked
 from guardbit.judgement import Ended
 from guardbit.records import Event
 from guardbit.store import RunFollower, folder_of_run, is_run, read_events, runs_below
@@ -128,7 +127,7 @@ class LiveRun:
         try:
             files = self._follower.event_files()
             if files != self._event_files:
-                alarms = self._take_events(marks.events_of(read_events(self.path)))
+                alarms = self._take_events(events_of(read_events(self.path)))
                 self._event_files, has_changed = files, True
         finally:
             # Samples are shown whatever is wrong with the events.
@@ -194,7 +193,7 @@ class LiveRun:
         known = set(self._alarms)
         with self.lock:
             self._run.events = events
-            self._alarms = [event for event, mark in marks.marked(events) if mark == "alarm"]
+            self._alarms = [event for event, mark in marked(events) if mark == "alarm"]
         return [alarm for alarm in self._alarms if alarm not in known]
 
     def _update_state(self) -> None:

@@ -133,7 +133,7 @@ class Plots:
         known = [] if name.startswith("_") else dir(self)
         if name not in known:
             raise AttributeError(f"there is no figure {name!r}{nearest(name, known)}")
-        return partial(getattr(self._figures, name), self._run, None)
+        return partial(getattr(self._figures, name), self._run)
 
     def __dir__(self) -> list[str]:
         others = (name for name in self._figures.__all__ if name not in _NO_FIGURES)

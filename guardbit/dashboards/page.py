@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS, VALIDATION_LOSS
-from guardbit.dashboards import marks
 from guardbit.dashboards.document import document_of
 from guardbit.dashboards.history import (
     EXCESS_INDICATORS,
@@ -31,7 +30,7 @@ from guardbit.dashboards.history import (
     lower_quantile,
 )
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, RunSoFar
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, RunSoFar, mark_of, marked
 from guardbit.records import Event
 
 Json = dict[str, Any]
@@ -317,18 +316,18 @@ def _steps_of(history: History) -> list[int]:
 
 def _shown_events(events: Sequence[Event]) -> list[Event]:
     """The newest events, and all that are marked however old."""
-    marked = {id(event) for event, _ in marks.marked(events)}
-    newest = len(events) - _MOST_EVENTS
-    return [event for place, event in enumerate(events) if place >= newest or id(event) in marked]
+    kept = {id(event) for event, _ in marked(events)}
+    kept |= {id(event) for event in events[-_MOST_EVENTS:]}
+    return [event for event in events if id(event) in kept]
 
 
 def _marks_of(events: Sequence[Event], departed: int | None) -> list[Json]:
     """What charts mark: each kind once a step, and where the loss diverged."""
-    marked = {(event.step, mark) for event, mark in marks.marked(events)}
+    found: set[tuple[int, str]] = {(event.step, mark) for event, mark in marked(events)}
     if departed is not None:
-        marked.add((departed, "departed"))
-    return [{"step": step, "kind": kind} for step, kind in sorted(marked)]
+        found.add((departed, "departed"))
+    return [{"step": step, "kind": kind} for step, kind in sorted(found)]
 
 
 def _event_of(event: Event) -> Json:
-    return {**asdict(event), "kind": marks.mark_of(event) or event.kind}
+    return {**asdict(event), "kind": mark_of(event) or event.kind}

@@ -1,27 +1,25 @@
 """A run as far as it was read: what its page, report and figures are made from.
 
-Samples have one value a row: step, site, layer, head, indicator, value. They are accepted as a CSV
-reader leaves them (NaN for an empty site), empty, or without any column.
+Samples are tables as `guardbit.read_run` returns them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
 
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.dashboards.history import Floats, History, Integers, farthest
-from guardbit.dashboards.marks import Mark, events_of, mark_of
 from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.judgement.evidence import Head as Head
 from guardbit.records import Event
-from guardbit.store.files import COLUMNS, check_columns
+from guardbit.store.files import COLUMNS, EVENT_COLUMNS
 from guardbit.store.reading import resumptions, samples_of
 
 #: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
@@ -31,6 +29,9 @@ SAMPLES_AVERAGED = 5
 NOTABLE = 1.5
 #: Steps that reports and figures resolve where they compare heads with their baselines, even.
 BUCKETS = 300
+
+#: What a figure marks; "undo" is a switch back to the run's own attention.
+Mark = Literal["alarm", "switch", "undo"]
 
 
 class Diagnosed(NamedTuple):
@@ -180,7 +181,7 @@ class Recorded(RunSoFar):
         diagnosed: Diagnosed | None = None,
     ) -> None:
         super().__init__(BUCKETS)
-        self.samples, self.diagnosed = check_samples(samples), diagnosed or Diagnosed()
+        self.samples, self.diagnosed = samples, diagnosed or Diagnosed()
         self.events, self.metadata, self.ended = events_of(events), metadata or {}, ended
         self.take(self.samples)
         self._rows = self.samples.groupby("indicator", observed=True).indices
@@ -211,16 +212,6 @@ class Recorded(RunSoFar):
         extreme = [(int(layer), int(head)) for layer, head in extremes.head(1).index]
         story = [head for head in self.story if head in table.columns]
         return list(dict.fromkeys([*story, *extreme]))
-
-
-def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the samples with "" for a missing site."""
-    if frame.empty:
-        return pd.DataFrame(columns=COLUMNS)
-    check_columns(frame.columns, COLUMNS, "the table of samples")
-    if np.asarray(frame["site"].isna()).any():
-        return frame.assign(site=frame["site"].astype(object).fillna(""))
-    return frame
 
 
 def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
@@ -254,3 +245,38 @@ def latest_rows(frame: pd.DataFrame) -> pd.DataFrame:
     samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
     samples = samples.sort_values(["step"], kind="stable")
     return samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def events_of(events: pd.DataFrame | None) -> list[Event]:
+    """The events of a table by step, but for verdicts: a run is judged again."""
+    if events is None or events.empty:
+        return []
+    table = events.reindex(columns=EVENT_COLUMNS)
+    found = [
+        Event(**{**row, "step": int(row["step"]), "heads": tuple(map(int, row["heads"]))})
+        for row in table.astype(object).where(table.notna(), "").to_dict("records")
+        if row["kind"] != "verdict"
+    ]
+    return sorted(found, key=lambda event: event.step)
+
+
+def mark_of(event: Event) -> Mark | None:
+    """What a figure marks the event as; None for refusals, verdicts and errors."""
+    if event.kind == "switch":
+        return "undo" if event.stabilizer == "none" else "switch"
+    return "alarm" if event.kind == "alarm" else None
+
+
+def marked(events: Iterable[Event]) -> Iterator[tuple[Event, Mark]]:
+    """The events that figures mark, in their order: first alarms, and all switches and undoings."""
+    seen: set[tuple[str, int | str]] = set()
+    for event in events:
+        mark = mark_of(event)
+        alarmed = {(event.site, of) for of in event.heads or (event.rule,)}
+        if mark is not None and not (mark == "alarm" and alarmed <= seen):
+            yield event, mark
+        if mark == "alarm":
+            seen |= alarmed

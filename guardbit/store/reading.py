@@ -355,22 +355,11 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 def samples_of(frame: pd.DataFrame) -> Iterator[Sample]:
     """Yields the rows of a tidy frame as samples, one for each step, site and indicator."""
-    files.check_columns(frame.columns, COLUMNS, "the telemetry")
     if frame.empty:
         return
-    for name in ("step", "layer"):
-        if pd.isna(frame[name].to_numpy()).any():
-            raise ValueError(f"the telemetry has rows without a {name}")
     named = {name: frame[name].astype(object).fillna("") for name in ("site", "indicator")}
     frame = frame.assign(**named)
     is_module = frame["site"] != ""
-    wrong = frame[is_module & ~frame["head"].between(0, files.MAX_HEADS - 1)]
-    if len(wrong):
-        first = wrong.iloc[0]
-        raise ValueError(
-            f"head {first['head']} of site {first['site']!r} at step {first['step']} in the "
-            f"telemetry; the heads of a site count from 0 to {files.MAX_HEADS - 1} at most"
-        )
     group = frame.groupby(_OF_SAMPLE).ngroup().to_numpy()
     order = np.argsort(group, kind="stable")
     starts = np.flatnonzero(np.diff(group[order], prepend=-1)).tolist()

@@ -5,7 +5,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -58,8 +57,6 @@ def test_its_figures_show_by_themselves(run):
     assert set(dir(run.plot)) == {"heads", "map", *others}
     for name in others:
         assert getattr(run.plot, name).func is getattr(figures, name)
-    drawn = run.plot.max_logit(), figures.max_logit(run.samples, run.events)
-    assert np.array_equal(*map(pixels, drawn))
     with pytest.raises(AttributeError, match="no figure 'max_logits'; did you mean max_logit"):
         run.plot.max_logits  # noqa: B018
     assert titles == ["Model map at step 6,750", "Model map at step 4,000"]
@@ -82,9 +79,6 @@ def test_a_figure_takes_its_own_arguments_in_their_order_and_no_others(run):
     assert "layer 5" in figure.axes[0].get_title(loc="left")
     with pytest.raises(TypeError, match="max_logit"):
         run.plot.max_logit(5)
-    for tables in ((run,), ("runs/mine",), (run.samples, 4000)):
-        with pytest.raises(ValueError, match="a figure is drawn from the tables"):
-            figures.model_map(*tables)
 
 
 def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 import guardbit
 from guardbit.cli import app
 from guardbit.dashboards.document import document_of
-from guardbit.dashboards.marks import events_of
 from guardbit.dashboards.page import RunPage
-from guardbit.dashboards.tables import Recorded, RunSoFar
+from guardbit.dashboards.tables import Recorded, RunSoFar, events_of
 from guardbit.judgement import Evidence, judge
 from guardbit.records import Event, Sample
 from tests.dashboards.made import SAMPLES

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import marks, tables
+from guardbit.dashboards import tables
 from guardbit.dashboards.document import effect_of_switch
 from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.tables import Recorded, RunSoFar
@@ -57,22 +57,6 @@ def test_a_resumed_run_keeps_the_later_value():
     assert tables.by_head(table, "delta_bias").to_numpy().tolist() == [[2.0]]
 
 
-def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
-    loss = run.frame[run.frame["indicator"] == "loss"]
-    read = Recorded(loss.assign(site=np.nan))
-    series = read.of_run("loss")
-    np.testing.assert_array_equal(series.index, run.loss_steps)
-    np.testing.assert_array_equal(series, run.loss)
-    assert read.by_head("loss").empty
-
-
-def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match="samples lacks the columns indicator, value"):
-        Recorded(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}))
-    with pytest.raises(ValueError, match="events lacks the columns why"):
-        marks.events_of(pd.DataFrame({"step": [1], "kind": ["alarm"], "site": [""], "heads": [()]}))
-
-
 def test_the_journal_is_by_step_and_takes_any_list_of_heads():
     table = pd.DataFrame(
         [
@@ -81,7 +65,7 @@ def test_the_journal_is_by_step_and_takes_any_list_of_heads():
             event(6, "alarm", "h.0", math.nan),
         ]
     ).drop(columns=["rule", "stabilizer"])
-    found = marks.events_of(table)
+    found = tables.events_of(table)
     assert [(entry.step, entry.heads) for entry in found] == [(4, (1,)), (6, ()), (9, (2, 3))]
     assert all(entry.rule == "" and entry.stabilizer == "" for entry in found)
 
@@ -89,7 +73,7 @@ def test_the_journal_is_by_step_and_takes_any_list_of_heads():
 def test_a_switch_to_none_is_an_undo_and_one_that_was_not_made_is_none(run):
     refusal = event(4600, "refusal", "h.1.attn", (1, 2))
     recorded = Recorded(run.frame, pd.concat([run.events, pd.DataFrame([refusal])]))
-    marked = [(event.step, mark) for event, mark in marks.marked(recorded.events)]
+    marked = [(event.step, mark) for event, mark in tables.marked(recorded.events)]
     assert marked == [(2950, "alarm"), (3100, "alarm"), (3100, "switch"), (4500, "undo")]
     assert list(recorded.first("switch")) == [(2, 3), (2, 7)]
     assert recorded.stabilizers() == {(2, 3): "none", (2, 7): "compensated"}
@@ -149,7 +133,7 @@ def effects(run, events):
     # A page that keeps a bucket a sample, in FP32, says the same.
     page = RunSoFar(400)
     page.take(run.frame)
-    page.events = marks.events_of(events)
+    page.events = tables.events_of(events)
     kept = effect_of_switch(page)
     assert [row[:2] for row in kept] == [row[:2] for row in found]
     sides = [[side for row in rows for side in row[2:]] for rows in (kept, found)]

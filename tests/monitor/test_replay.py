@@ -234,11 +234,6 @@ def test_samples_hold_one_value_a_head():
     np.testing.assert_array_equal(logits.values, [1.0, np.nan, 3.0])
 
 
-def test_a_table_without_its_columns_is_refused():
-    with pytest.raises(ValueError, match="lacks the columns layer, value: "):
-        replay(pd.DataFrame(columns=["step", "site", "head", "indicator"]))
-
-
 @pytest.mark.parametrize("indicators, verdict, named", [
     (INDICATORS, "stable", []),
     (["loss", "w_q_spectral_norm"], "stable", ["gradient_error", "model_logits", "max_logit"]),

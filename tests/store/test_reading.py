@@ -27,7 +27,6 @@ from guardbit.store import (
     read_run,
     runs_below,
 )
-from guardbit.store.reading import samples_of
 from tests.store.made import alarm, loss, put, write
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
@@ -268,20 +267,6 @@ def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kin
     monkeypatch.setattr(RunFollower, "look", look_then_merge)
     frame = read_run(tmp_path) if kind == "samples" else read_events(tmp_path)
     assert frame["step"].tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ((None, "h.0", 0, 0, "max_logit", 1.0), "has rows without a step"),
-        ((3, "h.0", None, 0, "max_logit", 1.0), "has rows without a layer"),
-        ((3, "h.0", 0, -1, "max_logit", 1.0), "head -1 of site 'h.0' at step 3 in the telemetry"),
-        ((3, "h.0", 0, 1024, "max_logit", 1.0), "heads of a site count from 0 to 1023 at most"),
-    ],
-)
-def test_a_table_of_rows_that_no_run_has_is_refused(row, why):
-    with pytest.raises(ValueError, match=why):
-        list(samples_of(pd.DataFrame([row], columns=COLUMNS)))
 
 
 CSV = """step,site,layer,head,indicator,value,comment

@@ -1,4 +1,4 @@
-"""Figures of a run: pure functions from (frame, events) to a matplotlib Figure.
+"""Figures of a run: pure functions from a `Recorded` run to a matplotlib Figure.
 
 Each returns None where the run recorded nothing it could draw. All share one style, one range of
 steps and one way to mark events (`style`). `CHARTS` are those of a report, in their order.
@@ -20,7 +20,6 @@ from guardbit.dashboards.figures.heads import (
 )
 from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps, story
-from guardbit.dashboards.figures.style import of_tables
 from guardbit.dashboards.tables import Recorded
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
 ]
 
 
-@of_tables
 def _map_that_tells(run: Recorded) -> Figure | None:
     return model_map(run, step=run.first_step("alarm"))
 

@@ -59,7 +59,7 @@ def _draw(
     return figure
 
 
-@style.of_tables
+@style.styled
 def spectral_norm_of_heads(run: Recorded, layer: int | None = None) -> Figure | None:
     """W_Q spectral norm of all heads of one layer over steps; the paper's figure 3."""
     table = run.by_head("w_q_spectral_norm")
@@ -71,7 +71,7 @@ def spectral_norm_of_heads(run: Recorded, layer: int | None = None) -> Figure | 
     return _draw(run, table, title, "largest singular value")
 
 
-@style.of_tables
+@style.styled
 def max_logit(run: Recorded) -> Figure | None:
     """Largest attention score of every head over steps, after scaling, on a log axis."""
     table = run.by_head("max_logit")
@@ -79,7 +79,7 @@ def max_logit(run: Recorded) -> Figure | None:
     return _draw(run, table, "Max logit of every head", "largest logit", is_log=True)
 
 
-@style.of_tables
+@style.styled
 def attention_entropy(run: Recorded) -> Figure | None:
     """Mean entropy of the attention rows of every head over steps, in nats."""
     table = run.by_head("attention_entropy")
@@ -87,13 +87,13 @@ def attention_entropy(run: Recorded) -> Figure | None:
     return _draw(run, table, title, label, smallest=True)
 
 
-@style.of_tables
+@style.styled
 def multiple_maxima(run: Recorded) -> Figure | None:
     """Share of rows with several FP32 maxima over the loss; the paper's figure 13."""
     return _maxima_over_loss(run, "multiple_maxima", "FP32 scores")
 
 
-@style.of_tables
+@style.styled
 def multiple_maxima_bf16(run: Recorded) -> Figure | None:
     """The same as `multiple_maxima` with the scores rounded to BF16, as in the paper's code."""
     return _maxima_over_loss(run, "multiple_maxima_bf16", "BF16-rounded scores")
@@ -124,7 +124,7 @@ def _maxima_over_loss(run: Recorded, indicator: str, scores: str) -> Figure | No
     return _draw(run, table, title, label, below=style.LEGEND, draw_more=draw_loss)
 
 
-@style.of_tables
+@style.styled
 def delta_bias(run: Recorded) -> Figure | None:
     """Cumulative delta bias of every head over steps, with its sign; the paper's figure 5(a)."""
     table = run.by_head("delta_bias_cumulative")

@@ -41,7 +41,7 @@ DOT: dict[str, Any] = {
 }
 
 
-@style.of_tables
+@style.styled
 def spectral_norm_by_layer(run: Recorded) -> Figure | None:
     """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
     norms = run.by_head("w_q_spectral_norm")
@@ -67,7 +67,7 @@ def spectral_norm_by_layer(run: Recorded) -> Figure | None:
     return figure
 
 
-@style.of_tables
+@style.styled
 def model_map(run: Recorded, step: int | None = None) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
-from guardbit.dashboards.tables import Recorded, by_head, check_samples, of_run
+from guardbit.dashboards.tables import Recorded, by_head, of_run
 
 #: What is shown of the heads below the loss, with the labels of the axes.
 STORY_PANELS = (("w_q_spectral_norm", "W_Q spectral norm"), ("max_logit", "max logit"))
@@ -22,7 +22,7 @@ LOW_PANEL = 1.9
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 
-@style.of_tables
+@style.styled
 def story(run: Recorded) -> Figure | None:
     """Loss, and below it norm and logits of the worst heads; its title is the judgement."""
     loss = style.finite(run.of_run("loss"))
@@ -68,7 +68,7 @@ def _draw_loss(axes: Axes, loss: pd.Series) -> None:
         style.fit(axes, later)
 
 
-@style.of_tables
+@style.styled
 def loss_and_gradient(run: Recorded) -> Figure | None:
     """Training loss and gradient norm over steps, each with its running median."""
     panels = {
@@ -100,7 +100,6 @@ def runs_over_steps(
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
-    runs = {name: check_samples(frame) for name, frame in runs.items()}
     drawn = of_runs_or_worst_heads(runs, indicator).items()
     series = {name: style.finite(values) for name, values in drawn}
     series = {name: values for name, values in series.items() if style.has_finite(values)}

@@ -6,7 +6,7 @@ No pyplot, hence no global state: the figures show in a notebook and nowhere els
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import matplotlib
@@ -20,9 +20,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from guardbit.dashboards.marks import marked
 from guardbit.dashboards.palette import CONTEXT, HEAT_STOPS, HIGHLIGHTS, INK, OUTCOME_COLOURS, PAPER
-from guardbit.dashboards.tables import Head, Recorded
+from guardbit.dashboards.tables import Head, Recorded, marked
 
 HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
 
@@ -90,29 +89,6 @@ STYLE: Any = {
 
 #: Decorates what draws in the style, and leaves the caller's own settings as they are.
 styled = matplotlib.rc_context(STYLE)
-
-
-def of_tables(draw: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
-    """Decorates a figure of a `Recorded` run, so that it is called with the tables of one."""
-
-    def drawn(
-        frame: pd.DataFrame | Recorded,
-        events: pd.DataFrame | None = None,
-        *settings: Any,
-        **named: Any,
-    ) -> Figure | None:
-        for table in (frame, events):
-            if not isinstance(table, Recorded | pd.DataFrame | None):
-                raise ValueError(
-                    "a figure is drawn from the tables of guardbit.read_run and read_events, got"
-                    f" {table!r:.60}"
-                )
-        run = frame if isinstance(frame, Recorded) else Recorded(frame, events)
-        with matplotlib.rc_context(STYLE):
-            return draw(run, *settings, **named)
-
-    drawn.__name__, drawn.__doc__ = draw.__name__, draw.__doc__
-    return drawn
 
 
 class ShownFigure(Figure):

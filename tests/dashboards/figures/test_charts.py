@@ -11,12 +11,12 @@ from matplotlib.colors import LogNorm, to_hex
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.history import EXCESS_INDICATORS
+from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import EVENTS, SAMPLES, of_heads, samples
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
-NO_EVENTS = pd.DataFrame(columns=EVENTS)
 HIGHLIGHTS = [colour for colour, _ in palette.HIGHLIGHTS]
 charts = pytest.mark.parametrize("name", CHARTS)
 over_steps = pytest.mark.parametrize("name", [name for name in CHARTS if name != "model_map"])
@@ -24,7 +24,7 @@ over_steps = pytest.mark.parametrize("name", [name for name in CHARTS if name !=
 
 @pytest.fixture(scope="module")
 def drawn(run):
-    found = {name: draw(run.frame, run.events) for name, draw in CHARTS.items()}
+    found = {name: draw(Recorded(run.frame, run.events)) for name, draw in CHARTS.items()}
     empty = [name for name in CHARTS if found[name] is None]
     assert not empty, f"tests/dashboards/conftest.py: the made-up run lacks what {empty} would draw"
     return found
@@ -101,26 +101,28 @@ def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
 
 
 def test_the_layer_is_the_alarmed_one_else_the_worst_or_the_callers(run):
-    frame = run.frame
     alarm = run.events[run.events["kind"] == "alarm"].head(1).assign(site="h.5.attn")
-    assert "layer 5" in figures.spectral_norm_of_heads(frame, alarm).axes[0].get_title(loc="left")
-    assert "layer 2" in figures.spectral_norm_of_heads(frame).axes[0].get_title(loc="left")
-    figure = figures.spectral_norm_of_heads(frame, run.events, layer=5)
+    for events, layer in ((alarm, 5), (None, 2)):
+        figure = figures.spectral_norm_of_heads(Recorded(run.frame, events))
+        assert f"layer {layer}" in figure.axes[0].get_title(loc="left")
+    recorded = Recorded(run.frame, run.events)
+    figure = figures.spectral_norm_of_heads(recorded, layer=5)
     assert set(lines_of_heads(figure.axes[0])) == {f"layer 5, head {head}" for head in range(12)}
-    assert figures.spectral_norm_of_heads(frame, run.events, layer=77) is None
+    assert figures.spectral_norm_of_heads(recorded, layer=77) is None
 
 
 def test_max_logit_leaves_out_what_a_log_axis_cannot_show():
     values = one_head([-5.0, 0.0, 1.0, np.inf, 100.0])
+    both = pd.concat([values, one_head([2.0] * 6).assign(head=1)])
     # A head's line spans the steps at which only other heads were measured, and only these.
-    (axes,) = figures.max_logit(pd.concat([values, one_head([2.0] * 6).assign(head=1)])).axes
+    (axes,) = figures.max_logit(Recorded(both)).axes
     assert axes.get_yscale() == "log"
     lines = lines_of_heads(axes)
     line, other = lines["layer 0, head 0"], lines["layer 0, head 1"]
     # Gaps, not bridges.
     np.testing.assert_array_equal(line.get_ydata(), [np.nan, np.nan, 1, np.nan, 100])
     assert line.get_xdata().tolist() == [0, 1, 2, 3, 4] and len(other.get_xdata()) == 6
-    assert figures.max_logit(one_head([-5.0, 0.0])) is None
+    assert figures.max_logit(Recorded(one_head([-5.0, 0.0]))) is None
 
 
 def test_delta_bias_keeps_its_sign(run, drawn):
@@ -129,7 +131,7 @@ def test_delta_bias_keeps_its_sign(run, drawn):
     assert low < -5 and high > 10
     assert any(np.array_equal(line.get_ydata(), [0, 0]) for line in axes.get_lines())
     # A head that drifts down is as notable as one that drifts up, with no alarm to name it.
-    assert "layer 2, head 3" in highlighted(figures.delta_bias(run.frame).axes[0])
+    assert "layer 2, head 3" in highlighted(figures.delta_bias(Recorded(run.frame)).axes[0])
 
 
 def test_loss_and_gradient_norm_with_their_running_medians(run, drawn):
@@ -144,10 +146,10 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_short_one_is_not_smoothed(
     values = np.ones(120)
     values[60:70] = np.nan
     values[80] = np.inf
-    (axes,) = figures.loss_and_gradient(one_run(values)).axes
+    (axes,) = figures.loss_and_gradient(Recorded(one_run(values))).axes
     for line in axes.get_lines()[:2]:
         assert np.flatnonzero(np.isnan(line.get_ydata())).tolist() == [*range(60, 70), 80]
-    (axes,) = figures.loss_and_gradient(one_run([3.0, 1.0, 2.0])).axes
+    (axes,) = figures.loss_and_gradient(Recorded(one_run([3.0, 1.0, 2.0]))).axes
     assert axes.get_lines()[1].get_ydata().tolist() == [3.0, 1.0, 2.0]
     assert axes.get_title(loc="left") == "Training loss"
 
@@ -181,12 +183,9 @@ def test_events_are_marked_the_same_way_everywhere(drawn, name):
 
 
 @charts
-@pytest.mark.parametrize(
-    "frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)], ids=["bare", "empty"]
-)
-def test_an_empty_run_draws_nothing(name, frame):
-    assert CHARTS[name](frame, NO_EVENTS) is None
-    assert CHARTS[name](frame, None) is None
+@pytest.mark.parametrize("events", [None, pd.DataFrame(columns=EVENTS)], ids=["none", "empty"])
+def test_an_empty_run_draws_nothing(name, events):
+    assert CHARTS[name](Recorded(pd.DataFrame(columns=SAMPLES), events)) is None
 
 
 #: What a chart shows, where that is not the indicator that it is named after.
@@ -202,6 +201,6 @@ SHOWN = {
 @charts
 def test_a_run_without_the_indicator_draws_nothing(run, name):
     without = run.frame[~run.frame["indicator"].isin(SHOWN.get(name, [name]))]
-    assert CHARTS[name](without, run.events) is None
+    assert CHARTS[name](Recorded(without, run.events)) is None
     broken = run.frame.assign(value=run.frame["value"].where(without["value"].notna(), np.nan))
-    assert CHARTS[name](broken, run.events) is None
+    assert CHARTS[name](Recorded(broken, run.events)) is None

@@ -1,6 +1,7 @@
 import numpy as np
 
 from guardbit.dashboards import figures
+from guardbit.dashboards.tables import Recorded
 from tests.dashboards.made import of_heads
 
 
@@ -15,7 +16,8 @@ def test_the_band_is_that_of_errors_that_cancel():
     generator = np.random.default_rng(0)
     cancelling, drifting = generator.normal(0, 1, 100), generator.normal(0.8, 1, 100)
     sums = np.cumsum([cancelling, drifting], axis=1)
-    (axes,) = figures.delta_bias(of_heads(*sums, indicator="delta_bias_cumulative")).axes
+    run = Recorded(of_heads(*sums, indicator="delta_bias_cumulative"))
+    (axes,) = figures.delta_bias(run).axes
     steps, width = band_of(axes)
     np.testing.assert_array_equal(steps, np.arange(100))
     # The drifting head's own: 1.96 times the root of the sum of its squared errors.

@@ -11,7 +11,7 @@ def cells_of(figure):
 
 
 def test_each_cell_is_a_head_with_its_excess(run):
-    figure = model_map(run.frame, run.events)
+    figure = model_map(Recorded(run.frame, run.events))
     axes, bar = figure.axes
     cells = cells_of(figure)
     assert cells.shape == (12, 12)
@@ -39,7 +39,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     ],
 )
 def test_frames_and_dots_are_those_of_the_step(run, step, alarmed, stabilized):
-    figure = model_map(run.frame, run.events, step)
+    figure = model_map(Recorded(run.frame, run.events), step)
     axes = figure.axes[0]
     boxes = [patch for patch in axes.patches if patch.get_gid() == "alarm"]
     found = [(box.get_y() + 0.5, box.get_x() + 0.5) for box in boxes]
@@ -56,23 +56,24 @@ def test_frames_and_dots_are_those_of_the_step(run, step, alarmed, stabilized):
 def test_an_alarm_before_the_first_sample_is_shown_at_that_sample(run):
     # As of a run that was resumed into a new folder; its loss may have been sampled earlier.
     later = run.frame[run.frame["step"] >= 4001]
-    axes = model_map(later, run.events, 2950).axes[0]
+    axes = model_map(Recorded(later, run.events), 2950).axes[0]
     assert axes.get_title(loc="left") == "Model map at step 4,050"
     few = later[later["layer"].isin([-1, 2])]
-    assert all(draw(few, run.events) is not None for draw in CHARTS.values())
+    assert all(draw(Recorded(few, run.events)) is not None for draw in CHARTS.values())
 
 
 def test_a_step_after_the_end_is_shown_at_the_end(run):
-    axes = model_map(run.frame, run.events, 10**12).axes[0]
+    axes = model_map(Recorded(run.frame, run.events), 10**12).axes[0]
     assert axes.get_title(loc="left") == "Model map at step 4,980"
+    before = run.frame[run.frame["step"] < 2900]
     # An alarm may be on disk before its sample.
-    axes = model_map(run.frame[run.frame["step"] < 2900], run.events, 3000).axes[0]
+    axes = model_map(Recorded(before, run.events), 3000).axes[0]
     assert axes.get_title(loc="left") == "Model map at step 3,000"
     assert [patch.get_gid() for patch in axes.patches] == ["alarm"]
 
 
 def test_unmeasured_heads_stay_blank(run):
     frame = run.frame[(run.frame["layer"] != 4) | (run.frame["head"] < 3)]
-    blank = np.ma.getmaskarray(cells_of(model_map(frame)))
+    blank = np.ma.getmaskarray(cells_of(model_map(Recorded(frame))))
     assert blank[4].tolist() == [False] * 3 + [True] * 9
     assert blank.sum() == 9
