@@ -60,8 +60,6 @@ def dual_output(attention, x):
         return attention(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-# PyTorch's own, when it first meets forward mode.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     "derive",
     [
@@ -285,8 +283,6 @@ def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
     )
 
 
-# PyTorch 2.15 warns of what its own check does.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("names", [("none",) * 4, MIX], ids=str)

@@ -184,7 +184,6 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
         torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 def test_w_q_is_found_in_layers_of_transformer_engine(fused, monkeypatch):
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")

@@ -7,9 +7,7 @@ from tests.toys import instrumented
 
 pytestmark = [
     pytest.mark.gpu,
-    # PyTorch's own: its compiler's first import, and graphs between two calls of attention in
-    # which nothing is left to capture.
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    # PyTorch's own, of graphs between two calls of attention, in which nothing is left to capture.
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 

@@ -162,6 +162,7 @@ def test_rows_are_those_of_the_source(name, mode):
     make, inputs, weights = CASES[name]
     module = randomize(make()).requires_grad_(mode != "frozen")
     layout = layout_of(module, *inputs(), bf16=mode == "bf16_autocast")
+    assert layout.calls_are_alike and not layout.is_latent
     # Gathering copies numbers: equal to the bit.
     for rows, weight in zip((layout.query, layout.key_rows), weights(module), strict=True):
         assert torch.equal(weights_of(rows, module), weight.unflatten(0, (-1, D_HEAD)))

@@ -215,8 +215,6 @@ def test_what_cannot_be_copied_is_shared(kind):
         assert isinstance(module.held.made, nn.Parameter)
 
 
-# PyTorch says so of `torch.jit.script`, which libraries go on using.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkeypatch):
     runs = []
 

@@ -84,8 +84,6 @@ def test_a_dtensor_with_a_plain_one_or_with_values_of_another_width_is_refused(m
     assert "only some of its tensors are DTensors" in share_of_tensors((q, local, local), 1)
 
 
-# PyTorch, of what FSDP gathers, as it compiles.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_layer_spread_by_fsdp_after_others_of_its_type_by_heads(mesh):
     # The compiler traces the first layers of the first two models only.
     names = ("q_proj", "k_proj", "v_proj")

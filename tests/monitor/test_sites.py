@@ -70,8 +70,6 @@ def test_what_cannot_be_instrumented(model, inst):
         guardbit.instrument(nn.Sequential(nn.DataParallel(model)))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_parts_are_passed_over(tiny):
     class Half(nn.Module):
         def forward(self, x):

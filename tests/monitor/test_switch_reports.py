@@ -264,7 +264,6 @@ def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplo
     "name, dropout_p, layers_with_room",
     [("exact_delta", 0.0, 0), ("compensated", 0.0, 2), ("exact_delta", 0.1, 1)],
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
 def test_compiled_graphs_keep_room_for_what_may_be_asked_for(
     tmp_path, name, dropout_p, layers_with_room
 ):
@@ -318,7 +317,6 @@ def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
     assert run.ran()[-1] == "none", "a turn that lasts is told"
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_compiled_calls_that_keep_the_native_kernel(run, how):
     if how == "whole":

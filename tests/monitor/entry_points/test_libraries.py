@@ -198,7 +198,6 @@ class Lengths(nn.Module):
         return self.attend(q, k, v, starts, starts, longest, longest, causal=True).flatten(1)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_lengths_that_vary_are_compiled_once_more_and_no_further(tiny):
     torch.manual_seed(0)
     model = Lengths().bfloat16()

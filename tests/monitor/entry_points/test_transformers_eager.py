@@ -13,8 +13,6 @@ from tests.toys import instrumented
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-
 SMALL = {
     "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "intermediate_size": 64, "max_position_embeddings": 32, "num_key_value_heads": 2,

@@ -14,12 +14,6 @@ from guardbit.kernels import engines
 from guardbit.kernels.runtime import runtime
 from tests import toys
 
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
 
 class Caller(nn.Module):
     def forward(self, *tensors, **options):

@@ -21,12 +21,6 @@ from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
 from tests.toys import Fires, MultiHead, instrumented
 
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
 
 @pytest.mark.slow
 def test_the_default_compiler(tiny, instrument):

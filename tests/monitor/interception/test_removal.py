@@ -148,7 +148,6 @@ def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
     assert len(calls) == 4
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_torchscript_compiles_a_watched_model_as_any_other(instrument):
     class Attends(nn.Module):
         def forward(self, q):

@@ -17,7 +17,6 @@ from tests.toys import Model
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed.*"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.*"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 

@@ -24,9 +24,7 @@ from tests.monitor.support.conftest import BY_MATH, WRITTEN_OUT, sampled
 pytestmark = [
     # Libraries of their own, when they are loaded or attached.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 Slices = Callable[[nn.Module], list[Tensor]]

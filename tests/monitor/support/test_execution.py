@@ -27,12 +27,6 @@ import guardbit
 from tests.monitor.support.conftest import sampled
 from tests.toys import instrumented
 
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
 SITES = ("h.0.attn", "h.1.attn")
 CUDA_GRAPHS = '`torch.compile(mode="reduce-overhead")`, by its graph only'
 DATA_PARALLEL = "`nn.DataParallel`"

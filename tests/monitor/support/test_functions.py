@@ -31,8 +31,6 @@ from tests.toys import OCCASIONAL
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     # The compiler, of the stand-ins' own functions and tensors.
     pytest.mark.filterwarnings("ignore:Dynamo"),
     pytest.mark.filterwarnings("ignore:Graph break"),
