@@ -5,6 +5,6 @@ on, and compared with FP64, forward and gradients, within bounds that follow fro
 (`exact`). What is outside, and a bias within, is named (`examine`).
 
 After an alarm, appendix F of arXiv 2510.04212 is carried out on a few heads of sampled steps: how
-the kernel rounds (`recognition`), which rounding moves dQ, whether that adds up, what remedies
-leave, and which rows and keys it comes from (`diagnose`).
+the kernel rounds (`recognition`), which rounding moves dQ, whether that adds up, and what remedies
+leave (`diagnose`).
 """

@@ -2,7 +2,9 @@
 
 Each rounding is taken out in turn, and each remedy tried (paper, section 3.2 and appendix F). W_Q
 gets the sum over rows of dQ^T x, x the layer's input; so an error of dQ does harm by its own sum,
-E. q = W_Q x stands in for x: E is then the error of dW_Q times W_Q^T.
+E. q = W_Q x stands in for x: E is then the error of dW_Q times W_Q^T. A row's push is what its
+error adds to the largest singular value of W_Q in gradient descent: -(error . u)(q . u), u being
+the direction in which the head's W_Q is largest.
 """
 
 from __future__ import annotations
@@ -44,18 +46,14 @@ _VANISHED = 1e-5
 # The same for an exact dQ, below which the head is saturated, whatever the cause.
 _SATURATED = 1e-4
 # Standard deviations above which a push is no chance: 6e-5 of normal deviates have more.
-SURE = 4.0
+_SURE = 4.0
 # beta - 1 of `row_max`, as after a switch.
 _FACTOR = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Measures:
-    """Sums over rows of an error of dQ; two of different samples can be added.
-
-    u is the direction of the head in which its W_Q is largest. A row's push is what its error adds
-    to that singular value in gradient descent, -(error . u)(q . u).
-    """
+    """Sums over rows of an error of dQ; two of different samples can be added."""
 
     error_squares: float  # of the norms of the error
     exact_squares: float  # of the norms of the exact dQ
@@ -64,7 +62,6 @@ class Measures:
     push: float  # of the pushes, with their signs
     push_squares: float  # of the squares of the pushes
     exact_push: float  # of the sizes of what exact rows push
-    exact_drift: float  # of the same with their signs
     matrix: Tensor  # FP64 `(D, D)`, E
 
     @classmethod
@@ -80,7 +77,6 @@ class Measures:
             push=float(push.sum()),
             push_squares=float(push.square().sum()),
             exact_push=float(exact_push.abs().sum()),
-            exact_drift=float(exact_push.sum()),
             matrix=((dq - exact).mT @ q).sum(0),
         )
 
@@ -109,11 +105,6 @@ class Measures:
         return _ratio(self.push, self.exact_push)
 
     @property
-    def drift_share(self) -> float:
-        """The same of the exact gradient: above 0 it lets W_Q grow by itself."""
-        return _ratio(self.exact_drift, self.exact_push)
-
-    @property
     def significance(self) -> float:
         """The push in standard deviations of a sum of rows with random signs."""
         return _ratio(self.push, math.sqrt(self.push_squares))
@@ -133,13 +124,7 @@ class Measures:
 
 
 def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
-    """Measures the error of dQ with and without each rounding of an arithmetic.
-
-    Returns:
-        By name: "recorded", the kernel's own dQ, if it is known; "together", all roundings;
-        "without O", one operation in full precision, delta's the exact one; "remedy row_max",
-        FlashAttention-2's roundings with a remedy.
-    """
+    """Measures the error of dQ as recorded, "together", "without" a rounding, with a "remedy"."""
     operations: list[Operation] = [*arithmetic.roundings]
     if arithmetic.delta != "probabilities" and "delta" not in operations:
         operations.append("delta")
@@ -194,47 +179,23 @@ def _row_max(chunk: Chunk) -> Tensor:
 
 
 class Roots(NamedTuple):
-    """Which rows and keys the push of one sampled step comes from."""
+    """What the push of one sampled step comes from."""
 
     row_push: Tensor  # FP64 `(S, R)`, signed; the parts add up to the whole
-    top_share: float  # the part of the sizes of all pushes that one row in a hundred has
     tied: float  # the part of the rows with more than one maximum
-    key: int  # position of the key with the largest part of the push
-    attention: float  # mean attention that the rows that see this key give it
     common: float  # see `common_mode`
 
 
 def find_roots(head: HeadInputs, arithmetic: Arithmetic) -> Roots:
-    """Takes the push apart by rows and by keys."""
-    u = head.along
-    along_keys = head.k.double() @ u * head.scale
-
     def compute(chunk: Chunk) -> dict[str, Tensor]:
-        usual, exact, p = chunk.run(arithmetic, chunk.own_out), chunk.exact, chunk.probabilities
-        along = chunk.wide("q") @ u
-        error = -(usual.d_scores - exact.d_scores) * along[..., None]
         return {
-            "row": (error @ along_keys[..., None])[..., 0],
-            "key": error.sum(1, keepdim=True) * along_keys[:, None],
+            "error": chunk.run(arithmetic, chunk.own_out).dq - chunk.exact.dq,
             "tied": count_tied(chunk.scores, chunk.scores.amax(-1)) > 1,
-            "seen": (chunk.added > -torch.inf).expand(p.shape).sum(1, keepdim=True),
-            "given": p.sum(1, keepdim=True),
         }
 
-    found = over_rows(head, compute)
-    key_push = found["key"].sum(1)
-    sequence, key = divmod(int(key_push.abs().argmax()), key_push.size(1))
-    given, seen = (found[name][sequence, :, key].sum() for name in ("given", "seen"))
-    sizes = found["row"].abs().flatten().sort(descending=True).values
-    few = max(1, round(len(sizes) / 100))
-    return Roots(
-        found["row"],
-        float(sizes[:few].sum() / sizes.sum().clamp(min=1e-300)),
-        float(found["tied"].double().mean()),
-        key,
-        float(given / seen.clamp(min=1)),
-        common_mode(head.k),
-    )
+    found, u = over_rows(head, compute), head.along
+    row_push = -(found["error"] @ u) * (head.q.double() @ u)
+    return Roots(row_push, float(found["tied"].double().mean()), common_mode(head.k))
 
 
 def common_mode(k: Tensor) -> float:
@@ -325,7 +286,7 @@ def _cause_of(error: Measures) -> Cause:
         return "not rounding"
     if error.is_saturated:
         return "unclear"
-    if abs(error.push_share) >= _LARGE and abs(error.significance) >= SURE:
+    if abs(error.push_share) >= _LARGE and abs(error.significance) >= _SURE:
         return "rounding"
     return "unclear" if error.relative_error >= _LARGE else "not rounding"
 

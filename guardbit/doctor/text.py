@@ -6,15 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from guardbit.doctor.diagnose import SURE, THROUGH_DELTA, Diagnosis, Measures
+from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
 from guardbit.doctor.examine import Row
 from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
 
 _GRADIENTS = ("out", "dq", "dk", "dv")
-# A key is a sink where the rows that see it give it this much of their attention in the mean: the
-# first token of trained models has a half to nearly all.
-_SINK = 0.3
 
 
 def describe_machine(machine: Machine) -> Iterator[str]:
@@ -150,23 +147,14 @@ def _adding_up(found: Diagnosis) -> str:
         f" {abs(error.significance):.1f} standard deviations of chance"
     )
     if found.is_saturated:
-        nothing = "" if found.cause == "unclear" else "comes to nothing: it "
         return (
-            f"It {nothing}is {found.error.error_part:.1g} of that size. What made the scores"
-            " this large came before: look at the learning rate first, and at an earlier snapshot."
+            f"It is {error.error_part:.1g} of that size. What made the scores this large came"
+            " before: look at the learning rate first, and at an earlier snapshot."
         )
     if found.cause == "not rounding":
-        way = "grow" if error.exact_drift > 0 else "shrink"
-        # Bounds the drift in standard deviations of a sum of rows with random signs.
-        is_sure = error.drift_share * math.sqrt(found.rows) >= SURE
-        look = "look at the learning rate first"
-        if not is_sure:
-            look = (
-                f"neither explains why W_Q grows. {look.capitalize()}, and at an earlier snapshot"
-            )
         return (
-            f"What is left pushes W_Q by {push}, while the exact gradient itself makes it {way} by"
-            f" {abs(error.drift_share):.2g}: {look}."
+            f"What is left pushes W_Q by {push}: look at the learning rate first, and at an earlier"
+            " snapshot."
         )
     does = "adds up" if found.cause == "rounding" else "does not surely add up in these rows"
     if found.cause == "fault":
@@ -176,19 +164,15 @@ def _adding_up(found: Diagnosis) -> str:
 
 def _whence(found: Diagnosis) -> str:
     roots = found.roots
-    named = f"key {roots.key}"
-    if roots.attention > _SINK:
-        named += f" (a sink: the rows give it {roots.attention:.0%} of their attention)"
     _, left = min((each.summed, name) for name, each in found.remedies.items() if name != "none")
     where = (
-        f"Of the sum {_percent(roots.top_share)} is in one row of a hundred, most by {named};"
-        f" keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"
+        f"Keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"
         " rows tied maxima"
     )
     if found.cause in ("fault", "not rounding") or found.is_saturated:
         return where + "; no stabilizer is needed."
     part = found.remedies[left].summed / (found.remedies["none"].summed or math.inf)
-    return f"{where}; {left} leaves {_percent(part)} of it."
+    return f"{where}; {left} leaves {_percent(part)} of the sum."
 
 
 def tables(found: Diagnosis) -> Iterator[str]:
