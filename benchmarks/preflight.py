@@ -9,6 +9,8 @@ relative L2 error on inputs as drawn. What was not examined has a line with the 
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from benchmarks.common import write
@@ -38,7 +40,8 @@ def main() -> None:
         result.not_examined[f"not examined: {why}"] = ["all engines"]
     versions = {name: machine.versions.get(name, "") for name in ("torch", "cudnn", "triton")}
     lines = []
-    for place, rows in text.by_engine(result.rows).items():
+    for place, group in groupby(result.rows, attrgetter("case")):
+        rows = list(group)
         engine, shape, mask, dtype = place
         for tensor in dict.fromkeys(row.tensor for row in rows):
             mine = [row for row in rows if row.tensor == tensor]

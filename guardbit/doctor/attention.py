@@ -236,11 +236,6 @@ class Chunk:
         return self.wide("q") @ self.wide("k").mT * self.head.scale
 
     @cached_property
-    def capped(self) -> Tensor:
-        """The same after the soft cap."""
-        return capped(self.products, self.head.softcap)
-
-    @cached_property
     def slope(self) -> Tensor | float:
         return cap_slope(self.products, self.head.softcap) if self.head.softcap > 0 else 1.0
 
@@ -260,7 +255,7 @@ class Chunk:
     @cached_property
     def scores(self) -> Tensor:
         """What the softmax gets, FP64 `(S, R, M)`."""
-        return self.capped + self.added
+        return capped(self.products, self.head.softcap) + self.added
 
     @cached_property
     def softmax(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -74,10 +74,14 @@ class Exact(NamedTuple):
     delta_noise: Tensor  # (G, N), what FP32 may add to the error of delta
     largest: float  # of the format; results beyond it are not judged
 
+    def place(self, tensor: str) -> tuple[int, int | slice]:
+        """Where the unit lies in a tensor that an engine returned."""
+        group = self.unit.heads(len(self.delta))
+        return self.unit.batch, self.unit.kv_head if tensor in OF_KEYS else group
+
     def part(self, results: Mapping[str, Tensor], tensor: str) -> Tensor:
         """The unit's part of a tensor that an engine returned, in FP64."""
-        heads = self.unit.kv_head if tensor in OF_KEYS else self.unit.heads(len(self.delta))
-        return results[tensor][self.unit.batch, heads].double()
+        return results[tensor][self.place(tensor)].double()
 
     def dq_bound(self, delta_error: Tensor) -> Tensor:
         """How far dQ may be off where delta is."""

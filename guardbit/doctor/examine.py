@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -50,12 +50,10 @@ _READS = 256
 _WORDS = {"out": "the output", "lse": "logsumexp", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
 _SENTENCES = {
-    "nonfinite": "{are} NaN or infinite from finite inputs{where}.",
-    "race": (
-        "two runs differ in {named} by more than the order of sums explains{where}: it is a race."
-    ),
-    "truncation": "{are} too small, as after rounding toward zero{where}.",
-    "off": "{are} outside the bounds of rounding{where}",
+    "nonfinite": "{are} NaN or infinite from finite inputs.",
+    "race": "two runs differ in {named} by more than the order of sums explains: it is a race.",
+    "truncation": "{are} too small, as after rounding toward zero.",
+    "off": "{are} outside the bounds of rounding",
     "order": "{are} added in another order each time, within rounding.",
 }
 
@@ -87,8 +85,6 @@ class Finding(_OfEngine):
     fault: FaultName  # what is wrong
     inputs: tuple[str, ...]  # the kinds of inputs on which it shows
     tensors: tuple[str, ...]  # the wrong tensors, of `guardbit.doctor.exact.TENSORS`
-    # Query heads, or key heads for dk and dv, in which it shows; empty if it is of no single heads.
-    heads: tuple[int, ...]
     why: str  # a sentence
     advice: str  # what to do, a sentence; "" where nothing need be done
     is_broken: bool  # whether what the engine returns is wrong
@@ -109,10 +105,6 @@ class Row(_OfEngine):
     repeats: bool  # whether a second run gave the same bits
 
 
-# Tensor in which something is wrong -> the heads.
-_Heads = dict[str, set[int]]
-
-
 class Examination:
     """One engine at one shape, mask and dtype."""
 
@@ -120,11 +112,11 @@ class Examination:
         self.engine, self.advice = engine, advice
         self.case = engine.name, shape, mask, dtype
         self.rows: list[Row] = []
-        # What is wrong on each kind of inputs: nonfinite, race, order, off.
-        self._noted: dict[str, dict[str, _Heads]] = {}
+        # The wrong tensors of each kind of inputs, by what is wrong: nonfinite, race, order, off.
+        self._noted: dict[str, dict[str, set[str]]] = {}
         self._failures: dict[str, list[str]] = {}  # a sentence, and on which kinds of inputs
         self._wrong_mask = ""  # in a sentence
-        self._truncated: _Heads = {}
+        self._truncated: set[str] = set()
         self._delta_fit: DeltaFit | None = None
         self._carrier: tuple[str, bool] | None = None
 
@@ -139,21 +131,15 @@ class Examination:
             self._failures.setdefault(why, []).append(kind)
             return
         found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))
-        nonfinite = {name: _nonfinite(results, exacts, name) for name in results}
-        nonfinite = {name: heads for name, heads in nonfinite.items() if heads}
-        changed = {name for name in results if not _same_bits(results[name], second[name])}
-        race, off = _racing_heads(changed, results, second, found), _Heads()
-        for gap in found:
-            if gap.largest > 1 and gap.tensor not in nonfinite:
-                off.setdefault(gap.tensor, set()).update(
-                    _heads_with(gap.exact, gap.tensor, gap.ratio > 1)
-                )
-        order: _Heads = {name: set() for name in changed}
+        nonfinite = {name for name in results if _is_nonfinite(results, exacts, name)}
+        order = {name for name in results if not _same_bits(results[name], second[name])}
+        race = {gap.tensor for gap in found if gap.tensor in order and _races(gap, results, second)}
+        off = {gap.tensor for gap in found if gap.largest > 1} - nonfinite
         self._noted[kind] = {"nonfinite": nonfinite, "race": race, "order": order, "off": off}
         for name in results:
             broken = int((~results[name].isfinite()).sum()) if name in nonfinite else 0
             mine = [gap for gap in found if gap.tensor == name]
-            self._add_row(kind, mine, broken, units, name not in changed)
+            self._add_row(kind, mine, broken, units, name not in order)
         if race:
             return
         if kind in COUNTED and off and not self._wrong_mask:
@@ -162,10 +148,8 @@ class Examination:
         if nonfinite:
             return
         if kind == DRAWN:
-            for gap in found:
-                if gap.tensor != "lse" and is_truncated(gap, call.q.dtype):
-                    heads = _heads_with(gap.exact, gap.tensor)
-                    self._truncated.setdefault(gap.tensor, set()).update(heads)
+            small = {gap.tensor for gap in found if is_truncated(gap, call.q.dtype)}
+            self._truncated = small - {"lse"}
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
             self._delta_fit = fit_delta(call, dq, results)
@@ -215,8 +199,10 @@ class Examination:
         sizes = sum(gap.value.nan_to_num(0.0, 0.0, 0.0).square().sum().item() for gap in found)
         worst = max(found, key=lambda gap: gap.largest)
         index = torch.nonzero(worst.ratio == worst.largest)[0].tolist()
-        heads = sorted(_heads_with(worst.exact, worst.tensor))
-        head, row = (0, index[0]) if worst.tensor in OF_KEYS else index[:2]
+        unit, group = worst.exact.unit, len(worst.exact.delta)
+        head, row = unit.kv_head, index[0]
+        if worst.tensor not in OF_KEYS:
+            head, row = head * group + index[0], index[1]
         self.rows.append(
             Row(
                 *self.case,
@@ -224,7 +210,7 @@ class Examination:
                 tensor=worst.tensor,
                 error=math.sqrt(errors / sizes) if sizes else math.sqrt(errors),
                 of_bound=worst.largest,
-                worst_head=heads[head],
+                worst_head=head,
                 worst_row=row,
                 nonfinite=nonfinite,
                 units=units,
@@ -248,69 +234,64 @@ class Examination:
 
     def findings(self) -> list[Finding]:
         """Returns the findings; a cause replaces what it explains."""
-        found: list[Finding] = []
-        for why, kinds in self._failures.items():
-            found.append(self._finding("fails", tuple(kinds), {}, f"it fails: {why}."))
-        noted = {what: self._gathered(what) for what in ("nonfinite", "race", "order")}
-        for what in ("nonfinite", "race"):
-            if shown := noted[what]:
-                found.append(self._finding(what, *shown, _sentence_of(what, shown[1])))
-        cause = self._cause_of_off(bool(noted["nonfinite"] or noted["race"]))
+        found = [
+            self._finding("fails", kinds, (), f"it fails: {why}.")
+            for why, kinds in self._failures.items()
+        ]
+        seen = [*self._shown("nonfinite"), *self._shown("race")]
+        found += seen
+        cause = self._cause_of_off(bool(seen))
         found += [cause] if cause else []
         if self._carrier is not None and not any(finding.is_broken for finding in found):
             why, is_broken = self._carrier
-            found.append(self._finding("carrier", (TIED,), {}, why, is_broken))
-        if (order := noted["order"]) and not noted["race"] and not noted["nonfinite"]:
-            found.append(self._finding("order", *order, _sentence_of("order", order[1]), False))
+            found.append(self._finding("carrier", (TIED,), (), why, is_broken))
+        if not seen:
+            found += self._shown("order", broken=False)
         return found
+
+    def _shown(self, what: FaultName, broken: bool = True) -> list[Finding]:
+        """Returns the finding that some tensors showed `what`, if they did."""
+        kinds, tensors = self._gathered(what)
+        if not tensors:
+            return []
+        return [self._finding(what, kinds, tensors, _sentence_of(what, tensors), broken)]
 
     def _cause_of_off(self, is_known: bool) -> Finding | None:
         """Returns the cause of results outside their bounds, or of a bias within them, or None."""
-        off = self._gathered("off")
-        kinds, tensors = off or ((), {})
+        kinds, tensors = self._gathered("off")
         if self._wrong_mask:
             return self._finding("mask", kinds, tensors, self._wrong_mask)
         if self._truncated:
-            names = self._truncated
+            names = [name for name in TENSORS if name in self._truncated]
             return self._finding("truncation", (DRAWN,), names, _sentence_of("truncation", names))
         fit = self._delta_fit
-        if off is None or is_known:
+        if not tensors or is_known:
             return None
         if "dq" in tensors and self.delta == "rounded" and fit is not None:
             say = f"delta is rounded to {self.case[-1].upper()} in its backward"
             size = f"it is off by {fit.left:.2g} units in the last place in the mean square"
-            return self._finding(
-                "delta", kinds, tensors, f"{say}: {size}{_in_which_heads(tensors)}."
-            )
+            return self._finding("delta", kinds, tensors, f"{say}: {size}.")
         worst = max(self.rows, key=lambda row: row.of_bound)
         size = f"at worst {worst.of_bound:.2g} times, {worst.tensor} of head {worst.worst_head}"
         why = f"{_sentence_of('off', tensors)}: {size}, row {worst.worst_row}."
         return self._finding("off", kinds, tensors, why)
 
-    def _gathered(self, what: str) -> tuple[tuple[str, ...], _Heads] | None:
-        """Returns the kinds of inputs that showed `what`, and the tensors with their heads."""
-        kinds = tuple(kind for kind, noted in self._noted.items() if noted[what])
-        all_heads = [self._noted[kind][what] for kind in kinds]
-        tensors = {
-            name: set[int]().union(*(heads.get(name, ()) for heads in all_heads))
-            for name in TENSORS
-            if any(name in heads for heads in all_heads)
-        }
-        return (kinds, tensors) if kinds else None
+    def _gathered(self, what: str) -> tuple[list[str], list[str]]:
+        """Returns the kinds of inputs that showed `what`, and the tensors."""
+        kinds = [kind for kind, noted in self._noted.items() if noted[what]]
+        shown = set[str]().union(*(self._noted[kind][what] for kind in kinds))
+        return kinds, [name for name in TENSORS if name in shown]
 
     def _finding(
         self,
         fault: FaultName,
-        kinds: tuple[str, ...],
-        tensors: _Heads,
+        kinds: Sequence[str],
+        tensors: Sequence[str],
         why: str,
         broken: bool = True,
     ) -> Finding:
-        heads = sorted(set().union(*tensors.values()))
-        return Finding(
-            *self.case, fault, kinds, tuple(tensors), tuple(heads), why,
-            self.advice if broken else "", broken,
-        )  # fmt: skip
+        advice = self.advice if broken else ""
+        return Finding(*self.case, fault, tuple(kinds), tuple(tensors), why, advice, broken)
 
 
 def tiles_of(engine: Engine, call: ExaminedCall) -> tuple[int, int]:
@@ -322,48 +303,33 @@ def tiles_of(engine: Engine, call: ExaminedCall) -> tuple[int, int]:
     return math.ceil(rows / tile), math.ceil(keys / 512)
 
 
-def _nonfinite(results: Results, exacts: Sequence[Exact], tensor: str) -> set[int]:
-    """The heads in which a tensor is not finite; where compared, only if it should be."""
+def _is_nonfinite(results: Results, exacts: Sequence[Exact], tensor: str) -> bool:
+    """Whether a tensor is not finite; where compared, only if it should be."""
     whole = results[tensor]
     # Infinite logsumexp is that of a row that sees no key.
     bad = whole.isnan() if tensor == "lse" else ~whole.isfinite()
-    heads = {*torch.nonzero(bad.flatten(2).any(-1).any(0)).flatten().tolist()}
-    if not heads:
-        return heads
-    compared: set[int] = set()
     for exact in exacts:
-        if (exact.part({tensor: bad}, tensor).bool() & exact.judged(tensor)).any():
-            return heads
-        compared |= _heads_with(exact, tensor)
-    # The others lie in what was not compared, or are too large for the format.
-    return heads - compared
+        bad[exact.place(tensor)] &= exact.judged(tensor)
+    return bool(bad.any())
 
 
-def _racing_heads(
-    changed: Collection[str], first: Results, second: Results, found: Iterable[Gap]
-) -> _Heads:
-    """The heads in which two runs differ by more than another order of additions can."""
-    race: _Heads = {}
+def _races(gap: Gap, first: Results, second: Results) -> bool:
+    """Whether two runs differ by more than another order of additions can."""
+    exact, tensor = gap.exact, gap.tensor
     eps = torch.finfo(first["out"].dtype).eps
-    for gap in found:
-        exact, tensor = gap.exact, gap.tensor
-        if tensor not in changed:
-            continue
-        one, other = exact.part(first, tensor), exact.part(second, tensor)
-        is_same = (one.isnan() & other.isnan()) | (one == other)
-        # Each run rounds its own sum at the end.
-        rounding = eps / 2 * (one.abs() + other.abs())
-        allowed = exact.orders.get(tensor, exact.bounds[tensor]) + rounding
-        if tensor != "lse":
-            # Bounds say nothing about a wrong row: what another order changes in it is small
-            # compared with its largest value.
-            is_off = (gap.ratio > 1).any(-1, keepdim=True)
-            size = one.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
-            allowed = allowed + is_off * eps * size
-        beyond = ~((one - other).abs() <= allowed) & ~is_same & exact.judged(tensor)
-        if beyond.any():
-            race.setdefault(tensor, set()).update(_heads_with(exact, tensor, beyond))
-    return race
+    one, other = exact.part(first, tensor), exact.part(second, tensor)
+    is_same = (one.isnan() & other.isnan()) | (one == other)
+    # Each run rounds its own sum at the end.
+    rounding = eps / 2 * (one.abs() + other.abs())
+    allowed = exact.orders.get(tensor, exact.bounds[tensor]) + rounding
+    if tensor != "lse":
+        # Bounds say nothing about a wrong row: what another order changes in it is small compared
+        # with its largest value.
+        is_off = (gap.ratio > 1).any(-1, keepdim=True)
+        size = one.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+        allowed = allowed + is_off * eps * size
+    beyond = ~((one - other).abs() <= allowed) & ~is_same & exact.judged(tensor)
+    return bool(beyond.any())
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
@@ -371,32 +337,11 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def _heads_with(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
-    """The heads of a unit in which something is bad, all of them by default."""
-    if tensor in OF_KEYS:
-        return {exact.unit.kv_head}
-    group = len(exact.delta)
-    members = range(group)
-    if bad is not None:
-        members = torch.nonzero(bad.flatten(1).any(-1)).flatten().tolist()
-    return {exact.unit.kv_head * group + member for member in members}
-
-
-def _sentence_of(fault: FaultName, tensors: _Heads) -> str:
+def _sentence_of(fault: FaultName, tensors: Sequence[str]) -> str:
     names = [_WORDS[name] for name in tensors]
     named = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     are = f"{named} {'is' if len(names) == 1 else 'are'}"
-    return _SENTENCES[fault].format(named=named, are=are, where=_in_which_heads(tensors))
-
-
-def _in_which_heads(tensors: _Heads) -> str:
-    """Returns in words in which heads, or ""."""
-    heads = sorted(set().union(*tensors.values()))
-    if not heads:
-        return ""
-    kind = "key head" if all(name in OF_KEYS for name in tensors) else "head"
-    shown = ", ".join(map(str, heads[:8])) + (" and others" if len(heads) > 8 else "")
-    return f", in {kind}{'s' if len(heads) > 1 else ''} {shown}"
+    return _SENTENCES[fault].format(named=named, are=are)
 
 
 # --- what is wrong, by how results differ from FP64 ---------------------------------------------

@@ -90,22 +90,16 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-def parse_window(mask: str) -> int | None:
-    """Returns the number of keys of a window, None for the other masks."""
+def parse_window(mask: str, length: int = 1) -> int | None:
+    """Returns how many of a sequence's keys a window shows, None for the other masks."""
     name, _, number = mask.partition(":")
     if name == "window":
         if not number.isdecimal() or int(number) < 1:
             raise ValueError(f"mask is {mask!r}; it must have at least 1 key, e.g. window:512")
-        return int(number)
+        return min(int(number), length)  # kernels take 32 bits
     if mask not in MASKS:
         raise ValueError(f"mask is {mask!r}; allowed are {', '.join(MASKS)}")
     return None
-
-
-def _window(shape: Shape, mask: str) -> int | None:
-    """What `parse_window` returns, at most the number of keys, because kernels take 32 bits."""
-    window = parse_window(mask)
-    return None if window is None else min(window, shape.length)
 
 
 def document_lengths(length: int) -> tuple[int, ...]:
@@ -121,7 +115,7 @@ def document_lengths(length: int) -> tuple[int, ...]:
 def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> AttentionSpec:
     """Returns a mask as `F.scaled_dot_product_attention` takes it."""
     scale = 1 / math.sqrt(shape.head_dim)
-    window = _window(shape, mask)
+    window = parse_window(mask, shape.length)
     if mask == "full":
         return AttentionSpec(scale)
     if mask == "causal":
@@ -148,7 +142,7 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
 
 def packed_spec(shape: Shape, mask: str, device: str) -> tuple[AttentionSpec, Shape] | None:
     """Returns a mask as functions for packed sequences take it, and the shape of that call."""
-    scale, window = 1 / math.sqrt(shape.head_dim), _window(shape, mask)
+    scale, window = 1 / math.sqrt(shape.head_dim), parse_window(mask, shape.length)
     if mask in ("padding", "additive"):
         return None
     lengths = document_lengths(shape.length) if mask == "documents" else (shape.length,)

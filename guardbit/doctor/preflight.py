@@ -130,9 +130,6 @@ class Examiner:
             candidates = library_candidates(self._make_call("as drawn", long, spec, dtype_name))
             self._examine(candidates, long, spec, str(shape), mask, dtype_name)
 
-    def refuse(self, why: str, case: str) -> None:
-        _add_case(self.result.refused, why, case)
-
     def skip(self, why: str, case: str) -> None:
         _add_case(self.result.not_examined, f"not examined: {why}", case)
 
@@ -153,7 +150,8 @@ class Examiner:
         """Examines engines with tensors of some sizes, and reports them as a shape."""
         engines, refused = candidates
         for name, why in refused.items():
-            self.refuse(f"{name} does not serve calls: {why}", f"{shape} {mask}")
+            why = f"{name} does not serve calls: {why}"
+            _add_case(self.result.refused, why, f"{shape} {mask}")
         examinations: list[Examination] = []
         dense = sizes.batch * sizes.heads * sizes.length**2 * _DENSE_BYTES
         for engine in engines:

@@ -72,10 +72,7 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
 def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
     """Reads the snapshots of a run, head by head, the first that was kept first."""
     if folder.is_file():
-        raise ValueError(
-            f"{folder} is a file; it must be the folder of a run, which holds the inputs of alarmed"
-            " heads"
-        )
+        raise ValueError(f"{folder} is a file; it must be the folder of a run")
     heads: dict[str, list[KeptHead]] = {}
     for snapshot in read_snapshots(folder):
         heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
-from guardbit.doctor.examine import Row
 from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
 
@@ -30,7 +31,8 @@ def table(preflight: Preflight) -> Iterator[str]:
     lines: list[tuple[str, ...]] = [
         ("", "engine", "B,H,H_kv,N,D", "mask", "out", "dQ", "dK", "dV", "of bound", "delta", "is")
     ]
-    for (engine, shape, mask, dtype), rows in by_engine(preflight.rows).items():
+    for (engine, shape, mask, dtype), group in groupby(preflight.rows, attrgetter("case")):
+        rows = list(group)
         errors = {row.tensor: row.error for row in rows if row.inputs == rows[0].inputs}
         case = f"{shape} {mask} {dtype}"
         lines.append(
@@ -50,13 +52,6 @@ def _aligned(*lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         yield "  ".join(cells).rstrip()
-
-
-def by_engine(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.case, []).append(row)
-    return groups
 
 
 def verdict(preflight: Preflight, *case: str) -> str:
