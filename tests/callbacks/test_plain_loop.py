@@ -52,15 +52,6 @@ def test_a_loop_has_a_first_and_a_last_line(tmp_path, capsys, is_kept):
     assert last == f"GuardBit: run finished. {found}{report}"
 
 
-def test_a_folder_that_cannot_be_written_is_told_of_at_once(tmp_path, capsys):
-    tmp_path.joinpath("file").write_text("")
-    watched(dirpath=tmp_path / "file" / "run")
-    assert capsys.readouterr().err.splitlines()[0] == (
-        f"GuardBit samples attention every 2 steps; nothing can be written to"
-        f" {tmp_path}/file/run now (Not a directory): set another dirpath"
-    )
-
-
 def largest(path, indicator):
     frame = read_run(path)
     values = frame[frame["indicator"] == indicator].groupby("step")["value"]
