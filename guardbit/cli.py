@@ -169,9 +169,7 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="File or folder; by default the folder of the run or CSV; of several, this one."
-        ),
+        typer.Option(help="File or folder; by default the run's own, of several runs this one."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -333,20 +331,14 @@ def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
 def live(
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folder of a run, which need not exist yet, or one with runs below it.",
-        ),
+        typer.Argument(metavar="FOLDER", help="Folder of a run to come, of one, or of several."),
     ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port on this machine; 0 for any free one.")
     ] = 0,
     notify: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="A webhook that gets a line for new alarms, as Slack or Discord takes it.",
-        ),
+        typer.Option(metavar="URL", help="A webhook, such as Slack's, that gets new alarms."),
     ] = None,
 ) -> None:
     """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
@@ -384,17 +376,11 @@ def demo(
     ] = False,
     recorded: Annotated[
         bool,
-        typer.Option(
-            "--recorded",
-            help="Train nothing: show a real failure of GPT-2 small and its rescued copy.",
-        ),
+        typer.Option("--recorded", help="Train nothing: show a real failure and its copy."),
     ] = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder the run and its report are written to; runs/demo by default, "
-            "runs/recorded with --recorded."
-        ),
+        typer.Option(help="Folder to write to: runs/demo, or runs/recorded with --recorded."),
     ] = None,
 ) -> None:
     """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
@@ -440,16 +426,14 @@ def doctor(
         list[str] | None,
         typer.Option(
             metavar="B,H,H_kv,N,D",
-            help="Sequences, query heads, key heads, tokens and head size; may be repeated. By "
-            "default common ones.",
+            help="Sequences, query heads, key heads, tokens, head size; may be repeated.",
         ),
     ] = None,
     mask: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND",
-            help="full, causal, documents, window:N, padding or additive; may be repeated. By "
-            "default all but the first.",
+            help="full, causal, documents, window:N, padding or additive; may be repeated.",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
@@ -485,16 +469,11 @@ def diagnose(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     head: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SITE:NUMBER",
-            help="A head, such as net.h.3.attn:7; may be repeated. By default all that were kept.",
-        ),
+        typer.Option(metavar="SITE:NUMBER", help="Such as net.h.3.attn:7; may be repeated."),
     ] = None,
     verbose: Annotated[
         bool,
-        typer.Option(
-            "--verbose", help="Print what each rounding and each stabilizer leaves of the error."
-        ),
+        typer.Option("--verbose", help="Print what each rounding and stabilizer leaves."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
