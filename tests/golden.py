@@ -8,8 +8,6 @@ the processor, so tests compare them where PyTorch alone has the gradients that 
 were written.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Whole matrices and autograd; nothing of `guardbit.kernels` but the classes that say what is asked.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import NamedTuple

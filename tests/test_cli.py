@@ -1,7 +1,5 @@
 """The command line: what it prints, and that the user's errors are sentences."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

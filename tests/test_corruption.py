@@ -3,8 +3,6 @@
 Each says in a sentence what is left out, and shows the rest; none dies, waits or eats memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

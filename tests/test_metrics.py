@@ -24,7 +24,6 @@ from tests.callbacks.several_ranks import begin, launch
 from tests.oracle import dense, largest_products
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 16, 0.3
-OF_CALLS = [name for name in metrics._BY_NAME if "spectral" not in name]
 
 
 def inputs_of(seed, rows=24, mask=None):

@@ -1,7 +1,5 @@
 """Toy transformers to watch, of attention with what most tests vary; what a run was told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

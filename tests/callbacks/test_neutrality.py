@@ -1,7 +1,5 @@
 """A watched run keeps an unwatched run's bits, evaluation and what else is in force included."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import contextmanager, nullcontext
 

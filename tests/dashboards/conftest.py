@@ -1,7 +1,5 @@
 """A made-up run whose values are known in closed form, kept as arrays beside its two tables."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Engines that misbehave in one way each, the sound ones that they are made of, and their test."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Heads to diagnose, and kernels in FP32."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

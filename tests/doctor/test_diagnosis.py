@@ -1,7 +1,5 @@
 """What moves dQ, whether it adds up, and where it comes from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The doctor on a GPU: sound engines pass, engines that are made to misbehave are named."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -6,8 +6,6 @@ Several may be named, to run in one process. Number n of seed s is number s + n.
 already is left out, so it goes on where it stopped. It ends with 1 if a promise was broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

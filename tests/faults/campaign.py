@@ -1,7 +1,5 @@
 """Injects faults into training runs and counts what became of them."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections import Counter

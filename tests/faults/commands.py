@@ -4,8 +4,6 @@ Paths are of all kinds: missing, empty, binary, too long, loops, folders where f
 of options are drawn too. `live` is only asked for what it refuses, as it would serve the rest.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

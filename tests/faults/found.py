@@ -3,8 +3,6 @@
 It ends with 1 if one of them breaks a promise again, or is not reached any more.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple

@@ -6,8 +6,6 @@ FlashAttention's tests, and rows with NaN must be those of FP64. On a GPU the Tr
 else plain PyTorch.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from argparse import Namespace

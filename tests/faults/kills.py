@@ -5,8 +5,6 @@ killed (SIGKILL) after a random time. Everything it said must be readable. Every
 in the folder of the one before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

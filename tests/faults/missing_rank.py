@@ -3,8 +3,6 @@
 It ends with 1 if the longest step did not wait, or the store does not say why it is off.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from argparse import Namespace

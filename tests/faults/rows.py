@@ -1,7 +1,5 @@
 """Tries many jobs in processes of their own, and keeps a row of each in a CSV."""
 
-from __future__ import annotations
-
 import csv
 import multiprocessing
 import time

@@ -1,7 +1,5 @@
 """Runs one injection in a process of its own, and judges what became of the training run."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """The training runs that faults are injected into: small, quick, and the same bits every time."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Writes thousands of sampled steps and looks at memory, files and bytes."""
 
-from __future__ import annotations
-
 import resource
 import tempfile
 from argparse import Namespace

@@ -4,8 +4,6 @@ A command must end with a sentence, not with a traceback, within a minute and wi
 called `watch` is what the live page reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

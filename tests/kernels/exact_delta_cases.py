@@ -1,7 +1,5 @@
 """Calls whose delta is badly rounded, and the exact answer; shared by the CPU's and GPU's tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """On a GPU the op must return PyTorch's very bits, whichever kernel PyTorch picks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

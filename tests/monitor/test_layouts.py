@@ -1,7 +1,5 @@
 """Layouts found by function, against slices written by hand from each architecture's source."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any

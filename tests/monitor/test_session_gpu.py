@@ -1,7 +1,5 @@
 """A whole session on a GPU: neutral until an alarm, no synchronisation, switched under compile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The reader: what it gives back, and what it says about broken or foreign input."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

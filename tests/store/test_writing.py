@@ -1,7 +1,5 @@
 """The writer: what it promises about kills, resumed runs, merging and bad input."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

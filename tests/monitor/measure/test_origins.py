@@ -1,7 +1,5 @@
 """Rows of W_Q that make the queries no longer, or of some batches only: they are taken back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

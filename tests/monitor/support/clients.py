@@ -7,8 +7,6 @@ norms of their slices and whether the weights end the same; `docs/support.md` ha
 All runs on the CPU: FlexAttention uncompiled, as it has a backward then, and FP8 products emulated.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator

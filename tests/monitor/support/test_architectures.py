@@ -3,8 +3,6 @@
 The rows are slices written by hand from each architecture's source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
