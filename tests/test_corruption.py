@@ -13,8 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from guardbit.cli import app
@@ -206,26 +204,3 @@ def test_a_pipe_or_a_device_is_no_csv(tmp_path, make):
     assert result.stderr == (
         f"guardbit: there is no run at {tmp_path}/run.csv: it is neither a file nor a folder\n"
     )
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_no_damage_to_the_bytes_is_a_traceback(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("run")
-    write_run(folder)
-    path = data.draw(st.sampled_from(sorted(folder.iterdir())))
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(content) - 1))
-        damage = data.draw(st.binary(min_size=1, max_size=8))
-        content[place : place + len(damage)] = damage
-    path.write_bytes(content)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for reader in (read_run, read_events, read_metadata):
-            try:
-                reader(folder)
-            except ValueError as error:  # a sentence: none of the segments can be read
-                assert "can be read" in str(error)
-        stages = Stages(True, lambda stage, error: None)
-        Journal(folder, {}, stages).open(3, list, True)

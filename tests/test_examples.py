@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.monitor.detectors import DEFAULT_RULES, HeadGrowth, LossDeparture
+from guardbit.monitor.detectors import HeadGrowth, LossDeparture
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 ARGUMENTS = {"lightning_cli": ["fit", "--config", str(EXAMPLES[0].parent / "lightning_cli.yaml")]}
@@ -96,18 +96,6 @@ def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     policy = stabilizer.policy
     assert (policy.stabilizer, policy.agreeing_rules, policy.quiet_steps) == ("row_max", 2, None)
     assert stabilizer.dry_run
-
-
-def test_a_yaml_file_that_names_the_callbacks_alone_gives_the_defaults(tmp_path):
-    # Short names go where the classes were imported, as they were here.
-    text = """
-trainer:
-  callbacks: [{class_path: AttentionMonitor}, {class_path: AutoStabilizer}]
-"""
-    monitor, stabilizer = callbacks_of(tmp_path, text)
-    settings = monitor.settings
-    assert (settings.every_n_train_steps, settings.rules) == (50, DEFAULT_RULES)
-    assert stabilizer.policy.stabilizer == "exact_delta"
 
 
 def test_a_command_line_sets_both_callbacks():

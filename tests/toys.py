@@ -113,6 +113,19 @@ class MultiHead(nn.Module):
         return self.attention(x, x, x, need_weights=self.need_weights)[0]
 
 
+class Traceable(nn.Module):
+    """Attention that `fx` can trace, and a residual."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 16)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 class Model(nn.Module):
     """Layers, one after the other."""
 

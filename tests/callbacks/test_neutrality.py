@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from guardbit import MonitorSession
 from tests.monitor.test_apart import NoNaN
-from tests.toys import Attention, Model, MultiHead
+from tests.toys import Attention, Model, MultiHead, Traceable
 
 WIDTH, TOKENS, STEPS = 32, 8, 5
 
@@ -46,18 +46,6 @@ class ByMath(Attention):
 class Checkpointed(Attention):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Traceable(nn.Module):
-    """Attention that `fx` can trace."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Encoder(nn.Module):
@@ -96,7 +84,7 @@ class Decoder(nn.Module):
 
 
 MODELS = {
-    "fused": lambda: nn.Sequential(Traceable(), Attention()),
+    "fused": lambda: nn.Sequential(Traceable(2, WIDTH), Attention()),
     "separate, grouped": lambda: Model(Attention(2, 1, is_fused=False), Attention()),
     "masked": lambda: Model(Masked(), Masked()),
     "dropout": lambda: Model(Dropping(), Dropping()),
@@ -117,14 +105,7 @@ def everything():
         yield
 
 
-BESIDE = {
-    "nothing": nullcontext,
-    "fx": nullcontext,
-    "flops": lambda: FlopCounterMode(display=False),
-    "anomaly": torch.autograd.detect_anomaly,
-    "NaN finder": NoNaN,
-    "all": everything,
-}
+BESIDE = {"nothing": nullcontext, "all": everything}  # each mode alone: `test_apart.py`
 
 
 def batch(step):
@@ -177,7 +158,7 @@ def trained(name, beside, watch, compiled=False):
                     found += evaluated(model, run)  # within a step
             found.append(loss.detach())
             found += evaluated(model, run)
-            if step == 1 and beside in ("fx", "all"):
+            if step == 1 and beside == "all":
                 found += traced(model)
     if session:
         assert not session.stages_off

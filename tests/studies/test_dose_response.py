@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from studies.rescue.dose_response import WAYS, chance, families, in_order, table, told
+from studies.rescue.dose_response import WAYS, chance, families, in_order, table
 from tests.studies.conftest import made_up
 
 HEADS = [(1, 0), (2, 0)]
@@ -93,13 +93,3 @@ def test_chance_is_that_of_all_ways_to_deal_them_out(groups):
 def test_what_is_not_a_number_is_in_no_order():
     assert in_order(([1.0], [np.nan, 2.0])) == 1.0
     assert in_order(([1.0], [1.0])) == 0.5
-
-
-def test_the_test_is_told_with_its_order(runs):
-    (family,) = families(runs)
-    text = told(family)
-    # 4 x 4 + 4 x 2 + 4 x 2 pairs, all in order; 10! / (4! 4! 2!) = 3,150 ways.
-    assert "Pairs in this order: 32 of 32" in text
-    assert f"{1 / 3150:.2g} of all ways" in text
-    assert "no test" not in text
-    assert "head 2.0" in text

@@ -1,13 +1,9 @@
 """What is handed on in place of the exact delta, against FP64, and a run in which it is."""
 
-import json
-
 import pytest
 import torch
 
-from guardbit import read_events
 from guardbit.kernels import heads
-from studies.rescue import train
 from studies.rescue.errors import FACTORS, RANDOM, HandOn
 from tests.kernels.exact_delta_cases import make
 from tests.oracle import attend
@@ -90,19 +86,3 @@ def test_it_runs_in_a_call(case, monkeypatch):
         # A few numbers lie next to where BF16 rounds, and round the other way: 2^-8 of them.
         torch.testing.assert_close(found[1], same[1], rtol=2.0**-7, atol=1e-4)
     assert not torch.equal(native[1], exact[1])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_run(common, monkeypatch):
-    monkeypatch.setattr(train, "DELTAS", heads.DELTAS)
-    monkeypatch.setitem(heads.DELTAS, "exact_delta", heads.DELTAS["exact_delta"])
-    train.main(["--arm=stock", "--again=6", *common])
-    branch = ["--branch", "--branch-step=4", "--again=7", "--of-again=6", *common]
-    folder = train.main(["--arm=late", "--delta-error=-1", *branch])
-    assert folder.name == "late-error-1-any-lr1.5e-03-seed0-again7-from4"
-    about = json.loads((folder / "about.json").read_text())
-    assert about["stabilizer"] == "error-1"
-    assert about["handed_rows"] > 0
-    (switch,) = read_events(folder).query("kind == 'switch'").itertuples()
-    assert (switch.stabilizer, switch.heads) == ("exact_delta", (0, 1))
-    assert "-1 of delta's error" in switch.why

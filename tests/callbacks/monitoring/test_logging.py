@@ -168,19 +168,6 @@ def test_a_run_stops_at_its_first_alarm(trains, tmp_path, late):
     assert trainer.global_step == 6, "the third sample is step 4, in the epoch of steps 3 to 5"
 
 
-def test_the_checkpoint_of_the_smallest_logit_is_kept(trains, tmp_path):
-    keep = ModelCheckpoint(
-        tmp_path / "kept", "{step}", monitor=LOGIT, every_n_train_steps=3, save_top_k=-1
-    )
-    monitor = AttentionMonitor(4, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, keep, max_steps=9, enable_checkpointing=True)
-    frame = read_run(tmp_path / "run")
-    logits = frame[frame.indicator == "max_logit"].groupby("step").value.max()
-    # No step before a checkpoint (2, 5, 8) but the last was sampled.
-    scores = [keep.best_k_models[str(tmp_path / "kept" / f"step={n}.ckpt")] for n in (3, 6, 9)]
-    assert [float(score) for score in scores] == pytest.approx([logits[s] for s in (0, 4, 8)])
-
-
 def test_validation_after_the_first_batch_finds_them(trains, tmp_path, late):
     keys = ALARMED, LOGIT, "guardbit/worst_excess"
     watching = [EarlyStopping(key, patience=100, check_on_train_epoch_end=False) for key in keys]

@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from guardbit import MonitorSession
-from tests.toys import MultiHead, instrumented, train
+from tests.toys import MultiHead, Traceable, instrumented, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -18,19 +17,9 @@ pytestmark = [
 ]
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(64, 192)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
 def model_of():
     torch.manual_seed(0)
-    return nn.Sequential(Attention(), MultiHead(2, need_weights=False))
+    return nn.Sequential(Traceable(4, 64), MultiHead(2, need_weights=False))
 
 
 def batch(step=0):
