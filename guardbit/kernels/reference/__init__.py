@@ -19,7 +19,7 @@ of H_kv, C heads and R queries are wanted::
     dropout      what is dropped, with the numbers of the computed heads; None for nothing
     into         where O' is written; None for a copy of O
     key_tile     keys looked at together
-    chunk        keys, or where dQ or delta is computed queries, looked at together
+    chunk        queries looked at together
 
 A mask, or another field of `spec`, that does not fit (B, H, N, M) is a ValueError.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,82 +60,61 @@ class RowMaxima(NamedTuple):
     largest: Tensor
 
 
-class _Scores:
-    """Computes the scores of some rows, for a slice of keys at a time.
+# Scores that are looked at together.
+_TOGETHER = 2**25
 
-    Attributes:
-        query_ids: INT64 (R,), the queries looked at.
-    """
 
-    def __init__(self, q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None) -> None:
-        self._shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
-        self._heads, row_numbers, self._keys = (
-            torch.arange(count, device=q.device) for count in self._shape[1:]
-        )
-        self.query_ids = row_numbers if query_ids is None else query_ids
-        q, self._k = map(in_documents, (q, k), spec.starts)
-        self._rows = fold_groups(q[:, :, self.query_ids].float(), k.shape[1])
-        self._spec = spec
-        self._visible = visible_range(spec, self._shape, q.device)
+class _Rows(NamedTuple):
+    """Some rows, and their scores with all keys."""
 
-    def of(self, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns scores, FP32 (B, H, R, keys), these before score function and biases, and biases.
+    query_ids: Tensor  # INT64 (R,)
+    scores: Tensor  # FP32 (B, H, R, M), -inf where a key is forbidden
+    maxima: RowMaxima  # NaN shows in both
+    sees_nothing: Tensor  # boolean (B, 1, R), whether a row sees no key
 
-        Scores are -inf where a key is forbidden. Biases broadcast.
-        """
-        tile = self._heads, self.query_ids, self._keys[keys]
-        products = products_of(
-            self._rows, self._k[:, :, keys].float(), self._shape[1], self._spec.scale
-        )
-        plain = capped(products, self._spec.softcap)
-        bias = mask_tile(self._spec, self._shape, *tile, self._visible).float()
-        made = modified(plain, self._spec, tile)
+
+def _scored(q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None) -> Iterator[_Rows]:
+    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
+    heads, numbers, keys = (torch.arange(count, device=q.device) for count in shape[1:])
+    visible = visible_range(spec, shape, q.device)
+    q, k = map(in_documents, (q, k), spec.starts)
+    k = k.float()
+    step = max(1, _TOGETHER // max(1, shape[0] * shape[1] * shape[3]))
+    for ids in (numbers if query_ids is None else query_ids).split(step):
+        tile = heads, ids, keys
+        q_rows = fold_groups(q[:, :, ids].float(), k.shape[1])
+        plain = capped(products_of(q_rows, k, shape[1], spec.scale), spec.softcap)
+        made = modified(plain, spec, tile)
+        bias = mask_tile(spec, shape, *tile, visible).float().expand(plain.shape)
         scores = made + bias
         if made is not plain:
             # What is multiplied or capped makes nothing of 0, but NaN of a quotient, which adds 0.
-            bias = bias + modified(torch.zeros_like(plain), self._spec, tile).nan_to_num_(
+            bias = bias + modified(torch.zeros_like(plain), spec, tile).nan_to_num_(
                 0.0, torch.inf, -torch.inf
             )
             bias.masked_fill_((made == -torch.inf) & plain.isfinite(), -torch.inf)
-        return scores, plain, bias
+        row_max, top_bias = _largest(scores), _largest(bias)
+        near = scores >= (row_max - IRRELEVANT)[..., None]
+        near |= bias >= (top_bias - IRRELEVANT)[..., None]
+        largest = _largest(plain.abs_().where(near & (bias > -torch.inf), -torch.inf))
+        maxima = RowMaxima(row_max, largest.where(~row_max.isnan(), row_max))
+        yield _Rows(ids, scores, maxima, top_bias.amax(1, keepdim=True) < NO_KEY)
 
-    def chunks(self, size: int) -> list[slice]:
-        return [slice(start, start + size) for start in range(0, self._shape[3], size)]
 
-    def maxima(self, chunk: int) -> tuple[RowMaxima, Tensor]:
-        """Passes over all keys, twice if biases may differ; NaN shows in both maxima.
-
-        Which rows see no key comes with them, boolean (B, 1, R).
-        """
-        rows = *self._shape[:2], len(self.query_ids)
-        row_max = largest = top = torch.full(
-            rows, -torch.inf, dtype=torch.float32, device=self._k.device
-        )
-        top_bias = torch.zeros_like(row_max)
-        mask = self._spec.mask
-        if self._spec.score_function is not None or (mask is not None and mask.dtype != torch.bool):
-            top_bias = row_max
-            for keys in self.chunks(chunk):
-                scores, _, bias = self.of(keys)
-                top, top_bias = top.maximum(scores.amax(-1)), top_bias.maximum(bias.amax(-1))
-        for keys in self.chunks(chunk):
-            scores, plain, bias = self.of(keys)
-            row_max = row_max.maximum(scores.amax(-1))
-            near = scores >= (top - IRRELEVANT)[..., None]
-            near |= bias >= (top_bias - IRRELEVANT)[..., None]
-            sizes = plain.abs_().where(near & (bias > -torch.inf), -torch.inf)
-            largest = largest.maximum(sizes.amax(-1))
-        sees_nothing = top_bias.amax(1, keepdim=True) < NO_KEY
-        return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max)), sees_nothing
+def _largest(x: Tensor) -> Tensor:
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
 
 
 @float32_products()
 def row_maxima(
-    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None, chunk: int = 128
+    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
 ) -> RowMaxima:
     """Only the maxima of `shadow`, to the bit, without values."""
-    found, sees_nothing = _Scores(q, k, spec, query_ids).maxima(chunk)
-    return RowMaxima(*(maxima.masked_fill(sees_nothing, -torch.inf) for maxima in found))
+    parts = [
+        [maxima.masked_fill(rows.sees_nothing, -torch.inf) for maxima in rows.maxima]
+        for rows in _scored(q, k, spec, query_ids)
+    ]
+    return RowMaxima(*(torch.cat(of_rows, 2) for of_rows in zip(*parts, strict=True)))
 
 
 @float32_products()
@@ -148,54 +127,45 @@ def shadow(
     eps: float = 1e-3,
     query_ids: Tensor | None = None,
     dropout: Dropout | None = None,
-    chunk: int = 128,
 ) -> Shadow:
-    """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
-
-    Two passes over the keys: the counts need the row's maximum first. A third where biases may
-    differ.
-    """
-    of_rows, v = _Scores(q, k, spec, query_ids), in_documents(v, spec.starts[1])
-    (row_max, largest), sees_nothing = of_rows.maxima(chunk)
-    reference = finite_reference(row_max)[..., None]
-    row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()
-
-    row_sum, weighted_logs = torch.zeros_like(row_max), torch.zeros_like(row_max)
-    maxima = torch.zeros_like(row_max, dtype=torch.int64)
-    maxima_bf16 = torch.zeros_like(maxima)
-    accumulator = row_max.new_zeros(*row_max.shape, v.shape[-1])
-    for keys in of_rows.chunks(chunk):
-        scores, _, _ = of_rows.of(keys)
-        maxima += count_tied(scores, row_max, eps)
-        maxima_bf16 += count_tied(round_nearest(scores, torch.bfloat16), row_max_bf16, eps)
+    """Recomputes O in FP32 and counts maxima, some rows at a time."""
+    v = in_documents(v, spec.starts[1]).float()
+    parts = []
+    for rows in _scored(q, k, spec, query_ids):
+        scores, (row_max, largest), sees_nothing = rows[1:]
+        reference = finite_reference(row_max)[..., None]
+        maxima = count_tied(scores, row_max, eps)
+        row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()
+        maxima_bf16 = count_tied(round_nearest(scores, torch.bfloat16), row_max_bf16, eps)
         probabilities = scores.sub_(reference).exp_()
-        row_sum += probabilities.sum(-1)
-        weighted_logs += torch.special.entr(probabilities).sum(-1)
+        row_sum = probabilities.sum(-1)
+        weighted_logs = torch.special.entr(probabilities).sum(-1)
         if dropout is not None:
-            present = slice(keys.start, keys.start + probabilities.shape[-1])
-            kept = dropout.kept(len(q), of_rows.query_ids, present)
+            kept = dropout.kept(len(q), rows.query_ids, slice(0, k.shape[2]))
             probabilities = (probabilities * dropout.factor).where(kept, 0)
-        products = fold_groups(probabilities, k.shape[1]) @ v[:, :, keys].float()
-        accumulator += products.reshape(accumulator.shape)
-
-    if spec.sinks is not None:
-        # All relative to the larger of the row's maximum and its sink.
-        sink = spec.sinks.float()[:, None] - reference[..., 0]
-        top = sink.relu()
-        share, decay = (sink - top).exp_(), (-top).exp_()
-        weighted_logs = weighted_logs * decay + top * (row_sum * decay) + torch.special.entr(share)
-        row_sum = row_sum * decay + share
-        accumulator *= decay[..., None]
-    row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
-    entropy = row_sum.log() + weighted_logs / row_sum
-    return Shadow(
-        out=accumulator / row_sum[..., None],
-        row_max=row_max.masked_fill(sees_nothing, -torch.inf),
-        maxima=maxima.masked_fill(sees_nothing, 0),
-        maxima_bf16=maxima_bf16.masked_fill(sees_nothing, 0),
-        entropy=entropy.masked_fill(sees_nothing, 0.0),
-        largest=largest.masked_fill(sees_nothing, -torch.inf),
-    )
+        out = (fold_groups(probabilities, k.shape[1]) @ v).reshape(*row_max.shape, v.shape[-1])
+        if spec.sinks is not None:
+            # All relative to the larger of the row's maximum and its sink.
+            sink = spec.sinks.float()[:, None] - reference[..., 0]
+            top = sink.relu()
+            share, decay = (sink - top).exp_(), (-top).exp_()
+            weighted_logs = weighted_logs * decay + top * (row_sum * decay)
+            weighted_logs += torch.special.entr(share)
+            row_sum = row_sum * decay + share
+            out *= decay[..., None]
+        row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+        entropy = row_sum.log() + weighted_logs / row_sum
+        parts.append(
+            Shadow(
+                out=out / row_sum[..., None],
+                row_max=row_max.masked_fill(sees_nothing, -torch.inf),
+                maxima=maxima.masked_fill(sees_nothing, 0),
+                maxima_bf16=maxima_bf16.masked_fill(sees_nothing, 0),
+                entropy=entropy.masked_fill(sees_nothing, 0.0),
+                largest=largest.masked_fill(sees_nothing, -torch.inf),
+            )
+        )
+    return Shadow(*(torch.cat(of_rows, 2) for of_rows in zip(*parts, strict=True)))
 
 
 def delta_bias(
