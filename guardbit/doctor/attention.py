@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask import Visible, additive_mask, dense_mask, in_documents, visible_range
+from guardbit.kernels.mask import Visible, additive_mask, in_documents, visible_range
 from guardbit.kernels.reference.common import cap_slope, capped
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
@@ -182,7 +182,7 @@ def head_of_call(
     visible = visible_range(spec, shape, device)
     mask = None
     if spec.mask is not None:
-        whole = dense_mask(spec.mask, shape)[:, head]
+        whole = spec.mask.expand(shape)[:, head]
         which = batch[:1] if whole.stride(0) == 0 else batch
         mask = whole[which[:, None], present]
     of_queries, of_keys = spec.starts

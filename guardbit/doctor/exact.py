@@ -27,7 +27,7 @@ from torch import Tensor
 
 from guardbit.doctor.attention import Chunk, HeadInputs, spread
 from guardbit.doctor.inputs import ExaminedCall
-from guardbit.kernels.mask import dense_mask, key_spans, visible_range
+from guardbit.kernels.mask import key_spans, visible_range
 
 #: What attention returns, and its gradients, in the order in which faults are looked for.
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -111,7 +111,7 @@ def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
         torch.arange(shape[2], device=call.q.device),
         visible.first,
         visible.end,
-        None if spec.mask is None else dense_mask(spec.mask, shape)[unit.batch, own],
+        None if spec.mask is None else spec.mask.expand(shape)[unit.batch, own],
         spec.scale,
     )
 

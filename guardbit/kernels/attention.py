@@ -19,7 +19,7 @@ from guardbit.kernels import dispatch, op
 from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.heads import Call
 from guardbit.kernels.runtime import NO_SITE, runtime
-from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.kernels.tensors import autocast_tensors
 from guardbit.records import STABILIZERS
 
@@ -131,8 +131,7 @@ def flash_attention(
     q, k, v = autocast_tensors(q, k, v)
     _check_agreement(q, k, v)
     stabilizers = check_stabilizers(stabilizer, q.size(1))
-    if not isinstance(causal, bool) and causal != "top-left":
-        raise ValueError(f"causal is {causal!r}; it must be False, True or 'top-left'")
+    check_causal(causal)
     numbers = {"beta": beta, "eps": eps, "dropout_p": dropout_p}
     for name, value in (numbers if scale is None else {"scale": scale, **numbers}).items():
         if not isinstance(value, int | float) and not hasattr(value, "__float__"):

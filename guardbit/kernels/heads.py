@@ -127,8 +127,6 @@ def resolve(
 ) -> Settled:
     """Settles what the heads of a call run, which were asked to run `asked`."""
     extras = call.spec.extras
-    if engine is None and extras:
-        raise ValueError(f"GuardBit's own kernels take {_none_of(extras)}")
     unshifted, wanted = "", set(asked) - {"none"}
     if not wanted:
         return Settled(asked, False, "")
@@ -164,7 +162,9 @@ def resolve(
             return Settled(asked, True, unshifted)
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     # Why our kernels cannot run the whole call, and why not `compensated`.
-    limit = f"GuardBit's kernels take {_none_of(beyond_ours)}" if beyond_ours else ""
+    limit = ""
+    if beyond_ours:
+        limit = f"GuardBit's kernels take no {', no '.join(beyond_ours)}"
     if call.library is not None:
         limit = f"GuardBit's kernels cannot replace {call.library.title}"
     no_room = "" if keeps_residual else "the compiled graph has no room for compensated"
@@ -212,11 +212,6 @@ def _beyond_ours(call: Call) -> tuple[str, ...]:
         *call.spec.extras,
         *(["values of another head size than keys"] if has_other_width else []),
     )
-
-
-def _none_of(fields: tuple[str, ...]) -> str:
-    """Returns words such as "no mask" or "no mask, no window"."""
-    return ", ".join(f"no {field}" for field in fields)
 
 
 class Ran(NamedTuple):

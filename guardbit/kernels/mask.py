@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
+from guardbit.kernels.spec import AttentionSpec, Causal
 
 #: In nats. What a mask or a position bias adds hides a key from its row's statistics when both the
 #: key's score and its bias lie further than this below the row's largest: e^-30 is 1e-13.
@@ -54,7 +54,6 @@ class Visible(NamedTuple):
 
 def causal_shift(causal: Causal, rows: int, keys: int) -> int:
     """Returns by how much the number of a query's last key exceeds the query's own."""
-    check_causal(causal)
     return keys - rows if causal is True else 0
 
 
@@ -62,7 +61,6 @@ def visible_range(
     spec: AttentionSpec, shape: tuple[int, int, int, int], device: torch.device | str
 ) -> Visible:
     """Returns which keys each query of a call sees, dense masks apart: always one interval."""
-    spec.check_shape(shape)
     rows, keys = shape[2:]
     # For each query: its number in its document, the first key and the number of keys of that
     # document, and the query's own position among them.
@@ -70,10 +68,6 @@ def visible_range(
     start, length, position = 0, keys, own + (keys - rows)
     if spec.documents is not None:
         cu_queries, cu_keys = spec.documents[:2]
-        if cu_queries.device.type != own.device.type:
-            raise ValueError(
-                f"documents is on {cu_queries.device}; it must be on the device of q, {own.device}"
-            )
         document = torch.searchsorted(cu_queries[1:].contiguous(), own, right=True)
         present = document < len(cu_queries) - 1
         document = document.clamp_(max=max(len(cu_queries) - 2, 0))
@@ -131,16 +125,6 @@ def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
     return mask.masked_fill_((columns < first) | (columns >= end), -torch.inf)
 
 
-def dense_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Expands a dense mask to all heads of a call, without a copy."""
-    try:
-        return mask.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}; it must broadcast to (B, H, N, M) = {shape}"
-        ) from None
-
-
 def mask_tile(
     spec: AttentionSpec,
     shape: tuple[int, int, int, int],
@@ -158,7 +142,7 @@ def mask_tile(
         ranges = ranges.expand(seen.shape).masked_fill(~seen, -torch.inf)
     if spec.mask is None:
         return ranges
-    dense = dense_mask(spec.mask, shape)[:, heads[:, None, None], rows[:, None], columns]
+    dense = spec.mask.expand(shape)[:, heads[:, None, None], rows[:, None], columns]
     if dense.dtype == torch.bool:
         return ranges.expand(dense.shape).masked_fill(~dense, -torch.inf)
     return dense + ranges
@@ -171,7 +155,6 @@ def hidden_rows(
     mask, count = spec.mask, shape[2] if query_ids is None else len(query_ids)
     if mask is None or mask.dtype == torch.bool or not (count and math.prod(shape)):
         return None
-    dense_mask(mask, shape)  # raises
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.stride(1) == 0:
         mask = mask[:, :1]

@@ -104,17 +104,6 @@ class AttentionSpec:
         }
         return tuple(name for name, is_there in fields.items() if is_there)
 
-    def check_shape(self, shape: tuple[int, int, int, int]) -> None:
-        """Raises if a field does not fit a call's tensors; no values are read, so no host waits."""
-        batch, heads = shape[:2]
-        if self.sinks is not None and self.sinks.shape != (heads,):
-            raise ValueError(
-                f"sinks has shape {tuple(self.sinks.shape)}; it must be one number per head,"
-                f" ({heads},)"
-            )
-        if self.documents is not None and batch != 1:
-            raise ValueError(f"the batch is {batch}; it must be 1 for documents, which are packed")
-
 
 def check_causal(causal: Causal) -> None:
     if causal not in (False, True, "top-left"):

@@ -293,10 +293,6 @@ def test_carrier_written_into_what_is_given_and_in_place():
     assert result.out is out
     assert torch.equal(out, expected.out)
     assert torch.equal(out[:, [0, 2, 3]], before[:, [0, 2, 3]])
-    with pytest.raises(ValueError, match="must be contiguous"):
-        kernels.carry_exact_delta(
-            *tensors, out, lse.float(), spec=spec, head_ids=[1], into=out.mT.contiguous().mT
-        )
 
 
 def test_same_bits_every_time_and_whatever_other_heads_are_asked_for():

@@ -117,10 +117,3 @@ def test_rows_that_see_no_key_are_0_and_their_maxima_minus_infinity(run, kernel)
             assert found.isfinite().all() if name == "k" else found[:, :, 31:].isfinite().all()
             if name != "k":
                 assert (found[:, :, :31] == (-math.inf if name == "maxima" else 0)).all()
-
-
-@pytest.mark.parametrize(("run", "kernel"), TRITON, ids=name_of)
-def test_tensors_of_two_dtypes_are_refused(run, kernel):
-    d_out, q, k, v = inputs((1, 2, 2, 4, 4, 16))
-    with pytest.raises(TypeError, match=r"torch\.float32.*; for Triton all must be bfloat16"):
-        run(kernel, d_out.float(), q, k.float(), v)

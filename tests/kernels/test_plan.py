@@ -63,15 +63,6 @@ def test_keys_are_centered_only_where_the_softmax_does_not_see_it(monkeypatch, f
         assert why == f"centered_keys would change what the softmax makes of {field}"
 
 
-@pytest.mark.parametrize("field", SPECS)
-def test_what_serves_no_new_field_refuses_it(field):
-    call = call_of(SPECS[field])
-    with pytest.raises(ValueError, match=f"GuardBit's own kernels take no {field}"):
-        resolve(call, ("none", "none"), None, True)
-    with pytest.raises(ValueError, match=f"has no argument for {field}"):
-        engines.choose(call.q, call.k, call.v, call.spec, True)
-
-
 SHAPE = 2, 4, 4, 64, 32
 
 

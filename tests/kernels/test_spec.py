@@ -82,18 +82,6 @@ def test_a_field_that_makes_no_sense_is_refused_in_a_sentence(fields, error, sen
         AttentionSpec(1.0, **fields)
 
 
-def test_what_does_not_fit_the_tensors_is_refused_in_a_sentence():
-    documents = packed([3, 4], [5, 6], "cpu")
-    spec = AttentionSpec(1.0, documents=documents)
-    spec.check_shape((1, 2, 7, 11))
-    with pytest.raises(ValueError, match="the batch is 2; it must be 1 for documents"):
-        spec.check_shape((2, 2, 7, 11))
-    with pytest.raises(ValueError, match=r"shape \(3,\); it must be one number per head, \(2,\)"):
-        AttentionSpec(1.0, sinks=torch.zeros(3)).check_shape((1, 2, 7, 8))
-    with pytest.raises(ValueError, match="is on cpu; it must be on the device of q, meta"):
-        visible_range(spec, (1, 2, 7, 11), "meta")
-
-
 def test_extras_are_what_pytorch_has_no_argument_for():
     assert AttentionSpec(1.0, True, torch.ones(2, 2), 0.1).extras == ()
     assert AttentionSpec(1.0, window=(3, -1)).extras == ("window",)

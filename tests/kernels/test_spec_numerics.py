@@ -228,8 +228,6 @@ def test_heads_may_repeat_or_be_none(modules):
         torch.testing.assert_close(found, expected[:, [1, 0, 1]], rtol=0, atol=room)
         assert torch.equal(found[:, 0], found[:, 2])
         assert run([]).shape == (1, 0, *expected.shape[2:])
-        with pytest.raises(IndexError, match=r"head_ids holds \[4, -1\]; each must be 0 to 3"):
-            run([0, 4, -1])
 
 
 @BOTH

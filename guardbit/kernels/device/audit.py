@@ -31,7 +31,6 @@ from guardbit.kernels.device.primitives import (
     visible_of,
     with_sink,
 )
-from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
 
 
@@ -160,8 +159,6 @@ def query_kernel(
 def exact_query_gradient(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, head_ids: Sequence[int]
 ) -> Tensor:
-    launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
-    check_heads(head_ids, q.shape[1])
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape
     ids = launch.device_head_ids(tuple(head_ids), q.device)

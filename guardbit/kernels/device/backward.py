@@ -271,14 +271,11 @@ def backward(
     stabilizers: Sequence[str],
     dropout: Dropout | None = None,
 ) -> Gradients:
-    launch.check_tensors(d_out=d_out, q=q, k=k, v=v, out=out)
     d_out, q, k, v, out = map(launch.rows_adjacent, (d_out, q, k, v, out))
     batch, computed_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(tuple(stabilizers), computed_heads, q.device)
-    if "compensated" in stabilizers and residual is None:
-        raise ValueError("residual is None; compensated heads need the forward's")
+    codes = launch.device_codes(stabilizers, q.device)
     # Never read if no head is compensated; any pointer to bytes will do.
     residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))

@@ -239,13 +239,12 @@ def forward(
     head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
 ) -> Forward:
-    launch.check_tensors(q=q, k=k, v=v)
     q, k, v = map(launch.rows_adjacent, (q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     computed = tuple(range(num_heads)) if head_ids is None else tuple(head_ids)
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(tuple(stabilizers), len(computed), q.device)
+    codes = launch.device_codes(stabilizers, q.device)
     out = launch.empty_like_rows(q if head_ids is None else q[:, : len(computed)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     compensated = "compensated" in stabilizers

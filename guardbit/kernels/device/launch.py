@@ -1,9 +1,10 @@
-"""Shared by the launchers: checks, memory layout, small device arrays, arguments of calls."""
+"""Shared by the launchers: memory layout, small device arrays, arguments of calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,34 +13,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
-from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, INTERPRET, NO_MASK
-from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
-from guardbit.kernels.reference.passes import check_names
+from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
+from guardbit.kernels.mask import causal_shift, visible_range
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant
 from guardbit.kernels.tiles import Kernel, Tile
 from guardbit.records import STABILIZERS
 
-DTYPES = (torch.bfloat16, torch.float16)
-
 #: Set explicitly, so that every version of Triton fuses the same sums.
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
-def check_tensors(**tensors: Tensor) -> None:
-    dtypes = {name: x.dtype for name, x in tensors.items()}
-    if len(set(dtypes.values())) > 1 or next(iter(dtypes.values())) not in DTYPES:
-        came = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"dtypes are {came}; for Triton all must be bfloat16, or all float16")
-    for name, x in tensors.items():
-        if not x.is_cuda and not INTERPRET.value:
-            raise ValueError(f"{name} is on {x.device}; for Triton it must be on a CUDA device")
-
-
-@lru_cache(maxsize=1024)
-def device_codes(stabilizers: tuple[str, ...], heads: int, device: torch.device) -> Tensor:
+def device_codes(stabilizers: Sequence[str], device: torch.device) -> Tensor:
     """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
-    check_names(stabilizers, heads, STABILIZERS)
     codes = tuple(STABILIZERS.index(name) for name in stabilizers)
     return device_constant(codes, torch.int8, device)
 
@@ -129,21 +115,19 @@ class Prepared(NamedTuple):
 
 
 def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: Tensor) -> Prepared:
-    """Checks what a call asks for; `unused` is handed to kernels for what it does not ask for."""
+    """Prepares a launch; `unused` is handed to kernels for what it does not ask for."""
     batch, num_heads, seqlen_q, head_dim = q.shape
     seqlen_k, value_dim = v.shape[2:]
     shape = (batch, num_heads, seqlen_q, seqlen_k)
     mask, mask_strides, kind = unused, (0, 0, 0, 0), NO_MASK.value
     if spec.mask is not None:
-        mask = dense_mask(spec.mask, shape)
+        mask = spec.mask.expand(shape)
         mask_strides, kind = mask.stride(), ADDITIVE.value
         if mask.dtype == torch.bool:
             mask, kind = mask.view(torch.uint8), BOOLEAN.value
     ranges = unused
     if spec.is_ranged:
         ranges = torch.stack(visible_range(spec, shape, q.device))
-    else:
-        spec.check_shape(shape)
     width, value_width = padded_width(head_dim), padded_width(value_dim)
     tile = tile_of(q, max(width, value_width), kernel)
     if kind != NO_MASK.value or spec.softcap > 0 or (kernel == "shadow" and spec.is_ranged):

@@ -337,7 +337,6 @@ def shadow(
 
     With `only_maxima`, `row_max` and `largest` alone hold what they should.
     """
-    launch.check_tensors(q=q, k=k, v=v)
     q, k, v = map(launch.rows_adjacent, (q, k, v))
     batch, num_heads, seqlen_q, _ = q.shape
     count = seqlen_q if query_ids is None else len(query_ids)

@@ -217,10 +217,6 @@ class AutogradEngine(Engine):
 def choose(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, training: bool, wants_mask: bool = False
 ) -> Engine:
-    if spec.extras:
-        raise ValueError(
-            f"F.scaled_dot_product_attention has no argument for {' and '.join(spec.extras)}."
-        )
     mask = spec.mask
     with torch.set_grad_enabled(training):
         if training and not (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -12,8 +12,8 @@ of H_kv, C heads and R queries are wanted::
     spec         what the call asks for, see `AttentionSpec`; `dropout` replaces its dropout
     causal       see `AttentionSpec`
     scale        factor of Q K^T
-    stabilizers  one name a computed head, of `FORWARD_STABILIZERS`
-    head_ids     the query heads wanted; IndexError if one does not exist
+    stabilizers  one name a computed head, see `forward`
+    head_ids     the query heads wanted
     query_ids    INT64 (R,), the queries to look at; None for all N
     eps          how near the row maximum a score counts as another maximum
     dropout      what is dropped, with the numbers of the computed heads; None for nothing
@@ -44,7 +44,6 @@ from guardbit.kernels.reference.delta import (
     write_carrier,
 )
 from guardbit.kernels.reference.passes import (
-    FORWARD_STABILIZERS,
     Forward,
     Gradients,
     backward,

@@ -21,10 +21,6 @@ from guardbit.kernels.reference.common import (
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import decode_residual, encode_residual, round_nearest
 
-#: The stabilizers of `forward`. The last is the paper's Algorithm 3 as published. It shows where
-#: that fails, and no other part of the package offers it.
-FORWARD_STABILIZERS = ("none", "compensated", "row_max", "row_max_published")
-
 #: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).
 #: P-bar is dithered, and its rounding unbiased, only while the shift differs from row to row.
 #: Clamping (beta - 1) |rm| between the ends, the obvious guard against exp(-shift) = 0, gives all
@@ -82,18 +78,15 @@ def forward(
     - row_max: where a second score lies within eps of the row maximum rm seen so far,
       m = rm + SHIFT_MIN + ((beta - 1) |rm| mod (SHIFT_MAX - SHIFT_MIN)) instead of m = rm (paper,
       section 4, made safe). Helps where rm differs from row to row.
-    - row_max_published: the paper's Algorithm 3, maxima counted within a tile and m = beta rm, or 0
-      for rm < 0. Its line 11 is read as m = max(m of the tiles before, m' of this one): as printed,
-      m' would take effect one tile late and never in the last. 0 / 0 where exp(-(beta - 1) rm)
-      underflows.
+    - row_max_published: the paper's Algorithm 3, to show where it fails; nothing else offers it.
+      Maxima are counted within a tile and m = beta rm, or 0 for rm < 0. Its line 11 is read as
+      m = max(m of the tiles before, m' of this one): as printed, m' would take effect one tile late
+      and never in the last. 0 / 0 where exp(-(beta - 1) rm) underflows.
 
     E is D here. `beta`, above 1, is the factor of the row maximum for row_max. Dropout takes P-bar
     once it is rounded; l and L take no notice. A head's bits do not depend on which others are
     computed, except for N = 1: there, products with one row are summed in another order than with
     several query heads to a key head. NaN and infinities come out as in PyTorch's math backend.
-
-    Raises:
-        ValueError: If `stabilizers` has not one known name per head, or `causal` is unknown.
     """
     if head_ids is not None:
         chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
@@ -101,7 +94,6 @@ def forward(
         q, k, v = q[:, chosen], k[:, key_heads], v[:, key_heads]
     batch, num_heads, rows = q.shape[:3]
     keys, kv_heads = k.shape[2], k.shape[1]
-    check_names(stabilizers, num_heads)
     shifted = _head_mask(stabilizers, "row_max", q.device)
     published = _head_mask(stabilizers, "row_max_published", q.device)
 
@@ -162,18 +154,6 @@ def forward(
     return Forward(out, normalizer + row_sum.log(), residual)
 
 
-def check_names(
-    stabilizers: Sequence[str], heads: int, allowed: Sequence[str] = FORWARD_STABILIZERS
-) -> None:
-    if len(stabilizers) != heads:
-        raise ValueError(
-            f"stabilizers has {len(stabilizers)} names; it must have one per head, {heads}"
-        )
-    unknown = sorted(set(stabilizers) - set(allowed))
-    if unknown:
-        raise ValueError(f"stabilizers holds {unknown}; allowed are {', '.join(allowed)}")
-
-
 def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor | None:
     """Which heads have this stabilizer, boolean (H, 1), or None if no head has."""
     if name not in stabilizers:
@@ -219,9 +199,6 @@ def backward(
     gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
     compensated heads: with dropout too, as sum_m P_nm M_nm (dO V^T)_nm, with the mask M of what is
     kept, is rowsum(dO O). Rows with no allowed key have gradient 0. E is D here.
-
-    Raises:
-        ValueError: If a head is compensated and no residual came, or `causal` is unknown.
     """
     heads, rows = q.shape[1:3]
     keys, kv_heads = k.shape[2], k.shape[1]
@@ -229,8 +206,7 @@ def backward(
     delta = (d_out_wide * out.float()).sum(-1)
     compensated = _head_mask(stabilizers, "compensated", q.device)
     if compensated is not None:
-        if residual is None:
-            raise ValueError("residual is None; compensated heads need the forward's")
+        assert residual is not None
         correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
         delta = delta + torch.where(compensated, correction, 0.0)
 
