@@ -19,7 +19,7 @@ from guardbit import private
 from guardbit.guard import undo_all
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.runtime import AttentionCall, Clock, SiteState, runtime
-from guardbit.monitor.interception import errors, frames, hooks, installation
+from guardbit.monitor.interception import frames, hooks, installation
 from guardbit.monitor.interception.rerunning import ATTEMPTS, rerun
 from guardbit.monitor.interception.seen import (
     OBSERVE,
@@ -718,8 +718,8 @@ class Instrumentation:
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Reports errors of GuardBit inside a forward to a listener, until `remove`."""
-        self._installed.append(functools.partial(errors.unlisten, listener))
-        errors.listeners.append(listener)
+        self._installed.append(functools.partial(frames.unlisten, listener))
+        frames.listeners.append(listener)
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:

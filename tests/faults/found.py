@@ -33,7 +33,7 @@ _CALLED = "monitor/interception/entry_points"
 FOUND = (
     # Training died: compiled, and where a checkpoint ended its recomputation.
     Place("compiled", RecursionError, "kernels/op.py", "        numbers.native,", 25),
-    Place("dropout", MemoryError, "monitor/interception/errors.py", "except BaseException:", 1),
+    Place("dropout", MemoryError, "monitor/interception/frames.py", "except BaseException:", 1),
     # Hooks and replaced functions stayed.
     Place("plain loop", SystemExit, "monitor/sites.py", "installation.install(", 0),
     Place("plain loop", MemoryError, "monitor/interception/installation.py", "_needed_by.add(", 0),
@@ -59,7 +59,7 @@ FOUND = (
     Place("dropout", OSError, "callbacks/plain_loop.py", "every = settings.every_n", 0),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
-    Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = probe", 8),
+    Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = None", 8),
     # What keeps ranks from waiting for one another in a re-run stayed.
     Place("two processes", RuntimeError, "monitor/projections.py", "return within(_With", 11),
     # A call of a checkpointed forward that had saved its tensors was run again, and saved more.

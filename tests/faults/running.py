@@ -27,7 +27,7 @@ from torch.utils import checkpoint
 
 from guardbit import read_events, read_run
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception import errors, hooks, installation
+from guardbit.monitor.interception import frames, hooks, installation
 from guardbit.monitor.interception.entry_points import multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from tests.faults.injection import ERRORS, Injection, Point, choose, counted
@@ -64,7 +64,7 @@ def leftovers(model: nn.Module) -> list[str]:
     ]
     left += ["installations"] * bool(installation._needed_by)
     left += ["what is to be restored"] * bool(installation._restore)
-    left += ["listeners"] * bool(errors.listeners)
+    left += ["listeners"] * bool(frames.listeners)
     left += ["running modules"] * bool(runtime.running or frame_stack)
     ours = {
         "sdpa": F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention,

@@ -9,11 +9,8 @@ A site's number travels as a 0-d CPU tensor. A compiler would specialise on a pl
 compile every layer anew.
 """
 
-from guardbit.monitor.interception.errors import of_call
+from guardbit.monitor.interception.frames import of_call
 from guardbit.monitor.interception.installation import left_alone, replaced
 from guardbit.monitor.interception.seen import OutsideCalls, StepCalls, ran, unchanged
 
-__all__ = [
-    "OutsideCalls", "StepCalls", "left_alone", "of_call", "ran", "replaced",
-    "unchanged",
-]  # fmt: skip
+__all__ = ["OutsideCalls", "StepCalls", "left_alone", "of_call", "ran", "replaced", "unchanged"]

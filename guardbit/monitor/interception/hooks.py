@@ -19,27 +19,9 @@ from guardbit.kernels.runtime import (
     read,
     runtime,
 )
-from guardbit.monitor.interception import seen
-from guardbit.monitor.interception.errors import hook
-from guardbit.monitor.interception.frames import (
-    BEYOND_GUARD,
-    NOWHERE,
-    SITE_ATTRIBUTE,
-    Absent,
-    Frame,
-    Place,
-    drop_all,
-    drop_stale,
-    frame_stack,
-    hook_ids,
-    pop,
-    push,
-    site_modules,
-    site_number,
-    site_of,
-)
+from guardbit.monitor.interception import frames, seen
+from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, Absent, Frame, frame_stack, probe
 from guardbit.monitor.interception.installation import look_again
-from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.seen import note_traced_inputs
 
 
@@ -51,28 +33,28 @@ def _enter_traced(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> N
 
 
 def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    caller = sys._getframe(BEYOND_GUARD)
+    caller = sys._getframe(frames.BEYOND_GUARD)
     if is_traced():
         return
     if "_is_replica" in vars(module):
         return  # `nn.DataParallel` runs replicas in parallel threads; the stack serves one thread
-    drop_stale()
+    frames.drop_stale()
     if frame_stack and runtime.is_other_thread():
         return  # as above: calls of the second model keep PyTorch's function
     if not frame_stack:
         look_again()
         _begin_step(module)
     site = _site_of(module)
-    if site is not NOWHERE:
+    if site is not frames.NOWHERE:
         getattr(module, SITE_ATTRIBUTE).has_run = True
-    push(site, Frame(module, args, kwargs), caller)
+    frames.push(site, Frame(module, args, kwargs), caller)
 
 
 def _site_of(module: nn.Module) -> Tensor:
     """Returns the number of a module that runs; a copy has none, unless it stands in for it."""
-    site = site_of(module)
-    is_itself = probe.site is not None or site_modules.get(number_of(site)) is module
-    return site if is_itself else NOWHERE
+    site = frames.site_of(module)
+    is_itself = probe.site is not None or frames.site_modules.get(number_of(site)) is module
+    return site if is_itself else frames.NOWHERE
 
 
 def _leave_traced(_: Absent, module: nn.Module, args: Any, output: Any) -> None:
@@ -83,7 +65,7 @@ def _leave_eagerly(_: Absent, module: nn.Module, args: Any, output: Any) -> None
     if runtime.is_other_thread():
         return
     is_outermost = len(frame_stack) == 1 and frame_stack[0].module is module
-    pop(module)
+    frames.pop(module)
     if is_outermost:
         _end_step(module)
 
@@ -102,31 +84,33 @@ def _end_step(module: nn.Module) -> None:
 
 
 _absent = Absent()
-_enter = MethodType(hook(Absent.METHOD, _enter_eagerly, _enter_traced), _absent)
-_leave = MethodType(hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
+_enter = MethodType(frames.hook(Absent.METHOD, _enter_eagerly, _enter_traced), _absent)
+_leave = MethodType(frames.hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
 
 # PyTorch itself calls the hooks of the outermost compiled module. There they stay Python, because
 # compiled hooks, and what they call, would be recompiled for every shape. Inside a compiled module
 # they are inlined.
 for _function in (
-    _enter_traced, _leave_traced, _begin_step, _end_step, push, pop, drop_stale, drop_all,
-    site_number, site_of, _site_of, number_of, read, is_recomputing, is_traced, Runtime.enter,
-    Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site,
-    Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
+    _enter_traced, _leave_traced, _begin_step, _end_step, _site_of, frames.push, frames.pop,
+    frames.drop_stale, frames.drop_all, frames.site_number, frames.site_of, number_of, read,
+    is_recomputing, is_traced, Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end,
+    Runtime.leave_all, Runtime.site, Runtime.is_other_thread, Runtime.is_owner_running,
+    Clock.begin, Clock.end,
 ):  # fmt: skip
     private.skip_code(_function.__code__)
 
 
 def attach(module: nn.Module, number: int) -> None:
-    setattr(module, SITE_ATTRIBUTE, Place(number))
-    site_modules[number] = module
+    setattr(module, SITE_ATTRIBUTE, frames.Place(number))
+    frames.site_modules[number] = module
     seen.note_spread(number)
     seen.know_traced_share(number)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
-    if not hook_ids:
-        hook_ids.extend((before.id, after.id))
-    for handle, shared_id, dicts in zip((before, after), hook_ids, _dicts(module), strict=True):
+    if not frames.hook_ids:
+        frames.hook_ids.extend((before.id, after.id))
+    registered = zip((before, after), frames.hook_ids, _dicts(module), strict=True)
+    for handle, shared_id, dicts in registered:
         for hooks in dicts:
             hooks[shared_id] = hooks.pop(handle.id)
 
@@ -148,5 +132,5 @@ def detach(module: nn.Module, number: int) -> None:
         for key in own:
             hooks.pop(key, None)
     vars(module).pop(SITE_ATTRIBUTE, None)
-    site_modules.pop(number, None)
+    frames.site_modules.pop(number, None)
     seen.forget(number)

@@ -24,8 +24,17 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import frames
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.interception.entry_points.base import EntryPoint, note_flash_call
-from guardbit.monitor.interception.errors import guarded, stand_in
-from guardbit.monitor.interception.frames import Frame, drop_all, drop_stale, frame_stack, pop, push
+from guardbit.monitor.interception.frames import (
+    Frame,
+    drop_all,
+    drop_stale,
+    frame_stack,
+    guarded,
+    pop,
+    probe,
+    push,
+    stand_in,
+)
 from guardbit.monitor.interception.references import (
     PREFIX,
     Change,
@@ -34,7 +43,6 @@ from guardbit.monitor.interception.references import (
     replace_others,
     replace_variables,
 )
-from guardbit.monitor.interception.rerunning import probe
 
 # Below what keeps the compiler out. It knows the function above by itself.
 _checkpoint = inspect.unwrap(torch.utils.checkpoint.checkpoint)

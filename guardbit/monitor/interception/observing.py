@@ -18,9 +18,14 @@ from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_recomputing, is_traced, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
-from guardbit.monitor.interception.errors import report, reporting
-from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, is_attached, site_number
-from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.frames import (
+    SITE_ATTRIBUTE,
+    is_attached,
+    probe,
+    report,
+    reporting,
+    site_number,
+)
 from guardbit.monitor.interception.seen import OBSERVE, Heads, note_call, note_traced_call
 from guardbit.monitor.interception.watching import gradient_as_it_came, hand_to_observer
 

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from types import FunctionType, MethodType, ModuleType
@@ -27,8 +27,8 @@ from torch.nn.parameter import is_lazy
 from guardbit import private
 from guardbit.guard import Args, Kwargs, then_undo
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception.axes import in_four_axes
-from guardbit.monitor.interception.frames import Frame, Place, frame_stack
+from guardbit.monitor.interception.frames import Frame, Place, frame_stack, probe
+from guardbit.monitor.interception.watching import in_four_axes
 from guardbit.monitor.module_copy import Copier, Copiers, runnable_copy
 
 #: Most elements of a tensor of whole numbers that is kept.
@@ -167,31 +167,6 @@ def _made_jagged(x: JaggedSpec, generator: torch.Generator) -> Tensor:
     )
 
 
-@dataclass
-class Probe:
-    """The re-run in progress."""
-
-    site: int | None = None  # whose calls are collected; None while nothing is re-run
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # q and k of each
-    given: tuple[Tensor, Tensor] | None = None  # q and k of the last, as they came
-
-    def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
-        """Collects the calls of the probed site; returns whether anything is being probed."""
-        # A call with a subclass of Tensor comes by a second time, from PyTorch's function.
-        is_same = self.given is not None and self.given[0] is query and self.given[1] is key
-        if number == self.site and not is_same:
-            self.given = query, key
-            self.calls.append((_here(query), _here(key)))
-        return self.site is not None
-
-
-def _here(x: Tensor) -> Tensor:
-    return in_four_axes(x.to_local() if isinstance(x, DTensor) else x)
-
-
-probe = Probe()
-
-
 def rerun(
     number: int,
     module: nn.Module,
@@ -220,10 +195,14 @@ def rerun(
             if probe.calls:
                 attempts.sort(key=lambda other: other != attempt)
                 calls, probe.calls = probe.calls, []
-                return calls
+                return [(_here(query), _here(key)) for query, key in calls]
         raise failure or RuntimeError("the module did not call attention when it was run again")
     finally:
         del failure  # it and this frame would keep each other, and the tensors of all its frames
+
+
+def _here(x: Tensor) -> Tensor:
+    return in_four_axes(x.to_local() if isinstance(x, DTensor) else x)
 
 
 def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> None:
@@ -235,12 +214,11 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
     def run() -> None:
         probe.site = number
         probe.calls.clear()
-        probe.given = None
         frame_stack.append(Frame(module, (), {}))
         runtime.apart(Place(number).site, sys._getframe(), torch.enable_grad()(forward))
 
     def undo() -> None:
-        probe.site = probe.given = None
+        probe.site = None
         for each in fields(state):
             setattr(state, each.name, getattr(before, each.name))
         del frame_stack[num_frames:]

@@ -22,30 +22,14 @@ from torch import Tensor, nn
 from guardbit import guard, private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.runtime import Clock, is_recomputing, is_traced, runtime
-from guardbit.monitor.interception.errors import report
-from guardbit.monitor.interception.frames import (
-    SITE_ATTRIBUTE,
-    count_call,
-    drop_stale,
-    frame_stack,
-    place_of_caller,
-    site_modules,
-    site_number,
-)
+from guardbit.monitor.interception import frames, sharding
+from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, frame_stack, report, site_modules
 from guardbit.monitor.interception.rerunning import ModuleInputs, describe, present_size
-from guardbit.monitor.interception.sharding import (
-    WHOLE,
-    Share,
-    Spread,
-    parts_of,
-    share_of,
-    spread_of,
-)
 
 T = TypeVar("T")
 
 # Which heads are on this rank, or why that is unknown; over how many ranks weights are spread.
-_Shared = tuple[Share | str, int]
+_Shared = tuple[sharding.Share | str, int]
 
 #: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
@@ -144,14 +128,14 @@ class _Site(_Traced):
     share: _Shared | None = None
     inherited: _Shared | None = None  # the share of another of its type
     parts: int = 0  # over how many ranks its weights are spread
-    at_rest: Spread = frozenset()  # how its weights were spread before it ran
+    at_rest: sharding.Spread = frozenset()  # how its weights were spread before it ran
 
 
 @dataclass(slots=True)
 class _Type(_Traced):
     # By how ranks spread the weights between forwards, where FSDP spreads them too, and by whether
     # they spread them within one.
-    shares: dict[Spread | bool, _Shared] = field(default_factory=dict)
+    shares: dict[sharding.Spread | bool, _Shared] = field(default_factory=dict)
 
 
 _sites: defaultdict[int, _Site] = defaultdict(_Site)
@@ -169,7 +153,7 @@ def note_call(
     refusal: str | None,
     entry: str,
     watched: bool = False,
-    share: Share | None = None,
+    share: sharding.Share | None = None,
     has_gradient: bool = True,
 ) -> str | None:
     """Records an eager call; returns why it cannot be switched, or None."""
@@ -182,13 +166,14 @@ def note_call(
         modules = [(f.module, describe((f.args, f.kwargs))) for f in reversed(frame_stack)]
         if share is None:
             holder = weighted_module(number)
-            sharded = _keep_share(number, share_of(holder, heads), parts_of(holder))
+            found = sharding.share_of(holder, heads)
+            sharded = _keep_share(number, found, sharding.parts_of(holder))
         else:
             sharded = _keep_share(number, share, share.parts)
         record = SiteRecord(modules, StepCalls(), with_gradients, sharded)
         known.eager = record
     refusal = refusal or record.sharded
-    calls = state.call = count_call()
+    calls = state.call = frames.count_call()
     if with_gradients == record.with_gradients:
         record.entry = entry
         record.calls.note(
@@ -213,24 +198,24 @@ def parts(number: int) -> int:
     return _sites[number].parts if number in _sites else 0
 
 
-def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
+def _keep_share(number: int, share: sharding.Share | str, num_parts: int) -> str | None:
     """Shows the op which heads of a site are here; returns why that is unknown, or None."""
     _sites[number].parts = num_parts
-    is_known = isinstance(share, Share)
-    runtime.site(number).share = share if is_known else WHOLE
+    is_known = isinstance(share, sharding.Share)
+    runtime.site(number).share = share if is_known else sharding.WHOLE
     return None if is_known else share
 
 
 def note_spread(number: int) -> None:
     """Records how ranks spread a site's weights before it runs."""
-    _sites[number].at_rest = spread_of(weighted_module(number))
+    _sites[number].at_rest = sharding.spread_of(weighted_module(number))
 
 
 def know_traced_share(number: int) -> None:
     """Shows the op which heads of a site are here, if a compiler traced it or one of its type."""
     own, shares = _sites[number], _known(number, site_modules[number])[1].shares
     if shares and own.share is None and own.inherited is None:  # asked for often, slow to find
-        now = spread_of(weighted_module(number))
+        now = sharding.spread_of(weighted_module(number))
         own.inherited = shares.get(now) or (shares.get(True) if now else None) or shares.get(False)
     if (found := own.share or own.inherited) is not None:
         _keep_share(number, *found)
@@ -343,7 +328,7 @@ def drop_stale_traced() -> None:
 # Doors: an error of theirs would end the compilation.
 @guard.function(report)
 def _drop_stale(_: Any) -> None:
-    drop_stale()
+    frames.drop_stale()
 
 
 def note_traced_inputs(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -401,14 +386,14 @@ def _read_call(context: Any) -> None:
 
 
 def _keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
-    _sites[site_number(module)].inputs = _types[type(module)].inputs = inputs
+    _sites[frames.site_number(module)].inputs = _types[type(module)].inputs = inputs
 
 
 def _keep_traced_share(number: int, heads: Heads) -> str | None:
     """Records which heads of a module are here in a call that a compiler traced."""
     module, holder = site_modules[number], weighted_module(number)
-    found = share_of(holder, heads)
-    num_parts = parts_of(holder)
+    found = sharding.share_of(holder, heads)
+    num_parts = sharding.parts_of(holder)
     known, shares = _sites[number], _types[type(module)].shares
     known.share = found, num_parts
     shares[num_parts > 0] = found, num_parts
@@ -475,4 +460,4 @@ def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:
         for counting in list(_counting):
             if counting.thread == threading.get_ident():
                 counting.count += 1
-                counting.where = counting.where or f"{name} at {place_of_caller()}"
+                counting.where = counting.where or f"{name} at {frames.place_of_caller()}"

@@ -2,12 +2,16 @@
 
 The call's queries and output keep their bits; hooks on them report their gradients. At steps when
 no observer listens the original runs alone. For eager calls only.
+
+Tensors that are not (batch, heads, tokens, head size) are read as if they were: jagged sequences as
+packed ones, axes before the heads as one batch, and tensors without an axis of heads as one head.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +20,9 @@ from torch import Tensor
 from guardbit import guard
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import AttentionCall, runtime
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.kernels.tensors import autocast_tensors
-from guardbit.monitor.interception.axes import in_four_axes, spec_in_four_axes
-from guardbit.monitor.interception.errors import report, reporting
+from guardbit.monitor.interception.frames import report, reporting
 
 #: Why attention that is written out is not switched.
 WRITTEN_OUT = (
@@ -33,7 +36,7 @@ class Watch:
 
     def __init__(self, number: int, batch: tuple[int, ...] | None = None) -> None:
         self._number = number
-        self._batch = batch  # if the tensors have other axes than four, see `axes.batch_of`
+        self._batch = batch  # if the tensors have other axes than four, see `sdpa.bind`
         self._waits_for_dq = False
         self._is_dq_of_attention = True
         # Filled during the backward: dO, q, k and v.
@@ -129,6 +132,29 @@ def hand_to_observer(
     tensors = dict.fromkeys(("out", "residual", "d_out", "dq", "dk", "dv"))
     tensors |= {"q": q.detach(), "k": k.detach(), "v": v.detach()}
     observer(AttentionCall(site=number, spec=spec, stabilizers=stabilizers, **{**tensors, **known}))
+
+
+def in_four_axes(x: Any, batch: Sequence[int] = ()) -> Tensor:
+    """Returns a tensor of a call as `(B, H, N, D)`, repeated over a batch."""
+    if x.is_nested:
+        return x.values()[None]
+    x = x if x.dim() > 3 else x.unsqueeze(-3)
+    return x.expand(*(batch or x.shape[:-3]), *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+
+def spec_in_four_axes(spec: AttentionSpec, q: Any, k: Any, batch: Sequence[int]) -> AttentionSpec:
+    """Returns what a call asks for of the tensors that `in_four_axes` makes."""
+    if q.is_nested:
+        starts = (x.offsets().to(torch.int32) for x in (q, k))
+        lengths = (int(x._get_max_seqlen()) for x in (q, k))
+        # Of as many keys as queries, so that first and last ones are aligned alike.
+        return replace(spec, causal=bool(spec.causal), documents=Documents(*starts, *lengths))
+    mask = spec.mask
+    if mask is None or (mask.dim() < 4 and q.dim() > 3) or mask.dim() < 3:
+        return spec
+    # One that all sequences share stays one.
+    is_shared = mask.shape[: -3 if q.dim() > 3 else -2].numel() == 1
+    return replace(spec, mask=in_four_axes(mask, () if is_shared else batch))
 
 
 def _either(out: Tensor, observed: Tensor | None) -> Tensor:

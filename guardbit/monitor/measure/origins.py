@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from guardbit import guard
 from guardbit.kernels.runtime import AttentionCall
-from guardbit.monitor.interception.errors import report
+from guardbit.monitor.interception.frames import report
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.sites import Site
 

@@ -34,18 +34,9 @@ from guardbit.kernels.op import attention_at_site, has_tangent
 from guardbit.kernels.runtime import number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import is_autocast
-from guardbit.monitor.interception.errors import named, report, reporting, stand_in
-from guardbit.monitor.interception.frames import next_call
+from guardbit.monitor.interception import frames, seen
+from guardbit.monitor.interception.frames import probe
 from guardbit.monitor.interception.references import copy_of, is_calling
-from guardbit.monitor.interception.rerunning import probe
-from guardbit.monitor.interception.seen import (
-    CAPTURED,
-    Heads,
-    drop_stale_traced,
-    note_call,
-    note_outside,
-    note_traced_call,
-)
 from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.watching import Watch
 
@@ -77,7 +68,7 @@ class Bound(NamedTuple):
     library: LibraryEngine | None = None  # None for PyTorch's own choice
     # The caller's queries if its tensors are DTensors, of which q, k and v are the local parts.
     shared: tuple[DTensor, Share] | None = None
-    # Of a call that is only watched, if its tensors have other axes: see `axes.batch_of`.
+    # Of a call that is only watched, if its tensors have other axes: see `sdpa.bind`.
     batch: tuple[int, ...] | None = None
 
 
@@ -117,13 +108,13 @@ class EntryPoint:
     function: Callable[..., Any] | None = field(init=False)  # what people hold
 
     def __post_init__(self) -> None:
-        made = stand_in(
+        made = frames.stand_in(
             self,
             self.before or functools.partial(before, self),
             self.traced or functools.partial(call, self),
         )
         self.function = self.original
-        self.stand_in = made = named(made, self.name_there, self.bind)
+        self.stand_in = made = frames.named(made, self.name_there, self.bind)
         made.__prepare_scriptable__ = lambda: self.original  # what TorchScript compiles
 
     def why_left_alone(self) -> str | None:
@@ -225,7 +216,7 @@ def before(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Around | Result | N
         return _around(entry, found, args, kwargs)
     compute = functools.partial(_computed, found, runtime.here())
     hand_back = functools.partial(_handed_back, entry, found, args, kwargs)
-    run = functools.partial(then_finish, compute, hand_back, report)
+    run = functools.partial(then_finish, compute, hand_back, frames.report)
     return Result(drawing_once(run, found.q.device, found.spec.dropout_p > 0))
 
 
@@ -255,7 +246,7 @@ def is_unread() -> bool:
 
 def observed(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     """Records a call that a compiler traces; returns it if the op is to run it, else None."""
-    drop_stale_traced()
+    seen.drop_stale_traced()
     if not runtime.is_inside_site():
         return None
     found = entry.bind(*args, **kwargs)
@@ -263,19 +254,19 @@ def observed(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     if isinstance(found, Refusal) and found.bound is not None:
         refusal = f"{found.why}; compiled it is not watched either"
     heads = heads_of(found.q, found.k)
-    note_traced_call(runtime.current, heads, refusal, entry.name)
+    seen.note_traced_call(runtime.current, heads, refusal, entry.name)
     return found if isinstance(found, Bound) and not runtime.is_at_rest else None
 
 
 def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not runtime.is_inside_site():
-        note_outside(entry.name, args, kwargs)
+        seen.note_outside(entry.name, args, kwargs)
         return None
     number = number_of(runtime.current)
     state = runtime.site(number)
     if probe.site is None:
-        state.call = next_call()
+        state.call = frames.next_call()
         state.begin_forward()
     found = entry.bind(*args, **kwargs)
     q, k = found.q, found.k
@@ -288,13 +279,13 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
         if not state.is_idle:
             why = _why_broken(found) or entry.why_other(found, args, kwargs)
         share = None if found.shared is None else found.shared[1]
-        why = note_call(
+        why = seen.note_call(
             number, heads, why, entry.name, share=share, has_gradient=has_gradient(found)
         )
         # The op costs the host 0.2 ms, so it runs only where it is needed.
         return None if why or state.is_idle else found
     bound = found.bound
-    note_call(
+    seen.note_call(
         number, heads, found.why, entry.name,
         watched=bound is not None, has_gradient=bound is None or has_gradient(bound),
     )  # fmt: skip
@@ -335,7 +326,7 @@ def is_empty(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
 
 
-def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
+def heads_of(q: Tensor | None, k: Tensor | None) -> seen.Heads:
     """Query heads, key heads and head size; zeros where the tensors do not show them."""
     if q is None or k is None or min(q.dim(), k.dim()) < 2:
         return 0, 0, 0
@@ -345,13 +336,14 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
     return heads, key_heads, q.size(-1)
 
 
-@reporting
+@frames.reporting
 def note_flash_call(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
     number = number_of(runtime.current)
     if not probe.note_call(number, q, k):
         is_trained = q.requires_grad or k.requires_grad or v.requires_grad
-        note_call(number, heads_of(q, k), None, "guardbit.flash_attention", has_gradient=is_trained)
+        heads, name = heads_of(q, k), "guardbit.flash_attention"
+        seen.note_call(number, heads, None, name, has_gradient=is_trained)
 
 
 # --- why calls stay with the original, as all entry points have it --------------------------------
@@ -445,7 +437,7 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
     if has_tangent(q, *others):
         return "it is differentiated in forward mode"
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return CAPTURED
+        return seen.CAPTURED
     return None
 
 

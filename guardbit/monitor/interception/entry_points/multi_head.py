@@ -20,15 +20,8 @@ from guardbit.guard import Args, Around, Kwargs, of_torch, then_finish
 from guardbit.kernels.flex import with_globals
 from guardbit.kernels.runtime import is_traced, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points.base import (
-    EntryPoint,
-    Refusal,
-    is_genuine,
-    why_kind,
-    why_now,
-)
-from guardbit.monitor.interception.errors import report, stand_in
-from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.entry_points import base
+from guardbit.monitor.interception.frames import probe, report, stand_in
 from guardbit.monitor.interception.seen import Heads, note_call, note_outside, note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
 from guardbit.monitor.stages import log
@@ -42,7 +35,7 @@ def _unknown(*args: Any, **kwargs: Any) -> Any:
 
 
 _original = F.multi_head_attention_forward
-if not is_genuine(_original, _HOME):
+if not base.is_genuine(_original, _HOME):
     _original = _unknown
 
 _traceable = with_globals(_original, _original.__globals__)
@@ -56,8 +49,8 @@ _why_misread: str | None = None
 _COMPILED = f"{_RETURNS_WEIGHTS}; compiled it is not watched either"
 
 
-def bind(*args: Any, **kwargs: Any) -> Refusal:
-    return Refusal(_RETURNS_WEIGHTS)
+def bind(*args: Any, **kwargs: Any) -> base.Refusal:
+    return base.Refusal(_RETURNS_WEIGHTS)
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | None:
@@ -102,7 +95,7 @@ def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
     heads = _heads_of_module(args, kwargs)
     query = _given("query", args, kwargs)
     why = _why_misread or ("its inputs are nested" if query.is_nested else None)
-    why = why or why_kind(query, query, query) or why_now(query)
+    why = why or base.why_kind(query, query, query) or base.why_now(query)
     refusal = _RETURNS_WEIGHTS if why is None else f"{_RETURNS_WEIGHTS}; nor is it watched: {why}"
     given = (*args, *kwargs.values())
     is_trained = any(isinstance(x, Tensor) and x.requires_grad for x in given)
@@ -174,7 +167,7 @@ class _Products:
         return x.unflatten(0, (-1, self._num_heads))
 
 
-MULTI_HEAD = EntryPoint(
+MULTI_HEAD = base.EntryPoint(
     _NAME,
     home=_HOME,
     attribute="multi_head_attention_forward",

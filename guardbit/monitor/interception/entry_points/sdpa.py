@@ -19,12 +19,12 @@ from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.op import plain_spec
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import autocast_tensors
-from guardbit.monitor.interception.axes import batch_of, why_kept
 from guardbit.monitor.interception.entry_points import base
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
 _OTHER_WIDTH = "its values have another head size than its keys"
 _TWO_MASKS = "it is called with a mask and is_causal=True, of which PyTorch takes one"
+_NESTED = "its inputs are nested, in another way than jagged (batch, heads, tokens, head size)"
 _BY_MATH = "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
 
 
@@ -51,7 +51,7 @@ def bind(
     why = _TWO_MASKS if attn_mask is not None and is_causal else None
     why = why or base.why_options((attn_mask,), dropout_p) or base.why_kind(query, key, value)
     why = why or base.why_now(query, key, value)
-    batch = None if why else batch_of(query, key, value)
+    batch = None if why else _batch_of(query, key, value)
     why = batch if isinstance(batch, str) else why or base.why_unlike(query, key, value)
     # PyTorch's math kernel serves calls with one key head for all query heads.
     broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
@@ -69,7 +69,7 @@ def bind(
     else:
         spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
     bound = base.Bound(query, key, value, spec, shared=shared, batch=batch)
-    why = None if batch is None else why_kept(query)
+    why = None if batch is None else _why_kept(query)
     why = why or base.why_size(query, value)
     if why is None and broadcasts is not None:
         why = f"{broadcasts}, {_BY_MATH}"
@@ -87,6 +87,34 @@ def _why_width(bound: base.Bound) -> str | None:
     q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
     is_rounded = engines.choose(q, k, v, bound.spec, training=True).reads_out
     return None if is_rounded else f"{_OTHER_WIDTH}, {_BY_MATH}"
+
+
+def _why_kept(q: Tensor) -> str:
+    """Why a call with such tensors keeps its kernel, as a clause."""
+    if q.is_nested:
+        return "its inputs are jagged tensors, and a switch needs ordinary ones"
+    if q.dim() == 4:
+        return "its keys or values are shared by sequences, and a switch needs each with its own"
+    one = "; eager they are watched as one head" if q.dim() < 4 else ""
+    return f"its inputs have {q.dim()} axes, and a switch needs four: with batch and heads{one}"
+
+
+def _batch_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...] | str | None:
+    """The axes before the heads; None for (batch, heads, tokens, head size); else why not."""
+    tensors: tuple[Any, ...] = q, k, v
+    if any(x.is_nested for x in tensors):
+        are_jagged = all(x.layout is torch.jagged and x.dim() == 4 for x in tensors)
+        is_known = are_jagged and all(x._ragged_idx == 2 and x._lengths is None for x in tensors)
+        return () if is_known and tensors[1].offsets() is tensors[2].offsets() else _NESTED
+    if q.dim() == k.dim() == v.dim() == 4 and q.size(0) == k.size(0) == v.size(0):
+        return None
+    if not q.dim() == k.dim() == v.dim() >= 2:
+        return "its inputs differ in their number of axes"
+    before = [x.shape[: -3 if x.dim() > 3 else -2] for x in tensors]
+    for of_queries, *others in zip(*before, strict=True):
+        if not {of_queries, 1}.issuperset(others):
+            return "its queries and keys differ in batch"
+    return tuple(before[0])
 
 
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:

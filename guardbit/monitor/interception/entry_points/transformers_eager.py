@@ -23,7 +23,7 @@ from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import base
-from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.frames import probe
 from guardbit.monitor.interception.seen import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT
 
