@@ -19,7 +19,6 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -320,15 +319,6 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
         return function()
 
 
-class _Records(threading.local):
-    """Whether `apart` hides what runs from profilers, which PyTorch does not tell."""
-
-    are_off = False
-
-
-_records = _Records()
-
-
 def apart(function: Callable[[], T]) -> T:
     """Calls a function of GuardBit's without what is in force in the user's code.
 
@@ -352,10 +342,8 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
         later(context.__exit__, None, None, None)
 
     is_profiled, record = private.profiler_records
-    if is_profiled() and not _records.are_off:
-        later(setattr, _records, "are_off", False)
+    if is_profiled():
         later(record, True)
-        _records.are_off = True
         record(False)
     is_autocast, no_autocast = private.autocast
     if is_autocast():

@@ -8,8 +8,8 @@ them were seen in 2.11, 2.13, 2.14 and 2.15, unless a line says otherwise.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -284,17 +284,7 @@ def _look_up(path: str) -> Callable[[], Any] | None:
     """Returns what reads a name, or None where PyTorch has no such name."""
     owner, _, name = path.rpartition(".")
     try:
-        importlib.import_module(path)
-        return lambda: sys.modules[path]
+        pkgutil.resolve_name(path)  # which imports what lies there
+        return functools.partial(getattr, pkgutil.resolve_name(owner), name)
     except Exception:  # a module that fails when it is imported is as good as none
-        pass
-    parts = owner.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
-        except Exception:  # a module that fails when it is imported is as good as none
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part, None)
-        return functools.partial(getattr, found, name) if hasattr(found, name) else None
-    return None
+        return None

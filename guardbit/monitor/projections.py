@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from guardbit import private
 from guardbit.guard import within
 from guardbit.monitor import ranks
+from guardbit.monitor.interception.rerunning import runnable_copy
 from guardbit.monitor.layouts import (
     HeadRows,
     HeadsExchanged,
@@ -30,7 +31,6 @@ from guardbit.monitor.layouts import (
     find_latent_layout,
     find_layout,
 )
-from guardbit.monitor.module_copy import runnable_copy
 
 T = TypeVar("T")
 

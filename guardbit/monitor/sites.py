@@ -529,7 +529,6 @@ class Instrumentation:
                 forget = functools.partial(runtime.rest, self._user, None)
                 self._installed += [installation.restore, uninstall, forget]
                 installation.install(self._user)
-                installation.hide_hooks({type(module) for module in model.modules()})
                 runtime.rest(self._user, False)
             for name, module in candidates.items():
                 self._attach(name, module)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit import LayoutUnavailable, MonitorSession
-from guardbit.monitor.module_copy import runnable_copy
+from guardbit.monitor.interception.rerunning import runnable_copy
 from tests import toys
 
 WIDTH, HEADS = 32, 4

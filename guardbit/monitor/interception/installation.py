@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,39 +21,23 @@ from torch import Tensor, nn
 from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, between, undo_all
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception import frames
+from guardbit.monitor.interception import frames, references
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.interception.entry_points.base import EntryPoint, note_flash_call
-from guardbit.monitor.interception.frames import (
-    Frame,
-    drop_all,
-    drop_stale,
-    frame_stack,
-    guarded,
-    pop,
-    probe,
-    push,
-    stand_in,
-)
-from guardbit.monitor.interception.references import (
-    PREFIX,
-    Change,
-    calling,
-    copy_of,
-    replace_others,
-    replace_variables,
-)
+from guardbit.monitor.interception.frames import Frame, frame_stack, guarded, probe, push, stand_in
 
 # Below what keeps the compiler out. It knows the function above by itself.
 _checkpoint = inspect.unwrap(torch.utils.checkpoint.checkpoint)
-original_checkpoint = copy_of(_checkpoint)
+original_checkpoint = references.copy_of(_checkpoint)
 
-# Where modules keep the hooks of their forward -> what is read there by code that looks at them.
+# Where modules keep the hooks of their forward -> what PyTorch's code below reads meanwhile.
 _HOOKS = {name: f"_guardbit{name}" for name in ("_forward_hooks", "_forward_pre_hooks")}
-# What does so outside of modules: it refuses to graph a module that is hooked.
-_GRAPHERS = (torch.cuda.make_graphed_callables, getattr(torch.xpu, "make_graphed_callables", None))
-# What such code calls if it changes them.
-_CHANGES = {"clear", "move_to_end", "pop", "popitem", "setdefault", "update"}
+# It takes a fast path where nothing is hooked, and refuses to graph a module that is.
+_LOOK_AT_HOOKS = (
+    nn.TransformerEncoderLayer.forward,
+    torch.cuda.make_graphed_callables,
+    getattr(torch.xpu, "make_graphed_callables", None),
+)
 
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
 
@@ -74,12 +58,12 @@ def _before(args: Args, kwargs: Kwargs) -> Around | None:
 
 @guarded
 def _go_on_inside(site: Tensor, frame: Frame) -> None:
-    drop_stale()
+    frames.drop_stale()
     again = Frame(frame.module, frame.args, frame.kwargs)
     push(site, again, sys._getframe(frames.BEYOND_GUARD))
 
 
-_pop = guarded(pop)
+_pop = guarded(frames.pop)
 
 
 checkpoint = stand_in(SimpleNamespace(original=original_checkpoint), _before, None)
@@ -116,6 +100,7 @@ def install(user: object) -> None:
     for owner, name, replacement in _effects():
         if hasattr(owner, name):
             _replace(owner, name, replacement)
+    _hide_hooks()
     if original_checkpoint is not _checkpoint:
         _give_code(_checkpoint, original_checkpoint, "checkpoint", checkpoint)
     _put_in_place(found)
@@ -165,43 +150,28 @@ def _put_in_place(found: Iterable[EntryPoint]) -> None:
             if isinstance(entry.owner, type):
                 _replace(entry.owner, entry.name_there, entry.stand_in)
             change = entry.original, entry.stand_in
-            _restore.extend(each.undo for each in replace_variables(*change))
-            changes = replace_others(*change, vars(entry), vars(entry.stand_in))
+            _restore.extend(each.undo for each in references.replace_variables(*change))
+            changes = references.replace_others(*change, vars(entry), vars(entry.stand_in))
             _restore.extend(each.undo for each in changes)
         _installed.append(entry)
 
 
 def _give_code(function: Any, original: Any, title: str, ours: Callable[..., Any]) -> None:
     """Lets a Python function call ours."""
-    name, names = PREFIX + re.sub(r"\W", "_", title), function.__globals__
+    name, names = references.PREFIX + re.sub(r"\W", "_", title), function.__globals__
     # Another thread may have begun to run our code, so the name stays, for the original.
     _restore.append(partial(names.__setitem__, name, original))
     names[name] = ours
-    _replace(function, "__code__", calling(function.__code__, name))
+    _replace(function, "__code__", references.calling(function.__code__, name))
 
 
-def hide_hooks(types: Iterable[type[nn.Module]]) -> None:
-    """Lets code of modules that looks at hooks, as for a fast path, see only those of others."""
-    found = {
-        x for x in (*_functions_of(types), *filter(None, _GRAPHERS)) if _reads_hooks(x.__code__)
-    }
+def _hide_hooks() -> None:
+    """Lets PyTorch's code that looks at hooks of modules see only those of others."""
     for name, shown in _HOOKS.items():
-        if not hasattr(nn.Module, shown):
-            setattr(nn.Module, shown, _OthersHooks(name))
-            _restore.append(partial(delattr, nn.Module, shown))
-    for function in found:
+        setattr(nn.Module, shown, _OthersHooks(name))
+        _restore.append(partial(delattr, nn.Module, shown))
+    for function in filter(None, _LOOK_AT_HOOKS):
         _replace(function, "__code__", _renamed(function.__code__))
-
-
-def _functions_of(types: Iterable[type[nn.Module]]) -> Iterator[FunctionType]:
-    """Methods of classes, and the functions that these call by name."""
-    for kind in {kind for each in types for kind in each.__mro__} - {*nn.Module.__mro__}:
-        for x in vars(kind).values():
-            method = getattr(x, "fget", None) or getattr(x, "__func__", x)
-            if isinstance(method, FunctionType):
-                method = inspect.unwrap(method)
-                called = map(method.__globals__.get, method.__code__.co_names)
-                yield from (x for x in (method, *called) if type(x) is FunctionType)
 
 
 class _OthersHooks:
@@ -213,16 +183,6 @@ class _OthersHooks:
     def __get__(self, module: nn.Module | None, kind: type) -> dict[int, Any]:
         hooks = getattr(module, self.name, {})
         return {key: hook for key, hook in hooks.items() if key not in frames.hook_ids}
-
-
-def _names_in(code: CodeType) -> set[Any]:
-    inner = (_names_in(x) for x in code.co_consts if isinstance(x, CodeType))
-    return {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))}.union(*inner)
-
-
-def _reads_hooks(code: CodeType) -> bool:
-    names = _names_in(code)
-    return not names.isdisjoint(_HOOKS) and names.isdisjoint(_CHANGES)
 
 
 def _renamed(code: CodeType) -> CodeType:
@@ -291,12 +251,12 @@ def restore() -> None:
         # An error may have left some in place of an entry that does not count as installed.
         for entry in ENTRY_POINTS:
             if entry.original is not None and not entry.gets_code:
-                replace_variables(entry.stand_in, entry.original)
-        drop_all()  # of a forward that was interrupted
+                references.replace_variables(entry.stand_in, entry.original)
+        frames.drop_all()  # of a forward that was interrupted
         _installed.clear()  # last: as long as it holds something there is something to do
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    change = Change(owner, getattr(owner, name), replacement, name)
+    change = references.Change(owner, getattr(owner, name), replacement, name)
     _restore.append(change.undo)  # first: nothing can then fail between the two
     change.do()
