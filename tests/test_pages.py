@@ -83,7 +83,7 @@ def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
             assert (frame["indicator"] == "grad_norm").sum() == end
             sampled = frame[frame["indicator"] == "w_q_spectral_norm"]["step"]
             assert sorted(set(sampled)) == list(range(0, end, 5))
-    said = re.search(r"GuardBit: .*", (DOCS / "quickstart.md").read_text())[0]
+    said = re.search(r"GuardBit watches .*", (DOCS / "quickstart.md").read_text())[0]
     assert caplog.messages.count(said) == 2
     assert {row["watched"] for row in read_metadata("runs/plain")["coverage"].values()} == {2}
 

@@ -1,11 +1,9 @@
 """What is done about alarms: heads are switched, what they really run is reported, logits clipped.
 
-QK clip scales a head's W_Q and W_K so that its largest logit comes back to a bound. The rule is
-MuonClip's (arXiv 2507.20534): after an optimizer step a head whose largest logit S is above the
-bound has its logits scaled by bound / S, by the square root of that in W_Q and in W_K. S is of
-scale q k only: no clip lowers what a mask or a position bias adds. Unlike a stabilizer a clip
-changes the weights, and so the run. An optimizer that keeps copies of the weights in FP32, and
-writes them back, undoes it.
+QK clip is MuonClip's rule (arXiv 2507.20534): after an optimizer step a head whose largest logit S
+is above the bound has its logits scaled by bound / S, by the square root of that in W_Q and in W_K.
+S is of scale q k only: no clip lowers what a mask or a position bias adds. Unlike a stabilizer a
+clip changes the weights. An optimizer that writes back copies of them in FP32 undoes it.
 """
 
 from __future__ import annotations
@@ -110,10 +108,8 @@ class Switching:
         if self._policy.advice != advice:
             why = f"{self._policy.advice}; {way_back} {self._policy.remedy}"
             if self._dry_run:
-                why = (
-                    "dry run: no head was switched, so it is not known whether that helps; if all"
-                    f" alarms had come despite the switches, the advice would be: {why}"
-                )
+                despite = "had all alarms come despite switches, the advice would be"
+                why = f"dry run: no head was switched; {despite}: {why}"
             self._record(Event(last_ended, "advisory", "", (), why))
 
     def _act(self, decision: Decision, policy: Policy, step: int) -> None:
@@ -132,12 +128,10 @@ class Switching:
             if not heads:
                 return
         refusal = "dry run" if self._dry_run else refusal
-        if refusal is None and site is not None:
-            self._instrumentation.ask(decision.site, decision.stabilizer, heads)
-        elif refusal is None:
+        if refusal is None:
             for head in heads:
                 asked[head] = decision.stabilizer
-            if decision.site in self._instrumentation.candidates:  # not called on this rank yet
+            if decision.site in self._instrumentation.candidates:  # also if not called here yet
                 self._instrumentation.load_stabilizers({decision.site: asked})
         else:
             why = f"not switched to {decision.stabilizer}: {refusal} ({decision.why})"
@@ -241,21 +235,15 @@ class SwitchReports:
         reported.names = tuple(
             runs[head] if head in changed else name for head, name in enumerate(expected)
         )
-        by_names: dict[tuple[str, bool], list[int]] = {}
+        by_names: dict[tuple[str, str], list[int]] = {}
         for head in sorted(changed):
-            by_names.setdefault((runs[head], runs[head] == asked[head]), []).append(head)
-        for (name, is_asked), heads in by_names.items():
-            wanted = list(dict.fromkeys(asked[head] for head in heads))
-            missing = f"{' and '.join(wanted)} {'does' if len(wanted) == 1 else 'do'} not run"
-            if is_asked:
+            by_names.setdefault((runs[head], asked[head]), []).append(head)
+        for (name, wanted), heads in by_names.items():
+            if name == wanted:
                 why = "its calls can be switched again"
-            elif refusal is not None:
-                why = (
-                    f"{missing}: {refusal}; the heads are not stabilized until its calls can be"
-                    " switched again"
-                )
             elif name == "none":
-                why = f"{missing}, and the heads are not stabilized: {site.substituted}"
+                because = refusal or site.substituted
+                why = f"{wanted} does not run: {because}; the heads are not stabilized until it can"
             else:
                 why = site.substituted  # which says what runs
             yield Event(step, "switch", site.name, tuple(heads), why, stabilizer=name)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
 from guardbit.monitor import ranks
-from guardbit.monitor.sites import Limits
+from guardbit.monitor.sites import Limits, shown
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import (
     Alarm,
@@ -28,7 +27,7 @@ from guardbit.records import (
     place_of,
     printable,
 )
-from guardbit.store import RunFollower, RunWriter, folder_of_run, is_run, read_events
+from guardbit.store import RunFollower, RunWriter, is_run, read_events
 from guardbit.store.reading import resumptions, samples_of
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
@@ -143,7 +142,7 @@ class Journal:
     def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> RunWriter:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
-        goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
+        goes_on = is_run(self._dirpath)
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         writer = RunWriter(
@@ -161,11 +160,10 @@ class Journal:
         if is_resumed and goes_on:
             log.tell(f"GuardBit: the run in {self._dirpath} goes on from step {first_step}")
         elif is_resumed:
-            before = inside if inside != Path(self._dirpath) else "the folder of before"
             log.tell(
                 f"GuardBit: this run goes on from a checkpoint, and {self._dirpath} holds nothing"
-                f" of it: its telemetry begins at step {first_step}; to go on in {before}, pass"
-                " that as dirpath"
+                f" of it: its telemetry begins at step {first_step}; to go on in the folder of"
+                " before, pass that as dirpath"
             )
         recorded = self._take_past(first_step)
         resumed = resumptions(self._earlier_metadata) if first_step else []
@@ -321,15 +319,12 @@ class Journal:
             what, cannot = limit.name, limit.metadata["logged"]
             named: dict[str, list[str]] = {}
             for name, known in modules.items():
-                reason = (known.get(what) or "").replace(
-                    f"W_Q of site '{name}' is unavailable: ", ""
-                )
+                reason = known.get(what)
                 if reason and (what, name, reason) not in self._warned:
                     self._warned.add((what, name, reason))
                     named.setdefault(reason, []).append(name)
             for reason, names in named.items() if ranks.rank() == 0 else ():
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                log.warning("%s at %s: %s", cannot, ", ".join(names[:3]) + more, reason)
+                log.warning("%s at %s: %s", cannot, shown(names), reason)
 
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is pending and how the run ended; what is recorded later is only logged."""

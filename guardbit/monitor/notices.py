@@ -1,26 +1,24 @@
 """What a user must know of a run besides its samples, each reported once.
 
 That is attention that is not watched, sampled steps that no watched attention was called in,
-switched heads that run something else, engines without a proof, and the first NaN.
+switched heads that run something else, and the first NaN.
 """
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guardbit.judgement import nothing_to_correct
 from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
-from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.settings import Settings
-from guardbit.monitor.sites import Instrumentation, Site, kernel_of, metadata_of
+from guardbit.monitor.sites import Instrumentation, Site, kernel_of, metadata_of, shown
 from guardbit.monitor.stages import log
-from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
+from guardbit.monitor.unseen import looks_like_attention
 from guardbit.records import Alarm, Event, Sample
 
 _HOW_TO_SHOW = (
@@ -28,27 +26,17 @@ _HOW_TO_SHOW = (
     " have it or your own kernel watched, put q, k, v = guardbit.observe(q, k, v) before it"
 )
 
-_FUNCTIONS = (
-    "F.scaled_dot_product_attention, varlen_attn, flex_attention, a function of flash_attn,"
-    " TransformerEngine's FusedAttnFunc or guardbit.flash_attention"
-)
-
 #: Sampled steps in a row without a call of a module before that is reported. Layers that are
 #: dropped at random miss a few now and then.
 MISSED_SAMPLES = 3
 
-#: How many modules of each kind are named.
-_NAMED = 3
-
 _WHENCE = {
-    "q": "it came into attention with the queries, from the layer's input or its weights",
-    "k": "it came into attention with the keys, from the layer's input or its weights",
-    "v": "it came into attention with the values, from the layer's input or its weights",
+    **dict.fromkeys("qkv", "it came into attention, from the layer's input or its weights"),
     "O": "attention made it in its forward, because q, k and v are finite",
     "dO": "it came with the gradient of the output, from what follows attention or from the loss",
-    "dQ": "attention made it in its backward, because q, k, v, O and dO are finite",
-    "dK": "attention made it in its backward, because q, k, v, O, dO and dQ are finite",
-    "dV": "attention made it in its backward, because q, k, v, O, dO, dQ and dK are finite",
+    **dict.fromkeys(
+        ("dQ", "dK", "dV"), "attention made it in its backward, because q, k, v and dO are finite"
+    ),
 }
 
 
@@ -66,9 +54,6 @@ class Notices:
         self._sampled, self._ever_sampled = deque([-1], maxlen=MISSED_SAMPLES), set[str]()
         self._last_sampled: dict[str, int] = {}
         self._is_over = False
-        # Whether a sampled step called some modules of a name, their numbers left out, and not
-        # others, as where layers are dropped at random.
-        self._is_partial = False
         # Whether any call was measured; until then, the latest sampled steps that had calls.
         self._had_backward, self._without_backward = False, list[int]()
         # What replaced attention functions when a sampled step last called a module.
@@ -78,12 +63,9 @@ class Notices:
         # The modules that look like attention and were not seen to call it, and how much is
         # watched: both are known once attention was called.
         self._unseen: list[Site] = []
-        self.known: Collection[str] = ()  # the modules of the state that was loaded
         self._table: dict[str, dict[str, Any]] = {}
         self.outside = interception.OutsideCalls()  # calls outside all modules, since its start
         self._switch_reports = SwitchReports(instrumentation)
-        # Numbers of proofs in this process: before this session, and in its journal.
-        self._earlier_proofs, self._told_proofs = len(proofs()), 0
 
     def first(self, what: str) -> bool:
         is_first = what not in self._said
@@ -100,25 +82,19 @@ class Notices:
         """Reasons why no call of attention may have been seen, the likeliest first."""
         lost = self._instrumentation.lost()
         if lost:
-            named = _named([site.name for site in lost])
+            named = shown([site.name for site in lost])
             return (
                 f"the modules that called attention are no longer in the model ({named}); what"
                 " replaced them is not watched, or only as a part of the module around it: give the"
                 " model as it is now a monitor of its own"
             )
-        candidates = list(self._instrumentation.candidates.values())
-        others = [*_replaced({}), *interception.left_alone()]
-        if not others and not any(map(_is_attention, candidates)):
-            return (
-                "no attention was found in this model, so nothing is watched: no module of it has"
-                f" called {_FUNCTIONS}, and none is named attention; if its attention has another"
-                " name and its own kernel, put q, k, v = guardbit.observe(q, k, v) before it"
-            )
+        candidates = self._instrumentation.candidates.values()
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
-            *others,
+            *_replaced({}),
+            *interception.left_alone(),
             f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
             "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
             " 'flex_attention' and the installed flash_attn's",
@@ -126,10 +102,9 @@ class Notices:
         ]
         if not ran:
             reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
-        listed = "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
         return (
             "the model has called no attention that GuardBit sees so far, so nothing is watched."
-            f" Likely: {listed}"
+            f" Likely: {_listed(reasons)}"
         )
 
     # --- attention that is not watched -----------------------------------------------------------
@@ -145,17 +120,17 @@ class Notices:
         if new := [name for name in names if self.first(f"added: {name}")]:
             self._tell(
                 step,
-                f"{_named(new)} {'was' if len(new) == 1 else 'were'} added to the model after the"
-                " monitor began, and neither watched separately nor switched: give the model as it"
-                " is now a monitor of its own",
+                "modules were added to the model after the monitor began, and are neither watched"
+                f" separately nor switched: {shown(new)}; give the model as it is now a monitor of"
+                " its own",
             )
         if outside.count and not names and self.first("outside"):
             self._tell(
                 step,
-                f"attention was called outside the modules of the watched model, {outside.count}"
-                f" time{'' if outside.count == 1 else 's'} in this step (first {outside.where}),"
-                " where it is neither watched nor switched: call it within the forward of a"
-                " module of the model, or give the model that calls it a monitor of its own",
+                "attention was called outside the modules of the watched model (calls in this"
+                f" step: {outside.count}, first {outside.where}), where it is neither watched nor"
+                " switched: call it within the forward of a module of the model, or give the model"
+                " that calls it a monitor of its own",
             )
 
     def report_unseen(self, step: int) -> None:
@@ -167,28 +142,20 @@ class Notices:
         self._table = _table(list(called.values()), unseen)
         watched, total = self.coverage
         which = " that `sites` selects" if self._instrumentation.is_selection else ""
-        verb = "is" if watched == 1 else "are"
-        share = f"{watched} of {total} attention modules{which} {verb} watched"
+        share = f"GuardBit watches {watched} of {total} attention modules{which}"
         if ranks.rank() == 0:
-            log.tell(f"GuardBit: {share}: {', '.join(self._table)}")
-            if new := [name for name in called if self.known and name not in self.known]:
-                log.warning(
-                    "%s: not in the loaded state; sums and baselines begin here", _named(new)
-                )
+            log.tell(f"{share}: {', '.join(self._table)}")
         sentences = list(_replaced(called))
         if unseen:
-            looks, was, are = "look", "were", "they are"
-            if len(unseen) == 1:
-                looks, was, are = "looks", "was", "it is"
             sentences.append(
-                f"{_counted(unseen, 'module')} that {looks} like attention ran and {was} not seen"
-                f" to call it, so {are} neither watched nor switched: {_kinds(unseen)};"
+                "modules that look like attention ran and were not seen to call it, so they are"
+                f" neither watched nor switched: {_kinds(unseen)};"
                 f" {share}. {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
             )
         if sharded := [site for site in called.values() if site.record.sharded]:
             sentences.append(
-                f"the heads of {_counted(sharded, 'attention module')} cannot be measured or"
-                f" switched: {_kinds(sharded)}: {sharded[0].record.sharded}"
+                f"no head can be measured or switched at {_kinds(sharded)}:"
+                f" {sharded[0].record.sharded}"
             )
         for why in sentences:
             self._tell(step, why)
@@ -213,42 +180,29 @@ class Notices:
         # Calls that are not watched anyway, e.g. replayed by a CUDA graph, are not missed.
         last_called = {n: s.trained_in for n, s in sites.items() if s.calls.unwatched is None}
         called_now = {name for name, at in last_called.items() if at == now}
-        kinds = {name: _numbered(name) for name in last_called}
-        kinds_now = {kinds[name] for name in called_now}
-        missed = (n for n, at in last_called.items() if at >= 0 and n not in called_now)
-        self._is_partial |= any(kinds[name] in kinds_now for name in missed)
-        latest, previous = max(last_called.values(), default=-1), self._sampled[-1]
         self._ever_sampled |= called_now
-        begun = {name: previous for name, at in last_called.items() if at >= 0}
+        begun = {name: self._sampled[-1] for name, at in last_called.items() if at >= 0}
         self._last_sampled = begun | self._last_sampled | dict.fromkeys(called_now, now)
         self._sampled.append(now)
-        before, others = self._replaced, list(_replaced({}))
-        if called_now or latest < 0:
-            self._replaced = others
+        replaced = list(_replaced({}))
+        if called_now or not begun:
+            self._replaced = replaced
             self._had_backward |= had_backward
             if last_called and not self._had_backward:
                 self._report_no_backward(step)
             return
-        if new := [sentence for sentence in others if sentence not in before]:
-            why = f": {'; '.join(new)}"
-        else:
-            reasons = [
-                "another model object trains now, such as a copy or a reloaded one, and needs a"
-                " monitor of its own",
-                "attention runs in other steps than the sampled ones, which"
-                f" every_n_train_steps={self._other_cadence} may meet",
-            ]
-            likely = reasons[::-1] if latest > previous else reasons
-            dropped = "its layers are dropped at random, and this step dropped all of them"
-            never = self._instrumentation.candidates.keys() - sites.keys()
-            is_partial = self._is_partial or any(_numbered(n) in kinds.values() for n in never)
-            likely.insert(0 if is_partial else len(likely), dropped)
-            why = f". Likely: {'; '.join(f'({i}) {one}' for i, one in enumerate(likely, 1))}"
-        none = (
+        reasons = [sentence for sentence in replaced if sentence not in self._replaced] or [
+            "another model object trains now, such as a copy or a reloaded one, and needs a"
+            " monitor of its own",
+            "attention runs in other steps than the sampled ones, which"
+            f" every_n_train_steps={self._other_cadence} may meet",
+            "its layers are dropped at random, and this step dropped all of them",
+        ]
+        why = (
             "no watched module called attention in this sampled step, so at most weights were"
-            " measured"
+            f" measured. Likely: {_listed(reasons)}"
         )
-        self._none_called(step, none + why, "none called")
+        self._none_called(step, why, "none called")
 
     def _report_no_backward(self, step: int) -> None:
         # One step may be a generator's in the discriminator's turn, or have lost its backward.
@@ -275,16 +229,14 @@ class Notices:
         """Why nothing is measured in a module's calls, if sampled steps miss them, or None."""
         name, called = site.name, site.trained_in
         # Only steps around which it was called: a module that is done with misses nothing.
-        if self._last_sampled.get(name, called) < self._sampled[0] < called:
-            missed = f"it was called in none of the last {MISSED_SAMPLES} sampled steps"
-            why = f"{missed}, but between them"
-        elif self._is_over and name not in self._ever_sampled and called >= 0:
-            why = "it was called, but in no sampled step"
-        else:
+        is_missed = self._last_sampled.get(name, called) < self._sampled[0] < called
+        is_never_met = self._is_over and name not in self._ever_sampled and called >= 0
+        if not is_missed and not is_never_met:
             return None
         return (
-            f"{why}; if layers are dropped at random, later samples will meet it; if networks take"
-            f" turns, try every_n_train_steps={self._other_cadence}"
+            "it was called in other steps than the last sampled ones; if layers are dropped at"
+            " random, later samples will meet it; if networks take turns, try"
+            f" every_n_train_steps={self._other_cadence}"
         )
 
     def site_facts(self) -> dict[str, dict[str, Any]]:
@@ -327,17 +279,6 @@ class Notices:
             self._journal.record_own(event)
             if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
-
-    def report_proofs(self) -> None:
-        """Records the proofs of engines once heads are switched, and logs failed ones."""
-        if len(proofs()) == self._told_proofs or not self._instrumentation.switched:
-            return
-        for proof in proofs()[max(self._told_proofs, self._earlier_proofs) :]:
-            # Other lengths have other proofs in the same words.
-            if proof.failure and ranks.rank() == 0 and self.first(str(proof)):
-                log.warning("an attention kernel cannot be given an exact delta: %s", proof)
-        self._told_proofs = len(proofs())
-        self._journal.note({"proofs": [*dict.fromkeys(map(str, proofs()))]})
 
     def report_nothing_to_correct(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Says, once, that attention's delta is not rounded, if it runs like that."""
@@ -416,7 +357,7 @@ def _table(
         entry: {
             "modules": sum(map(len, names.values())),
             "watched": len(names.pop(None, [])),
-            "not_watched": "; ".join(f"{_named(n)}: {why}" for why, n in names.items()) or None,
+            "not_watched": "; ".join(f"{shown(n)}: {why}" for why, n in names.items()) or None,
         }
         for entry, names in rows.items()
     }
@@ -427,29 +368,15 @@ def _is_attention(site: Site) -> bool:
 
 
 def _kinds(sites: Sequence[Site]) -> str:
-    """The first names of each class, how many more there are, and how they compute attention."""
-    kinds: dict[tuple[str, str | None], list[str]] = {}
+    """The first names of each class, and how many more there are."""
+    kinds: dict[str, list[str]] = {}
     for site in sites:
-        kind = (type(site.module).__name__, unseen_implementation(site.module))
-        kinds.setdefault(kind, []).append(site.name)
-    texts = []
-    for (kind, implementation), names in kinds.items():
-        how = f", attn_implementation='{implementation}'" if implementation else ""
-        texts.append(f"{_named(names)} ({kind}{how})")
-    return "; ".join(texts)
+        kinds.setdefault(type(site.module).__name__, []).append(site.name)
+    return "; ".join(f"{shown(names)} ({kind})" for kind, names in kinds.items())
 
 
-def _named(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return ", ".join([*names[:_NAMED], *more])
-
-
-def _numbered(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
-def _counted(sites: Sequence[Site], noun: str) -> str:
-    return f"{len(sites)} {noun}{'' if len(sites) == 1 else 's'}"
+def _listed(reasons: Sequence[str]) -> str:
+    return "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
 
 
 def _nonfinite(found: Nonfinite, kernel: str) -> Event:

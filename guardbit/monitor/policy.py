@@ -1,7 +1,4 @@
-"""From alarms to decisions: which heads to switch, and when to undo it.
-
-The policy goes by the roles that alarms carry, never by the names of their rules.
-"""
+"""From alarms to decisions, by the roles that alarms carry, never by the names of their rules."""
 
 from __future__ import annotations
 
@@ -71,9 +68,9 @@ def says_what_was_meant(
     return checked  # pyright: ignore[reportReturnType]
 
 
-def _is_bound(bound: Any) -> bool:
-    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-    return is_number and 0 < bound < float("inf")
+def is_finite(number: Any) -> bool:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return is_number and abs(number) < float("inf")
 
 
 _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -84,7 +81,10 @@ _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "agreeing_rules": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
     "agreement_steps": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
     "quiet_steps": (lambda n: n is None or is_whole(n, 1), "a whole number, at least 1, or None"),
-    "qk_clip": (lambda n: n is None or _is_bound(n), "a finite number above 0, or None"),
+    "qk_clip": (
+        lambda n: n is None or (is_finite(n) and n > 0),
+        "a finite number above 0, or None",
+    ),
 }
 
 #: The attributes that a checkpoint keeps; the first two whatever the scope was.
@@ -100,46 +100,37 @@ class Policy:
     >>> policy = Policy(scope="model", quiet_steps=2000)
 
     A head qualifies when `agreeing_rules` different rules have named it within `agreement_steps`.
-    The default is one, because a needless switch is cheap: the default stabilizer computes the same
-    softmax and makes delta exact. When the logits of all layers run away at once, the cause is not
-    the rounding in one head. For `HOLD_STEPS` a head then qualifies only if a rule has measured the
-    cause in it, an error of dQ that adds up (`gradient_error`).
+    One is enough by default, because a needless switch is cheap. For `HOLD_STEPS` after the logits
+    of all layers ran away at once, a head qualifies only if a rule has measured the cause in it.
 
     The scope says what is switched when a head qualifies: "head", that head; "layer", all heads of
-    its attention module; "model", all heads of the model, including modules that are called later,
-    as soon as these are known. Heads that somebody else has switched are left alone.
+    its attention module; "model", all heads of the model, including modules that are called later.
+    Heads that somebody else has switched are left alone.
 
-    The scope widens where that is not enough, unless `escalate` is False: to the layer once three
-    heads of it are alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was
-    switched; from the layer to the model likewise, once a switched head is alarmed. What has been
-    widened is not undone. When all heads of the model are switched and one is alarmed after as many
-    steps, that did not help. With `qk_clip`, heads whose logits are above it are then clipped at
-    every sampled step, which changes weights (see `guardbit.monitor.actions`). Where that does not
-    help either within as many steps, or without `qk_clip`, `advice` says so.
+    Unless `escalate` is False, the scope widens for good: to the layer once three heads of it are
+    alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was switched; from
+    the layer to the model once a switched head is alarmed so late. If one is alarmed so late after
+    all heads of the model were switched, `qk_clip` bounds logits at every sampled step, which
+    changes weights (see `guardbit.monitor.actions`); without it, or if it does not help within as
+    many steps, `advice` says so.
 
-    With `always` all heads are switched at the end of the first step, without an alarm. Heads of
-    modules that are called later follow at the first sampled step after that. Scope and agreement
-    do not matter then.
+    With `always` all heads are switched at the end of the first step, without an alarm; heads of
+    modules that are called later follow at the next sampled step.
 
-    A switch lasts, unless `quiet_steps` is given. A head then goes back to "none" once no rule has
-    named it for so long, and it is not restless; with a wider scope, once that holds for all heads
-    that were switched together. That happens once: heads that are alarmed again afterwards stay
-    switched, so that nothing swings to and fro. `quiet_steps` must be longer than the detectors'
-    cool-down, after which a rule repeats itself. Undoing gains one or two per cent of speed; after
-    two of three undoings in the rescue study logits grew again.
+    With `quiet_steps` a head goes back to "none" once no rule has named it for so long and its
+    logits are small; with a wider scope, once that holds for all heads that were switched together.
+    Heads that are alarmed again afterwards stay switched. `quiet_steps` must be longer than the
+    detectors' cool-down, after which a rule repeats itself. After two of three undoings in the
+    rescue study (docs/evidence.md) logits grew again.
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none". In the
-            rescue study (docs/evidence.md) no run failed that was switched to "exact_delta" or
-            "compensated" at its alarm; of four with "row_max" two did.
-        scope: Which heads, one of `SCOPES`. In that study all three kept the loss; with "head"
-            other heads of the layer grew later in four of five runs.
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none".
+        scope: Which heads, one of `SCOPES`.
         always: Whether to switch all heads from the start, without an alarm.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
         escalate: Whether the scope widens where a switch does not help.
-        quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
-            never.
+        quiet_steps: Steps without an alarm after which a switch is undone; None for never.
         qk_clip: Largest logit that heads keep once no switch has helped; None never clips. Needs
             `escalate`. MuonClip uses 100 (arXiv 2507.20534).
 
@@ -148,8 +139,7 @@ class Policy:
         advice: What the user should do once no wider switch is left; None before.
 
     Raises:
-        ValueError: If an argument is outside its range, `quiet_steps` is given with `always`, or
-            `qk_clip` without `escalate`.
+        ValueError: If an argument is outside its range, or two of them contradict each other.
     """
 
     @says_what_was_meant
@@ -256,11 +246,7 @@ class Policy:
         return copy.deepcopy({"kind": self._kind, **{name: vars(self)[name] for name in _STATE}})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the policy stood whose `state_dict` this is.
-
-        Where the scope or `always` has changed, only the alarms on the whole model are taken over.
-        Heads that the earlier policy has switched stay switched.
-        """
+        """Goes on from a `state_dict`; of another scope only alarms on the model are taken over."""
         state = copy.deepcopy(state)
         for name in _STATE if state["kind"] == self._kind else _STATE[:2]:
             setattr(self, name, state[name])
@@ -318,15 +304,13 @@ class Policy:
                 self._widened[""] = step, f"{why}, so all heads of the model are switched"
 
     def _all_did_not_help(self, head: str) -> str:
-        since = [step for steps in self._since.values() for step in steps.values()]
-        num_heads = sum(len(heads) for heads in self._switched.values())
-        which = "" if len(since) == num_heads else " that could be switched"
+        last = max(step for steps in self._since.values() for step in steps.values())
         clipped = (
             f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
         )
         return (
-            f"all heads of the model{which} were asked to run {self.stabilizer} from step"
-            f" {max(since)} on{clipped}, and {head} is alarmed again"
+            f"all heads that could be switched were asked to run {self.stabilizer} from step"
+            f" {last} on{clipped}, and {head} is alarmed again"
         )
 
     def _of_heads(self, step: int, stabilizers: Asked, restless: Restless) -> Iterator[Decision]:

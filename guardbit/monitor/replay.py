@@ -10,7 +10,7 @@ import pandas as pd
 
 from guardbit.judgement import Ended, Evidence, Judgement, judge, severities
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.detectors.rule import judges_heads, reads_of
+from guardbit.monitor.detectors.rule import heads_judged_by
 from guardbit.records import Alarm, Event, event_of
 from guardbit.store.reading import samples_of
 
@@ -80,5 +80,5 @@ def replay(
         [alarm for alarm in found if alarm.role.is_advisory],
         detectors.unjudged(set(frame.loc[measured, "indicator"].unique())),
         evidence,
-        {rule.name: reads_of(rule) for rule in rules if judges_heads(rule)},
+        heads_judged_by(rules),
     )

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
@@ -119,10 +118,10 @@ class SampledSteps:
         sent: Sent | None,
         show: Callable[[Judged], None],
         after_step: Callable[..., None],
-    ) -> Judged:
+    ) -> list[Alarm]:
         """Judges what was sent of a step, None if that failed, and acts on it after the step.
 
-        `show` gets it before anybody is told of its alarms.
+        `show` gets it before anybody is told of its alarms, which are returned. All ranks do alike.
         """
         samples = self._samples_of_all_ranks(sent)
         judged, loss_scale = Judged(step, samples), sent.loss_scale if sent else 1.0
@@ -151,7 +150,7 @@ class SampledSteps:
             judged.unheeded, self._unheeded = self._unheeded, []
             after_step(partial(self._stages.run, acting))
         self._stages.attempt("verdict", self._report_verdict)
-        return judged
+        return judged.alarms
 
     def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
         """Returns the samples of all ranks; every rank calls it."""
@@ -161,10 +160,7 @@ class SampledSteps:
         facts = attempt("metrics", self._notices.site_facts)
         # A rank that has nothing, and may have failed, takes part all the same.
         calls = self._stages.always("metrics", partial(self._measurement.of_all_ranks, sent))
-        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
-        # calls cannot be switched is no reason not to switch the next ones.
         known = self.exchange.share(own or [], facts)
-        self.switching.refusals = known.refusals
         self.switching.asked_elsewhere = known.asked
         attempt("metrics", partial(self.record_facts, known.metadata))
         samples = known.samples
@@ -180,6 +176,9 @@ class SampledSteps:
         self._is_informed |= "capture" not in self._stages.off
         if facts == self._journal.metadata.get("sites"):
             return
+        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
+        # calls cannot be switched is no reason not to switch the next ones.
+        self.switching.refusals = {site: facts[site]["not_switchable"] for site in facts}
         self._notices.report_nothing_to_correct(facts)
         self.switching.needless = self._journal.needless = {
             site: nothing_to_correct({"sites": {site: module}}) for site, module in facts.items()
@@ -297,7 +296,6 @@ class SampledSteps:
         self._schedule.last_ended = state["last_step"]
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
-            self._notices.known = state["measurement"]["layers"]
         self._findings.load_state_dict(state)
         self._unheeded = self._findings.alarms if known is None else []
         self._burst.why_not = state["why_no_share"]
@@ -314,7 +312,6 @@ class Part(NamedTuple):
     """What a rank knows of its part of the model, or all ranks of the whole; by module."""
 
     samples: list[Sample]  # of weights, and of the run
-    refusals: dict[str, str | None]  # why no call so far could be switched, or None
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
     modules: list[str]  # that could call attention
@@ -344,10 +341,7 @@ class Exchange:
         return WATCHING not in self._stages.off
 
     def _agree_on_weights(self) -> None:
-        """Marks the modules that some rank has not called; all ranks call it.
-
-        Ranks that share weights gather them together, so none may gather such a module's weights.
-        """
+        """Marks modules that some rank did not call, whose weights none may gather; all call it."""
         here = self._instrumentation.candidates
 
         def find() -> list[str]:
@@ -368,32 +362,30 @@ class Exchange:
         self._metadata = self._metadata if facts is None else facts
         instrumentation = self._instrumentation
 
-        def of_sites(what: str) -> dict[str, Any]:
-            return {n: attrgetter(what)(site) for n, site in instrumentation.sites.items()}
+        def heads_here() -> dict[str, range]:
+            return {name: site.own_heads for name, site in instrumentation.sites.items()}
 
-        refusals = attempt("refusals", lambda: of_sites("limits.not_switchable"))
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
         modules = sorted(instrumentation.candidates)
-        heads = attempt("ranks", lambda: of_sites("own_heads")) if several else None
-        mine = Part(samples, refusals or {}, asked or {}, self._metadata, modules, heads)
+        heads = attempt("ranks", heads_here) if several else None
+        mine = Part(samples, asked or {}, self._metadata, modules, heads)
         # Not why: each rank may have its own reason, as with the name of its device.
         unfound = [n for n, known in self._metadata.items() if known["weights_unavailable"]]
         parts = ranks.of_each_part("known", mine, (heads, unfound))
-        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, [], None)
+        whole = Part(joined([part.samples for part in parts]), {}, {}, [], None)
         for part in reversed(parts):
-            whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
-            whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.refusals})
+            whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.metadata})
         if not several:
             return whole
         for name, known in whole.metadata.items():
             whys = {part.metadata.get(name, known)["weights_unavailable"] for part in parts}
             if None in whys and len(whys) > 1:
                 known["weights_unavailable"] = f"on some ranks: {min(whys - {None})}"
-        names = {tuple(part.modules) for part in parts}, {tuple(part.refusals) for part in parts}
+        names = {tuple(part.modules) for part in parts}, {tuple(part.metadata) for part in parts}
         if not self._are_compared and min(map(len, names)) > 1:
             if ranks.rank() == 0:
-                log.info("%s; those of rank 0: %s", PARTS, ", ".join(parts[0].refusals) or "none")
+                log.info("%s; those of rank 0: %s", PARTS, ", ".join(parts[0].metadata) or "none")
             self._journal.note({"parallel": PARTS})
         self._are_compared = True
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
@@ -405,10 +397,7 @@ class Exchange:
         return whole
 
     def tell(self, step: int) -> None:
-        """Records what other ranks met in a sampled step, and whether ranks have parted.
-
-        They part if their weights or switches differ. All ranks call it, also after an error.
-        """
+        """Records what ranks met, and whether their weights or switches differ; all call it."""
         if ranks.world_size() == 1:
             return
         own, self._journal.own = self._journal.own, []

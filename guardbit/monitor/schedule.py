@@ -9,6 +9,7 @@ _IN_A_ROW = 3
 #: So many micro-batches of the first step are no accumulation.
 _MANY = 1000
 
+_NUMBERS = "pass the number of the optimizer step, which grows over all epochs"
 _HOW = (
     "call begin_batch(step) before each forward and end_step() after the optimizer's step, or use"
     " `with session.step(step)`"
@@ -70,10 +71,7 @@ class Schedule:
         return step % self._cadence == 0 or step // self._cadence != previous // self._cadence
 
     def is_counted(self, step: int) -> bool:
-        """Whether compiled calls are counted in a step between samples, each time a step later.
-
-        So a network is met that trains in no sampled step.
-        """
+        """Whether compiled calls are counted in a step between samples, each time a step later."""
         turn, rest = divmod(step, self._cadence)
         return self._cadence > 1 and rest == 1 + turn % (self._cadence - 1)
 
@@ -97,10 +95,8 @@ class Schedule:
             self._once(
                 "set back",
                 f"step {step} begins after step {self.last_ended} has ended: later samples of a"
-                " step replace earlier ones, but sums over the run (delta_bias_cumulative) and the"
-                " rules' baselines keep the replaced steps, unless the session loads the state that"
-                " it had before them (load_state_dict); pass the number of the optimizer step,"
-                " which grows over all epochs",
+                " step replace earlier ones, but sums over the run and the rules' baselines keep"
+                f" the replaced steps, unless an earlier state is loaded; {_NUMBERS}",
             )
         if not (self._is_open and step == self._last):
             self._not_ended += self._is_open
@@ -119,7 +115,7 @@ class Schedule:
             self._once(
                 "repeated",
                 f"step {step} has begun and ended {_IN_A_ROW - 1} times, and begins again: it is"
-                " measured once only; pass the number of the optimizer step, which grows",
+                f" measured once only; {_NUMBERS}",
             )
         self._last, self._is_open, self._was_abandoned = step, True, False
 

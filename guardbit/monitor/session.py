@@ -1,6 +1,4 @@
-"""One monitored run: connects measuring, detectors, policy, switching and the store.
-
-It knows no framework and has no console: callbacks drive it (`guardbit.callbacks`).
+"""One monitored run, which callbacks drive: it knows no framework and has no console.
 
 What happens in a step: `begin_batch` says whether calls are observed, `_receive_call` measures
 them inside the backward, and `end_step` runs named stages (`Stages`) in three places:
@@ -47,29 +45,18 @@ T = TypeVar("T")
 
 
 class Phase(IntEnum):
-    """What a session does; it goes on to a later phase, never back (`Session._become`).
-
-    Whether it is within a step, the schedule knows; what could not be set up is void (`Guarded`).
-    """
+    """What a session does; it goes on to a later phase, never back (`Session._become`)."""
 
     OPEN = 0  # it watches, judges and switches
     FAILED = 1  # the model is left alone; other ranks learn of it after the next sampled step
-    FAILED_IN_STEP = 2  # the same after an error within a step, once that step has ended
-    OFF = 3  # the model is left alone, and no rank waits for another any more
-    CLOSED = 4  # the model is left
-    LEAVING = 5  # closed within a step: the model is left once that has ended
+    OFF = 2  # the model is left alone, and no rank waits for another any more
+    CLOSED = 3  # the model is left
 
 
 def _forget_step(session: Session) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
     session._step_ended()
-
-
-def _what_is_switched(session: Session) -> dict[str, Any]:
-    with suppress(Exception):
-        return {"stabilizers": session._switching.switched()}
-    return {}
 
 
 class Session(Guarded):
@@ -98,15 +85,13 @@ class Session(Guarded):
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         settings = replace(settings, policy=copy.deepcopy(settings.policy))
-        self.policy, self.dry_run = settings.policy, settings.dry_run
+        self.policy = settings.policy
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.alarms: list[Alarm] = []
         self.news: list[Alarm] = []  # of a rule or head that had not alarmed before
         self.sampled_step: int | None = None
-        if ranks.rank() == 0:
-            warn_of_settings(settings)
         with refusing():
             self.instrumentation: Instrumentation = instrument(model, settings.sites)
         is_compensated = self.policy is not None and self.policy.stabilizer == "compensated"
@@ -117,14 +102,13 @@ class Session(Guarded):
         self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
         described = settings.described()
         self._journal = Journal(settings.dirpath, described, self._stages, settings.advice)
-        self._findings = self._journal.findings
         self._notices = Notices(self.instrumentation, self._journal, settings)
         self._sampled = SampledSteps(
             self.instrumentation, settings, self._stages, self._journal, self._notices,
             self._measurement, self._burst, self._schedule,
         )  # fmt: skip
-        self._switching, self._exchange = self._sampled.switching, self._sampled.exchange
-        self._snapshots, self.detectors = self._sampled.snapshots, self._sampled.detectors
+        if ranks.rank() == 0:
+            warn_of_settings(settings, self._sampled.detectors)
         self._had_backward = True  # in the latest step whose calls were wanted
         self.instrumentation.listen(self._capture_failed)
 
@@ -148,9 +132,7 @@ class Session(Guarded):
 
     @guard.method()
     def begin_batch(self, step: int) -> None:
-        """Begins a micro-batch of optimizer step `step`.
-
-        It does nothing once the session is closed.
+        """Begins a micro-batch of optimizer step `step`, unless the session is closed.
 
         Raises:
             ValueError: If the step is no whole number from 0.
@@ -169,7 +151,8 @@ class Session(Guarded):
 
     def _begin(self, step: int, is_new: bool) -> None:
         is_resumed = self._schedule.last_ended is not None
-        self._journal.open(step, lambda: self._switching.events(step, is_resumed), is_resumed)
+        events = partial(self._sampled.switching.events, step, is_resumed)
+        self._journal.open(step, events, is_resumed)
         if is_new:
             self.instrumentation.clock.follows_session = True
         if is_new and self._schedule.is_sampled:
@@ -192,7 +175,7 @@ class Session(Guarded):
     @guard.method(lambda _: {})
     def alarmed_heads(self) -> Mapping[str, Collection[int]]:
         """The heads an alarm has named so far, by site."""
-        return self._findings.alarmed
+        return self._journal.findings.alarmed
 
     @property
     @guard.method(lambda _: frozenset({WATCHING}))
@@ -204,24 +187,18 @@ class Session(Guarded):
     @guard.method(lambda _: 0)
     def num_alarmed_heads(self) -> int:
         """Number of heads an alarm has named so far."""
-        return sum(len(heads) for heads in self._findings.alarmed.values())
+        return sum(len(heads) for heads in self._journal.findings.alarmed.values())
 
     @property
     @guard.method(lambda _: (0, 0))
     def coverage(self) -> tuple[int, int]:
-        """How many attention modules of this rank are watched, and of how many that are known.
-
-        Both are 0 before the first step that calls attention has ended.
-        """
+        """How many of this rank's attention modules are watched, and known; 0 before any call."""
         return self._notices.coverage
 
     @property
     @guard.method()
     def judgement(self) -> Judgement | None:
-        """The judgement of the run so far, earlier steps in its folder included.
-
-        To be asked by the thread that trains, between steps.
-        """
+        """That of the run so far; to be asked by the thread that trains, between steps."""
         return self.attempt("judgement", lambda: self._journal.judgement(self._ended))
 
     @guard.method()
@@ -229,11 +206,7 @@ class Session(Guarded):
         """Takes the loss of the current micro-batch.
 
         A tensor is kept as it is and read at the next sampled step, so that this costs no kernel;
-        it must not be changed in place.
-
-        Args:
-            value: One number.
-            factor: What to multiply it with to undo a division by the number of micro-batches.
+        it must not be changed in place. `factor` undoes a division by the number of micro-batches.
         """
         if is_number(factor) and 0 < float(factor) < math.inf:
             self._take_of_step("loss", value, float(factor))
@@ -247,10 +220,7 @@ class Session(Guarded):
 
     @guard.method()
     def validation_loss(self, value: Tensor | float) -> None:
-        """Records the loss of a validation, at the last step that has ended.
-
-        It is drawn where runs are compared, and no rule reads it.
-        """
+        """Records the loss of a validation, at the last step that has ended, for comparisons."""
 
         def record() -> None:
             step = self._schedule.last_ended or 0
@@ -264,8 +234,8 @@ class Session(Guarded):
         step, is_open = self._schedule.step, not self._is_closed
         # Once the stage "samples" is off, nobody would read it.
         if step is not None and is_open and not self._stages.off & {"samples", WATCHING}:
-            take = getattr(self._measurement.run, name)
-            self._take(name, value, partial(take, step, value, *more))
+            take = self._measurement.run.take
+            self._take(name, value, partial(take, name, step, value, *more))
 
     def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
         """Takes a number that the training loop knows; says once if it is not one."""
@@ -279,11 +249,8 @@ class Session(Guarded):
     def end_step(self) -> list[Alarm]:
         """Ends the optimizer step; on sampled steps measures, judges and acts.
 
-        In a single process on a GPU, the samples are judged when the next step has ended. The
-        numbers have arrived by then, so the device does not run dry while the host reads them.
-
-        Returns:
-            The alarms raised now.
+        In a single process on a GPU, the samples are judged when the next step has ended, so that
+        the device does not run dry while the host reads them. Returns the alarms raised now.
         """
         ended = self._schedule.end()
         if ended is None:
@@ -296,7 +263,6 @@ class Session(Guarded):
             reports = (
                 ("coverage", partial(self._notices.report_unseen, step)),
                 ("switch", partial(self._notices.report_runs, step)),
-                ("proofs", self._notices.report_proofs),
             )
             self._stages.run(reports)
         self._step_ended()
@@ -309,7 +275,7 @@ class Session(Guarded):
             return alarms
         self.attempt("capture", partial(self.instrumentation.observe, None))
         # From here on an error may hit a single rank, which must still take part in this.
-        if not self.attempt("ranks", self._exchange.agree):
+        if not self.attempt("ranks", self._sampled.exchange.agree):
             self._become(Phase.OFF)
             return alarms
         self._measure(step)
@@ -318,7 +284,7 @@ class Session(Guarded):
     def _measure(self, step: int) -> None:
         """Sends what a sampled step shows to the host; on all ranks, or on none."""
         with unchanged():
-            self.attempt("snapshots", partial(self._snapshots.write, step))
+            self.attempt("snapshots", partial(self._sampled.snapshots.write, step))
             columns = self.attempt("metrics", partial(self._columns, step))
             is_whole = columns is not None and "capture" not in self._stages.off
             send = partial(self._measurement.send, columns or {}, step, self.loss_scale, is_whole)
@@ -326,18 +292,16 @@ class Session(Guarded):
 
     @guard.method(lambda _: [])
     def catch_up(self) -> list[Alarm]:
-        """Judges the last sampled step and acts on it, if that waits for numbers from a GPU.
+        """Judges a sampled step that waits for numbers from a GPU; returns the alarms raised.
 
-        It happens by itself when the next step ends, before the state is taken, and at the end.
-
-        Returns:
-            The alarms raised.
+        It happens by itself when the next step ends, before a state is taken, and at the end.
         """
         unjudged, self._unjudged, alarms = self._unjudged, None, None
         if unjudged is not None:
             with unchanged():
-                alarms = self.attempt(WATCHING, partial(self._judge, *unjudged))
-                self.attempt("ranks", partial(self._exchange.tell, unjudged[0]))
+                judge = partial(self._sampled.judge, *unjudged, self._show, self._after_step)
+                alarms = self.attempt(WATCHING, judge)
+                self.attempt("ranks", partial(self._sampled.exchange.tell, unjudged[0]))
         self._stages.always(WATCHING, self._rest_between_steps)
         return alarms or []
 
@@ -358,10 +322,6 @@ class Session(Guarded):
             columns |= self.attempt("burst", self._burst.columns) or {}
         return columns
 
-    def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
-        """Judges a sampled step whose numbers have come, and acts on it; on all ranks alike."""
-        return self._sampled.judge(step, sent, self._show, self._after_step).alarms
-
     def _show(self, judged: Judged) -> None:
         """Makes a judged step's numbers the session's, before `on_alarm` may read them."""
         self.sampled_step, self.samples = judged.step, judged.samples
@@ -379,21 +339,17 @@ class Session(Guarded):
             ("capture", self._measurement.discard),
             ("burst", self._burst.forget_step),
             ("coverage", self._notices.outside.stop),
-            ("snapshots", self._snapshots.discard),
+            ("snapshots", self._sampled.snapshots.discard),
             ("samples", partial(self._measurement.run.forget_step, step)),
         )
         self._stages.run(forgetting)
-        self._step_ended()
 
     @guard.method(at_last=lambda session: session._leave())
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
-        Within a step it is taken out when the step has ended, because a forward and its
-        recomputation must be alike. A second call tries again what could not be taken out.
-
-        Args:
-            end: How the run ended, for the report and the live page.
+        Within a step it is taken out when the step has ended. A second call tries again what could
+        not be taken out. `end` says how the run ended.
         """
         if end not in RUN_ENDS:  # which would be read as a run that was killed
             allowed = f"{', '.join(RUN_ENDS[:-1])} or {RUN_ENDS[-1]}"
@@ -410,7 +366,7 @@ class Session(Guarded):
             partial(self.attempt, "metrics", self._sampled.record_never_met),
             self._report_what_ran_last,
             self._drop_calls,
-            self._switching.remember,  # gone from the model in a moment
+            self._sampled.switching.remember,  # gone from the model in a moment
             self.catch_up,
         )
         undo_all([partial(self._stages.always, "close", function) for function in last])
@@ -442,15 +398,14 @@ class Session(Guarded):
     ) -> None:
         """Switches heads by hand, from their next call on, and records it.
 
-        Within a step it takes effect when the step has ended, because a forward and its
-        recomputation must be alike. On several ranks all call it alike. A policy that has switched
-        the same heads before may undo it after its quiet period.
+        Within a step it takes effect when the step has ended. On several ranks all call it alike. A
+        policy that has switched the same heads before may undo it after its quiet period.
 
         Args:
-            site: Name of an attention module, or a pattern; "*" is all that can be switched. Names
-                are known once the first step is done.
+            site: Name of an attention module, known once the first step is done, or a pattern; "*"
+                is all that can be switched.
             stabilizer: One name of `guardbit.STABILIZERS`; "none" gives heads back.
-            heads: The heads; None for all.
+            heads: None for all.
             why: The reason, for the recorded event.
 
         Raises:
@@ -465,7 +420,7 @@ class Session(Guarded):
         self._after_step(lambda: self._switch(site, stabilizer, heads, why))
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
-        self._switching.switch(site, stabilizer, heads, why, self._latest_step)
+        self._sampled.switching.switch(site, stabilizer, heads, why, self._latest_step)
         self._rest_between_steps()
 
     @guard.method()
@@ -485,13 +440,7 @@ class Session(Guarded):
 
     @guard.method()
     def snapshot(self, site: str, heads: Sequence[int]) -> None:
-        """Keeps inputs of heads at the next sampled step, for `guardbit diagnose`.
-
-        Rank 0 keeps inputs of its own sequences and heads; other ranks keep none.
-
-        Args:
-            site: Name of a site.
-            heads: The heads.
+        """Keeps inputs of heads at the next sampled step, on rank 0, for `guardbit diagnose`.
 
         Raises:
             ValueError: If there is no such site or no folder, snapshots are off, or `heads` is no
@@ -501,7 +450,7 @@ class Session(Guarded):
         if ranks.rank() > 0:
             return
         with refusing():
-            self._snapshots.want(site, heads)
+            self._sampled.snapshots.want(site, heads)
 
     def _receive_call(self, call: AttentionCall) -> None:
         """Takes a call of a sampled step or of a burst, inside its backward."""
@@ -520,7 +469,7 @@ class Session(Guarded):
             return
         self._had_backward = True
         self._measurement.consume(call)
-        self.attempt("snapshots", lambda: self._snapshots.consume(call))
+        self.attempt("snapshots", lambda: self._sampled.snapshots.consume(call))
 
     # --- phases: all that changes them, and what is done then -------------------------------------
 
@@ -545,28 +494,18 @@ class Session(Guarded):
     def _step_ended(self) -> None:
         while self._waiting:
             self._stages.always("switch", self._waiting.pop(0))
-        is_left = self._phase in (Phase.FAILED_IN_STEP, Phase.LEAVING)
-        if is_left and self.instrumentation.is_installed:
-            self._stand_back()
 
     def _leave(self) -> None:
-        """Lets go of the model now, or when the step has ended if this is the first call."""
         self._become(Phase.CLOSED)
-        if self._schedule.is_within_step and self._phase < Phase.LEAVING:
-            self._become(Phase.LEAVING)
-        else:
-            self._let_go()
+        self._after_step(self._let_go)
 
     def _give_up(self) -> None:
         """Leaves the model alone for good; what is recorded stays."""
         _quietly(self._drop_calls)
         if self._is_closed:
             _quietly(lambda: self._journal.close("crashed"))
-        elif self._schedule.is_within_step and not self.instrumentation.switched:
-            self._become(Phase.FAILED_IN_STEP)
-            return
         self._become(Phase.FAILED)
-        self._stand_back()
+        self._after_step(self._stand_back)
 
     def _stand_back(self) -> None:
         """Leaves the model alone; until the session is closed, switched heads stay switched."""
@@ -581,7 +520,7 @@ class Session(Guarded):
 
     # --- state -----------------------------------------------------------------------------------
 
-    @guard.method(_what_is_switched)
+    @guard.method(lambda _: {})
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
@@ -590,7 +529,7 @@ class Session(Guarded):
         alone. A sampled step that waits for its judgement is judged first, see `catch_up`.
         """
         self.catch_up()
-        switched = self._stages.always("stabilizers", self._switching.switched) or {}
+        switched = self._stages.always("stabilizers", self._sampled.switching.switched) or {}
         state = self._stages.always("state", partial(self._sampled.state_dict, switched))
         if state is None:
             return {"stabilizers": switched}
@@ -611,10 +550,10 @@ class Session(Guarded):
         if not state:
             log.warning("the checkpoint holds no state of GuardBit: the monitor begins anew")
             return
+        self.catch_up()
         try:
             with refusing():
                 self._sampled.load_state_dict(state)
-            self._unjudged = None
         except ValueError:
             raise
         except Exception as error:
@@ -683,7 +622,7 @@ class Session(Guarded):
         self._is_void = True
         vars(self).update(
             instrumentation=Instrumentation(nn.Module(), {}, is_selection=False), samples=[],
-            alarms=[], scalars={}, sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
+            alarms=[], scalars={}, sampled_step=None, loss_scale=1.0, policy=None,
         )  # fmt: skip
         log.unwatched(error)
         _quietly(lambda: leave_word(self._dirpath, f"{OFF}: {text_of(error)}"))

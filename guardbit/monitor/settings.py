@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +13,8 @@ from typing import Any, TypeVar
 from guardbit.catalog import INDICATORS
 from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.detectors.rule import judges_heads, reads_of
-from guardbit.monitor.policy import Policy, check_settings, is_whole, says_what_was_meant
+from guardbit.monitor.detectors.rule import heads_judged_by
+from guardbit.monitor.policy import Policy, check_settings, is_finite, is_whole, says_what_was_meant
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm, nearest
 
@@ -43,11 +42,6 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def _is_amount(number: Any) -> bool:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return is_number and 0 <= number < math.inf
-
-
 def _are_names(names: Any) -> bool:
     is_list = isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0
     return names is None or (is_list and all(isinstance(name, str) for name in names))
@@ -61,7 +55,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda n: n is None or is_whole(n, 1),
         "a whole number, at least 1, or None for all rows",
     ),
-    "snapshot_megabytes": (_is_amount, "a number, at least 0, 0 for none"),
+    "snapshot_megabytes": (lambda n: is_finite(n) and n >= 0, "a number, at least 0, 0 for none"),
     "sites": (_are_names, "a list of names, at least one, or None for all"),
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
@@ -147,7 +141,7 @@ class Settings:
             **{name: getattr(self, name) for name in numbers},
             "indicators": list(self.measured),
             "rules": [str(rule) for rule in self.rules],
-            "heads_judged_by": {r.name: reads_of(r) for r in self.rules if judges_heads(r)},
+            "heads_judged_by": heads_judged_by(self.rules),
             **{name: self.policy and getattr(self.policy, name) for name in _OF_POLICY},
         }
 
@@ -162,10 +156,7 @@ def _hint(name: str, allowed: Iterable[str]) -> str:
 
 
 def passes_to(kind: type, *but: str) -> Callable[[F], F]:
-    """Gives a constructor that takes `**settings` the parameters of a class, except some.
-
-    They are in its signature and its type hints, and it refuses others by its own name.
-    """
+    """Gives a constructor that takes `**settings` the parameters and hints of a class but some."""
 
     def decorate(init: F) -> F:
         own = inspect.signature(init)
@@ -183,8 +174,7 @@ def passes_to(kind: type, *but: str) -> Callable[[F], F]:
     return decorate
 
 
-def warn_of_settings(settings: Settings) -> None:
-    detectors = Detectors(settings.rules)
+def warn_of_settings(settings: Settings, detectors: Detectors) -> None:
     quiet = settings.policy.quiet_steps if settings.policy else None
     if quiet is not None and quiet <= detectors.cool_down_steps:
         log.warning(

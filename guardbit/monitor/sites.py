@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,22 +37,22 @@ T = TypeVar("T")
 
 _FROZEN = "its calls have no gradient, as it is frozen or runs without"
 _SEVERAL_CALLS = (
-    "it makes several calls of attention in one forward ({}), and their queries or keys are not"
-    " known to come from the same weights: the first is measured, and a switch applies to all"
+    "it makes several calls of attention in one forward ({}), of which the first is measured; a"
+    " switch applies to all"
 )
 _MIXED_HEADS = (
     "ranks exchange tensors before it calls attention, as Ulysses does, so head 0 to {} may each"
     " be another head on each rank; switch all heads of it or none"
 )
 _MASK_AND_DROPOUT = (
-    "it is called with both a mask and dropout ({}), so PyTorch's kernel runs even after a switch;"
-    " set the attention's dropout to 0 to have its heads guarded"
+    "it is called with both a mask and dropout ({}); set the attention's dropout to 0 to have its"
+    " heads guarded"
 )
-_DROPOUT = (
-    "PyTorch's kernel drops entries of P (dropout {}) and does not say which, so its output cannot"
-    " be recomputed"
-)
+_DROPOUT = "PyTorch's kernel drops entries of P (dropout {}) and does not say which"
 _SHOWN = f"{OBSERVE} shows the inputs of attention, but neither its output nor gradients"
+
+# How many modules a sentence names.
+_SHOWN_NAMES = 3
 
 _NEVER_CALLED = SiteRecord([], StepCalls(bypass="it has not been called yet"))
 
@@ -64,10 +63,7 @@ def _why_not(logged: str) -> Any:
 
 @dataclass(slots=True)
 class Limits:
-    """Why something cannot be done at a site: a reason each, or None.
-
-    A run's metadata holds them by these names; the log begins a reason with the words given here.
-    """
+    """Why something cannot be done at a site, or None; what the log begins with in each case."""
 
     not_switchable: str | None = _why_not("no head can be switched")  # by any call so far
     unwatched: str | None = _why_not("nothing of the calls is watched")  # of the latest step
@@ -88,10 +84,6 @@ class Site:
 
     Where its heads' rows of W_Q and W_K lie is found out when they are first asked for, and again
     when the module has other parameters.
-
-    Attributes:
-        name: Dotted name of the module.
-        module: The module.
     """
 
     def __init__(
@@ -108,8 +100,7 @@ class Site:
         self.enclosing = [(number, module), *((other.number, other.module) for other in enclosing)]
         self._layout: tuple[Layout, Weights] | str | None = None
         self._settled_for: Sequence[tuple[object, ...]] = ()
-        self._unfound: str | None = None  # why the rows are unknown
-        self._unread: dict[Side, str] = {}
+        self._unread: dict[Side, str] = {}  # why the rows are unknown, or were not read
         self._are_heads_exchanged = False
         # Whether a rank that shares its weights has not called it, so that none may gather them.
         self.is_uncalled_elsewhere = False
@@ -157,7 +148,7 @@ class Site:
         limits = Limits(
             not_switchable=calls.conflict or (None if calls.was_switchable else calls.bypass),
             unwatched=calls.unwatched,
-            weights_unavailable=self._unfound or self._unread.get("query"),
+            weights_unavailable=self._unread.get("query"),
         )
         is_trained = calls.has_gradient if record.with_gradients else state.ran_at >= 0
         if self.was_called and not is_trained:
@@ -201,7 +192,7 @@ class Site:
             raise IndexError(f"head is {head}; it must be 0 to {heads - 1}")
         if head not in own:
             where = f"{own.start} to {own.stop - 1}"
-            raise self._unavailable(f"head {head} is on another rank, this one has {where}")
+            raise LayoutUnavailable(f"head {head} is on another rank, this one has {where}")
         return weights[head - own.start]
 
     def query_weights(self) -> Tensor:
@@ -221,19 +212,19 @@ class Site:
         """
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.is_latent:
-            raise self._unavailable(
+            raise LayoutUnavailable(
                 "its queries are normalised, so its size does not reach the scores"
             )
         found = (layout.query, layout.key_rows)
         if added := [name for rows in found for name in rows.added]:
-            raise self._unavailable(f"'{added[0]}' is added, and its size reaches the scores too")
+            raise LayoutUnavailable(f"'{added[0]}' is added, and its size reaches the scores too")
         return [(rows, weights.plain(rows.parameter)) for rows in found]
 
     def query_rows(self) -> tuple[HeadRows, list[nn.Parameter]]:
         """Returns the rows of W_Q with their parameter and bias as trained; see `plain_rows`."""
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.query.added:
-            raise self._unavailable("more than its rows makes its queries")
+            raise LayoutUnavailable("more than its rows makes its queries")
         return layout.query, weights.plain(layout.query.parameter)
 
     def makers(self) -> list[nn.Parameter]:
@@ -273,9 +264,8 @@ class Site:
         try:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:
-            self._unfound = str(unavailable)
+            self._unread["query"] = str(unavailable)
             return None
-        self._unfound = None
         if isinstance(layout.key, LayoutUnavailable):
             self._unread["key"] = str(layout.key)
         return layout
@@ -288,27 +278,23 @@ class Site:
             found = rows.weights(weights.of(rows.parameter))
         except Exception as error:
             self._unread[side] = str(error)
-            if isinstance(error, LayoutUnavailable):
-                raise
-            raise self._unavailable(f"it could not be read: {error}") from error
+            raise LayoutUnavailable(str(error)) from error
         self._unread.pop(side, None)
         return found
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.record.sharded is not None:
-            raise self._unavailable(self.record.sharded)
+            raise LayoutUnavailable(self.record.sharded)
         if self.is_uncalled_elsewhere:
-            raise self._unavailable("another rank, which holds a part of it, has not called it yet")
+            raise LayoutUnavailable("another rank, which holds a part of it, has not called it yet")
         parameters = once((self.number, "parameters"), self._parameters)
         if self._layout is None or parameters != self._settled_for:
             if not self.was_called:
-                raise LayoutUnavailable(
-                    f"site '{self.name}' has not been called yet; run a training step first"
-                )
+                raise LayoutUnavailable("it has not been called yet; run a training step first")
             self._layout, self._settled_for = self._find_layout(), parameters
             self._unread.clear()
         if isinstance(self._layout, str):
-            raise self._unavailable(self._layout)
+            raise LayoutUnavailable(self._layout)
         return self._layout
 
     def _parameters(self) -> Sequence[tuple[object, ...]]:
@@ -346,17 +332,13 @@ class Site:
         reason = why_quantised(self.module) or reason
         return reason or "the inputs of its module could not be recorded"
 
-    def _unavailable(self, reason: str) -> LayoutUnavailable:
-        return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
-
     # --- what its heads run -----------------------------------------------------------------------
 
     @property
     def stabilizers(self) -> list[str]:
         """The stabilizer in use, one name per head: what the latest call in training ran.
 
-        It is "none" while no call can be switched, and if the kernels of a switch failed. After a
-        switch, and always for heads on other ranks, it is what is asked for until the next call.
+        After a switch until the next call, and for heads on other ranks, it is what is asked for.
         """
         if self.was_called and self.calls.refusal is not None:
             return ["none"] * self.num_heads
@@ -393,11 +375,7 @@ class Site:
 
     @property
     def launches(self) -> dict[tuple[str, str], int]:
-        """How often each kernel ran here, by (direction, kernel).
-
-        While no head is switched, a session leaves eager calls of steps that are not sampled to
-        PyTorch's own function, and these are not counted.
-        """
+        """How often each kernel ran here, by (direction, kernel), but for calls left to PyTorch."""
         return dict(self.state.launches)
 
 
@@ -424,7 +402,6 @@ def metadata_of(
             "precision": sorted(site.state.precisions),
             **limits,
             "normalises_queries": layout is not None and layout.normalises_queries,
-            "query_of_latent": layout.query.parameter if layout and layout.is_latent else None,
         }
     return found
 
@@ -589,18 +566,13 @@ class Instrumentation:
             raise ValueError(f"site '{first.name}' cannot be switched: {first.calls.refusal}")
         return with_switched(stabilizer, heads, [t for t in matching if t not in refused])
 
-    def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
-        """Switches heads of one site, from its next call that can be switched, see `switch`."""
-        self._ask(with_switched(stabilizer, heads, [self._sites[site]]))
-
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
     ) -> None:
         """Switches heads to a stabilizer, from the site's next call on.
 
-        A compiled model that a session watches takes the switch at its next step.
-
-        A forward that activation checkpointing recomputes runs as the original forward did.
+        A compiled model that a session watches takes the switch at its next step. A recomputed
+        forward runs as the original one did.
 
         Args:
             site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
@@ -642,13 +614,10 @@ class Instrumentation:
         for given, names in stabilizers.items():
             name = next(iter(matching(self._sites, given)), given)
             if name not in self._sites:
-                why = f"the model has no module '{name}' to switch: the state is of another model"
-                if self.is_selection and name in dict(candidates_of(self._model)):
-                    why = (
-                        f"the state has switched heads in '{name}', which `sites` leaves out: name"
-                        " it too"
-                    )
-                raise ValueError(why)
+                raise ValueError(
+                    f"the state has switched heads in '{name}', which is not watched: it is of"
+                    " another model, or `sites` leaves it out"
+                )
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
         self._ask(checked)
@@ -675,10 +644,7 @@ class Instrumentation:
                 site.state.observer = observer
 
     def rest(self, at_rest: bool, but: Collection[str] = (), are_counted: bool = False) -> None:
-        """Stops observing calls, or starts again; calls of the sites in `but` stay observed.
-
-        Calls that are only counted run the op in compiled models.
-        """
+        """Stops observing calls but those of some sites, or starts; compiled ones may count."""
         wanted = at_rest, frozenset(but)
         if wanted != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = wanted
@@ -692,11 +658,7 @@ class Instrumentation:
             runtime.rest(self._user, is_unused and self._has_sampled)
 
     def remove(self) -> None:
-        """Takes everything out of the model again; calling it twice is harmless.
-
-        What cannot be taken out is left for the next call. The error is raised after everything
-        else was taken out.
-        """
+        """Takes everything out of the model again; what could not be, a second call tries."""
         try:
             undo_all(self._installed)
         finally:
@@ -704,10 +666,6 @@ class Instrumentation:
                 self._installed.insert(0, installation.restore)  # it waits for what failed
             self._sites.clear()
             self._switched.clear()
-
-    @property
-    def is_installed(self) -> bool:
-        return bool(self._installed)
 
     def keep_residuals(self, is_wanted: bool) -> None:
         """Says whether compiled calls may be asked for "compensated", until `remove`."""
@@ -776,13 +734,10 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
 
 def matching(named: Collection[str], pattern: str) -> list[str]:
     """Returns the names that a pattern matches, as it is or else without names of wrappers."""
-    parts = pattern.split(".")
-    indices = [i for i, part in enumerate(parts) if part in _PLACES or (i, part) == (0, "*")]
-    for number in range(len(indices) + 1):  # a part of the model may be called as a wrapper's is
-        for left in itertools.combinations(indices, number):
-            one = ".".join(part for i, part in enumerate(parts) if i not in left)
-            if found := [one] if one in named else fnmatch.filter(named, one):
-                return found
+    bare = ".".join(part for part in pattern.split(".") if part not in _PLACES)
+    for one in (pattern, bare, bare.removeprefix("*.")):
+        if found := [one] if one in named else fnmatch.filter(named, one):
+            return found
     return []
 
 
@@ -821,6 +776,12 @@ def with_switched(
             names[head] = name
         switched[target.number] = tuple(names)
     return switched
+
+
+def shown(names: Sequence[str]) -> str:
+    """Lists the first names, and how many more there are."""
+    more = [f"{len(names) - _SHOWN_NAMES} more"] if len(names) > _SHOWN_NAMES else []
+    return ", ".join([*names[:_SHOWN_NAMES], *more])
 
 
 def checked_heads(heads: Iterable[int]) -> list[int]:

@@ -1,8 +1,4 @@
-"""Keeps the inputs of alarmed heads at the next sampled steps, for `guardbit diagnose`.
-
-An alarm comes when the step that raised it is over and its tensors are gone. So a head is kept at
-the sampled steps after it. Training is not changed by it: what is kept are copies.
-"""
+"""Keeps copies of alarmed heads' inputs at the sampled steps after an alarm, for `diagnose`."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
         assert all(REASON in norm for norm in rank["norms"])
         assert {site for _, site, *_ in rank["samples"] if site} == {"whole.core"}
     warnings = [text for level, text in ranks[0]["lines"] if level == "WARNING"]
-    assert "the heads of 1 attention module cannot be measured" in warnings[0]
+    assert "no head can be measured or switched at" in warnings[0]
     step, site, why = recorded(folder / "watched", "monitor_error", "step", "site", "why")[0]
     assert (step, site) == (0, "")
     assert REASON in why

@@ -180,3 +180,11 @@ def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     monkeypatch.setattr(ranks, "gathered", lambda _, *values: [values, values])
     assert run.steps(range(2)).alarmed == {0: [0], 1: []}
     run.session.close()
+
+
+def test_a_step_that_waits_is_judged_before_a_state_of_switches_alone_is_loaded(tmp_path, waits):
+    run = Run(dirpath=tmp_path, policy=Policy("compensated", scope="head")).steps([0])
+    run.session.load_state_dict({"stabilizers": {SITE: ["none", "none"]}})
+    assert run.session.alarmed_heads == {SITE: {1}}
+    assert run.session.instrumentation.asked() == {SITE: ["none", "none"]}
+    run.session.close()

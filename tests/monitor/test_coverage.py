@@ -127,8 +127,8 @@ class MyAttentionBlock(nn.Sequential):
     """Holds attention that is seen."""
 
 
-ONE = "1 module that looks like attention ran and was not seen to call it"
-SHARE = "1 of 2 attention modules is watched"
+ONE = "modules that look like attention ran and were not seen to call it"
+SHARE = "GuardBit watches 1 of 2 attention modules"
 NO_NEED = "it needs no correction"
 
 #: What is said of a model whose first layer is attention that is seen: the other layers, words of
@@ -141,7 +141,7 @@ TOLD = {
     "a kernel": (lambda: [AtenAttention()], [ONE, "1 (AtenAttention)"], ["1"]),
     "many": (
         lambda: [WrittenOutAttention() for _ in range(7)],
-        ["7 modules that look like attention", "1, 2, 3, 4 more (WrittenOutAttention)"],
+        [ONE, "1, 2, 3, 4 more (WrittenOutAttention)"],
         list("1234567"),
     ),
     "self_attn": (lambda: [Block("self_attn", Mixer())], [SHARE], ["1.self_attn"]),
@@ -197,7 +197,7 @@ def test_the_share_that_is_watched_is_told(tmp_path, caplog):
     layers = (Attention(), Attention(), Double(), multi_head, WrittenOutAttention())
     with caplog.at_level(logging.INFO, "guardbit"):
         watched(tmp_path, *layers)
-    assert sum("3 of 5 attention modules are watched" in m for m in caplog.messages) == 2
+    assert sum("GuardBit watches 3 of 5 attention modules" in m for m in caplog.messages) == 2
     assert read_metadata(tmp_path)["coverage"] == {
         "F.scaled_dot_product_attention": {
             "modules": 3, "watched": 2, "not_watched": "2: it computes in torch.float64"
@@ -224,8 +224,6 @@ def test_where_nothing_is_seen_the_likely_reasons_are_said(tmp_path):
         watched(tmp_path / "copy", Attention(), run=copy.deepcopy)
     assert "(1) the instrumented model is not the one that trains" in str(error.value)
     assert "none of its modules ran" in str(error.value)
-    with pytest.raises(RuntimeError, match=r"^no attention was found in this model"):
-        watched(tmp_path / "none", Block("up", nn.Linear(32, 32)))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +249,7 @@ def test_an_operator_that_computes_attention_by_itself_is_named(name, compiled, 
         library.impl(forward, compute, "CompositeImplicitAutograd")
         assert watched(tmp_path, Attention(), OwnAttention(), run=run) == ["0"]
     ((_, why),) = told(tmp_path)
-    assert "1 (OwnAttention); 1 of 2 attention modules is watched" in why
+    assert "1 (OwnAttention); GuardBit watches 1 of 2 attention modules" in why
     assert why.endswith(f". {name} is not watched: GuardBit does not know this operator")
 
 
@@ -272,7 +270,7 @@ def said_while_training(path):
 
 
 def train_with_and_without_logging(path):
-    line = "GuardBit: 1 of 1 attention modules is watched: F.scaled_dot_product_attention\n"
+    line = "GuardBit watches 1 of 1 attention modules: F.scaled_dot_product_attention\n"
     assert said_while_training(path / "not_set_up").count(line) == 1
     logging.basicConfig(level=logging.WARNING)
     assert line not in said_while_training(path / "set_up")

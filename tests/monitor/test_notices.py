@@ -67,7 +67,7 @@ def test_a_nan_that_came_with_the_values_is_none_of_attentions(tmp_path):
     advisories = run(tmp_path, change, steps=2)
     (event,) = advisories.to_dict("records")
     assert (event["step"], event["site"], event["heads"]) == (0, "layers.0", (1,))
-    assert "first in v: it came into attention with the values" in event["why"]
+    assert "first in v: it came into attention, from the layer's input" in event["why"]
 
 
 def codes(site, layer, *values):

@@ -333,8 +333,8 @@ def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_th
     assert at(policy, 4599, alarm()) == [] and policy.advice is None
     assert at(policy, 4600, alarm()) == []
     assert policy.advice == (
-        "all heads of the model"
-        " were asked to run compensated from step 3100 on, and head 3 of h.2 is alarmed again"
+        "all heads that could be switched were asked to run compensated from step 3100 on, and"
+        " head 3 of h.2 is alarmed again"
     )
 
 
@@ -375,8 +375,8 @@ def test_where_all_heads_are_switched_only_advice_is_left(settings):
     assert policy.advice is None
     assert at(policy, 1600, alarm()) == []
     assert policy.advice == (
-        "all heads of the model"
-        " were asked to run exact_delta from step 100 on, and head 3 of h.2 is alarmed again"
+        "all heads that could be switched were asked to run exact_delta from step 100 on, and"
+        " head 3 of h.2 is alarmed again"
     )
     told = policy.advice
     at(policy, 9000, alarm())
@@ -400,7 +400,7 @@ def test_the_advice_does_not_claim_heads_that_somebody_else_has_switched():
     for step in (100, 1600):
         at(policy, step, alarm(), asked=taken)
     assert policy.advice.startswith(
-        "all heads of the model that could be switched were asked to run exact_delta"
+        "all heads that could be switched were asked to run exact_delta"
     )
 
 

@@ -1,6 +1,5 @@
 """Reports say what switched heads really run, step by step, and what a call cannot run."""
 
-import logging
 from unittest import mock
 
 import pytest
@@ -238,27 +237,6 @@ def test_kernels_that_fail_are_reported(run, monkeypatch, name, function):
     assert run.ran() == [name, "none", name]
 
 
-def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(proof, "_proofs", {})
-    run = Run(tmp_path).steps(None)
-    assert "proofs" not in read_metadata(run.path)
-    run.session.switch(SITE, "exact_delta")
-    with caplog.at_level(logging.WARNING, "guardbit"):
-        run.steps(None, None)
-        (told,) = read_metadata(run.path)["proofs"]
-        assert told.startswith("FLASH_ATTENTION (bfloat16, head size 16, no mask, causal, cpu")
-        assert told.endswith("trusted with an exact delta")
-        assert "cannot be given an exact delta" not in caplog.text
-        run.steps(None, None, math=True).steps(None, math=True, rows=16)
-    assert len(proof.proofs()) == 3, "of another length"
-    _, failed = read_metadata(run.path)["proofs"]
-    assert failed.startswith("MATH (") and "not trusted: its backward takes delta" in failed
-    assert "gradients that differ" not in failed, "nothing was measured"
-    warned = [text for text in caplog.messages if "cannot be given an exact delta" in text]
-    assert len(warned) == 1 and failed in warned[0]
-    run.session.close()
-
-
 @pytest.mark.parametrize(
     # With dropout `compensated` takes the place of `exact_delta`.
     "name, dropout_p, layers_with_room",
@@ -367,7 +345,7 @@ def test_a_policy_switches_at_a_refused_batch_what_earlier_batches_could(tmp_pat
     run = Run(tmp_path, every_n_train_steps=1, policy=Policy("compensated", scope="head"))
     run.steps(None)
     alarm = Alarm(1, SITE, (0,), "w_q_growth", "made up")
-    run.session.detectors.update = lambda _: [alarm] if run.step == 1 else []
+    run.session._sampled.detectors.update = lambda _: [alarm] if run.step == 1 else []
     run.steps(WIDE)
     run.steps(None)
     assert run.stabilizers() == ["compensated", "none"]

@@ -76,7 +76,7 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     told = (
         "dry run: no head was switched"
         if dry_run
-        else "all heads of the model were asked to run exact_delta"
+        else "all heads that could be switched were asked to run exact_delta"
     )
     assert advice["why"].startswith(told)
     assert ("advice would be: all heads" in advice["why"]) is dry_run

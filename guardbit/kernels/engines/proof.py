@@ -95,10 +95,6 @@ def _activated() -> str | None:
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
-def proofs() -> list[Proof]:
-    return list(_proofs.values())
-
-
 @lru_cache(maxsize=1024)
 def _memory_order(strides: tuple[int, ...]) -> tuple[int, ...]:
     """Returns dimensions by falling stride, their order in memory, without expanded ones."""

@@ -1,8 +1,8 @@
 """Streaming rules that turn the telemetry of attention heads into alarms.
 
-A rule compares a head with its own past and with its peers, and fires on growth only. Each is a
-file of `guardbit.monitor.detectors.rules`, with its thresholds and the data that set them;
-`Detectors` runs them.
+A rule compares a head with its own past and with its peers, and fires on growth only. They stand in
+`guardbit.monitor.detectors.rules`, with their thresholds and the data that set them; `Detectors`
+runs them.
 """
 
 from guardbit.monitor.detectors import rules

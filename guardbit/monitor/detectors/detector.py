@@ -1,8 +1,4 @@
-"""Runs the rules over samples and keeps their states.
-
-The same class serves a live run, which hands it the samples of each sampled step, and the replay of
-a recorded one.
-"""
+"""Runs the rules over samples of a live run or of a recorded one, and keeps their states."""
 
 from __future__ import annotations
 

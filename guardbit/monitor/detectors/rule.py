@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -132,9 +132,10 @@ def reads_of(rule: Rule) -> list[list[str]]:
     return [[either] if isinstance(either, str) else list(either) for either in needed]
 
 
-def judges_heads(rule: Rule) -> bool:
-    role = role_of(rule)
-    return role.judges == "head" and not role.is_advisory
+def heads_judged_by(rules: Iterable[Rule]) -> dict[str, list[list[str]]]:
+    """Returns what each rule needs that alarms heads."""
+    roles = ((rule, role_of(rule)) for rule in rules)
+    return {r.name: reads_of(r) for r, of in roles if of.judges == "head" and not of.is_advisory}
 
 
 def role_of(rule: Rule) -> Role:
@@ -178,10 +179,7 @@ MODULES = 3
 
 
 def growth_of_model(state: State, snapshot: Snapshot) -> float:
-    """Returns by how much most modules' largest logits have grown, 1 if unknown.
-
-    It is the lower quartile over the modules that train, since each was measured first.
-    """
+    """Returns the lower quartile of growth of trained modules' largest logits, 1 if unknown."""
     growths = []
     for site, logits in snapshot.latest.get("max_logit", {}).items():
         trains = snapshot.trains.get(site)

@@ -1,23 +1,20 @@
 """Does rounding move a head? Measured at every step for a while after a rule has named the head.
 
-sigma is the largest singular value of a head's rows W of W_Q `(d, C)`, u and v are its singular
-vectors. The kernel's dQ less an FP32-accurate one, e `(N, d)`, makes the error E = sum_n e_n x_n^T
-in the gradient of W, where x `(N, C)` is what the projection was given. Adam divides an entry of
-the gradient by the root a of its running mean square. So in first order, in this step and through
-the momentum in later ones, the error changes log sigma by
+The kernel's dQ less an FP32-accurate one, e `(N, d)`, makes the error E = sum_n e_n x_n^T in the
+gradient of a head's rows W of W_Q `(d, C)`, where x `(N, C)` is what the projection was given.
+sigma is W's largest singular value, u and v are its vectors. Adam divides an entry of the gradient
+by the root a of its running mean square. So in first order the error changes log sigma by
 
     r = -rate * sum over entries of u v^T E / (sigma a),
 
-while log sigma itself changes by c. Where rounding moves the head, r and c go together from one
-stretch of steps to the next; where the model moves it, they do not. Rounding's share is the slope
-of r on c through the origin, sum r c / sum c^2, over stretches of `WINDOW` steps. In a corrected
-head r is what the uncorrected kernel would have added, and is added to c.
+while log sigma itself changes by c. Rounding's share is the slope of r on c through the origin,
+sum r c / sum c^2, over stretches of `WINDOW` steps, because momentum spreads an error over some. In
+a corrected head r is what the uncorrected kernel would have added, and is added to c.
 
-A call does not show x. It shows y = A x + b, its q and k, where A and b are the rows of W_Q and W_K
-and their biases, turned by rotary positions in some models, see `Turn`. So x is what least
-squares make of y. That the calls are of this form is proved at each step: the gradient that dQ
-gives in the same way must be the parameter's, but for a factor, which clipping and loss scaling
-leave, and which E gets as well. Where it is not, nothing is measured.
+A call shows y = A x + b, its q and k, where A and b are the rows of W_Q and W_K and their biases,
+turned by rotary positions in some models, see `Turn`. So x is what least squares make of y. That
+the calls are of this form is proved at each step: the gradient that dQ gives in the same way must
+be the parameter's, but for a factor, which clipping and loss scaling leave, and which E gets too.
 
 Of ranks that average their gradients each sees its own E only. The slope is the mean of theirs, so
 that of one rank estimates it, with a wider interval. Its gradient is not the parameter's; there the
@@ -114,10 +111,7 @@ class Burst:
         return bool(self.heads)
 
     def want(self, site: str, heads: Iterable[int], is_alarm: bool = True) -> None:
-        """Begins to measure heads of an attention module, as far as there is room.
-
-        A head is measured once for an advisory and once for an alarm, on the ranks that have it.
-        """
+        """Begins to measure heads here, if there is room, once for an advisory and for an alarm."""
         if site not in self._sites():
             return
         if self._sites()[site].was_called and (why := self._why_not_plain(site)):
@@ -267,12 +261,10 @@ class Burst:
         self._in_vain[name] = 0
         state, gradient = optimizer.state.get(product.weight, {}), product.weight.grad
         squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))  # AMSGrad divides by it
-        if "betas" in group and not state and gradient is not None:
-            return self._give_up(name, "its optimizer keeps its state on another rank, as in ZeRO")
-        if squares is None or not isinstance(optimizer, Adam):
-            return self._give_up(name, "its optimizer is not PyTorch's Adam or AdamW")
-        if gradient is None or squares.shape != product.weight.shape:
-            return self._give_up(name, "its gradient is gone after the optimizer's step")
+        is_adam = isinstance(optimizer, Adam) and squares is not None
+        if not is_adam or gradient is None or squares.shape != product.weight.shape:
+            self._give_up(name, _NOT_ADAM)
+            return
         taken = product.rows_of(gradient)
         unbiased = squares / (1 - group["betas"][1] ** state["step"])
         roots = product.rows_of(unbiased).sqrt() + group["eps"]
@@ -292,7 +284,6 @@ class Burst:
         for index, head in enumerate(product.heads):
             of_head = torch.stack([added[index], changes[index], proof[index]])
             self._series.setdefault((name, head), []).append(of_head)
-        return None
 
     def columns(self) -> dict[tuple[str, str], Tensor]:
         """Rounding's share so far, FP64 `(H,)` a module and indicator; NaN for other heads."""
@@ -354,6 +345,10 @@ class Burst:
 
 
 _NOT_OVER = f"the {LEAST_STEPS} to {MOST_STEPS} steps that it takes are not over"
+_NOT_ADAM = (
+    "its optimizer is not PyTorch's Adam or AdamW, or its state is on another rank, as in ZeRO, or"
+    " its gradient is gone after the step"
+)
 _NOT_ITS_GRADIENT = (
     "W_Q's gradient does not follow from q and k, e.g. because positions turn them in an unknown"
     " way"
@@ -419,10 +414,9 @@ class Turn(NamedTuple):
 
 
 def turns_of(model: nn.Module, size: int, positions: int, device: torch.device) -> list[Turn]:
-    """Lists the turns of a head's features that a model's tables allow; the first changes nothing.
+    """Lists the turns of a head's first 2 n features that a model's tables allow, and no turn.
 
-    A table is named after frequencies, as `inv_freq` `(n,)` or complex `freqs_cis`
-    `(positions, n)`, and turns the first 2 n features.
+    A table is named after frequencies, as `inv_freq` `(n,)`, complex `freqs_cis` `(positions, n)`.
     """
     cos = torch.ones(positions, size, dtype=torch.float32, device=device)
     turns = [Turn(cos, torch.zeros_like(cos), torch.arange(size, device=device))]

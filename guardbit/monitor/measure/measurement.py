@@ -73,7 +73,6 @@ class Measurement:
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
         self._running_sums = RunningSums()
         self._origins = Origins()
-        self.parted: set[str] = set()  # the modules whose rows of W_Q made no queries at last
 
     def begin(self) -> None:
         self._origins.forget()
@@ -150,7 +149,7 @@ class Measurement:
         known = self._count(sites) if sites else self._known
         if known != self._known:
             self._known, self._metric = known, None  # counted anew at the next sampled step
-        scalars, values = self.run.take()
+        scalars, values = self.run.hand_over()
         state = () if metric is None else (metric.sums, metric.maxima)
         now = self._instrumentation.clock.done
         is_idle = not any(site.trained_in == now for site in sites.values())
@@ -172,8 +171,9 @@ class Measurement:
             for site, indicator in sent.columns
         ]
         compared = {one.site: one.values for one in samples if one.indicator == _ORIGINS}
-        self.parted = self._origins.judge(self._instrumentation.candidates, compared, sent.step)
-        kept = (x for x in samples if x.indicator != _ORIGINS and x.site not in self.parted)
+        # Modules whose rows of W_Q made no queries.
+        parted = self._origins.judge(self._instrumentation.candidates, compared, sent.step)
+        kept = (x for x in samples if x.indicator != _ORIGINS and x.site not in parted)
         return [*kept, *samples_of(sent.scalars, map(float, numbers))]
 
     def left(self, step: int) -> list[Sample]:
@@ -181,10 +181,7 @@ class Measurement:
         return self.receive(self.send({}, step))
 
     def of_all_ranks(self, sent: Sent | None) -> tuple[AttentionMetric | None, list[KnownSite]]:
-        """Returns what the calls of all ranks show, if all measured theirs, and the sites by row.
-
-        All ranks call it, with None where nothing has come.
-        """
+        """Returns what all ranks' calls show, if all measured them, and the sites; all call it."""
         own, metric = (sent.table, sent.metric) if sent else ([], None)
         table = joined_tables(ranks.of_each_part("sites", own, own))
         if not ranks.all_agree(sent is not None and sent.is_whole and bool(table), table):
@@ -319,20 +316,17 @@ class RunProbe:
         # Name, step, value and factor.
         self._kept: list[tuple[str, int, Tensor | float, float]] = []
 
-    def loss(self, step: int, value: Tensor | float, factor: float) -> None:
-        if "loss" in self._wanted:
-            self._kept.append(("loss", step, _number(value), factor))
-
-    def grad_norm(self, step: int, value: Tensor | float) -> None:
-        """Keeps the gradient norm of optimizer step `step`; the last one given counts."""
-        if "grad_norm" in self._wanted:
-            self._kept = [kept for kept in self._kept if kept[:2] != ("grad_norm", step)]
-            self._kept.append(("grad_norm", step, _number(value), 1.0))
+    def take(self, name: str, step: int, value: Tensor | float, factor: float = 1.0) -> None:
+        """Keeps a number of a step; of its gradient norms the last one counts."""
+        if name == "grad_norm":
+            self._kept = [kept for kept in self._kept if kept[:2] != (name, step)]
+        if name in self._wanted:
+            self._kept.append((name, step, _number(value), factor))
 
     def forget_step(self, step: int | None) -> None:
         self._kept = [kept for kept in self._kept if kept[1] != step]
 
-    def take(self) -> tuple[list[Scalar], list[Tensor | float]]:
+    def hand_over(self) -> tuple[list[Scalar], list[Tensor | float]]:
         """Hands over what was kept, losses first, and its numbers, which may be on a device."""
         kept, self._kept = sorted(self._kept, key=lambda kept: kept[0] != "loss"), []
         return [(name, step, factor) for name, step, _, factor in kept], [one[2] for one in kept]
@@ -444,10 +438,7 @@ def _send(joined: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class AttentionMetric:
-    """Indicators of every head of every site, from the attention calls of a sampled step.
-
-    All probes and sites share two state tensors, so that ranks exchange one sum and one maximum.
-    """
+    """Indicators of every head of every site, in two tensors for ranks to exchange."""
 
     def __init__(
         self,

@@ -26,10 +26,7 @@ EPS = 1e-3
 
 @dataclass
 class CallView:
-    """One attention call of a sampled step, as probes see it.
-
-    What several probes read is computed once, and only if a probe reads it.
-    """
+    """One attention call of a sampled step; what several probes read is computed once."""
 
     call: AttentionCall  # the call
     num_rows: int | None = None  # query rows to recompute, evenly spread; None for all
@@ -89,10 +86,7 @@ class CallView:
 
 
 class CallProbe:
-    """Measures some indicators in attention calls. It keeps no state, so one serves all sites.
-
-    S is the number of sites, H the largest number of heads of one.
-    """
+    """Measures indicators in attention calls of S sites, H the most heads of one; stateless."""
 
     name: ClassVar[Probe]  # in the catalogue
     sums: tuple[str, ...] = ()  # the values that are added up over rows, micro-batches and ranks

@@ -1,4 +1,4 @@
-"""The rules, one a file: each sees one sign of trouble, and says on what data it was set.
+"""The rules: each sees one sign of trouble, and says on what data it was set.
 
 What the rules' docstrings call "the sound runs" are eight recorded GPT-2-small runs that nothing is
 wrong with: compensated from the start, or at a rate of 6e-4 (`studies/rescue/results`). "The
@@ -8,9 +8,8 @@ and "the learning-rate runs" are older ones that recorded only the largest head 
 """
 
 from guardbit.monitor.detectors.rule import Rule
-from guardbit.monitor.detectors.rules.gradient_error import GradientError
+from guardbit.monitor.detectors.rules.gradient_error import GradientError, LargeError
 from guardbit.monitor.detectors.rules.head_growth import HeadGrowth
-from guardbit.monitor.detectors.rules.large_error import LargeError
 from guardbit.monitor.detectors.rules.loss_departure import LossDeparture
 from guardbit.monitor.detectors.rules.model_logits import ModelLogits
 

@@ -107,18 +107,14 @@ class HeadGrowth:
 
     Rounding errors of delta that add up push the spectral norm of a head's W_Q, and with it its
     logits (arXiv 2510.04212, section 3.2, figures 3 and 11). In the runs we have it begins in heads
-    whose norm is small: they catch up with the others, and overtake them a thousand steps later. So
-    growth counts from wherever it begins, see `outrun`, and no level does. The peers are
-    the clock: in a young run, or at a high rate, all heads grow fast. Heads whose weights stand
-    still are nobody's peers, and do not count.
+    whose norm is small. So growth counts from wherever it begins, see `outrun`, and no level does.
+    The peers are the clock: in a young run, or at a high rate, all heads grow fast. Heads whose
+    weights stand still do not count. A head is named again once it has grown by as much again.
 
-    Either may be bounded, or not known. So each counts by itself, and both together for less.
-    Where queries are normalised between W_Q and the scores, the norm says nothing, and nothing
-    while logits are known to be noise: in a model of Llama's kind all W_Q and W_K of the first
-    layer grew ten- to twentyfold where scores do not see it. A largest logit is one extreme
-    row's: of two samples in a row the smaller one counts.
-
-    A head that has been named is named again once it has grown by as much again.
+    Either may be bounded, or not known. So each counts by itself, and both together for less. The
+    norm says nothing if queries are normalised after W_Q, or while logits are noise: in a model of
+    Llama's kind all W_Q of the first layer grew ten- to twentyfold where scores do not see it. A
+    largest logit is one extreme row's: of two samples in a row the smaller one counts.
 
     In the sound runs, the stable ones, the shifted one and a compensated one at 3e-3 the largest
     lead of a norm is 0.31, of logits 1.92, and of both, as parts of what each must be, 0.59: half

@@ -15,8 +15,7 @@ from guardbit.records import Role
 class LossDeparture:
     """The loss has left its best level: whatever the cause, the run is failing.
 
-    It is no early sign. It dates the failure, and separates a divergence without any sign in the
-    heads from a stable run. The statistic is the median loss of the last `steps` steps less the
+    It is no early sign. The statistic is the median loss of the last `steps` steps less the
     smallest such median so far. What is not finite, -inf too, counts as the largest number.
 
     Largest rise in the stable runs 0.33 nats (all at step 6,440, over the same hard batches), in
