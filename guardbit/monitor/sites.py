@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 _FROZEN = "its calls have no gradient, as it is frozen or runs without"
 _SEVERAL_CALLS = (
-    "it makes several calls of attention in one forward ({}), of which the first is measured; a"
-    " switch applies to all"
+    "it makes several calls of attention in one forward ({}): the first is measured, and a switch"
+    " applies to all"
 )
 _MIXED_HEADS = (
     "ranks exchange tensors before it calls attention, as Ulysses does, so head 0 to {} may each"
@@ -353,6 +353,24 @@ class Site:
             return list(switched)
         return self._with_own(["none"] * num_heads, self.state.requested)
 
+    def with_switched(
+        self, stabilizer: str | Sequence[str], heads: list[int] | None
+    ) -> tuple[str, ...]:
+        """Returns what is asked for after a switch of some heads, None for all."""
+        number, names = self.num_heads, self.asked
+        chosen = list(range(number)) if heads is None else heads
+        for head in chosen:
+            if not 0 <= head < number:
+                raise IndexError(
+                    f"head {head} is out of range; site '{self.name}' has heads 0 to {number - 1}"
+                )
+        why = self.limits.mixed_heads
+        if why is not None and len(set(chosen)) < number:
+            raise ValueError(f"heads of site '{self.name}' cannot be switched one by one: {why}")
+        for head, name in zip(chosen, check_stabilizers(stabilizer, len(chosen)), strict=True):
+            names[head] = name
+        return tuple(names)
+
     def _with_own(self, names: list[str], of_this_rank: Sequence[str]) -> list[str]:
         own = self.own_heads
         if of_this_rank and len(of_this_rank) == len(own):
@@ -564,7 +582,9 @@ class Instrumentation:
         if refused and len(refused) == len(matching):
             first = refused[0]
             raise ValueError(f"site '{first.name}' cannot be switched: {first.calls.refusal}")
-        return with_switched(stabilizer, heads, [t for t in matching if t not in refused])
+        listed = None if heads is None else checked_heads(heads)
+        targets = [target for target in matching if target not in refused]
+        return {target.number: target.with_switched(stabilizer, listed) for target in targets}
 
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
@@ -752,30 +772,6 @@ def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[s
             )
         selected.update({name: named[name] for name in matches})
     return selected
-
-
-def with_switched(
-    stabilizer: str | Sequence[str], heads: Iterable[int] | None, targets: Iterable[Site]
-) -> dict[int, tuple[str, ...]]:
-    """Returns what is asked for at some sites, by number, after a switch of their heads."""
-    switched: dict[int, tuple[str, ...]] = {}
-    listed = None if heads is None else checked_heads(heads)
-    for target in targets:
-        number, names = target.num_heads, target.asked
-        chosen = list(range(number)) if listed is None else listed
-        for head in chosen:
-            if not 0 <= head < number:
-                raise IndexError(
-                    f"head {head} is out of range; site '{target.name}' has heads 0 to {number - 1}"
-                )
-        why = target.limits.mixed_heads
-        if why is not None and len(set(chosen)) < number:
-            raise ValueError(f"heads of site '{target.name}' cannot be switched one by one: {why}")
-        given = check_stabilizers(stabilizer, len(chosen))
-        for head, name in zip(chosen, given, strict=True):
-            names[head] = name
-        switched[target.number] = tuple(names)
-    return switched
 
 
 def shown(names: Sequence[str]) -> str:

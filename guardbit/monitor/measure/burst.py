@@ -261,8 +261,8 @@ class Burst:
         self._in_vain[name] = 0
         state, gradient = optimizer.state.get(product.weight, {}), product.weight.grad
         squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))  # AMSGrad divides by it
-        is_adam = isinstance(optimizer, Adam) and squares is not None
-        if not is_adam or gradient is None or squares.shape != product.weight.shape:
+        is_adam, shape = isinstance(optimizer, Adam), product.weight.shape
+        if not is_adam or squares is None or gradient is None or squares.shape != shape:
             self._give_up(name, _NOT_ADAM)
             return
         taken = product.rows_of(gradient)

@@ -135,32 +135,16 @@ def counted_rows(row_max: Tensor) -> Tensor:
     return per_head(row_max > -torch.inf)
 
 
-class _Statistic(NamedTuple):
-    """How an indicator comes from rows."""
-
-    reduce: Callable[[Any], Tensor]  # makes `(H,)` of a recomputation
-    # Whether `reduce` returns a sum, which is divided by the number of rows; otherwise it returns a
-    # maximum.
-    is_mean: bool = True
-    needs_shadow: bool = True  # whether it takes a `Shadow`; otherwise a `RowMaxima` will do
-
-
 def shared_maxima(maxima: Tensor) -> Tensor:
     """Counts the rows whose maximum is attained more than once (paper, figure 13)."""
     return per_head(maxima > 1)
 
 
-#: Rows without an allowed key have no maxima, entropy 0 and largest score -inf.
-STATISTICS: dict[str, _Statistic] = {
-    "multiple_maxima": _Statistic(lambda rows: shared_maxima(rows.maxima)),
-    "multiple_maxima_bf16": _Statistic(lambda rows: shared_maxima(rows.maxima_bf16)),
-    # In size: rounding is as coarse below 0 as above, and softmax does not see a constant, so
-    # scores may grow where no row's maximum shows it. The recorded
-    # runs of `tests/data/runs` are older and hold the largest score with its sign.
-    "max_logit": _Statistic(
-        lambda rows: rows.largest.amax((-3, -1)), is_mean=False, needs_shadow=False
-    ),
-    "attention_entropy": _Statistic(lambda rows: per_head(rows.entropy)),
+#: What is summed over rows; those without an allowed key have no maxima and entropy 0.
+MEANS: dict[str, Callable[[Shadow], Tensor]] = {
+    "multiple_maxima": lambda rows: shared_maxima(rows.maxima),
+    "multiple_maxima_bf16": lambda rows: shared_maxima(rows.maxima_bf16),
+    "attention_entropy": lambda rows: per_head(rows.entropy),
 }
 
 
@@ -171,15 +155,20 @@ class RowProbe(CallProbe):
 
     def __init__(self, wanted: Collection[str]) -> None:
         super().__init__(wanted)
-        means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
+        means = tuple(name for name in self.indicators if name in MEANS)
         self.maxima = tuple(name for name in self.indicators if name not in means)
         self.sums = ("rows", *means)
-        self._statistics = [STATISTICS[name] for name in (*means, *self.maxima)]
-        self.needs_shadow = any(statistic.needs_shadow for statistic in self._statistics)
+        self.needs_shadow = bool(means)
 
     def update(self, view: CallView) -> Sequence[Tensor]:
-        rows = view.shadow if self.needs_shadow else view.maxima
-        return [counted_rows(rows.row_max), *(one.reduce(rows) for one in self._statistics)]
+        found = [counted_rows(view.maxima.row_max)]
+        found += [MEANS[name](view.shadow) for name in self.sums[1:]]
+        if self.maxima:
+            # In size: rounding is as coarse below 0 as above, and softmax does not see a constant,
+            # so scores may grow where no row's maximum shows it. Rows without a key have -inf. The
+            # runs of `tests/data/runs` are older and hold the largest score with its sign.
+            found.append(view.maxima.largest.amax((-3, -1)))
+        return found
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where no row has an allowed key."""

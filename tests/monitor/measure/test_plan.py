@@ -53,13 +53,13 @@ def calls(monkeypatch):
     for name in ("gram_matrices", "spectral_norms"):
         counted(weights, name)
     counted(probes, "gradient_error")
-    for name, statistic in probes.STATISTICS.items():
+    for name, reduce in probes.MEANS.items():
 
-        def reduced(*arguments, name=name, reduce=statistic.reduce):
+        def reduced(*arguments, name=name, reduce=reduce):
             counts[name] = counts.get(name, 0) + 1
             return reduce(*arguments)
 
-        monkeypatch.setitem(probes.STATISTICS, name, statistic._replace(reduce=reduced))
+        monkeypatch.setitem(probes.MEANS, name, reduced)
     for name in ("query_weights", "key_weights"):
         counted(Site, name)
     return counts
@@ -74,8 +74,8 @@ TIES_AND_ENTROPY = ["multiple_maxima", "multiple_maxima_bf16", "attention_entrop
 
 # Of two sites and two sampled steps; only the second knows directions, which an audit needs.
 COSTS = [
-    (["max_logit"], {"row_maxima": 4, "max_logit": 4}),
-    (["max_logit", "delta_bias"], SCORES | {"max_logit": 4, "delta_bias": 4}),
+    (["max_logit"], {"row_maxima": 4}),
+    (["max_logit", "delta_bias"], SCORES | {"delta_bias": 4}),
     (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 4)),
     (["delta_bias_abs"], SCORES | {"delta_bias": 4}),
     (["delta_bias_cumulative"], SCORES | {"delta_bias": 4}),
@@ -84,7 +84,7 @@ COSTS = [
     (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["dq_relative_error"], AUDIT | QUERIES),
     (["key_common_mode"], {}),
-    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4, "max_logit": 4}),
+    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4}),
     (["loss", "grad_norm"], {}),
 ]
 
