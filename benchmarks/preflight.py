@@ -58,7 +58,7 @@ def main() -> None:
                     "verdict": text.verdict(result, *place), "gpu": machine.gpu or "", **versions,
                 }
             )  # fmt: skip
-    for why, places in (result.refused | result.not_examined).items():
+    for why, places in result.not_examined.items():
         lines += [{"shape": place, "verdict": why, "gpu": machine.gpu or ""} for place in places]
     write(arguments.csv, lines)
     for part in (text.describe_machine(machine), text.table(result), text.explain(result)):

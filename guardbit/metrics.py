@@ -143,10 +143,9 @@ class _CallMetric(_HeadMetric):
         *,
         causal: Causal = False,
         scale: float | None = None,
-        heads: Heads = "all",
         **options: Any,
     ) -> None:
-        super().__init__(num_heads, kind, heads=heads, **options)
+        super().__init__(num_heads, kind, **options)
         self.causal: Causal = causal
         self.scale = scale
 

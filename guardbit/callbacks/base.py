@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from guardbit import guard
 from guardbit.guard import Guarded, undo_all
@@ -15,6 +15,12 @@ from guardbit.records import RunEnd
 
 S = TypeVar("S", bound=Session)
 
+#: What one framework alone calls -> what to use there.
+_INSTEAD = {
+    "on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor",
+    **dict.fromkeys(("setup", "on_exception"), ": with Lightning's Trainer use AttentionMonitor"),
+}
+
 
 class GuardedCallback(Guarded):
     """A framework's callback; every method that the framework calls is guarded."""
@@ -22,12 +28,9 @@ class GuardedCallback(Guarded):
     session: Session | None = None  # the session of the run that goes on, or None
     strict: bool = False  # whether the monitor's own errors are raised
 
-    #: Method that only the other framework calls -> what to use there, for the error.
-    _instead: ClassVar[Mapping[str, str]] = {}
-
     def __getattr__(self, name: str) -> NoReturn:
         """Raises; says what to use instead if the other framework calls this callback."""
-        kind, instead = type(self).__name__, self._instead.get(name, "")
+        kind, instead = type(self).__name__, _INSTEAD.get(name, "")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead}")
 
     def _contain(self, error: Exception, where: str) -> None:

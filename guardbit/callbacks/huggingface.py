@@ -62,10 +62,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         ValueError: If an argument is out of range.
     """
 
-    _instead = dict.fromkeys(
-        ("setup", "on_exception"), ": with Lightning's Trainer use AttentionMonitor"
-    )
-
     @guard.method()
     @passes_to(Settings)
     def __init__(self, every_n_train_steps: int = 50, **settings: Any) -> None:
@@ -196,11 +192,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         return self._folder / f"checkpoint-{state.global_step}" / STATE_FILE
 
     def _end_if_interrupted(self, model: nn.Module, trainers: Sequence[Trainer]) -> None:
-        """Ends the session of an earlier training of this model: Ctrl-C calls no callback.
-
-        A training that still goes on, because it runs this one inside it, keeps its session: its
-        Trainer is among those whose methods are running.
-        """
+        """Ends a training of this model that Ctrl-C ended: not one that runs this one inside it."""
         of, trainer = _training[self]
         if of is model and self.session is not None and trainer not in trainers:
             log.warning(

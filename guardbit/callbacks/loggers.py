@@ -48,9 +48,6 @@ def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) ->
         found, numbers = judgement.headline_so_far, judgement.numbers
         if numbers["alarms"] and session.policy is None and not numbers["switched"]:
             found += f". {judgement.advice.rstrip('.')}"
-    off = sorted(session.stages_off)
-    if off:
-        found += f" (off after an error: {', '.join(off)})"
     return f"GuardBit: run {end}. {found}{report}"
 
 

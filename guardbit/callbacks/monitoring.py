@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -90,10 +89,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         ValueError: If an argument is out of range.
     """
 
-    _instead = MappingProxyType(
-        {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor"}
-    )
-
     @guard.method()
     @passes_to(Settings, "policy", "dry_run")
     def __init__(
@@ -112,7 +107,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False
-        self.session: Session | None = None
         self._restored: dict[str, Any] = {}
         #: The module that `_restored` belongs to; None if it comes from a checkpoint.
         self._state_of: weakref.ref[pl.LightningModule] | None = None
@@ -314,10 +308,6 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
         ValueError: If an argument is out of range, or at setup, if there is not one
             `AttentionMonitor` and one `AutoStabilizer`.
     """
-
-    _instead = MappingProxyType(
-        {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor(policy=Policy())"}
-    )
 
     @guard.method()
     @passes_to(Policy)

@@ -86,7 +86,6 @@ class Measures:
 
     @property
     def relative_error(self) -> float:
-        """Norm of the error over that of the exact dQ."""
         return math.sqrt(_ratio(self.error_squares, self.exact_squares))
 
     @property

@@ -61,7 +61,6 @@ class OwnKernels(Engine):
 
 
 def sdpa_candidates(call: ExaminedCall, own: bool) -> Candidates:
-    """Returns the engines of `F.scaled_dot_product_attention` that PyTorch says serve a call."""
     engines: list[Engine] = []
     refused: dict[str, str] = {}
     for backend in _BACKENDS:
@@ -91,7 +90,6 @@ def sdpa_engine(backend: SDPBackend, call: ExaminedCall) -> Engine:
 
 
 def library_candidates(call: ExaminedCall) -> Candidates:
-    """Returns the engines of libraries, which are imported if they are installed."""
     names = [name for name, one in LIBRARIES.items() if one.home and one.takes_documents]
     reasons = {name: why_not(name, call) for name in names}
     served = [name for name, why in reasons.items() if why is None]

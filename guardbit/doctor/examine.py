@@ -23,7 +23,7 @@ from guardbit.doctor.exact import (
     gaps,
     head_of_unit,
 )
-from guardbit.doctor.inputs import ExaminedCall
+from guardbit.doctor.inputs import KINDS, ExaminedCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.engines.proof import proof_of
 
@@ -112,6 +112,7 @@ class Examination:
         self.engine, self.advice = engine, advice
         self.case = engine.name, shape, mask, dtype
         self.rows: list[Row] = []
+        self.left_out = list(KINDS)  # kinds of inputs that it has not looked at
         # The wrong tensors of each kind of inputs, by what is wrong: nonfinite, race, order, off.
         self._noted: dict[str, dict[str, set[str]]] = {}
         self._failures: dict[str, list[str]] = {}  # a sentence, and on which kinds of inputs
@@ -129,7 +130,9 @@ class Examination:
         except Exception as error:  # whatever a kernel raises, the user would meet it
             why = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
             self._failures.setdefault(why, []).append(kind)
+            self.left_out.remove(kind)
             return
+        self.left_out.remove(kind)
         found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))
         nonfinite = {name for name in results if _is_nonfinite(results, exacts, name)}
         order = {name for name in results if not _same_bits(results[name], second[name])}
@@ -228,10 +231,6 @@ class Examination:
             return "rounded" if is_rounded else "unknown"
         return "rounded output" if self._is_of_output else "exact"
 
-    @property
-    def has_looked(self) -> bool:
-        return bool(self._noted or self._failures)
-
     def findings(self) -> list[Finding]:
         """Returns the findings; a cause replaces what it explains."""
         found = [
@@ -250,7 +249,6 @@ class Examination:
         return found
 
     def _shown(self, what: FaultName, broken: bool = True) -> list[Finding]:
-        """Returns the finding that some tensors showed `what`, if they did."""
         kinds, tensors = self._gathered(what)
         if not tensors:
             return []
@@ -392,10 +390,7 @@ def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool)
     for pairs, words in ((extra, "sees key {}, which is hidden"), (missing, "does not see key {}")):
         if pairs.any():
             head, row, key = torch.nonzero(pairs)[0].tolist()
-            return (
-                f"query {row} of head {own.start + head} {words.format(key)} ({int(extra.sum())}"
-                f" pairs too many, {int(missing.sum())} too few in one key head)"
-            )
+            return f"query {row} of head {own.start + head} {words.format(key)}"
     return None
 
 
@@ -412,7 +407,6 @@ class DeltaFit(NamedTuple):
 
 
 def fit_delta(call: ExaminedCall, gaps: Sequence[Gap], results: Results) -> DeltaFit:
-    """Finds from the errors of dQ which delta a backward used."""
     info = torch.finfo(call.q.dtype)
     used, rounded, units, explained, total = [], [], [], 0.0, 0.0
     for gap in gaps:

@@ -80,13 +80,12 @@ def parse_shape(text: str) -> Shape:
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
     except (TypeError, ValueError):
+        shape = None
+    if shape is None or min(shape) < 1 or shape.heads % shape.kv_heads:
         raise ValueError(
-            f"shape is {text!r}; it must be five whole numbers, B,H,H_kv,N,D, e.g. 8,12,12,1024,64"
-        ) from None
-    if min(shape) < 1:
-        raise ValueError(f"shape is {text!r}; each number must be at least 1")
-    if shape.heads % shape.kv_heads:
-        raise ValueError(f"shape is {text!r}; H must be a multiple of H_kv")
+            f"shape is {text!r}; it must be five whole numbers above 0, B,H,H_kv,N,D, with H a"
+            " multiple of H_kv, e.g. 8,12,12,1024,64"
+        )
     return shape
 
 

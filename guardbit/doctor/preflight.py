@@ -76,8 +76,7 @@ class Preflight:
 
     findings: list[Finding] = field(default_factory=list)  # what was found, broken engines first
     rows: list[Row] = field(default_factory=list)  # the table
-    refused: dict[str, list[str]] = field(default_factory=dict)  # why engines serve no calls: which
-    # Why calls were not examined, as for want of time or memory -> which.
+    # Why calls were not examined, as no engine serves them, or time was short -> which.
     not_examined: dict[str, list[str]] = field(default_factory=dict)
     # Where backwards take delta from, by "engine shape mask dtype".
     delta: dict[str, str] = field(default_factory=dict)
@@ -104,66 +103,56 @@ class Examiner:
         self.result = Preflight()
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
-    def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype_name: str) -> Preflight:
+    def shapes(self, shapes: Sequence[Shape], masks: Sequence[str], dtype: str) -> Preflight:
         for shape, mask in product(shapes, masks):
-            self.shape(shape, mask, dtype_name)
+            self.shape(shape, mask, dtype)
         return self.result
 
-    def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
+    def shape(self, shape: Shape, mask: str, dtype: str) -> None:
         """Examines the engines for a shape and a mask, including packed sequences' engines."""
-        if dtype_name not in DTYPES:
-            raise ValueError(f"dtype is {dtype_name!r}; allowed are {', '.join(DTYPES)}")
-        case = f"{shape} {mask} {dtype_name}"
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+        case = f"{shape} {mask} {dtype}"
         if self._is_left_out(case, shape, mask):
             return
-        spec = dense_spec(shape, mask, DTYPES[dtype_name], self.device)
-        first = self._make_call("as drawn", shape, spec, dtype_name)
+        spec = dense_spec(shape, mask, DTYPES[dtype], self.device)
+        first = make("as drawn", shape, spec, DTYPES[dtype], self.device)
         self.result.chosen[case] = choose(*first.inputs[:4], training=True).name
         candidates = sdpa_candidates(first, own=self._units is None)
-        self._examine(candidates, shape, spec, str(shape), mask, dtype_name)
-        self.packed(shape, mask, dtype_name)
+        self._examine(candidates, shape, spec, (str(shape), mask, dtype))
+        self.packed(shape, mask, dtype)
 
-    def packed(self, shape: Shape, mask: str, dtype_name: str) -> None:
+    def packed(self, shape: Shape, mask: str, dtype: str) -> None:
         packed = packed_spec(shape, mask, self.device)
         if packed is not None:
             spec, long = packed
-            candidates = library_candidates(self._make_call("as drawn", long, spec, dtype_name))
-            self._examine(candidates, long, spec, str(shape), mask, dtype_name)
+            first = make("as drawn", long, spec, DTYPES[dtype], self.device)
+            self._examine(library_candidates(first), long, spec, (str(shape), mask, dtype))
 
     def skip(self, why: str, case: str) -> None:
-        _add_case(self.result.not_examined, f"not examined: {why}", case)
-
-    def _make_call(
-        self, kind: str, shape: Shape, spec: AttentionSpec, dtype_name: str
-    ) -> ExaminedCall:
-        return make(kind, shape, spec, DTYPES[dtype_name], self.device)
+        cases = self.result.not_examined.setdefault(why, [])
+        if case not in cases:
+            cases.append(case)
 
     def _examine(
-        self,
-        candidates: Candidates,
-        sizes: Shape,
-        spec: AttentionSpec,
-        shape: str,
-        mask: str,
-        dtype: str,
+        self, candidates: Candidates, sizes: Shape, spec: AttentionSpec, case: tuple[str, str, str]
     ) -> None:
-        """Examines engines with tensors of some sizes, and reports them as a shape."""
+        """Examines engines with tensors of some sizes, and reports them as a case."""
+        shape, mask, dtype = case
         engines, refused = candidates
         for name, why in refused.items():
-            why = f"{name} does not serve calls: {why}"
-            _add_case(self.result.refused, why, f"{shape} {mask}")
+            self.skip(f"{name} does not serve calls: {why}", f"{shape} {mask}")
         examinations: list[Examination] = []
         dense = sizes.batch * sizes.heads * sizes.length**2 * _DENSE_BYTES
         for engine in engines:
             needed = dense if engine.backend == SDPBackend.MATH else 0
             if not self._exceeds(needed, f"{engine.name} at {shape} {mask}"):
                 advice = _ADVICE.get(engine.name, _OTHER)
-                examinations.append(Examination(engine, shape, mask, dtype, advice))
+                examinations.append(Examination(engine, *case, advice))
         if not examinations:
             return
-        left_out = {examination.engine.name: list(KINDS) for examination in examinations}
         for number, kind in enumerate(KINDS):
-            call = self._make_call(kind, sizes, spec, dtype)
+            call = make(kind, sizes, spec, DTYPES[dtype], self.device)
             if self._is_late(f"{shape} {mask}, {kind} and what follows"):
                 break
             exacts, units = self._exacts(call, len(KINDS) - number)
@@ -173,19 +162,18 @@ class Examiner:
                     break
                 try:
                     examination.look(kind, call, exacts, units)
-                    left_out[name].remove(kind)
                 except torch.OutOfMemoryError:
-                    self.skip("out of memory", f"{name}, {shape} {mask}, {kind}")
+                    self.skip("not examined: out of memory", f"{name}, {shape} {mask}, {kind}")
         for examination in examinations:
-            case = " ".join(examination.case)
-            if kinds := left_out[examination.engine.name]:
-                self.result.left_out[case] = tuple(kinds)
-            if not examination.has_looked:
+            case_of_engine = " ".join(examination.case)
+            if examination.left_out:
+                self.result.left_out[case_of_engine] = tuple(examination.left_out)
+            if examination.left_out == list(KINDS):
                 continue
             self.result.examined += 1
             self.result.findings += examination.findings()
             self.result.rows += examination.rows
-            self.result.delta[case] = examination.delta
+            self.result.delta[case_of_engine] = examination.delta
         self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
     def _exacts(self, call: ExaminedCall, kinds_left: int) -> tuple[list[Exact], str]:
@@ -204,7 +192,7 @@ class Examiner:
     def _is_late(self, case: str) -> bool:
         late = time.monotonic() > self._end
         if late:
-            self.skip(f"{self._seconds:.0f} s are over", case)
+            self.skip(f"not examined: {self._seconds:.0f} s are over", case)
         return late
 
     def _is_left_out(self, case: str, shape: Shape, mask: str) -> bool:
@@ -219,16 +207,10 @@ class Examiner:
         free = _PART * free_memory(self.device)
         if needed > free:
             self.skip(
-                f"it needs more than half of the free memory, {free / 2**30:.1f} GiB",
+                f"not examined: it needs over half of the free memory, {free / 2**30:.1f} GiB",
                 f"{case}, {needed / 2**30:.1f} GiB",
             )
         return needed > free
-
-
-def _add_case(told: dict[str, list[str]], why: str, case: str) -> None:
-    cases = told.setdefault(why, [])
-    if case not in cases:
-        cases.append(case)
 
 
 def free_memory(device: str) -> int:
@@ -270,10 +252,7 @@ def known_faults() -> list[KnownFault]:
 
 
 def is_within(version: str, wanted: str) -> bool:
-    """Whether a version lies in a range such as ">=2.5,<2.5.1".
-
-    Betas come before their release, which nightly builds count as; what follows a "+" is left out.
-    """
+    """Whether a version lies in a range such as ">=2.5,<2.5.1"; nightlies count as releases."""
     found = TorchVersion(version.partition("+")[0].partition(".dev")[0])
     parts = [re.split(r"(?<=[<>=])(?=\d)", part) for part in wanted.split(",")]
     return all(_COMPARISONS[sign](found, number) for sign, number in parts)
@@ -312,7 +291,6 @@ def this_machine() -> Machine:
 
 
 def installed() -> dict[str, str]:
-    """Returns the versions of packages that are installed, and of cuDNN as PyTorch loads it."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):

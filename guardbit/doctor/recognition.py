@@ -61,17 +61,11 @@ class Fault:
 def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
     """Finds the arithmetic of what a kernel returned, FLASH if that is unknown, and its faults."""
     some = head.take(spread(len(head.rows), _ROWS))
-    forward = backward = FLASH
+    arithmetic = FLASH
     if head.out is not None:
-        forward = _nearest(some, FLASH, "out")
-    if head.dq is not None:
-        # The backward recomputes S and uses the sum that the forward saved.
-        start = FLASH.with_rounding("S", forward.roundings.get("S"))
-        backward = _nearest(some, start, "dq")
-    roundings: dict[Operation, Rounding] = {}
-    for way, names in ((backward, _SHOWN["dq"]), (forward, _SHOWN["out"])):
-        roundings |= {name: way.roundings[name] for name in names if name in way.roundings}
-    arithmetic = Arithmetic(roundings, backward.delta)
+        arithmetic = _nearest(some, arithmetic, "out")
+    if head.dq is not None:  # the backward recomputes S and uses the sum that the forward saved
+        arithmetic = _nearest(some, arithmetic, "dq")
     faults = _faults(arithmetic)
     if head.dq is not None:
         wrong = wrong_rows(head, arithmetic)
@@ -131,7 +125,6 @@ def _nearest(head: HeadInputs, start: Arithmetic, name: str) -> Arithmetic:
 
 
 def _others(way: Arithmetic, name: str) -> list[Arithmetic]:
-    """Returns the arithmetics that differ in one operation whose rounding shows."""
     hows: tuple[Rounding | None, ...] = (None, "nearest", "truncated")
     others = [
         way.with_rounding(operation, how)
@@ -146,7 +139,6 @@ def _others(way: Arithmetic, name: str) -> list[Arithmetic]:
 
 
 def _faults(arithmetic: Arithmetic) -> list[Fault]:
-    """Returns where an arithmetic is worse than FlashAttention-2's."""
     faults: list[Fault] = []
     for name, how in arithmetic.roundings.items():
         if how == "truncated":

@@ -27,7 +27,6 @@ def describe_machine(machine: Machine) -> Iterator[str]:
 
 
 def table(preflight: Preflight) -> Iterator[str]:
-    """Yields a heading and a line for each engine at each call, in columns."""
     lines: list[tuple[str, ...]] = [
         ("", "engine", "B,H,H_kv,N,D", "mask", "out", "dQ", "dK", "dV", "of bound", "delta", "is")
     ]
@@ -55,7 +54,6 @@ def _aligned(*lines: Sequence[str]) -> Iterator[str]:
 
 
 def verdict(preflight: Preflight, *case: str) -> str:
-    """Returns in words what was found at a case: engine, shape, mask and dtype."""
     mine = [finding for finding in preflight.findings if finding.case == case]
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
@@ -65,12 +63,11 @@ def verdict(preflight: Preflight, *case: str) -> str:
 
 
 def explain(preflight: Preflight) -> Iterator[str]:
-    """Yields a sentence for each finding, for what was not examined, and for the conclusion."""
     told: dict[str, list[str]] = {}
     for finding in preflight.findings:
         said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
         told.setdefault(said, []).append(" ".join(finding.case[1:]))
-    for said, cases in (told | preflight.refused | preflight.not_examined).items():
+    for said, cases in (told | preflight.not_examined).items():
         yield f"{said} ({_first_cases(cases)})"
     if "rounded output" in preflight.delta.values():
         yield (
@@ -171,7 +168,6 @@ def _whence(found: Diagnosis) -> str:
 
 
 def tables(found: Diagnosis) -> Iterator[str]:
-    """Yields what is left of the error with each remedy, line by line."""
     whole = found.together.summed or 1.0
     as_it_was = "as it was", found.error, found.error.summed / whole
     yield from _aligned(
@@ -210,7 +206,6 @@ def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
 
 
 def page(kept: Sequence[KeptHead], found: Diagnosis, *, verbose: bool = False) -> Iterator[str]:
-    """Yields the page of a head: the answer, and the numbers behind it where they are wanted."""
     yield heading(kept, found)
     yield from sentences(found)
     if kept[-1].stabilizer != "none":

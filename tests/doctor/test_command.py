@@ -130,7 +130,7 @@ def test_units_of_the_first_inputs_do_not_take_the_time_of_the_others(clock):
     ("arguments", "sentence"),
     [
         (("--shape", "1,2,3"), "shape is '1,2,3'; it must be five whole numbers"),
-        (("--shape", "1,3,2,8,8"), "H must be a multiple of H_kv"),
+        (("--shape", "1,3,2,8,8"), "with H a multiple of H_kv"),
         (("--mask", "window"), "it must have at least 1 key"),
         (("--mask", "triangle"), "mask is 'triangle'; allowed are full, causal"),
         (("--dtype", "fp8"), "dtype is 'fp8'; allowed are bf16, fp16"),
@@ -146,7 +146,7 @@ def test_bad_input_is_refused_in_a_sentence(arguments, sentence):
     ("seconds", "shape", "why"),
     [
         (0, "1,1,1,8,8", "not examined: 0 s are over"),
-        (60, "1024,1024,1024,1048576,128", "not examined: it needs more than half of the free"),
+        (60, "1024,1024,1024,1048576,128", "not examined: it needs over half of the free"),
     ],
 )
 def test_what_time_and_memory_do_not_allow_is_said(seconds, shape, why):
