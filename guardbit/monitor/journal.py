@@ -303,18 +303,14 @@ class Journal:
             del self._events[0]
         self._failures, self._is_failing = 0, False
 
-    def describe(self, modules: dict[str, dict[str, Any]]) -> None:
-        """Records the metadata of the attention modules (`metadata_of`)."""
-        self._warn(modules)
-        self.note({"sites": modules})
-
     def note(self, metadata: Mapping[str, Any]) -> None:
         self._notes |= metadata
         self.metadata |= metadata
         self._try_to_write()
 
-    def _warn(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
-        """Logs what is unavailable, once, with one line for all modules of the same reason."""
+    def describe(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
+        """Records `metadata_of` the modules; logs once, in a line a reason, what is unavailable."""
+        self.note({"sites": modules})
         for limit in fields(Limits):
             what, cannot = limit.name, limit.metadata["logged"]
             named: dict[str, list[str]] = {}
