@@ -52,15 +52,6 @@ class Proof(NamedTuple):
     failure: str  # why the engine must get no O', or ""
     lacked_memory: bool = False  # so the test says nothing
 
-    def __str__(self) -> str:
-        verdict = f"not trusted: {self.failure}" if self.failure else "trusted with an exact delta"
-        measured = (
-            f"outputs of equal delta give gradients that differ by {self.same:.1e}, another delta"
-            f" changes them as theory says but for {self.predicted:.1e}; "
-        )
-        is_measured = not math.isnan(self.same)
-        return f"{self.engine} ({self.configuration}): {measured * is_measured}{verdict}"
-
 
 _proofs: dict[tuple[object, ...], Proof] = {}
 
