@@ -52,8 +52,7 @@ def main() -> None:
                     "tensor": tensor, "error": f"{mine[0].error:.3e}",
                     "of_bound": f"{worst.of_bound:.3g}", "inputs": worst.inputs,
                     "head": worst.worst_head, "row": worst.worst_row,
-                    "nonfinite": max(row.nonfinite for row in mine),
-                    "repeats": all(row.repeats for row in mine), "units": worst.units,
+                    "units": worst.units,
                     "delta": result.delta.get(f"{engine} {shape} {mask} {dtype}", ""),
                     "verdict": text.verdict(result, *place), "gpu": machine.gpu or "", **versions,
                 }

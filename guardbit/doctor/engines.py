@@ -159,6 +159,4 @@ def run_carried(
         delta = exact.delta.float()[None]
         write_carrier(carried[b : b + 1], d_out[b : b + 1], delta, range(own.start, own.stop))
     with torch.autocast(call.q.device.type, enabled=False):
-        out = engine.laid_out(carried, call.q)
-        found = engine.backward(call.inputs, d_out, out, results["lse"])
-    return {"dq": found.dq, "dk": found.dk, "dv": found.dv}
+        return backward(engine, call, engine.laid_out(carried, call.q), results["lse"])

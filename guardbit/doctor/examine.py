@@ -100,9 +100,7 @@ class Row(_OfEngine):
     of_bound: float  # the largest error as a part of its bound; above 1 the engine is wrong
     worst_head: int  # the head of that element
     worst_row: int  # its row
-    nonfinite: int  # elements that are NaN or infinite and should not be, of all heads
     units: str  # how many key heads of how many sequences were compared, of all
-    repeats: bool  # whether a second run gave the same bits
 
 
 class Examination:
@@ -140,9 +138,7 @@ class Examination:
         off = {gap.tensor for gap in found if gap.largest > 1} - nonfinite
         self._noted[kind] = {"nonfinite": nonfinite, "race": race, "order": order, "off": off}
         for name in results:
-            broken = int((~results[name].isfinite()).sum()) if name in nonfinite else 0
-            mine = [gap for gap in found if gap.tensor == name]
-            self._add_row(kind, mine, broken, units, name not in order)
+            self._add_row(kind, [gap for gap in found if gap.tensor == name], units)
         if race:
             return
         if kind in COUNTED and off and not self._wrong_mask:
@@ -195,9 +191,7 @@ class Examination:
     def _is_of_output(self) -> bool:
         return self._delta_fit is not None and self._delta_fit.of_output > 0.5
 
-    def _add_row(
-        self, kind: str, found: Sequence[Gap], nonfinite: int, units: str, repeats: bool
-    ) -> None:
+    def _add_row(self, kind: str, found: Sequence[Gap], units: str) -> None:
         errors = sum(gap.error.nan_to_num(0.0).square().sum().item() for gap in found)
         sizes = sum(gap.value.nan_to_num(0.0, 0.0, 0.0).square().sum().item() for gap in found)
         worst = max(found, key=lambda gap: gap.largest)
@@ -215,9 +209,7 @@ class Examination:
                 of_bound=worst.largest,
                 worst_head=head,
                 worst_row=row,
-                nonfinite=nonfinite,
                 units=units,
-                repeats=repeats,
             )
         )
 
