@@ -5,23 +5,17 @@ GuardBit. An error is any `Exception`, `MemoryError` included. `KeyboardInterrup
 belong to the user and pass, as do what is raised inside `refusing`, which answers a bad argument,
 and what a strict session raises.
 
-- `method` guards a method that a training loop or a framework calls.
-- `function` guards a function that PyTorch calls, such as a hook or a part of a backward; `again`
-  tries it twice.
-- `hook` guards a module's hook, which compilers trace too.
-- `stand_in` guards a function that stands in for one of PyTorch's or of a library.
-- `undo_all` runs a list of things to undo.
+`method` guards what a training loop or a framework calls, `function` and `again` what PyTorch
+calls, `hook` a module's hook, and `stand_in` what stands in for a function that models call.
 
 What is written here is all that runs unguarded, so it must stay short. Compilers trace `hook` and
 `stand_in` as far as `is_compiling`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -72,10 +66,6 @@ class Result(NamedTuple):
     """What a stand-in returns without calling the original."""
 
     value: Any
-
-
-class _HasOriginal(Protocol):
-    original: Callable[..., Any] | None
 
 
 @contextmanager
@@ -178,7 +168,7 @@ def method(
 
 
 def function(contain: Contain, otherwise: Callable[..., Any] = _nothing) -> Callable[[F], F]:
-    """Guards a function; after an error `otherwise` is called with its arguments."""
+    """Guards a function, as of a backward; after an error `otherwise` gets its arguments."""
     return _guarded((contain,), otherwise)
 
 
@@ -214,31 +204,31 @@ def hook(
 
 
 def stand_in(
-    place: _HasOriginal,
+    place: Any,
     before: Callable[[Args, Kwargs], Around | Result | None],
     traced: Callable[..., Any] | None,
     contain: Contain,
     give_up: Contain,
 ) -> Callable[..., Any]:
-    """Makes a guarded function that stands in for another one."""
+    """Makes a guarded function that stands in for the `original` of a place."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            is_left = traced is None or private.is_exporting()
-            function = place.original if is_left else traced
-            return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+            if traced is None or private.is_exporting():
+                return place.original(*args, **kwargs)
+            return traced(*args, **kwargs)
         # The compiler runs the graph that it has traced, with tensors that hold nothing. PyTorch
         # then looks its own functions up by name and finds the stand-in.
         if _SAYS_TOO_LITTLE and private.tracing_context() is not None:
-            return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+            return place.original(*args, **kwargs)
         contains = (contain, give_up)
         taken = _tried(contains, _nothing, before, (args, kwargs), {})
         if taken is None:
-            return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+            return place.original(*args, **kwargs)
         if isinstance(taken, Result):
             return taken.value
         call = place.original if taken.function is None else taken.function
-        found = call(*taken.args, **taken.kwargs)  # pyright: ignore[reportOptionalCall]
+        found = call(*taken.args, **taken.kwargs)
         if taken.after is None:
             return found
         return _tried(contains, lambda found: found, taken.after, (found,), {})

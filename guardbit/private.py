@@ -5,8 +5,6 @@ GuardBit goes without it: its stand-in takes the place, and `missing` says what 
 them were seen in 2.11, 2.13, 2.14 and 2.15, unless a line says otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import pkgutil

@@ -47,7 +47,7 @@ PARAMETERS = {
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
     "load": "path",
-    "observe": "q, k, v, *, causal=False, scale=None, mask=None, module=None",
+    "observe": "q, k, v, *, causal=False, scale=None, mask=None",
     "read_events": "path",
     "read_metadata": "path",
     "read_run": "path",

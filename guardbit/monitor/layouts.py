@@ -23,8 +23,6 @@ product (`guardbit.monitor.projections`). If one of them is applied to the norma
 others (latent attention), it is W_Q: `find_latent_layout`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -367,12 +365,9 @@ class _Search:
         axes = axes or [axis for axis, found in directions.items() if found.is_entry]
         if len(axes) == 1:
             return axes[0]
-        shares = (f"{one.share:.1e} along axis {axis}" for axis, one in directions.items())
         raise NotOneMatrix(
             f"'{name}' of shape {shape} does not act on the {side} as a matrix on its input (is it"
-            " rescaled before use?): the share of the gradient of one position off a common"
-            f" direction is {', '.join(shares)}, where one axis should have at most"
-            f" {OFF_DIRECTION_LIMIT:.0e}",
+            " rescaled before use?)",
             [name],
         )
 
@@ -553,24 +548,21 @@ def _rows_of_heads(side: Side, name: str, norms: Tensor, d_head: int) -> tuple[T
     heads, features = norms.shape
     reached = (norms > 0).sum(dim=1)
 
-    def depends(head: int) -> str:
-        return (
+    if reached.min() < d_head:
+        head = int(reached.argmin())
+        raise LayoutUnavailable(
             f"head {head} of the {side} has {d_head} features but depends on "
             f"{int(reached[head])} of the {features} rows of '{name}'"
         )
-
-    if reached.min() < d_head:
-        raise LayoutUnavailable(depends(int(reached.argmin())))
     ranked, order = norms.sort(dim=1, descending=True)
     rows = order[:, :d_head].sort(dim=1).values
     coupled = bool((reached > d_head).any())
     if coupled:
-        gaps = ranked[:, d_head - 1] / ranked[:, d_head]
-        head = int(gaps.argmin())
-        if gaps[head] < CLEAR_GAP or heads == 1:
+        gap = float((ranked[:, d_head - 1] / ranked[:, d_head]).min())
+        if gap < CLEAR_GAP or heads == 1:
             raise LayoutUnavailable(
-                f"{depends(head)}, and its strongest {d_head} stand out by "
-                f"{float(gaps[head]):.1f} times only, at least {CLEAR_GAP:.0f} is needed"
+                f"the {d_head} rows of '{name}' that make a head of the {side} stand out by "
+                f"{gap:.1f} times only, at least {CLEAR_GAP:.0f} is needed"
             )
     distinct = torch.unique(rows, dim=0)
     shared = len(distinct) < heads and side == "query"

@@ -100,12 +100,9 @@ class Weights:
 
     def plain(self, name: str) -> list[nn.Parameter]:
         """Returns a parameter of that name as it is trained, and the bias that belongs to it."""
-        try:
-            found = self.module.get_parameter(name)
-        except AttributeError:
-            found = None
-        if name in self.widths or found is None:
+        if name in self.widths:
             raise LayoutUnavailable(f"'{name}' is made of several parameters")
+        found = self.module.get_parameter(name)
         if isinstance(found, DTensor) or self.is_shared:
             raise LayoutUnavailable(f"'{name}' is shared by several ranks")
         # PyTorch's names: weight and bias of a Linear, in_proj_weight and in_proj_bias.
@@ -261,20 +258,14 @@ def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
 
 def why_sharded(modules: Sequence[nn.Module]) -> str | None:
     parameters = list(modules[0].parameters())
-    if any(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters):
-        return (
-            "its parameters are sharded by DeepSpeed ZeRO-3, which gathers them for a forward only;"
-            " they can be read under ZeRO stage 2 or FSDP2 (fully_shard)"
-        )
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}
     matrices = [p for p in parameters if p.dim() > 1 and type(p).__name__ != "FlatParameter"]
-    if "FullyShardedDataParallel" in names and not matrices:
+    are_flat = "FullyShardedDataParallel" in names and not matrices
+    if are_flat or any(p.numel() == 0 for p in parameters):
         return (
-            "its parameters are sharded by FSDP1 (FullyShardedDataParallel), which flattens them;"
-            " they can be read under FSDP2 (fully_shard)"
+            "its parameters are empty or flat between forwards, as FSDP1 and ZeRO-3 shard them;"
+            " they can be read under FSDP2 (fully_shard) or ZeRO stage 2"
         )
-    if any(p.numel() == 0 for p in parameters):
-        return "its parameters are empty between forwards, as where they are sharded"
     return None
 
 

@@ -695,8 +695,8 @@ class Instrumentation:
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Reports errors of GuardBit inside a forward to a listener, until `remove`."""
-        self._installed.append(functools.partial(frames.unlisten, listener))
-        frames.listeners.append(listener)
+        self._installed.append(functools.partial(frames.listeners.pop, listener, None))
+        frames.listeners[listener] = None
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:

@@ -1,7 +1,5 @@
 """Finds modules that look like attention and never reach the functions GuardBit replaces."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping

@@ -141,7 +141,7 @@ class Gathered(nn.Linear):
     "linear, reason",
     [
         (Quantised, "the base weight 'q_proj.weight' is quantised (kept as uint8)"),
-        (Gathered, "its parameters are sharded by DeepSpeed ZeRO-3"),
+        (Gathered, "its parameters are empty or flat between forwards, as FSDP1 and ZeRO-3"),
     ],
 )
 def test_weights_that_cannot_be_read_are_told_once_for_all_sites(
@@ -163,7 +163,7 @@ def test_flattened_parameters_are_told(tiny, tokens, loop, caplog):
         model = FullyShardedDataParallel(tiny.GPT(), device_id=torch.device("cpu"))
         run = loop(model)
         assert run.step(0, tokens) == {}
-        assert any("sharded by FSDP1" in line for line in caplog.messages)
+        assert any("as FSDP1 and ZeRO-3 shard them" in line for line in caplog.messages)
     finally:
         dist.destroy_process_group()
 

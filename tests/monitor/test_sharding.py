@@ -63,8 +63,8 @@ def test_the_share_of_a_call(mesh, key_heads, plan, call, share):
     [
         (Shard(1), SECOND),
         (Shard(2), "context parallelism spreads its tokens over several ranks"),
-        (Shard(3), "in another way than by batch and heads"),
-        (Replicate(), "in another way than by batch and heads"),
+        (Shard(3), "in another way than by equal parts"),
+        (Replicate(), "in another way than by equal parts"),
     ],
 )
 def test_the_share_of_dtensors(mesh, placement, found):
@@ -81,7 +81,7 @@ def test_a_dtensor_with_a_plain_one_or_with_values_of_another_width_is_refused(m
         for width in (32, 16)
     )
     assert "another head size than its keys" in sdpa.bind(q, q, v).why
-    assert "only some of its tensors are DTensors" in share_of_tensors((q, local, local), 1)
+    assert "in another way than by equal parts" in share_of_tensors((q, local, local), 1)
 
 
 def test_a_compiled_layer_spread_by_fsdp_after_others_of_its_type_by_heads(mesh):

@@ -2,11 +2,7 @@
 
 `F.scaled_dot_product_attention` is replaced for the whole process while at least one model is
 instrumented; outside instrumented modules the replacement hands every call straight to PyTorch.
-Forward hooks keep a stack of the running modules; the innermost one owns a call. All of it is
-ordinary traceable Python: `torch.compile(fullgraph=True)` inlines it and leaves only the op.
-
-A site's number travels as a 0-d CPU tensor. A compiler would specialise on a plain number and
-compile every layer anew.
+Forward hooks keep a stack of the running modules; the innermost one owns a call.
 """
 
 from guardbit.monitor.interception.frames import of_call

@@ -202,13 +202,7 @@ def drop_all() -> None:
 
 #: Called with every error, one listener a session: the failing code may not know which model it
 #: runs for.
-listeners: list[Callable[[Exception], None]] = []
-
-
-def unlisten(listener: Callable[[Exception], None]) -> None:
-    with suppress(ValueError):
-        listeners.remove(listener)
-
+listeners: dict[Callable[[Exception], None], None] = {}
 
 _reported: set[type[Exception]] = set()
 

@@ -1,7 +1,5 @@
 """The hooks that tell which module an attention call belongs to."""
 
-from __future__ import annotations
-
 import sys
 from types import MethodType
 from typing import Any

@@ -4,8 +4,6 @@ GuardBit imports no library by itself. The functions of a library that is import
 replaced when a model next begins to run, see `look_again`.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -3,30 +3,25 @@
 Only stabilizers that change the keys and nothing else work there, such as `centered_keys`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from guardbit import guard
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
-from guardbit.kernels.runtime import is_recomputing, is_traced, number_of, runtime
+from guardbit.kernels.runtime import is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
 from guardbit.monitor.interception.frames import (
-    SITE_ATTRIBUTE,
-    is_attached,
     probe,
     report,
     reporting,
-    site_number,
 )
-from guardbit.monitor.interception.seen import OBSERVE, Heads, note_call, note_traced_call
+from guardbit.monitor.interception.seen import OBSERVE, note_call, note_traced_call
 from guardbit.monitor.interception.watching import gradient_as_it_came, hand_to_observer
 
 _COMPILED = "GuardBit sees its tensors in eager code only: compiled it is not watched"
@@ -48,7 +43,6 @@ def observe(
     causal: Causal = False,
     scale: float | None = None,
     mask: Tensor | None = None,
-    module: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shows GuardBit the tensors of attention that it does not know, in one line before it.
 
@@ -71,8 +65,6 @@ def observe(
         scale: Factor of the scores; None for 1 / sqrt(D).
         mask: Boolean, True where a query sees a key, or floating, added to the scaled scores;
             broadcasts to `(B, H, N, M)`.
-        module: The instrumented module that the attention belongs to; None for the innermost one
-            that is running.
 
     Returns:
         q, k and v.
@@ -86,35 +78,17 @@ def observe(
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
     check_causal(causal)
     if torch.compiler.is_compiling():
-        _note_traced(module, heads_of(q, k))
+        if runtime.is_inside_site():
+            note_traced_call(runtime.current, heads_of(q, k), _COMPILED, OBSERVE)
         return q, k, v
-    keys, hand_over = _hear(module, q, k, v, causal, scale, mask) or (k, None)
+    keys, hand_over = _hear(q, k, v, causal, scale, mask) or (k, None)
     if hand_over is not None:
         _report(hand_over)
     return q, keys, v
 
 
-def _number(module: nn.Module | None) -> int | None:
-    """Returns the number of the site that a call belongs to, or None outside any site."""
-    if is_traced():
-        return None
-    if module is not None:
-        # What is run again to find W_Q is a copy, which carries the number.
-        is_known = is_attached(module) if probe.site is None else hasattr(module, SITE_ATTRIBUTE)
-        return site_number(module) if is_known else None
-    return number_of(runtime.current) if runtime.is_inside_site() else None
-
-
-def _note_traced(module: nn.Module | None, heads: Heads) -> None:
-    if module is not None and hasattr(module, SITE_ATTRIBUTE):
-        note_traced_call(getattr(module, SITE_ATTRIBUTE).site, heads, _COMPILED, OBSERVE)
-    elif runtime.is_inside_site():
-        note_traced_call(runtime.current, heads, _COMPILED, OBSERVE)
-
-
 @reporting
 def _hear(
-    module: nn.Module | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,8 +97,10 @@ def _hear(
     mask: Tensor | None,
 ) -> tuple[Tensor, Callable[[], None] | None] | None:
     """Records an eager call; returns the keys to give back, and what hands it to its observer."""
-    number = _number(module)
-    if number is None or is_empty(q, k) or probe.note_call(number, q, k):
+    if not runtime.is_inside_site() or is_empty(q, k):
+        return None
+    number = number_of(runtime.current)
+    if probe.note_call(number, q, k):
         return None
     why = why_call(q, k, v, (mask,)) or why_groups(q, k)
     is_trained = any(x.requires_grad for x in (q, k, v))

@@ -11,8 +11,6 @@ with the original: from C++, from a set or a key of a dict, from a variable of a
 running, or from what `gc.freeze` has put aside.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

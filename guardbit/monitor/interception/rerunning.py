@@ -11,8 +11,6 @@ of whole numbers, because lengths, grids and positions decide what the module do
 Made-up inputs are a deepcopy of that.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import enum
@@ -375,11 +373,7 @@ def make_up(
 def _batch_of(inputs: ModuleInputs) -> int | None:
     args, kwargs = inputs
     for x in (*args, *kwargs.values()):
-        try:
-            leaves = private.tree_leaves(x)
-        except RecursionError:  # it contains itself
-            continue
-        for leaf in leaves:
+        for leaf in private.tree_leaves(x):
             if isinstance(leaf, TensorSpec) and leaf.values is None and len(leaf.shape) >= 2:
                 return leaf.shape[0]
     return None

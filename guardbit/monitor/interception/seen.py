@@ -6,8 +6,6 @@ known only to the compiler's tracer objects, which are looked up by name. Where 
 has other names, nothing is recorded, and training goes on.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator

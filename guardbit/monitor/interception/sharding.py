@@ -4,8 +4,6 @@ Ranks share heads in equal blocks, in the order of the mesh. With n ranks of H h
 head h of rank i is head i * H + h of all n * H.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ _RING = (
     " its scores; of its sites only the norms of the weights are watched"
 )
 _SPREAD = "tensor parallelism spreads its weights over several ranks"
+_OTHERWISE = f"{_SPREAD}, and its tensors in another way than by equal parts of batch and heads"
 _UNCLEAR = (
     f"{_SPREAD}, and their shapes do not tell which of the heads are here; GuardBit numbers heads"
     " that are shared out in equal blocks over one dimension of the mesh"
@@ -73,21 +72,22 @@ def spread_of(module: nn.Module) -> Spread:
 def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:
     """Returns which heads of some `DTensor`s are on this rank, or why that is unknown."""
     first = tensors[0]
-    alike = all(isinstance(x, DTensor) for x in tensors)
-    if not alike or not isinstance(first, DTensor):
-        return f"{_SPREAD}, and only some of its tensors are DTensors"
+    if not isinstance(first, DTensor):
+        return _OTHERWISE
     if any(isinstance(at, Shard) and at.dim == 3 - heads_axis for at in first.placements):
         return _RING
-    layouts = {(x.device_mesh, x.placements) for x in tensors if isinstance(x, DTensor)}
+    layout = first.device_mesh, first.placements
+    are_alike = all(
+        isinstance(x, DTensor) and (x.device_mesh, x.placements) == layout for x in tensors
+    )
     dims = [dim for dim, p in enumerate(first.placements) if p == Shard(heads_axis)]
     known = {Shard(heads_axis), Shard(0), Replicate()}
-    if len(layouts) != 1 or len(dims) != 1 or not known.issuperset(first.placements):
-        return f"{_SPREAD}, and its tensors in another way than by batch and heads"
+    if not are_alike or len(dims) != 1 or not known.issuperset(first.placements):
+        return _OTHERWISE
     for dim, at in enumerate(first.placements):
-        if isinstance(at, Shard) and any(
-            x.size(at.dim) % first.device_mesh.size(dim) for x in tensors
-        ):
-            return f"{_SPREAD}, and its batch or heads are not as many on each of them"
+        size = first.device_mesh.size(dim)
+        if isinstance(at, Shard) and any(x.size(at.dim) % size for x in tensors):
+            return _OTHERWISE
     return _share_along(first, dims[0])
 
 

@@ -7,8 +7,6 @@ Tensors that are not (batch, heads, tokens, head size) are read as if they were:
 packed ones, axes before the heads as one batch, and tensors without an axis of heads as one head.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ rows were found. Where W gets no gradient, other weights made q. Where it does n
 heads, W has another use too or a norm comes after it, and the module is not asked again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,7 +45,6 @@ class Origins:
 
     def __init__(self) -> None:
         self._agreed: Counter[str] = Counter()  # module -> samples; below 0 once it did not
-        self._axes: dict[str, int] = {}  # module -> the axis of its input in W_Q, once it is known
         self._hooked: dict[nn.Parameter, tuple[Any, Any]] = {}
         self.forget()
 
@@ -70,25 +67,22 @@ class Origins:
         for parameter in site.makers():
             if parameter not in self._hooked and type(parameter) is nn.Parameter:
                 node = get_gradient_edge(parameter).node  # kept, as another one would lack the hook
-                axis = self._axes.get(site.name) if parameter.dim() > 1 else None
-                handle = node.register_prehook(partial(self._hear, parameter, axis))
+                handle = node.register_prehook(partial(self._hear, parameter))
                 self._hooked[parameter] = node, handle
 
     @guard.function(report)
-    def _hear(
-        self, parameter: nn.Parameter, axis: int | None, gradients: tuple[Tensor | None, ...]
-    ) -> None:
-        guard.apart(partial(self._take, parameter, axis, gradients[0]))
+    def _hear(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+        guard.apart(partial(self._take, parameter, gradients[0]))
 
     @torch.no_grad()
-    def _take(self, parameter: nn.Parameter, axis: int | None, gradient: Tensor | None) -> None:
+    def _take(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is None or gradient.is_sparse or gradient.shape != parameter.shape:
             gradient = torch.full_like(parameter, torch.nan)  # as of a kernel that adds it itself
         product = gradient.float() * parameter
         squares, known = product.square(), self._made.setdefault(parameter, {})
-        for one in range(product.dim()) if axis is None else (axis,):
-            sums = [x if x.dim() < 2 else x.sum(one).flatten() for x in (product, squares)]
-            _add(known, one, torch.stack(sums))
+        for axis in range(product.dim()):
+            sums = [x if x.dim() < 2 else x.sum(axis).flatten() for x in (product, squares)]
+            _add(known, axis, torch.stack(sums))
 
     def columns(self, sites: Mapping[str, Site], step: int) -> dict[str, Tensor]:
         """Returns what `judge` reads of each module; takes back rows that got no gradient."""
@@ -96,7 +90,7 @@ class Origins:
         for name, of_calls in self._calls.items():
             with suppress(LayoutUnavailable):
                 rows, (weight, *biases) = sites[name].query_rows()
-                axis = self._axes[name] = rows.input_axis
+                axis = rows.input_axis
                 if axis in (made := self._made.get(weight, {})):
                     of_bias = [self._made[bias][0] for bias in biases if bias in self._made]
                     features = sum(of_bias, made[axis])

@@ -3,8 +3,6 @@
 Shapes: W_Q `(H, d_head, d_model)`, W_K `(H_kv, d_head, d_model)`. "Paper" is arXiv 2510.04212.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress

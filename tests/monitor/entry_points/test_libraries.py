@@ -296,7 +296,7 @@ def test_what_is_not_understood_stays_with_the_library_and_is_said(case, tiny):
         (lambda q, starts: (q.float(), starts), "float32"),
         (lambda q, starts: (q[..., :20], starts), "no multiple of 8"),
         (lambda q, starts: (q[0], starts), "not of the shape"),
-        (lambda q, starts: (q, starts.long()), "not INT32"),
+        (lambda q, starts: (q, starts.long()), "not two INT32"),
         (lambda q, starts: (q, None), "where its documents begin"),
     ],
     ids=["dtype", "head size", "shape", "starts", "no starts"],

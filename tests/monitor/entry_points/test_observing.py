@@ -146,16 +146,6 @@ def test_outside_of_any_model_nothing_happens():
     assert all(a is b for a, b in zip(guardbit.observe(q, k, v), (q, k, v), strict=True))
 
 
-def test_a_module_may_be_named(x, tiny):
-    # Of its own type: what a compiler traced of one counts for all of a type.
-    Named = type("Named", (Attention,), {})
-    shown = Named(lambda *qkv: guardbit.observe(*qkv, causal=True, module=model[1].core))
-    model = nn.Sequential(nn.Linear(32, 32), shown)
-    with instrumented(model) as inst:
-        tiny.step(model, x)
-        assert list(inst.sites) == ["1.core"]
-
-
 def test_bad_input_is_refused_in_a_sentence():
     q = torch.zeros(1, 2, 9, 16)
     with pytest.raises(TypeError, match="k is a NoneType; it must be a tensor"):

@@ -1,7 +1,5 @@
 """One file for each function that people call for attention; CONTRIBUTING.md says what it has."""
 
-from __future__ import annotations
-
 from guardbit.monitor.interception.entry_points.base import EntryPoint
 from guardbit.monitor.interception.entry_points.flex import FLEX
 from guardbit.monitor.interception.entry_points.libraries import OF_LIBRARIES, VARLEN

@@ -8,8 +8,6 @@ All of it is ordinary traceable Python: a compiler inlines it and leaves only th
 not read the values of tensors, and must not raise.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -367,11 +365,10 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Returns why a call of tensors with four axes cannot be computed from them, or None."""
     if (why := why_kind(q, k, v)) is not None:
         return why
-    if q.is_nested or k.is_nested or v.is_nested:
-        return "its inputs are nested"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+    are_nested = q.is_nested or k.is_nested or v.is_nested
+    if are_nested or not q.dim() == k.dim() == v.dim() == 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
-    if q.size(0) != k.size(0) or k.size(0) != v.size(0):
+    if not q.size(0) == k.size(0) == v.size(0):
         return "its queries, keys and values differ in batch"
     return why_unlike(q, k, v)
 
@@ -413,10 +410,9 @@ def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
 def why_mask(mask: Tensor | None) -> str | None:
     if mask is None:
         return None
-    if isinstance(mask, DTensor) or mask.is_nested or mask.layout is not torch.strided:
+    is_dense = not mask.is_nested and mask.layout is torch.strided
+    if isinstance(mask, DTensor) or not is_dense or takes_over(mask):
         return "its mask is no ordinary tensor"
-    if takes_over(mask):
-        return f"its mask is a {type(mask).__name__}, which calls attention by itself"
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return f"its mask is {mask.dtype}"
     return None

@@ -6,8 +6,6 @@ while models are instrumented: whoever holds it, compiled or not, calls ours. A 
 the site's number to PyTorch's function among the kernel options, see `guardbit.kernels.flex`.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -7,8 +7,6 @@ A call is bound by the parameter names of the installed function. A parameter th
 know must have its default value, or the call stays with the library.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys
@@ -43,7 +41,7 @@ _MEANS = {
 
 #: The parameters that GuardBit understands.
 _KNOWN = frozenset({
-    "q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
+    "q", "k", "v", "qkv", "kv", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal",
     "window_size", "softcap", "deterministic", "learnable_sink", "enable_gqa", "return_aux",
     "return_attn_probs",
@@ -298,21 +296,13 @@ def _inputs(asked: Mapping[str, Any], layout: Layout) -> tuple[Tensor, Tensor, T
     if not all(isinstance(x, Tensor) for x in parts):
         return "it is called with something else than tensors"
     if "qkv" in asked:
-        parts = _apart(asked["qkv"], asked.get("num_heads_q"))
+        parts = asked["qkv"].unbind(-3)
     elif "kv" in asked:
-        parts = [asked["q"], *asked["kv"].unbind(-3)]
+        parts = asked["q"], *asked["kv"].unbind(-3)
     if len(parts) != 3 or any(x.dim() != len(layout) for x in parts):
         return "its inputs are not of the shape that its documentation asks for"
     q, k, v = (heads_first(x, layout) for x in parts)
     return q, k, v
-
-
-def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
-    """Splits a packed tensor into q, k and v: stacked, or, with grouped keys, concatenated."""
-    if num_heads is None or qkv.dim() == 5:
-        return list(qkv.unbind(-3))
-    shared = (qkv.size(-2) - num_heads) // 2
-    return list(qkv.split([num_heads, shared, shared], -2))
 
 
 def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -344,10 +334,11 @@ def _why_documents(asked: Mapping[str, Any], q: Tensor) -> str | None:
     longest = asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
     if not all(isinstance(x, Tensor) for x in starts):
         return "it does not say where its documents begin"
-    if any(x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device for x in starts):
-        return "its cu_seqlens are not INT32 (documents + 1,) where its queries are"
-    if starts[0].shape != starts[1].shape or not len(starts[0]):
-        return "its queries and keys are not of the same documents"
+    are_places = all(
+        x.dtype == torch.int32 and x.dim() == 1 and x.device == q.device for x in starts
+    )
+    if not are_places or starts[0].shape != starts[1].shape or not len(starts[0]):
+        return "its cu_seqlens are not two INT32 (documents + 1,) where its queries are"
     if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in longest):
         return "its longest length is on the device, which a compiled graph does not wait for"
     return None

@@ -1,7 +1,5 @@
 """`F.scaled_dot_product_attention`."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, cast

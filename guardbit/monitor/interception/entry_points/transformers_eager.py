@@ -6,8 +6,6 @@ arguments: once for each module, the function is run in FP32 on its first sequen
 the attention that the arguments describe.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
