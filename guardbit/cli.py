@@ -406,7 +406,7 @@ def _show_recorded(run_dir: Path) -> None:
         runs = [load(folder / name) for name in RUNS]
     for run in runs:
         headline = typer.style(run.judgement.headline, bold=True)
-        typer.echo(f"\n{headline}  ({RUNS[run.name]})\n{' · '.join(run.judgement.facts)}")
+        typer.echo(f"\n{headline}  ({RUNS[run.name]})")
     typer.echo("\nWriting the reports ...")
     comparison = write_reports(runs, run_dir / "comparison.html")
     for run in runs:

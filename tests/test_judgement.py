@@ -210,11 +210,11 @@ def test_what_is_counted_of_a_run():
     assert counted(found, "alarmed", "stabilizers", "lead") == expected
     found = judged(alarm(3000), loss_alarm(6910), loss=rising_from(6900))
     assert counted(found, "departed", "lead", "first_alarm") == (6910, 3910, 3000)
-    # Of switches at two steps the facts name the first; of one that was undone, what is so now.
+    # Of switches at two steps the first counts; of one that was undone, what is so now.
     found = judged(alarm(3000), switch(3000, (2,)), switch(6000, (0, 1, 3)))
-    assert found.facts[-1] == "4 switched to exact_delta, the first at step 3,000"
+    assert counted(found, "first_switch", "switched") == (3000, 4)
     found = judged(alarm(3000), switch(3000), switch(4000, stabilizer="none"))
-    assert found.facts[-1] == "nothing is switched"
+    assert counted(found, "first_switch", "switched") == (None, 0)
     assert judged().verdict == "stable" and judged().numbers["alarms"] == ()
     found = judged(switch(0), switch(100, (1,), "compensated"), switch(200, stabilizer="row_max"))
     assert counted(found, "first_switch", "stabilizers") == (0, ("row_max",))
@@ -811,6 +811,8 @@ def test_a_level_is_no_growth():
 def test_the_record_is_small():
     names = [field.name for field in fields(judged())]
     assert names == [
-        "state", "cause", "risk", "severity", "ended", "headline", "advice", "numbers",
+        "state", "cause", "risk", "severity", "ended", "sentence", "unwatched", "advice", "numbers",
     ]  # fmt: skip
-    assert json.loads(json.dumps(judged(*SWITCHED, **AFTER).as_json()))["outcome"] == "saved"
+    found = judged(*SWITCHED, **AFTER)
+    said = json.loads(json.dumps(found.as_json()))
+    assert (said["outcome"], said["headline"]) == ("saved", found.headline)

@@ -110,7 +110,7 @@ class LoadedRun:
     def _repr_html_(self) -> str:
         judgement = self.judgement
         colour = OUTCOME_COLOURS[judgement.state]
-        below = [*self._cause_and_advice, " · ".join([self.name, *judgement.facts])]
+        below = [*self._cause_and_advice, self.name]
         return (
             f'<div><b style="color:{colour}">●</b> <b>{escape(judgement.headline)}</b><br>'
             f"<small>{'<br>'.join(map(escape, below))}</small></div>"

@@ -183,13 +183,6 @@ class Facts:
             or self.logits_rise
         )
 
-    @classmethod
-    def of(cls, numbers: Mapping[str, Any]) -> Facts:
-        """The facts again, from what `vars` makes of them."""
-        facts = cls.__new__(cls)
-        vars(facts).update(numbers)
-        return facts
-
 
 def corrected_before(alarmed: Mapping[Head, Event], switched: Mapping[Head, Event]) -> set[Head]:
     """The heads that were switched when they alarmed."""

@@ -90,7 +90,8 @@ class Judgement:
     # with an alarmed head.
     severity: Severity
     ended: Ended | None  # None if unknown
-    headline: str  # the judgement in a sentence, most important first, with what limits it
+    sentence: str  # the judgement, most important first
+    unwatched: tuple[str, ...]  # what the judgement leaves out
     advice: str  # what to do
     numbers: dict[str, Any]  # `Facts`, by their names
 
@@ -115,30 +116,23 @@ class Judgement:
 
     @property
     def limits(self) -> list[str]:
-        """The end of the headline: how the run broke off, and what was not watched."""
-        return say.limits(self._facts, self.state, self.ended)
+        """How the run broke off, and what was not watched."""
+        ends = [say.ENDS[self.ended]] if self.ended in say.ENDS else []
+        return [*ends, *self.unwatched]
 
     @property
-    def sentence(self) -> str:
-        return self.headline.removesuffix("".join(f"; {limit}" for limit in self.limits))
+    def headline(self) -> str:
+        return "; ".join([self.sentence, *self.limits])
 
     @property
     def headline_so_far(self) -> str:
         """The headline without how the run ended, for where that is said anyhow."""
-        return "; ".join([self.sentence, *say.limits(self._facts, self.state, None)])
+        return "; ".join([self.sentence, *self.unwatched])
 
     @property
     def headline_running(self) -> str:
         so_far = self.headline_so_far
         return f"Running, {so_far[0].lower()}{so_far[1:]}"
-
-    @property
-    def facts(self) -> list[str]:
-        return say.facts(self._facts)
-
-    @property
-    def _facts(self) -> Facts:
-        return Facts.of(self.numbers)
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state."""
@@ -179,10 +173,10 @@ def judge(
         cause = Cause("rounding", say.ERROR_GONE.format(*facts.error_gone))
     state, clause = _outcome(facts, cause)
     sentence = f"{say.TITLES.get(state, state.capitalize())}: {clause}"
-    headline = "; ".join([sentence, *say.limits(facts, state, ended)])
+    unwatched = tuple(say.limits(facts, state))
     advice = say.advice(state, facts, cause, ended)
     severity = _severity(facts, state)
-    return Judgement(state, cause, risk, severity, ended, headline, advice, vars(facts))
+    return Judgement(state, cause, risk, severity, ended, sentence, unwatched, advice, vars(facts))
 
 
 def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:

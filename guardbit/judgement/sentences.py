@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_OF_ERROR = 100
 _NAMES = {"max_logit": "logits", "w_q_spectral_norm": "the norm of W_Q"}
 
-_ENDS: dict[Ended | None, str] = {
+ENDS: dict[Ended | None, str] = {
     "crashed": "the run crashed",
     "interrupted": "the run was interrupted",
     "not closed": "the run was not closed: it was killed, or it still runs",
@@ -172,9 +172,9 @@ def _failed(text: str, again: int | None) -> str:
     return f"{what} ({cut}){until}" if cut else f"{what}{until}"
 
 
-def limits(of: Facts, state: State, ended: Ended | None) -> list[str]:
-    """The end of a headline: how the run broke off, and what was not watched."""
-    found = [_ENDS[ended]] if ended in _ENDS else []
+def limits(of: Facts, state: State) -> list[str]:
+    """The end of a headline: what was not watched."""
+    found: list[str] = []
     since = unjudged(of)
     if since and state not in ("healthy", "unclear", "lost"):
         found.append(NOTHING.format(since))
@@ -248,24 +248,3 @@ def keys(step: int, largest: float, layers: list[int], when: str) -> str:
 def name_of(head: Head, of: Facts) -> str:
     layer, number = head
     return f"layer {layer}{f', head {number}' if of.num_heads > of.num_layers else ''}"
-
-
-def facts(of: Facts) -> list[str]:
-    parts = []
-    if of.first_alarm is not None:
-        parts.append(f"first alarm at step {of.first_alarm:,}")
-    if of.alarmed:
-        first = " and ".join(name_of(head, of) for head in of.alarmed[:2])
-        more = f" and {len(of.alarmed) - 2} more" if len(of.alarmed) > 2 else ""
-        parts.append(f"in {first}{more}")
-    if of.departed is not None:
-        parts.append(f"loss diverged at step {of.departed:,}")
-        if of.lead is not None:
-            parts.append(f"lead {of.lead:,} steps")
-    if of.first_switch is not None:
-        to = " and ".join(of.stabilizers)
-        when = f"{', the first' * (of.switched > 1)} at step {of.first_switch:,}"
-        parts.append(f"{of.switched} switched to {to}{when}")
-    elif of.alarmed:
-        parts.append("nothing is switched")
-    return parts
