@@ -19,7 +19,7 @@ from typing import cast
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from rich.console import Console
 from torch import Tensor, nn
@@ -128,16 +128,10 @@ def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
         key[rows] += BAD_NORM * torch.outer(feature, apart)
 
 
-class Diverge(pl.Callback):
+def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: int) -> None:
     """Makes the head diverge, at the start of step `BAD_STEP`."""
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
-    ) -> None:
-        """Changes the weights; everything after that is training as usual."""
-        if trainer.global_step == BAD_STEP:
-            assert isinstance(pl_module, SmallGPT)
-            make_head_diverge(pl_module, batch[:, :-1])
+    if trainer.global_step == BAD_STEP:
+        make_head_diverge(cast(SmallGPT, model), batch[:, :-1])
 
 
 def run_demo(healthy: bool, run_dir: Path) -> None:
@@ -155,7 +149,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
             AttentionMonitor(every_n_train_steps=SAMPLED_EVERY, dirpath=run_dir),
             AutoStabilizer(),
             RichProgressBar(),
-            *([] if healthy else [Diverge()]),
+            *([] if healthy else [LambdaCallback(on_train_batch_start=diverge)]),
         ],
         logger=False,
         enable_checkpointing=False,

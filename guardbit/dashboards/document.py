@@ -309,30 +309,19 @@ def _key_values(value: Mapping[str, Any]) -> Table:
 
 
 def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
-    """The answer of each diagnosed head, then what is left with each remedy."""
+    """The answer of each diagnosed head."""
     if not diagnosed.snapshots and not diagnosed.heads:
         return None
     if not diagnosed.heads:
         steps = plural(diagnosed.snapshots, "step")
         said = f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
-        return {"said": said, "heads": [], "note": "", "left": None}
-    shown = diagnosed.heads[:_MOST_DIAGNOSED]
-    more = len(diagnosed.heads) - len(shown)
-    note = "What is left of the summed error of dQ without a rounding, and with a remedy."
-    rows = [
-        [name, *(percent(one["left"][name]) if name in one["left"] else "–" for one in shown)]
-        for name in dict.fromkeys(name for one in shown for name in one["left"])
+        return {"said": said, "heads": []}
+    heads = [
+        (f"{one['site']} head {one['head']}, {range_of(one['steps'])}", " ".join(one["answer"]))
+        for one in diagnosed.heads[:_MOST_DIAGNOSED]
     ]
-    names = [f"{one['site']} head {one['head']}" for one in shown]
-    return {
-        "said": "",
-        "heads": [
-            (f"{name}, {range_of(one['steps'])}", " ".join(one["answer"]))
-            for name, one in zip(names, shown, strict=True)
-        ],
-        "note": note + (f" {plural(more, 'more head')} not shown." if more else ""),
-        "left": Table(["", *names], rows, numbers_from=1),
-    }
+    more = len(diagnosed.heads) - len(heads)
+    return {"said": f"{plural(more, 'more head')} not shown." * (more > 0), "heads": heads}
 
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -364,11 +353,6 @@ def range_of(steps: Sequence[int]) -> str:
 
 def value_of(indicator: str, number: float) -> str:
     return three_digits(100 * number if BY_NAME[indicator].unit == SHARE_OF_ROWS else number)
-
-
-def percent(part: float) -> str:
-    """A part in percent; beyond ten times the whole its size says nothing more."""
-    return "over 1,000 %" if part > 10 else f"{100 * part:.3g} %"
 
 
 def three_digits(value: float) -> str:

@@ -86,7 +86,6 @@ class LiveRun:
         self.name = name or names_of_runs([self.path])[0]
         self.problem = ""  # why it cannot be read
         self.is_open = is_open  # whether its page is wanted, and not its judgement alone
-        self.is_stopped = False
         self.looked_at = 0.0
         self.lock = threading.RLock()
         self._changed: int | None = None
@@ -182,8 +181,6 @@ class LiveRun:
                 if time.monotonic() - updated > UPDATE_SECONDS:
                     self._update_state()
                     updated = time.monotonic()
-                if self.is_stopped:
-                    break
         finally:
             self._is_reading = False
         return has_changed
@@ -214,12 +211,11 @@ class LiveRun:
         return None if written is None else max(time.time() - written, 0.0)
 
     def _status(self) -> Json:
-        read, found = self._follower.bytes_read, self._follower.bytes_found
         return {
             "folder": str(self.path),
             "samples": self._run.evidence.steps is not None,
             "seconds_silent": self._seconds_silent(),
-            "read": read / max(found, 1) if self._is_reading else 1.0,
+            "is_reading": self._is_reading,
             # As the headline has it: what the follower knows, the next state shows.
             "end": None if self._run.ended == "not closed" else self._run.ended,
             "problem": self.problem,
@@ -247,8 +243,6 @@ class LiveRuns:
     def stop(self) -> None:
         """Stops following; what was read stays."""
         self._stop.set()
-        for run in self._runs:
-            run.is_stopped = True
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 

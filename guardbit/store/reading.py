@@ -50,8 +50,6 @@ class RunFollower:
         self.metadata: dict[str, Any] = {}
         #: How the run ended, as `guardbit.store.read_end` returns it.
         self.end: RunEnd | None = None
-        #: Bytes of the segments of samples that were new, and how many of these are read.
-        self.bytes_found, self.bytes_read = 0, 0
         self.broken: set[Path] = set()
         self._listing = files.Listing({}, [])
         self._last_steps: list[tuple[SessionKey, float]] = []
@@ -63,7 +61,7 @@ class RunFollower:
         self.folder = files.folder_of_run(self.folder)
         listing = self._listing = files.list_folder(self.folder)
         paths = [*(segment.path for segment in listing.segments), *listing.sessions.values()]
-        self.last_written = max((_size_and_time(path)[1] for path in paths), default=None)
+        self.last_written = max(map(_time_written, paths), default=None)
         sessions = {key: _load_session(path) for key, path in sorted(listing.sessions.items())}
         self.metadata, self.end = {}, None
         for session in sessions.values():
@@ -86,12 +84,6 @@ class RunFollower:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yields the new samples in the order they were written, columns as in the store."""
-        read = self._flushes_read
-        new = [one for one in self._of("samples") if one.last >= read["samples", one.session]]
-        self.bytes_found, self.bytes_read = (
-            sum(_size_and_time(segment.path)[0] for segment in new),
-            0,
-        )
         # The next look finds what a live writer has merged meanwhile.
         with contextlib.suppress(FileNotFoundError):
             yield from self.read("samples")
@@ -103,7 +95,6 @@ class RunFollower:
             while segment := self._next(kind, key):
                 try:
                     yield from load(segment.path, last_step)
-                    self.bytes_read += _size_and_time(segment.path)[0]
                     self._flushes_read[kind, key] = segment.last + 1
                 except FileNotFoundError:
                     raise
@@ -184,12 +175,10 @@ def _load_session(path: Path) -> Session:
         return _UNKNOWN
 
 
-def _size_and_time(path: Path) -> tuple[int, float]:
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0.0
-    return status.st_size, status.st_mtime
+def _time_written(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -335,13 +324,8 @@ def _read_csv(path: Path) -> pd.DataFrame:
     table = table.loc[:, COLUMNS]
     for name in ("step", "layer", "head"):
         numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
-        broken = numbers.mod(1).ne(0) | numbers.abs().ge(2**63)
-        if broken.any():
-            raise ValueError(
-                f"cannot read a run from {path}: {name} must be a whole number in every row, "
-                f"row {broken.argmax() + 1} below the header has {table[name][broken].iloc[0]!s}"
-            )
-        table[name] = numbers.astype("int64")
+        is_whole = numbers.mod(1).eq(0) & numbers.abs().le(files.MAX_STEP)
+        table[name] = numbers.where(is_whole, -2).astype("int64")  # out of bounds
     sites = table.loc[table["site"] != "", ["layer", "site"]].drop_duplicates()
     shared = sites[sites["layer"].duplicated(keep=False)].sort_values("layer", kind="stable")
     if len(shared):

@@ -81,7 +81,7 @@ table("whatHappened", [
   [[{ kind: "advisory" }], "advisory"],
 ]);
 
-const written = { problem: "", samples: true, read: 1, folder: "f", end: null, seconds_silent: 3 };
+const written = { problem: "", samples: true, is_reading: false, folder: "f", end: null, seconds_silent: 3 };
 
 table("statusOf", [
   [[written], ["alive", "last written 3 s ago"]],
@@ -91,7 +91,7 @@ table("statusOf", [
   [[{ ...written, end: "finished", seconds_silent: 600 }],
     ["finished", "the run has finished, 10 min ago"]],
   [[{ ...written, end: "interrupted" }], ["interrupted", "the run was interrupted, 3 s ago"]],
-  [[{ ...written, read: 0.256 }], ["alive", "reading 26 %"]],
+  [[{ ...written, is_reading: true }], ["alive", "reading"]],
   [[{ ...written, samples: false }], ["waiting", "waiting for the run’s first sample in f"]],
   [[{ ...written, problem: "gone" }], ["lost", "cannot read the run: gone"]],
 ]);

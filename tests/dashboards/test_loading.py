@@ -99,11 +99,11 @@ def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     assert box.x0 >= 0 and box.y1 <= figure.bbox.height
 
 
-ANSWER = {"site": "a", "head": 1, "answer": ["Why."], "left": {"none": 1.0}, "steps": [3]}
+ANSWER = {"site": "a", "head": 1, "answer": ["Why."], "steps": [3]}
 
 
 @pytest.mark.parametrize("change", [
-    {"head": "one"}, {"site": 3}, {"answer": [3]}, {"left": {"none": "all"}}, {"steps": []},
+    {"head": "one"}, {"site": 3}, {"answer": [3]}, {"steps": []},
 ], ids=str)  # fmt: skip
 def test_a_diagnosis_of_other_kinds_is_left_out_with_a_sentence(tmp_path, change):
     with RunWriter(tmp_path) as writer:

@@ -38,8 +38,6 @@ MARK_STYLES: dict[str, tuple[str, str, str, float]] = {
 KEY_HEIGHT = 0.3
 #: Beyond this many, vertical lines would hide the data: only the first keeps its line.
 MOST_LINES = 6
-#: Markers that stand side by side above a panel without touching.
-MOST_MARKERS = 80
 
 #: 1,000 pixels wide at 100 dots an inch; 10 points are then 14 pixels.
 WIDTH = 10.0
@@ -130,8 +128,7 @@ def finish(all_axes: Sequence[Axes], run: Recorded, steps: tuple[int, int] | Non
         mark: sorted({at for at, of in found if of == mark and first <= at <= last})
         for mark in MARK_STYLES
     }
-    gap = max(last - first, 1) / MOST_MARKERS
-    keys = [_mark_events(axes, shown, gap) for axes in all_axes]
+    keys = [_mark_events(axes, shown) for axes in all_axes]
     if keys[0]:
         place_key(all_axes[0], keys[0])
 
@@ -166,7 +163,7 @@ def above(axes: Axes, inches: float) -> float:
     return 1 + inches / panel_inches(axes)
 
 
-def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]], gap: float) -> list[Line2D]:
+def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]]) -> list[Line2D]:
     """Draws a line at each step and a marker above it; returns the markers, one line a kind."""
     # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
     over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
@@ -184,11 +181,10 @@ def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]], gap: float) -> 
                 zorder=3 if over_map else 1.2,
                 gid=mark,
             )
-        drawn = _spread_apart(steps, gap)
-        if drawn:
+        if steps:
             markers += axes.plot(
-                drawn,
-                [above(axes, height)] * len(drawn),
+                steps,
+                [above(axes, height)] * len(steps),
                 transform=axes.get_xaxis_transform(),
                 linestyle="none",
                 marker=marker,
@@ -200,15 +196,6 @@ def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]], gap: float) -> 
                 gid=f"{mark}-markers",
             )
     return markers
-
-
-def _spread_apart(steps: Sequence[int], gap: float) -> list[int]:
-    """Ascending steps without those that stand nearer than a gap to the one before."""
-    kept: list[int] = []
-    for step in steps:
-        if not kept or step - kept[-1] >= gap:
-            kept.append(step)
-    return kept
 
 
 def pixels(figure: Figure) -> np.ndarray:

@@ -86,7 +86,7 @@ function stateOf(run) {
 }
 
 // Kind and text of the status of a page.
-function statusOf({ problem, samples, read, folder, end, seconds_silent }) {
+function statusOf({ problem, samples, is_reading, folder, end, seconds_silent }) {
   const silent = seconds_silent ?? 0;
   const ends = {
     finished: "the run has finished",
@@ -94,7 +94,7 @@ function statusOf({ problem, samples, read, folder, end, seconds_silent }) {
     crashed: "the run has crashed",
   };
   if (problem) return ["lost", `cannot read the run: ${problem}`];
-  if (read < 1) return ["alive", `reading ${Math.round(100 * read)} %`];
+  if (is_reading) return ["alive", "reading"];
   if (!samples) return ["waiting", `waiting for the run’s first sample in ${folder}`];
   if (end) return [end, `${ends[end] ?? "the run has ended"}, ${ago(silent)}`];
   const written = `last written ${ago(silent)}`;
