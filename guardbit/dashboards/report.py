@@ -28,7 +28,7 @@ from guardbit.dashboards.page import (
     source_of_script,
     thinned,
 )
-from guardbit.dashboards.tables import rows_of
+from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import Judgement
 
 #: What a page says, what it draws, and the pictures beside it.
@@ -103,10 +103,11 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
-    fork = fork_of({run.name: run.recorded.of_run("loss") for run in runs})
-    samples = {run.name: _samples_from(fork, run) for run in runs}
+    recorded = {run.name: run.recorded for run in runs}
+    fork = fork_of({name: run.of_run("loss") for name, run in recorded.items()})
+    first = fork or 0
     outcomes = {run.name: run.judgement for run in runs}
-    losses = of_runs_or_worst_heads(samples, "loss")
+    losses = of_runs_or_worst_heads(recorded, "loss", first)
     common = min((int(loss.index[-1]) for loss in losses.values() if len(loss)), default=0)
     facts = [_facts_of(run, losses[run.name], common) for run in runs]
     kinds = Counter(_short_state(outcome.state) for outcome in outcomes.values())
@@ -130,7 +131,7 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
             ["", *titles], [[name, *[one[name] for one in facts]] for name in facts[0]]
         ),
     }
-    return shown, _answers(samples, outcomes), _pictures(samples, outcomes)
+    return shown, _answers(recorded, outcomes, first), _pictures(recorded, outcomes, first)
 
 
 def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
@@ -167,16 +168,11 @@ def _worst_head(run: LoadedRun) -> str:
     return "–"
 
 
-def _samples_from(fork: int | None, run: LoadedRun) -> pd.DataFrame:
-    frame = run.recorded.samples
-    return frame if fork is None else rows_of(frame, frame["step"] >= fork)
-
-
 def _answers(
-    samples: Mapping[str, pd.DataFrame], outcomes: Mapping[str, Judgement]
+    recorded: Mapping[str, Recorded], outcomes: Mapping[str, Judgement], first: int
 ) -> Document | None:
     """What the page draws: the same overlays as the figures."""
-    drawn = {name: of_runs_or_worst_heads(samples, name) for name, *_ in OVERLAYS}
+    drawn = {name: of_runs_or_worst_heads(recorded, name, first) for name, *_ in OVERLAYS}
     runs: list[Document] = []
     for name, outcome in outcomes.items():
         known = {indicator: thinned(of[name]) for indicator, of in drawn.items() if len(of[name])}
@@ -200,18 +196,16 @@ def _marked(outcome: Judgement) -> dict[str, int]:
 
 
 def _pictures(
-    samples: Mapping[str, pd.DataFrame], outcomes: Mapping[str, Judgement]
+    recorded: Mapping[str, Recorded], outcomes: Mapping[str, Judgement], first: int
 ) -> dict[str, Figure | None]:
     said = {"alarm": "alarm", "switch": "switched", "departed": "✕ loss diverged"}
     marked = {
         name: {said[kind]: step for kind, step in _marked(outcome).items()}
         for name, outcome in outcomes.items()
     }
-    samples = {name: frame for name, frame in samples.items() if not frame.empty}
     return {
-        f"runs_{overlay[0]}": runs_over_steps(samples, *overlay, marked)
+        f"runs_{overlay[0]}": runs_over_steps(recorded, *overlay, marked, first)
         for overlay in OVERLAYS
-        if samples
     }
 
 

@@ -187,10 +187,18 @@ class Recorded(RunSoFar):
         self._rows = self.samples.groupby("indicator", observed=True).indices
 
     def by_head(self, indicator: str) -> pd.DataFrame:
-        return by_head(self._rows_of(indicator), indicator)
+        """One indicator with a row a step and a column a head; NaN where it was not measured."""
+        samples = of_heads(self._rows_of(indicator))
+        samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
+        table = samples.pivot(index="step", columns=["layer", "head"], values="value")
+        return table.astype(float).sort_index().sort_index(axis=1)
 
     def of_run(self, indicator: str) -> pd.Series:
-        return of_run(self._rows_of(indicator), indicator)
+        """An indicator of the whole run (`loss`, `grad_norm`) by step; non-finite is kept."""
+        samples = self._rows_of(indicator)
+        samples = rows_of(samples, samples["site"] == "")
+        samples = samples.drop_duplicates(["step"], keep="last").set_index("step")
+        return cast(pd.Series, samples["value"]).astype(float).sort_index()
 
     def _rows_of(self, indicator: str) -> pd.DataFrame:
         return self.samples.iloc[self._rows.get(indicator, [])]
@@ -221,22 +229,6 @@ def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
 
 def of_heads(frame: pd.DataFrame) -> pd.DataFrame:
     return rows_of(frame, frame["site"] != "")
-
-
-def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
-    """One indicator with a row a step and a column a head; NaN where a head was not measured."""
-    samples = of_heads(frame)
-    samples = rows_of(samples, samples["indicator"] == indicator)
-    samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
-    table = samples.pivot(index="step", columns=["layer", "head"], values="value")
-    return table.astype(float).sort_index().sort_index(axis=1)
-
-
-def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
-    """An indicator of the whole run (`loss`, `grad_norm`) by step, float64; non-finite is kept."""
-    samples = rows_of(frame, (frame["indicator"] == indicator) & (frame["site"] == ""))
-    samples = samples.drop_duplicates(["step"], keep="last").set_index("step")
-    return cast(pd.Series, samples["value"]).astype(float).sort_index()
 
 
 def latest_rows(frame: pd.DataFrame) -> pd.DataFrame:

@@ -45,7 +45,7 @@ def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random)
     items = list(values.items())
     random.shuffle(items)
     table = table_of(dict(items))
-    by_head = tables.by_head(table, "delta_bias")
+    by_head = Recorded(table).by_head("delta_bias")
     assert by_head.notna().to_numpy().sum() == len(values)
     for (step, layer, head), value in values.items():
         assert by_head.loc[step, (layer, head)] == value
@@ -54,7 +54,7 @@ def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random)
 
 def test_a_resumed_run_keeps_the_later_value():
     table = pd.concat([table_of({(5, 0, 0): 1.0}), table_of({(5, 0, 0): 2.0})])
-    assert tables.by_head(table, "delta_bias").to_numpy().tolist() == [[2.0]]
+    assert Recorded(table).by_head("delta_bias").to_numpy().tolist() == [[2.0]]
 
 
 def test_the_journal_is_by_step_and_takes_any_list_of_heads():
@@ -210,6 +210,9 @@ def test_a_name_that_several_layers_share_tells_none_of_them_apart():
     frame = samples(
         (step, "attn", layer, 0, "max_logit", 10.0 * layer) for step in (0, 1) for layer in (0, 1)
     )
-    assert tables.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
+    assert Recorded(frame).by_head("max_logit").to_dict("list") == {
+        (0, 0): [0, 0],
+        (1, 0): [10, 10],
+    }
     watched = Recorded(frame).heads_to_watch()
     assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]

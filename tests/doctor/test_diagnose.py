@@ -97,8 +97,6 @@ def test_the_answer_is_in_the_report(run):
         "<h3>h/0 attn head 0, step 4</h3>"
     )
     assert "Rounding of delta: dQ is wrong by" in text
-    (line,) = [line for line in text.splitlines() if ">remedy exact" in line]
-    assert line.count("%") == 2
     (run / "diagnosis" / "diagnosis.json").write_text("{")
     assert kept in report()
 

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
-from guardbit.dashboards.tables import Recorded, by_head, of_run
+from guardbit.dashboards.tables import Recorded
 
 #: What is shown of the heads below the loss, with the labels of the axes.
 STORY_PANELS = (("w_q_spectral_norm", "W_Q spectral norm"), ("max_logit", "max logit"))
 #: Inches.
 LOW_PANEL = 1.9
-#: The runs' colours and line styles; `runs_over_steps` refuses more runs than these.
+#: The runs' colours and line styles; a report refuses more runs than these.
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 
@@ -89,18 +89,15 @@ def loss_and_gradient(run: Recorded) -> Figure | None:
 
 @style.styled
 def runs_over_steps(
-    runs: Mapping[str, pd.DataFrame],
+    runs: Mapping[str, Recorded],
     indicator: str,
     title: str,
     label: str,
     marked: Mapping[str, Mapping[str, int]] | None = None,
+    first: int = 0,
 ) -> Figure | None:
-    """One indicator of several runs over the same steps, and what is `marked` of each run."""
-    if len(runs) > len(RUN_LINES):
-        raise ValueError(
-            f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
-        )
-    drawn = of_runs_or_worst_heads(runs, indicator).items()
+    """One indicator of several runs from a step on, and what is `marked` of each run."""
+    drawn = of_runs_or_worst_heads(runs, indicator, first).items()
     series = {name: style.finite(values) for name, values in drawn}
     series = {name: values for name, values in series.items() if style.has_finite(values)}
     if not series:
@@ -111,8 +108,8 @@ def runs_over_steps(
         colour, line_style = colours[name]
         axes.plot(values, color=colour, linestyle=line_style, label=name, gid=style.NAMED)
     axes.set_ylabel(label + style.scale(axes, pd.concat(list(series.values())).to_numpy()))
-    steps = np.concatenate([frame["step"].to_numpy() for frame in runs.values()])
-    style.set_steps(axes, int(steps.min()), int(steps.max()))
+    begins, ends = zip(*(run.steps for run in runs.values() if run.evidence.steps), strict=True)
+    style.set_steps(axes, max(first, min(begins)), max(ends))
     rows = [(name, steps) for name, steps in (marked or {}).items() if steps]
     for row, (name, steps) in enumerate(reversed(rows)):
         _mark_run(axes, steps, colours[name][0], style.above(axes, 0.06 + 0.17 * row))
@@ -145,14 +142,14 @@ def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float)
 
 
 def of_runs_or_worst_heads(
-    runs: Mapping[str, pd.DataFrame], indicator: str
+    runs: Mapping[str, Recorded], indicator: str, first: int
 ) -> dict[str, pd.Series]:
     """An indicator of each run as its running median, of heads the largest magnitude, by step."""
-    series = {name: style.finite(of_run(frame, indicator)) for name, frame in runs.items()}
+    series = {name: style.finite(run.of_run(indicator).loc[first:]) for name, run in runs.items()}
     longest = max(map(len, series.values()), default=0)
     return {
         name: style.smooth(series[name], longest)
         if len(series[name])
-        else by_head(frame, indicator).abs().max(axis=1)
-        for name, frame in runs.items()
+        else run.by_head(indicator).loc[first:].abs().max(axis=1)
+        for name, run in runs.items()
     }

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from guardbit.dashboards.figures import runs_over_steps
+from guardbit.dashboards.tables import Recorded
 
 
 def lines_of(axes):
@@ -11,7 +12,8 @@ def lines_of(axes):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_head_of_each_run_by_size(run, sign):
     frame = run.frame.assign(value=run.frame["value"] * sign)
-    runs = {"ill": frame, "well": frame[(frame["layer"] != 2) & (frame["step"] < 2000)]}
+    well = frame[(frame["layer"] != 2) & (frame["step"] < 2000)]
+    runs = {"ill": Recorded(frame), "well": Recorded(well)}
     (axes,) = runs_over_steps(runs, "max_logit", "Title", "logit").axes
     lines = lines_of(axes)
     assert list(lines) == ["ill", "well"]
@@ -25,17 +27,18 @@ def test_the_largest_head_of_each_run_by_size(run, sign):
 
 
 def test_a_run_without_the_indicator_leaves_the_others_their_colours(run):
-    without = run.frame[run.frame["indicator"] != "loss"]
-    both = runs_over_steps({"a": run.frame, "b": run.frame}, "loss", "Loss", "loss")
-    one = runs_over_steps({"a": without, "b": run.frame}, "loss", "Loss", "loss")
+    without = Recorded(run.frame[run.frame["indicator"] != "loss"])
+    whole = Recorded(run.frame)
+    both = runs_over_steps({"a": whole, "b": whole}, "loss", "Loss", "loss")
+    one = runs_over_steps({"a": without, "b": whole}, "loss", "Loss", "loss")
     assert list(lines_of(one.axes[0])) == ["b"]
     assert lines_of(one.axes[0])["b"].get_color() == lines_of(both.axes[0])["b"].get_color()
     assert runs_over_steps({"a": without}, "loss", "Loss", "loss") is None
 
 
 def test_a_short_run_is_smoothed_like_the_long_one_beside_it(run):
-    short = run.frame[run.frame["step"] > 3800]
-    runs = {"short": short, "long": run.frame}
+    short = Recorded(run.frame[run.frame["step"] > 3800])
+    runs = {"short": short, "long": Recorded(run.frame)}
     lines = lines_of(runs_over_steps(runs, "loss", "Loss", "loss").axes[0])
     loss = run.loss[run.loss_steps > 3800]
     assert len(loss) < 100
@@ -51,7 +54,7 @@ def test_what_is_marked_of_each_run_is_named_in_its_colour(run):
         "a": {"alarm": 1000, "switched": 1000},
         "b": {"alarm": 2000, "gone": 4900, "far": 9999},
     }
-    runs = dict.fromkeys(marked, run.frame)
+    runs = dict.fromkeys(marked, Recorded(run.frame))
     (axes,) = runs_over_steps(runs, "loss", "Loss", "loss", marked).axes
     colour = {name: line.get_color() for name, line in lines_of(axes).items()}
     said = [(text.get_position()[0], text.get_text(), text.get_color()) for text in axes.texts]
