@@ -110,15 +110,13 @@ def extent(run: RunSoFar) -> str:
 
 def summary(run: RunSoFar) -> list[str]:
     """What happened, in a few sentences, most important first."""
-    is_empty = run.evidence.steps is None
-    sentences = ["The run recorded no samples."] if is_empty else []
-    if run.alarms or not is_empty:
-        sentences.append(run.judgement.verdict_and_advice)
-    sentences += [
-        f"The first alarm came at step {first.step:,} ({where(first)}): {first.why}"
-        for first in run.alarms[:1]
-    ]
-    return sentences if is_empty else [*sentences, run.judgement.risk.sentence]
+    if run.evidence.steps is None:
+        return ["The run recorded no samples."]
+    sentences = [run.judgement.verdict_and_advice]
+    for first in run.alarms[:1]:
+        when = f"The first alarm came at step {first.step:,} ({where(first)})"
+        sentences.append(f"{when}: {first.why}")
+    return [*sentences, run.judgement.risk.sentence]
 
 
 def tiles(run: RunSoFar) -> list[Tile]:

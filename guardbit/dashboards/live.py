@@ -10,6 +10,7 @@ rebinding).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -233,7 +234,6 @@ class LiveRuns:
         self._runs: list[LiveRun] = [] if self.is_list else [LiveRun(self.folder)]
         self._old = set(self._runs)  # those of the start, until they are looked at
         self._searched: float | None = None
-        self._said: set[str] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="guardbit-live", daemon=True)
 
@@ -266,8 +266,10 @@ class LiveRuns:
                 self._old.discard(run)
             # One broken run must not hide the others, and the page must survive a lost folder.
             except Exception as error:
-                run.problem = str(error) or type(error).__name__
-                self._say_once(f"cannot read {run.path}: {error!r}")
+                problem = str(error) or type(error).__name__
+                if problem != run.problem:
+                    log.warning("cannot read %s: %r", run.path, error)
+                run.problem = problem
 
     def rows(self) -> Json:
         rows = [{"id": number, **run.row()} for number, run in enumerate(list(self._runs))]
@@ -288,11 +290,9 @@ class LiveRuns:
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            try:
-                self.look()
             # The list must survive a lost folder.
-            except Exception as error:
-                self._say_once(f"cannot look for runs in {self.folder}: {error!r}")
+            with contextlib.suppress(OSError):
+                self.look()
             self._stop.wait(LOOK_SECONDS)
 
     def _search(self) -> None:
@@ -304,11 +304,6 @@ class LiveRuns:
         if self._searched is None:
             self._old.update(self._runs)
         self._searched = time.monotonic()
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            log.warning(text)
 
 
 class LiveServer:

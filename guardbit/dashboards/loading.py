@@ -97,23 +97,14 @@ class LoadedRun:
         return self.recorded.heads_to_watch(from_zero(count, "count"))
 
     def __repr__(self) -> str:
-        return "\n".join([f"{self.name}: {self.judgement.headline}", *self._cause_and_advice])
-
-    @property
-    def _cause_and_advice(self) -> list[str]:
-        judgement = self.judgement
-        cause = (
-            [f"Cause: {judgement.verdict}: {judgement.why}"] if judgement.numbers["alarms"] else []
-        )
-        return [*cause, judgement.advice]
+        return f"{self.name}: {self.judgement.headline}\n{self.judgement.verdict_and_advice}"
 
     def _repr_html_(self) -> str:
         judgement = self.judgement
         colour = OUTCOME_COLOURS[judgement.state]
-        below = [*self._cause_and_advice, self.name]
         return (
             f'<div><b style="color:{colour}">●</b> <b>{escape(judgement.headline)}</b><br>'
-            f"<small>{'<br>'.join(map(escape, below))}</small></div>"
+            f"<small>{escape(judgement.verdict_and_advice)}<br>{escape(self.name)}</small></div>"
         )
 
 

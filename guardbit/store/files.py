@@ -52,8 +52,6 @@ MAX_EVENT = 1 << 20
 MAX_CSV = 8 << 30
 #: Most bytes of the file in which `guardbit diagnose` keeps its answer.
 MAX_DIAGNOSIS = 64 << 20
-#: Most rows of a segment: a row of a CSV has some 32 bytes.
-MAX_ROWS = MAX_CSV // 32
 #: From this number of rows on a segment needs a byte for every ROWS_PER_BYTE. Values, which are
 #: measured, take eight bytes each before they are packed, and several after.
 MANY_ROWS = 1_000_000
@@ -267,7 +265,7 @@ def good_rows(rows: Rows) -> Rows:
 
 def check_rows(rows: int, size: int) -> None:
     """Raises an error if a file of `size` bytes cannot hold that many measured rows."""
-    if rows > MAX_ROWS or rows > max(MANY_ROWS, ROWS_PER_BYTE * size):
+    if rows > max(MANY_ROWS, ROWS_PER_BYTE * size):
         raise ValueError(f"it unpacks {size:,} bytes to {rows:,} rows, which no run has written")
 
 

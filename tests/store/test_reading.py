@@ -356,6 +356,3 @@ def test_a_segment_that_unpacks_to_more_rows_than_a_run_writes_is_left_out(tmp_p
         read_run(tmp_path)
     monkeypatch.setattr(files, "ROWS_PER_BYTE", 300_000)
     assert len(read_run(tmp_path)) == 1
-    monkeypatch.setattr(files, "MAX_ROWS", 200_000)
-    with pytest.warns(UserWarning), pytest.raises(ValueError):
-        read_run(tmp_path)
