@@ -16,9 +16,7 @@ log = logging.getLogger("guardbit")
 
 #: Environment variable that holds the address of a webhook for each run.
 VARIABLE = "GUARDBIT_WEBHOOK"
-#: Seconds that a webhook may take.
 WEBHOOK_TIMEOUT_SECONDS = 10.0
-#: Characters of a message.
 MOST_CHARACTERS = 600
 
 

@@ -177,7 +177,6 @@ CATALOG: tuple[Indicator, ...] = (
 
 BY_NAME: dict[str, Indicator] = {indicator.name: indicator for indicator in CATALOG}
 
-#: Indicators with one value per head.
 HEAD_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if not one.is_of_run)
 
 #: Indicators of the whole run, recorded with site "" and head -1.

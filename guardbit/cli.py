@@ -195,7 +195,7 @@ def report(
         with writing_to(target, "give another folder by --output, or use --json"):
             written = write_reports(runs, target)
     for run in runs:  # not to stdout, which only names the report
-        resumed = f" The run was {run.resumed}." if run.resumed else ""
+        resumed = f" The run was {run.recorded.resumed}." if run.recorded.resumed else ""
         said = f"{run.name}: {run.judgement.headline}. {run.judgement.advice}{resumed}"
         typer.echo(printable(said), err=True)
     typer.echo(printable(str(written)))

@@ -32,9 +32,7 @@ HEAD_COLUMNS = (
     "delta_bias_cumulative",
     "dq_relative_error",
 )
-#: Most heads with alarms that are shown.
 _MOST_ALARMED = 40
-#: Most diagnosed heads that are shown.
 _MOST_DIAGNOSED = 8
 
 #: A cell of two texts shows the second small below the first.
@@ -85,7 +83,6 @@ def document_of(title: str, run: RunSoFar, *, is_over: bool = True) -> Document:
 
 
 def heads_of(title: str, run: RunSoFar) -> Document:
-    """What became of the heads: their alarms, and those to worry about."""
     alarms = _alarms_by_head(run)
     more = len(alarms) - _MOST_ALARMED
     return {
@@ -120,7 +117,6 @@ def summary(run: RunSoFar) -> list[str]:
 
 
 def tiles(run: RunSoFar) -> list[Tile]:
-    """First alarm, lead, heads switched and last loss."""
     numbers = run.judgement.numbers
     current = list(run.stabilizers().values())
     undone = current.count("none")
@@ -282,7 +278,6 @@ def times(excess: float) -> str:
 
 
 def settings(metadata: Mapping[str, Any]) -> list[tuple[str, Table]]:
-    """Settings, versions and attention modules, as tables with their titles."""
     plain = {name: value for name, value in metadata.items() if not isinstance(value, Mapping)}
     nested = {name: value for name, value in metadata.items() if isinstance(value, Mapping)}
     titled = [("", _key_values(plain))] if plain else []
@@ -307,7 +302,6 @@ def _key_values(value: Mapping[str, Any]) -> Table:
 
 
 def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
-    """The answer of each diagnosed head."""
     if not diagnosed.snapshots and not diagnosed.heads:
         return None
     if not diagnosed.heads:

@@ -38,13 +38,11 @@ EXCESS_INDICATORS: Mapping[str, float] = {
     indicator.name: indicator.floor for indicator in CATALOG if indicator.floor is not None
 }
 
-#: Fewest heads at a step whose median is used.
-_FEWEST_PEERS = 4
+_FEWEST_PEERS = 4  # heads at a step whose median is used
 #: Before this many samples a head has no baseline.
 FEWEST_SAMPLES = 5
 _BASELINE_QUANTILE = 0.25
-#: Noise is allowed three standard deviations.
-_NOISE_SPAN = 3.0
+_NOISE_SPAN = 3.0  # standard deviations
 #: Overflown values and ratios count as this, which is far beyond any healthy one.
 _LARGEST = 1e30
 
@@ -168,7 +166,6 @@ class History:
         return self._map(worst, np.nan), self._map(which, 0), names
 
     def _map(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
-        """Values of the columns by layer and head."""
         spread = np.full((self.num_layers, self.num_heads), missing, dtype=values.dtype)
         layers, heads = np.array(self.heads, dtype=np.int64).reshape(-1, 2).T
         spread[layers, heads] = values

@@ -1,11 +1,8 @@
 """The live page: follows runs, and serves their pages on this machine only.
 
-What is served is a fixed list of addresses: the pages, and a few questions about runs that are
-answered as JSON; runs are numbered. No address names a file of a run or of anything else.
-All of them begin with a token that only the person who started the server knows, so that other
-people on the machine and other pages in the browser cannot read along; requests that name another
-host are refused, which is what a page uses that has pointed its own name at this machine (DNS
-rebinding).
+A fixed list of addresses is served, none of which names a file. All begin with a token that only
+the person who started the server knows; requests that name another host are refused, as they come
+from a page that has pointed its own name at this machine (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -43,17 +40,15 @@ from guardbit.store.files import names_of_runs
 
 log = logging.getLogger("guardbit")
 
-#: Seconds between two looks at a run's folder.
+#: Between two looks at a run's folder, and two searches for new runs.
 LOOK_SECONDS = 1.0
-#: Seconds between two searches for new runs.
 SEARCH_SECONDS = 10.0
-#: Seconds between two updates of a page while a long run is read.
+#: Between two updates of a page while a long run is read.
 UPDATE_SECONDS = 1.0
 #: Seconds without anything new after which a run does not count as running, as in the pages.
 SILENT_SECONDS = 120.0
 #: Steps that a page resolves, even.
 BUCKETS = 400
-#: Most runs that one chart overlays.
 MOST_OVERLAID = 4
 
 HOST = "127.0.0.1"
@@ -170,7 +165,6 @@ class LiveRun:
         return self._follower.end or ("not closed" if is_silent else None)
 
     def _read_samples(self) -> bool:
-        """Reads new samples; returns whether there are any."""
         has_changed = False
         updated = time.monotonic()
         self._is_reading = True
@@ -241,7 +235,6 @@ class LiveRuns:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops following; what was read stays."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)

@@ -88,10 +88,6 @@ class LoadedRun:
         """What became of the run, what moved its heads, and what to do."""
         return self.recorded.judgement
 
-    @property
-    def resumed(self) -> str:
-        return self.recorded.resumed
-
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The `count` heads to watch, worst first, with their latest values."""
         return self.recorded.heads_to_watch(from_zero(count, "count"))
@@ -136,6 +132,4 @@ class Plots:
 
     def map(self, step: int | None = None) -> Figure | None:
         """The model map after a step; by default after the first alarm, or at the run's end."""
-        if step is None:
-            step = self._run.first_step("alarm")
         return self._figures.model_map(self._run, step=step)

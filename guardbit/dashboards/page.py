@@ -43,9 +43,8 @@ OVERLAYS = (
     ("max_logit", "Largest max logit", "largest logit"),
     ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
 )
-#: Heads named in the list of the worst.
+#: Heads named in the list of the worst, and heads drawn in a curve.
 _WORST = 8
-#: Heads drawn in a curve.
 _DRAWN = len(HIGHLIGHTS)
 #: How many of the newest events the page gets, besides all that it marks. A failed run has
 #: thousands of alarms.
@@ -54,9 +53,8 @@ _MOST_EVENTS = 40
 _TYPICAL_HEADS = 1024
 #: Model maps of a report's player, evenly spread, beside those of the first alarm and switch.
 MAPS = 40
-#: Most characters of all maps together.
+#: Most characters of all maps together, and of all histories of single heads, worst heads first.
 MOST_OF_MAPS = 600_000
-#: Most characters of all histories of single heads, worst heads first.
 MOST_OF_HEADS = 1_500_000
 #: What the page calls each indicator, and which are signed, so that no log scale fits them.
 CATALOG_OF_PAGES: Json = {
@@ -78,7 +76,6 @@ def asset(name: str) -> str:
 
 
 def script_of(name: str) -> str:
-    """The scripts of `page.html` or `list.html`."""
     return "\n".join(map(asset, (*_SCRIPTS, name.replace(".html", ".js"))))
 
 
@@ -97,7 +94,6 @@ _PAGES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def rendered(name: str, **shown: object) -> str:
-    """A page as HTML."""
     return _PAGES.get_template(name).render(shown, script=script_of(name))
 
 
@@ -262,7 +258,6 @@ class RunPage:
     def _worst_heads(
         self, bucket: int, excess: Floats, which: Integers, names: Sequence[str]
     ) -> list[Json]:
-        """The heads that are farthest above their baseline at a bucket, worst first."""
         history = self.run.history
         worst: list[Json] = []
         for layer, head in farthest(excess)[:_WORST]:

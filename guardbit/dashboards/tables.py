@@ -63,7 +63,6 @@ class RunSoFar:
             self.__dict__.pop(name, None)
 
     def take(self, rows: pd.DataFrame) -> None:
-        """Adds samples, with the columns of `guardbit.read_run`."""
         self.evidence.add(samples_of(rows))
         of_heads = (rows["site"] != "").to_numpy()
         columns = [rows[name].to_numpy() for name in ("step", "layer", "head", "value")]
@@ -81,7 +80,6 @@ class RunSoFar:
 
     @property
     def departed(self) -> int | None:
-        """The step at which the loss diverged, as the judgement has it."""
         return self.judgement.numbers["departed"]
 
     @property
@@ -127,13 +125,11 @@ class RunSoFar:
         return self.evidence.steps or (0, 0)
 
     def label(self, head: Head) -> str:
-        """The name of a head in figures and tables."""
         layer, number = head
         return f"layer {layer}" + f", head {number}" * (self.heads_of_layer[layer] > 1)
 
     @cached_property
     def heads_of_layer(self) -> Counter[int]:
-        """Layer -> number of heads that have a sample."""
         return Counter(layer for layer, _ in self.history.heads)
 
     @cached_property

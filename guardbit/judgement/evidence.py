@@ -24,8 +24,7 @@ Head = tuple[int, int]
 
 #: A loss has come back when the median of this many last samples is near the smallest such median.
 LOSS_SAMPLES = 8
-#: Nats that count as near.
-COME_BACK = 0.1
+COME_BACK = 0.1  # nats that count as near
 #: A loss rises when the median of this many last samples lies further above the smallest one.
 RISING_SAMPLES = 50
 #: Multiple of their scatter by which it must rise: of many noisy losses some window is always low.
@@ -156,7 +155,6 @@ class Losses:
         self._count = 0
 
     def add(self, step: int, value: float) -> None:
-        """Takes in the loss of a later step."""
         self.first, self.last = step if self.first is None else self.first, step
         if math.isfinite(value):
             self.lost = None
@@ -229,7 +227,6 @@ class Evidence:
         self._values: dict[tuple[int, str], _Kept] = {}
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Takes in samples."""
         for sample in samples:
             first, last = self.steps or (sample.step, sample.step)
             self.steps = min(first, sample.step), max(last, sample.step)
@@ -307,7 +304,6 @@ class Evidence:
 
     @property
     def nonfinite(self) -> Nonfinite | None:
-        """The first NaN or infinity in a call of attention."""
         return first_nonfinite(self._nonfinite)
 
     def _series(self, head: Head, name: str) -> tuple[list[int], list[float]]:

@@ -26,7 +26,6 @@ RISE = 1.4
 #: Logits rise if the largest exceeds RISING_LOGIT, and RISE times what it was RISE_STEPS before.
 RISE_STEPS = 1000
 RISING_LOGIT = 1024.0
-#: Beyond this logits are high.
 HIGH_LOGIT = 4096.0
 #: A part of the heads beyond which alarms are no failure of single heads: of 87 recorded runs that
 #: rounding failed in, or might have, at most a third of the heads alarmed.
@@ -35,8 +34,7 @@ EVERYWHERE = 0.5
 CRITICAL_LOGIT = 10_000.0
 #: Samples in a row without finite gradients that are more than a loss scale's search for overflow.
 BAD_IN_A_ROW = 3
-#: How the event begins that turns the monitor off, and what an event says of a stage that works
-#: again.
+#: What events say of the monitor, and of a stage.
 OFF = "the monitor is off, training goes on"
 RECOVERED = "the stage '{}' works again"
 
@@ -92,7 +90,6 @@ class Facts:
         self.head_samples, self.last_head_step, self.hole = evidence.head_steps
         self.is_judged = is_judged(metadata, evidence)  # whether a rule reads what was measured
         self.bad_gradients_since = _bad_gradients(evidence)  # up to the last sample
-        # Modules that were measured or that the run's metadata name.
         self.num_modules = len({*self.not_watched, *evidence.layers})
         self.num_watched = self.num_modules - len(self.not_watched)
         self.watched_in_part = _watched_in_part(metadata)  # one of several calls in a forward
@@ -146,8 +143,7 @@ class Facts:
             key=lambda change: (not change.is_fall, change.after / change.before),
             default=None,
         )
-        # The part of dQ that was wrong, before the switch and after.
-        self.error_gone = next(filter(None, gone), None)
+        self.error_gone = next(filter(None, gone), None)  # parts of dQ, before and after
 
         self.missing_loss = _missing_loss(evidence, alarms, switched)
         last_switch = max((event.step for event in switched.values()), default=-1)

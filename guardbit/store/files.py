@@ -46,29 +46,23 @@ MAX_STEP = 2**53
 #: Most layers of a model and heads of a layer, eight times the largest published model (126 layers
 #: of 128 heads). Layers and heads count from 0.
 MAX_LAYERS = MAX_HEADS = 1024
-#: Most bytes of an event.
+#: Most bytes of an event, of an unpacked CSV, and of what `guardbit diagnose` keeps.
 MAX_EVENT = 1 << 20
-#: Most bytes of an unpacked CSV.
 MAX_CSV = 8 << 30
-#: Most bytes of the file in which `guardbit diagnose` keeps its answer.
 MAX_DIAGNOSIS = 64 << 20
 #: From this number of rows on a segment needs a byte for every ROWS_PER_BYTE. Values, which are
 #: measured, take eight bytes each before they are packed, and several after.
 MANY_ROWS = 1_000_000
 ROWS_PER_BYTE = 4
 
-#: Why rows are left out.
 OUT_OF_BOUNDS = (
     f"steps count from 0 to {MAX_STEP}, layers from 0 to {MAX_LAYERS - 1} and heads from 0 to "
     f"{MAX_HEADS - 1}"
 )
 
-#: How many folders below a folder runs are searched.
-_DEEPEST_RUN = 4
-#: Most runs that are listed.
+_DEEPEST_RUN = 4  # folders below a folder that runs are searched in
 _MOST_RUNS = 1000
-#: Most runs that an error names.
-_NAMED_RUNS = 5
+_NAMED_RUNS = 5  # in an error
 
 #: Names that Lightning's loggers give to a folder of any run.
 _NUMBERED = re.compile(r"(version_\d+|lightning_logs)(/|$)")
@@ -101,10 +95,6 @@ class Segment(NamedTuple):
     session: SessionKey
     first: int
     last: int
-
-    @property
-    def width(self) -> int:
-        return self.last - self.first + 1
 
 
 class Listing(NamedTuple):
@@ -239,7 +229,6 @@ def publish(path: Path, content: Content) -> None:
 
 
 def check_columns(names: Iterable[str], required: Sequence[str], what: object) -> None:
-    """Raises ValueError if a table lacks a column."""
     names = list(names)
     missing = [name for name in required if name not in names]
     if missing:

@@ -29,8 +29,7 @@ BATCHES = pa.schema(
     (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
 )
-#: Rows read at a time.
-_BATCH = 1 << 16
+_BATCH = 1 << 16  # rows
 #: Stands for a session's file that is broken or missing: it hides no steps.
 _UNKNOWN = Session(None, {}, None)
 #: How often a reader tries when the merge of a live writer removes a file.
@@ -107,7 +106,6 @@ class RunFollower:
                     )
 
     def _of(self, kind: str) -> list[Segment]:
-        """The readable segments of a kind."""
         segments = self._listing.segments
         return [one for one in segments if one.kind == kind and one.path not in self.broken]
 

@@ -74,9 +74,10 @@ class _SegmentSeries:
 
     def compact(self) -> None:
         """Merges the newest segments for as long as `_FAN_OUT` of them have the same width."""
-        while len({segment.width for segment in self._segments[-_FAN_OUT:]}) == 1 and (
-            len(self._segments) >= _FAN_OUT
-        ):
+        while len(self._segments) >= _FAN_OUT:
+            newest = self._segments[-_FAN_OUT:]
+            if len({segment.last - segment.first for segment in newest}) > 1:
+                break
             self.merge(_FAN_OUT)
 
     def merge(self, count: int | None = None) -> None:

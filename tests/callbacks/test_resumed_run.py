@@ -81,7 +81,7 @@ def test_the_last_line_is_of_the_whole_run(run, tmp_path, capsys, caplog):
     reported = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout)
     assert reported["outcome"] == "warning", "its first losses are the best ones"
     assert reported["headline"] in last
-    assert guardbit.load(tmp_path).resumed == f"resumed at step {FIRST}"
+    assert guardbit.load(tmp_path).recorded.resumed == f"resumed at step {FIRST}"
 
 
 def test_the_report_says_where_a_run_was_resumed_until_it_begins_anew(tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ from guardbit.dashboards.figures.heads import (
 )
 from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps, story
-from guardbit.dashboards.tables import Recorded
 
 __all__ = [
     "CHARTS",
@@ -38,14 +37,10 @@ __all__ = [
 ]
 
 
-def _map_that_tells(run: Recorded) -> Figure | None:
-    return model_map(run, step=run.first_step("alarm"))
-
-
 #: Stem of a figure's PNG -> the function that draws it.
 CHARTS: dict[str, Callable[..., Figure | None]] = {
     "story": story,
-    "model_map": _map_that_tells,
+    "model_map": model_map,
     "loss": loss_and_gradient,
     "w_q_spectral_norm_layers": spectral_norm_by_layer,
     "w_q_spectral_norm_heads": spectral_norm_of_heads,

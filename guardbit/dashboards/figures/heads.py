@@ -19,10 +19,8 @@ from guardbit.records import from_zero
 #: Half width of the band in standard deviations: 95 % of a normal distribution.
 BAND = 1.96
 
-# Height of a panel of a diagnosis in inches.
-_PANEL = 2.7
-# The part below which nothing can be told apart.
-_LEAST = 1e-5
+_PANEL = 2.7  # inches
+_LEAST = 1e-5  # the part below which nothing can be told apart
 _ORANGE, _BLUE, _ = (colour for colour, _ in HIGHLIGHTS)
 
 

@@ -23,7 +23,6 @@ from guardbit.records import from_zero
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.
 MOST_TYPICAL = 30.0
-#: Of an alarmed head's cell.
 FRAME: dict[str, Any] = {
     "fill": False,
     "edgecolor": INK,
@@ -71,9 +70,11 @@ def spectral_norm_by_layer(run: Recorded) -> Figure | None:
 def model_map(run: Recorded, step: int | None = None) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
 
-    A step before the first sample, as of an alarm that a resumed run brought along, is drawn at it,
-    and one after the end at the end.
+    By default at the first alarm, or at the end. A step before the first sample, as of an alarm
+    that a resumed run brought along, is drawn at it, and one after the end at the end.
     """
+    if step is None:
+        step = run.first_step("alarm")
     last = max(run.steps[1], *(event.step for event in run.events), 0)
     step = run.steps[1] if step is None else min(from_zero(step, "step"), last)
     if run.history.heads:

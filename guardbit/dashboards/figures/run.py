@@ -16,8 +16,7 @@ from guardbit.dashboards.tables import Recorded
 
 #: What is shown of the heads below the loss, with the labels of the axes.
 STORY_PANELS = (("w_q_spectral_norm", "W_Q spectral norm"), ("max_logit", "max logit"))
-#: Inches.
-LOW_PANEL = 1.9
+LOW_PANEL = 1.9  # inches
 #: The runs' colours and line styles; a report refuses more runs than these.
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 

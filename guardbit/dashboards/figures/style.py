@@ -39,9 +39,8 @@ KEY_HEIGHT = 0.3
 #: Beyond this many, vertical lines would hide the data: only the first keeps its line.
 MOST_LINES = 6
 
-#: 1,000 pixels wide at 100 dots an inch; 10 points are then 14 pixels.
+#: Inches: 1,000 pixels at 100 dots an inch; 10 points are then 14 pixels.
 WIDTH = 10.0
-#: Inches.
 PANEL_HEIGHT = 3.0
 #: Inches around the panels, the same in every figure, so that steps stand below one another; the
 #: right margin holds the names of the lines, a colour bar or a second axis.
@@ -141,7 +140,6 @@ def set_steps(axes: Axes, first: int, last: int) -> None:
 
 
 def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
-    """Adds a legend in the line below the title."""
     axes.legend(
         handles=list(key),
         loc="lower left",

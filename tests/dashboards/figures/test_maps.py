@@ -11,7 +11,7 @@ def cells_of(figure):
 
 
 def test_each_cell_is_a_head_with_its_excess(run):
-    figure = model_map(Recorded(run.frame, run.events))
+    figure = model_map(Recorded(run.frame, run.events), 4980)
     axes, bar = figure.axes
     cells = cells_of(figure)
     assert cells.shape == (12, 12)
