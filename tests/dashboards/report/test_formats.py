@@ -7,7 +7,7 @@ import pytest
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.page import thinned
 from guardbit.dashboards.report import write_reports
-from tests.dashboards.made import SAMPLES, of_heads
+from tests.dashboards.made import of_heads
 
 
 def short():
@@ -77,9 +77,3 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
         write_reports([Run(str(n), frame) for n in range(5)], tmp_path / "r.html")
     with pytest.raises(ValueError, match="different titles, got a, a"):
         write_reports([Run("a", frame), Run("a", frame)], tmp_path / "r.html")
-
-
-def test_a_run_without_samples_is_compared_too(tmp_path):
-    runs = [Run("full", short()), Run("empty", pd.DataFrame(columns=SAMPLES))]
-    text = write_reports(runs, tmp_path / "r.html").read_text()
-    assert "no samples" in text and "2 runs: 2 unclear" in text
