@@ -22,8 +22,7 @@ from guardbit.records import Alarm, Decision, Event, Sample, named
 #: Name of an attention module -> one stabilizer per head.
 Stabilizers = dict[str, list[str]]
 
-#: Steps that a change must last before it is reported, from a module's third change on. Otherwise
-#: alternating calls would fill the journal.
+#: Steps that a module's third and later changes must last before they are reported.
 TURN_STEPS = 100
 
 #: What to do about a head that grows where no rounding can be corrected.

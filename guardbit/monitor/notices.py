@@ -1,8 +1,4 @@
-"""What a user must know of a run besides its samples, each reported once.
-
-That is attention that is not watched, sampled steps that no watched attention was called in,
-switched heads that run something else, and the first NaN.
-"""
+"""What a user must know of a run besides its samples, each reported once."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ _HOW_TO_SHOW = (
     " have it or your own kernel watched, put q, k, v = guardbit.observe(q, k, v) before it"
 )
 
-#: Sampled steps in a row without a call of a module before that is reported. Layers that are
-#: dropped at random miss a few now and then.
+#: Sampled steps in a row without a call of a module before that is reported.
 MISSED_SAMPLES = 3
 
 _WHENCE = {
@@ -60,9 +55,7 @@ class Notices:
         self._replaced = list(_replaced({}))
         # Calls elsewhere are left alone on purpose where modules were selected.
         self._said = {"outside"} if instrumentation.is_selection else set[str]()
-        # The modules that look like attention and were not seen to call it, and how much is
-        # watched: both are known once attention was called.
-        self._unseen: list[Site] = []
+        self._unseen: list[Site] = []  # that look like attention and were not seen to call it
         self._table: dict[str, dict[str, Any]] = {}
         self.outside = interception.OutsideCalls()  # calls outside all modules, since its start
         self._switch_reports = SwitchReports(instrumentation)
@@ -163,11 +156,8 @@ class Notices:
             self._journal.note({"unseen": [site.name for site in unseen]})
         self._journal.note({"coverage": self._table})
 
-    # Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
-    # cadence is a step of G.
-
     def end_sampled_step(self, step: int, had_backward: bool | None) -> None:
-        """Takes a sampled step that has ended, and reports modules that were lost or not in it.
+        """Reports modules that were lost or not in a sampled step that has ended.
 
         `had_backward`: whether a backward of any call came; None if nobody takes calls any more.
         """
@@ -317,8 +307,7 @@ def _replaced(called: Mapping[str, Site]) -> Iterator[str]:
 
 def _unseen(candidates: Mapping[str, Site], called: Mapping[str, Site]) -> list[Site]:
     """The innermost modules that ran and look like attention, and called none."""
-    # A module counts as seen if it, a part of it, or an attention module around it called
-    # attention.
+    # A module counts as seen if it, a part of it, or an attention module around it called.
     seen = {part for s in called.values() if _is_attention(s) for part in s.module.modules()}
     callers = {site.module for site in called.values()}
     parts = {part for caller in callers for part in caller.modules()}

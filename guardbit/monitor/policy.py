@@ -17,8 +17,7 @@ F = TypeVar("F", bound=Callable[..., None])
 Asked = Mapping[str, Sequence[str]]
 Restless = Mapping[str, Collection[int]]
 
-#: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
-#: of the model.
+#: What is switched: the heads that alarms name, all heads of their modules, or of the model.
 SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
 #: Steps after an alarm on the whole model in which only a measured cause qualifies heads.
@@ -195,8 +194,8 @@ class Policy:
     ) -> list[Decision]:
         """Takes the alarms raised since the last call and returns what to do now.
 
-        Of each module in `stabilizers`, what is asked for in those called so far, at most one
-        decision to switch heads and one to undo that. Switches of `restless` heads are not undone.
+        Each module in `stabilizers`, which says what is asked for in those called so far, gets at
+        most one decision to switch heads and one to undo that. `restless` heads stay switched.
         """
         alarms = [alarm for alarm in alarms if not alarm.role.is_advisory]
         for alarm in alarms:

@@ -1,8 +1,7 @@
 """What the ranks of a distributed run exchange; a single process exchanges nothing.
 
-The ranks have a group of their own, on the host, so that what one of them misses does not mix with
-the exchanges of training. A rank waits in it for `EXCHANGE_SECONDS` at most: after that the others
-count as lost, and nothing is exchanged any more.
+They have a group of their own, on the host, apart from training's. A rank waits in it for
+`EXCHANGE_SECONDS` at most: then the others count as lost, and nothing is exchanged any more.
 """
 
 from __future__ import annotations

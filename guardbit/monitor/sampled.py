@@ -54,8 +54,8 @@ _OTHER_SWITCHES = (
     "ranks have switched heads differently, so some of what they compute may not be corrected: load"
     " states and call `switch` on all ranks alike, not in `on_alarm`, which only rank 0 calls"
 )
-# Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
-# differ by FP32's rounding, stages by their random weights, 1e-3 and more.
+# Largest relative difference, in the sum of W_Q's norms, of ranks with the same weights, which
+# differ by FP32's rounding. Stages differ by 1e-3 and more.
 _SAME_WEIGHTS = 1e-4
 
 
@@ -104,10 +104,8 @@ class SampledSteps:
         self.exchange = Exchange(instrumentation, stages, journal)
         self.webhook = webhook_of_run() if ranks.rank() == 0 else None
         self.name = str(settings.dirpath or "a run without a folder")
-        # Alarms of a checkpoint that no policy acted on; the policy of this run may.
-        self._unheeded: list[Alarm] = []
-        # Whether a sample has shown which switches would be needless. Several ranks do not wait for
-        # that, because they must act alike.
+        self._unheeded: list[Alarm] = []  # alarms of a checkpoint that no policy acted on
+        # Whether a sample has shown which switches are needless; ranks, to act alike, do not wait.
         self._is_informed = self.policy is None or ranks.world_size() > 1
 
     # --- a sampled step --------------------------------------------------------------------------
@@ -176,8 +174,7 @@ class SampledSteps:
         self._is_informed |= "capture" not in self._stages.off
         if facts == self._journal.metadata.get("sites"):
             return
-        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
-        # calls cannot be switched is no reason not to switch the next ones.
+        # A batch whose calls cannot be switched is no reason not to switch the next ones.
         self.switching.refusals = {site: facts[site]["not_switchable"] for site in facts}
         self._notices.report_nothing_to_correct(facts)
         self.switching.needless = self._journal.needless = {
@@ -326,8 +323,7 @@ class Exchange:
         # What the run's metadata says of this rank's attention modules.
         self._metadata: dict[str, dict[str, Any]] = {}
         self._are_compared, self._told = False, set[str]()
-        # Of this rank, if all have the same modules: sum and number of W_Q's norms, and a code of
-        # what is switched, or 0 if it is not known.
+        # If all ranks have the same modules: sum and number of W_Q's norms, code of the switches.
         self._numbers = 0.0, 0, 0
 
     def agree(self) -> bool:

@@ -533,8 +533,7 @@ class Session(Guarded):
         state = self._stages.always("state", partial(self._sampled.state_dict, switched))
         if state is None:
             return {"stabilizers": switched}
-        # In a tuple: torch.distributed.checkpoint fills a new session's state key by key, also in
-        # dicts and lists, and drops keys that it lacks.
+        # In a tuple: in dicts and lists torch.distributed.checkpoint drops keys that it lacks.
         return {"stabilizers": switched, "last_step": state["last_step"], "all": (state,)}
 
     @guard.method()

@@ -204,12 +204,7 @@ class Site:
         return self._weights("key")
 
     def plain_rows(self) -> list[tuple[HeadRows, list[nn.Parameter]]]:
-        """Returns the rows of W_Q and of W_K, each with its parameter and bias as trained.
-
-        Raises:
-            LayoutUnavailable: If they are not parameters of only this rank, or the queries are
-                normalised after them.
-        """
+        """Returns rows of W_Q and W_K, each with its parameter and bias as trained, or raises."""
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.is_latent:
             raise LayoutUnavailable(
@@ -424,9 +419,8 @@ def metadata_of(
     return found
 
 
-# Where wrappers of `torch.compile`, of activation checkpointing as FSDP applies it, of FSDP1 and of
-# Fabric keep the module they wrap, and those that keep it as `module`, by their classes' names: a
-# site goes by the same name with them and without.
+# Where wrappers keep the module they wrap, and the classes that keep it as `module`: a site goes by
+# the same name with them and without.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
 _HOLDERS = frozenset({
     "DistributedDataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module",
@@ -611,11 +605,7 @@ class Instrumentation:
         self._ask({site.number: None})
 
     def stabilizers(self) -> dict[str, list[str]]:
-        """Returns the stabilizer in use: name of the site -> one name per head.
-
-        If a head's latest call could not run what was asked for, because of a mask for example,
-        this is what ran instead, or "none"; `asked` returns what was asked for.
-        """
+        """Returns what heads' latest calls ran: name of the site -> one stabilizer per head."""
         in_use = {name: site.stabilizers for name, site in self._present().items()}
         return {name: names for name, names in in_use.items() if names}
 
@@ -628,7 +618,7 @@ class Instrumentation:
         """Asks for what `asked()` returned earlier, before or after the first forward.
 
         Raises:
-            ValueError: If the model has no such module, or a name or the number of heads is wrong.
+            ValueError: If a module, a name or the number of heads is wrong.
         """
         checked: dict[int, tuple[str, ...]] = {}
         for given, names in stabilizers.items():
@@ -670,8 +660,8 @@ class Instrumentation:
             self._at_rest = wanted
             for name, site in self._sites.items():
                 site.state.at_rest = at_rest and name not in but
-        # Once there is a graph with the op, so that a switch need not wait for the compiler. Here,
-        # between two steps, and not at a switch: a checkpoint must find the graph of its forward.
+        # Once there is a graph with the op, so that a switch need not wait for the compiler; here,
+        # between two steps, because a checkpoint must find the graph of its forward.
         self._has_sampled = self._has_sampled or not at_rest
         if self._installed:
             is_unused = at_rest and not but and not self._switched and not are_counted

@@ -29,9 +29,8 @@ from guardbit.monitor.detectors.rule import (
 from guardbit.monitor.detectors.rules import DEFAULT_RULES
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
-#: Logits from which on a head must stay switched: the reciprocal of BF16's rounding error. If the
-#: keys of a row are alike, their common part outweighs the differences by more than delta's
-#: rounding makes up for.
+#: Logits from which on a head must stay switched: the reciprocal of BF16's rounding error, beyond
+#: which delta's rounding does not make up for what keys have in common.
 RESTLESS = 256.0
 
 #: A head trains if its W_Q or W_K has moved in this many last samples: some optimizers are

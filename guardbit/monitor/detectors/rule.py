@@ -52,9 +52,8 @@ class Snapshot:
     """All that was measured at one step."""
 
     step: int  # optimizer step
-    # Indicator -> site -> one FP64 value per head, NaN if missing, +-`OVERFLOW` for +-inf;
-    # what was measured at this very step. All arrays of a site are as long as its highest head so
-    # far.
+    # What was measured at this very step: indicator -> site -> one FP64 value per head, NaN if
+    # missing, +-`OVERFLOW` for +-inf. All arrays of a site are as long as its highest head so far.
     now: Mapping[str, Mapping[str, Values]]
     # The same, every site with its last known values, this step's included.
     latest: Mapping[str, Mapping[str, Values]]

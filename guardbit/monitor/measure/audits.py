@@ -26,8 +26,7 @@ class Audits:
     """Chooses the heads: suspects, and by turns the next in order and one that leads.
 
     A head leads by the growth of its W_Q, by what its keys have in common, or by its logits, each
-    in its turn. So the head most likely to be moved by rounding is audited every six samples by
-    each, and every head once in twice as many samples as there are heads.
+    in its turn, every six samples. Every head is audited once in twice as many samples as heads.
     """
 
     def __init__(self, count: int) -> None:

@@ -221,10 +221,9 @@ class Burst:
     def _turn_of(
         self, name: str, projected: Sequence[_Projected], whole: Tensor, factor: Tensor
     ) -> tuple[Turn | None, Tensor]:
-        """How positions turn queries and keys, None where they do not, and what is unexplained.
+        """How positions turn queries and keys, None if not, and what least squares do not explain.
 
-        That is the part of q and k that least squares leave, over the part they leave of noise;
-        they leave nothing of anything where q and k have no more features than x.
+        That is over what they leave of noise: nothing where q and k have no more features than x.
         """
         *_, tokens, size = projected[0][0].shape
         features, inputs = whole.shape
@@ -400,8 +399,7 @@ def share_of(series: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Turn(NamedTuple):
     """A way back from turned features.
 
-    A pair of features (a, b) at position n leaves as (a cos - b sin, b cos + a sin) of the angle
-    n f. Which features are pairs, and the frequencies f, differ from model to model.
+    A pair (a, b) at position n leaves as (a cos - b sin, b cos + a sin) of n f, f its frequency.
     """
 
     cos: Tensor  # FP32 `(N, D)`

@@ -1,7 +1,4 @@
-"""A sampled step, from the attention calls to samples on the host, for all probes.
-
-Beside it, what the loop knows of every step: the loss and the gradient norm.
-"""
+"""A sampled step, from attention calls and what the loop knows to samples on the host."""
 
 from __future__ import annotations
 
@@ -253,8 +250,7 @@ class Measurement:
             self._layers.setdefault(name, len(self._layers))
         self._sites = {site.number: site for site in sites.values()}
         self._own_heads = {number: site.own_heads for number, site in self._sites.items()}
-        # Ranks that share heads get the same batch. In layers where each rank has all heads, they
-        # make the same calls.
+        # Ranks that share heads make the same calls in layers where each rank has all heads.
         most = max((site.parts for site in sites.values()), default=1)
         return {
             site.number: KnownSite(

@@ -181,9 +181,8 @@ class RowProbe(CallProbe):
 class KeyProbe(CallProbe):
     """The size of a sequence's mean key, relative to the keys; a head has its group's keys.
 
-    A wrong delta gives row i of dQ the error -(delta_lp - delta_hp) sum_j P_ij k_j. A vector that
-    all keys share is the same in all these rows, so its part of the error adds up. With an exact
-    delta it cancels, since sum_j dS_ij is 0.
+    A wrong delta gives row i of dQ the error -(delta_lp - delta_hp) sum_j P_ij k_j, where the part
+    of a vector that all keys share adds up. With an exact delta it cancels: sum_j dS_ij is 0.
     """
 
     name = "keys"
@@ -222,9 +221,8 @@ def _means(x: Tensor, starts: Tensor | None, seen: Tensor | None) -> Tensor:
 class DeltaProbe(CallProbe):
     """Delta of the kernel in use less that of an FP32 recomputation, summed with and without sign.
 
-    Delta is rowsum(dO * O), and its error adds up over rows (paper, equation 3 and figure 5a). The
-    bias is NaN where PyTorch's kernel drops entries of P, because nobody else knows which. It
-    is also NaN where the backward takes delta from P itself, and not from a rounded O.
+    Its error adds up over rows (paper, equation 3 and figure 5a). It is NaN where PyTorch's kernel
+    drops entries of P, and where the backward takes delta from P itself, not from a rounded O.
     """
 
     name = "delta"
@@ -259,9 +257,8 @@ class DeltaProbe(CallProbe):
         }
 
 
-# Where all keys, or all values, of a sequence are alike, dQ is zero and a recomputation in FP32
-# returns its own rounding, 1e-9 to 5e-7 of the product of dO, k and v in root mean squares. Heads
-# of the models that were tried have 1e-3 and more.
+# Where all keys or values of a sequence are alike, dQ is zero, and FP32 returns its own rounding,
+# 1e-9 to 5e-7 of the product of dO, k and v in root mean squares. Heads tried have 1e-3 and more.
 _FP32_NOISE = 2.0**-18
 
 

@@ -37,8 +37,7 @@ class Lead(NamedTuple):
     typical: Values  # the same of the typical head
 
 
-# What is kept of a head: logarithm of its value, clock and step when it was measured last, and the
-# same when its lead began.
+# Kept of a head: its logarithm, clock and step, of its last sample and of its lead's first.
 _COLUMNS = 6
 
 
@@ -60,8 +59,7 @@ def outrun(
     last, first = past[:3], past[3:]
     sizes = np.concatenate(list(values.values()))
     log = np.log(np.where(sizes > 0, sizes, np.nan))
-    # A module that was not measured for some samples has grown in all of them, and the clock
-    # holds that already.
+    # A module that was not measured for some samples has grown in all that the clock holds.
     change = log - last[0] - (clock - last[1])
     if grown := np.sort(change[~np.isnan(change)]).tolist():
         clock += max(0.0, grown[(len(grown) - 1) // 2])
