@@ -73,7 +73,7 @@ def refusing() -> Iterator[None]:
     """Lets what is raised in it pass every guard, because it tells the caller what to do."""
     try:
         yield
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, TypeError, IndexError, NotImplementedError) as error:
         setattr(error, _REFUSAL, True)
         raise
 

@@ -102,7 +102,7 @@ def unwatched(is_compiled, layer=None):
 @pytest.fixture(autouse=True)
 def everything_is_looked_up_anew(monkeypatch):
     """Names are, and kernels of libraries, for which others stand in; FlexAttention is trained."""
-    caches = engines.engine_of, op._decoded, op._forbid_merging, of_libraries.parameters
+    caches = engines.engine_of, op._forbid_merging, of_libraries.parameters
     monkeypatch.setattr(tensors, "_promised", set())
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     take_back = install(monkeypatch)

@@ -27,9 +27,6 @@ BACKENDS = ("auto", "torch", "triton")
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
-# Compute capability from which on the Triton kernels are compiled and tested: BF16 products.
-_OLDEST_CAPABILITY = (8, 0)
-
 #: What Triton computes -> the module of `guardbit.kernels.device` that launches it.
 _LAUNCHERS = {
     "forward": "forward",
@@ -59,7 +56,7 @@ def on_triton(backend: str, q: Tensor) -> bool:
         obstacle = f"takes bfloat16 and float16, but q is {q.dtype}"
     elif q.is_cuda:
         capability = tiles.capability(q.device)
-        if capability < _OLDEST_CAPABILITY:
+        if capability < (8, 0):  # the kernels need products of BF16
             found = ".".join(map(str, capability))
             obstacle = f"needs compute capability 8.0 or newer, but {q.device} has {found}"
     else:

@@ -1,19 +1,15 @@
 """FlexAttention with exact delta: its own kernels forward and backward, and a gradient of LSE.
 
 The backward of FlexAttention takes a gradient of LSE: dS = P (dP - (delta - dL)). A switched head
-gets its exact delta through dL = delta_used - delta. Nothing else of the call changes, compiled or
-not.
+gets its exact delta through dL = delta_used - delta.
 
 PyTorch's autograd function of FlexAttention is replaced by a sibling that runs the same code, with
-two functions of ours around the kernels. A call is watched if its kernel options hold `SITE`; all
-other calls run as in PyTorch. Three ops are opaque to the compiler and look the attention module up
-when they run, so a switch needs no recompilation.
+two functions of ours around the kernels. A call is watched if its kernel options hold `SITE`. Three
+ops look the attention module up when they run, so a switch needs no recompilation.
 
-The compiler turns `mask_mod` and `score_mod` into graphs; what they close over becomes further
-arguments. An op takes no functions, so graphs are passed as text: a process that takes its compiled
-code from PyTorch's cache on disk never traces them. Parts of a graph that are recognised become
-fields of the `AttentionSpec`, for which there are kernels. The others become functions that are
-evaluated tile by tile.
+The compiler turns `mask_mod` and `score_mod` into graphs. They are passed as text: a process that
+takes its compiled code from PyTorch's cache on disk never traces them. A causal mask becomes a
+field of the `AttentionSpec`, all else a function that is evaluated tile by tile.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `(B, H, N, E)`; lse
 `(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
@@ -290,7 +286,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     except Exception as error:
         state.fall_back(error)
         return torch.zeros_like(call.lse)
-    state.succeed()
+    state.failure = None
     state.launches["backward", "exact_delta"] += 1
     return found
 

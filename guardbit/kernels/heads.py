@@ -3,11 +3,11 @@
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out, d_out `(B, H, N, D)`;
 lse `(B, H, N)` FP32.
 
-In an instrumented model, a head's forward runs either the engine (the kernel that PyTorch or a
-library would run) or our kernel. The engine's backward serves all heads in one launch if it is
-proved to read O for delta only (`guardbit.kernels.engines.proof`). A stabilized head then hands it
-an O' that carries the delta to use. Otherwise our backward computes the heads whose forward ours
-ran, and the engine's the others. `guardbit.flash_attention` runs our kernels in all heads.
+In an instrumented model, a head's forward runs either the engine or our kernel. The engine's
+backward serves all heads in one launch if it is proved to read O for delta only
+(`guardbit.kernels.engines.proof`): a stabilized head hands it an O' that carries the delta to use.
+Otherwise our backward computes the heads whose forward ours ran, and the engine's the others.
+`guardbit.flash_attention` runs our kernels in all heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from guardbit.kernels import dispatch, engines
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs, LibraryEngine
 from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.proof import proof_of
-from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
+from guardbit.kernels.key_shifts import CENTERED, shift_keys, shift_of_lse
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.runtime import SiteState, is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -38,9 +38,7 @@ class Call(NamedTuple):
     k: Tensor  # keys
     v: Tensor  # values
     spec: AttentionSpec  # what the call asks for besides
-    # Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a Python
-    # number.
-    site: Tensor
+    site: Tensor  # number of the attention module, a 0-d CPU tensor
     # The engine of the library whose function was called; None for PyTorch's choice.
     library: LibraryEngine | None = None
     # Whether PyTorch's or a library's function was called, not `flash_attention`.
@@ -69,10 +67,7 @@ class Saved(NamedTuple):
     lse: Tensor  # logsumexp; zeros where the engine returns none
     # INT8, what rounding took from O in compensated heads; empty if there are none.
     residual: Tensor
-    # `Ran` as INT64 `(3 + H,)` on the CPU: the backend's number, whether its backward serves
-    # all heads, 1 if ours ran in Triton or 2 if PyTorch's function computed the call, and the
-    # stabilizer of each head.
-    ran_codes: Tensor
+    ran: Tensor  # the number of a `Ran`, INT64 `()` on the CPU
     # INT64 `(3,)`: seed and offset as in `Drawn.philox`, and the key of our kernels; empty without
     # dropout.
     random: Tensor
@@ -83,7 +78,7 @@ class Saved(NamedTuple):
 
 
 #: Stabilizer -> the function that writes the O' with its delta and returns it; it takes the
-#: arguments of `reference.carry_exact_delta`. Rows that cannot carry it keep O: `write_carrier`.
+#: arguments of `reference.carry_exact_delta`.
 DELTAS: dict[str, Callable[..., Tensor]] = {
     "exact_delta": lambda *tensors, **how: dispatch.carry_exact_delta(*tensors, **how).out
 }
@@ -130,13 +125,11 @@ def resolve(
     unshifted, wanted = "", set(asked) - {"none"}
     if not wanted:
         return Settled(asked, False, "")
-    # Shifts of the keys would change the result there.
     seeing = [field for field in extras if field in ("soft cap", "sinks")]
-    if seeing and not wanted.isdisjoint(KEY_SHIFTS):
-        shifts = " and ".join(name for name in KEY_SHIFTS if name in asked)
-        unshifted = f"{shifts} would change what the softmax makes of {' and '.join(seeing)}"
-        asked = tuple("none" if name in KEY_SHIFTS else name for name in asked)
-    stabilized = wanted - KEY_SHIFTS.keys()
+    if seeing and CENTERED in wanted:
+        unshifted = f"{CENTERED} would change what the softmax makes of {' and '.join(seeing)}"
+        asked = _without({CENTERED}, asked)
+    stabilized = wanted - {CENTERED}
     if not stabilized:
         return Settled(asked, False, unshifted)
     if engine is None:
@@ -266,7 +259,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
             on_triton = False
             names, why = _without(OWN_FORWARD, names), ""
         else:
-            state.succeed()
+            state.failure = None
             _count_launches(state, "forward", plan, on_triton)
     if own is None:
         if found is None:  # after the except clause, which keeps memory alive
@@ -432,7 +425,7 @@ def _carried(
         )
         state.launches["backward", "compensated"] += 1
     if carried is not saved.out:
-        state.succeed()
+        state.failure = None
     return carried
 
 

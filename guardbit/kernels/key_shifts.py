@@ -1,4 +1,4 @@
-"""The stabilizers that change no kernel: they subtract one vector from all keys of a head.
+"""The stabilizer that changes no kernel: it subtracts their mean from all keys of a head.
 
 A vector that all keys of a head share changes neither the softmax nor, in exact arithmetic, the
 gradients. It changes rounding: a wrong delta adds a multiple of sum_j P_ij K_j to dQ, which is
@@ -9,7 +9,6 @@ Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,11 +16,7 @@ from torch import Tensor
 
 from guardbit.kernels.tensors import device_constant
 
-#: Stabilizer -> the vector that it subtracts, FP32 `(B, G, 1, D)`, from the keys of G key heads,
-#: FP32 `(B, G, M, D)`: the mean key of each sequence of this call.
-KEY_SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "centered_keys": lambda k: k.mean(2, keepdim=True)
-}
+CENTERED = "centered_keys"
 
 
 class ShiftedKeys(NamedTuple):
@@ -32,24 +27,18 @@ class ShiftedKeys(NamedTuple):
 
 
 def shift_keys(k: Tensor, names: tuple[str, ...]) -> ShiftedKeys:
-    """Subtracts from the keys what the stabilizers of the query heads ask for, one by one."""
-    shift = None
-    if KEY_SHIFTS.keys().isdisjoint(names) or k.size(2) == 0:
-        return ShiftedKeys(k, shift)
+    """Subtracts the mean key of each sequence where the stabilizer of a query head asks for it."""
+    if CENTERED not in names or k.size(2) == 0:
+        return ShiftedKeys(k, None)
     group = len(names) // k.size(1)
-    for name, vector in KEY_SHIFTS.items():
-        heads = tuple(sorted({head // group for head, own in enumerate(names) if own == name}))
-        if not heads:
-            continue
-        index = device_constant(heads, torch.int64, k.device)
-        chosen = k.index_select(1, index).float()
-        own = vector(chosen)
-        # A key that is not finite, in padding for example, must not make the other keys NaN.
-        own = own.where(own.isfinite(), 0.0)
-        k = torch.empty_like(k).copy_(k).index_copy_(1, index, (chosen - own).to(k.dtype))
-        if shift is None:
-            shift = torch.zeros_like(k[:, :, :1], dtype=torch.float32)
-        shift.index_copy_(1, index, shift.index_select(1, index) + own)
+    heads = tuple(sorted({head // group for head, name in enumerate(names) if name == CENTERED}))
+    index = device_constant(heads, torch.int64, k.device)
+    chosen = k.index_select(1, index).float()
+    mean = chosen.mean(2, keepdim=True)
+    # A key that is not finite, in padding for example, must not make the other keys NaN.
+    mean = mean.where(mean.isfinite(), 0.0)
+    k = torch.empty_like(k).copy_(k).index_copy_(1, index, (chosen - mean).to(k.dtype))
+    shift = torch.zeros_like(k[:, :, :1], dtype=torch.float32).index_copy_(1, index, mean)
     return ShiftedKeys(k, shift)
 
 

@@ -90,10 +90,7 @@ def visible_range(
 
 
 def in_documents(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Returns x `(..., T, E)` with 0 in tokens behind the last document, which kernels never touch.
-
-    `starts` are the documents' of these tokens, None for none; the host does not wait.
-    """
+    """Returns x `(..., T, E)` with 0 in tokens behind the last document, which nobody attends."""
     if starts is None:
         return x
     tokens = torch.arange(x.size(-2), device=x.device)

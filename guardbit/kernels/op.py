@@ -1,20 +1,15 @@
 """The op of observed and switched calls: its schema, its autograd, and what it does.
 
-Compilers cannot look into it; eager calls run its functions directly.
+Compilers cannot look into it; eager calls run its functions directly. It looks the call's attention
+module up when it runs, so a switch takes effect without a recompilation. Each head is computed as
+`guardbit.kernels.heads` says; one that is not switched keeps its bits.
 
-The op looks the call's attention module up when it runs, so a switch takes effect without a
-recompilation. Calls of PyTorch's function, of a library's and of `guardbit.flash_attention` run
-alike. Each head is computed as `guardbit.kernels.heads` says. One that is not switched keeps its
-bits. A library's own kernel runs forward and backward, with the library's own arguments.
+Where GuardBit's part of a call fails, PyTorch's own function computes it, to the bit. The forward
+then marks the call, and the backward runs PyTorch's function again under autograd. With dropout the
+generator is set back first. A call of `guardbit.flash_attention` or of a library has no such
+function: it is tried once more.
 
-Where GuardBit's part of a call fails, PyTorch's own function computes it. The forward then marks
-the call, and the backward runs PyTorch's function again under autograd. So results and gradients
-are those of a model without GuardBit, to the bit. With dropout the generator is set back first, so
-that PyTorch's function draws what it would have drawn. A call of `guardbit.flash_attention` or of a
-library has no such function: it is tried once more.
-
-The op has two names. Calls that draw random numbers must not be merged, dropped or repeated by the
-compiler, and a tag says so. Calls without dropout draw nothing and need no tag.
+The op has two names: calls with dropout must not be merged, dropped or repeated by the compiler.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
 lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`. Packed sequences have a batch of one and
@@ -23,6 +18,7 @@ the places of their documents.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -37,7 +33,6 @@ from guardbit.kernels import engines, heads
 from guardbit.kernels.engines import (
     LIBRARIES,
     AutogradEngine,
-    Engine,
     Gradients,
     LibraryEngine,
     library_engine,
@@ -125,8 +120,8 @@ def _schema_of(kind: Any, names: Sequence[str] | None = None) -> str:
 
 _tensors, _numbers, _saved = map(_schema_of, (_Tensors, _Numbers, Saved))
 for _name, _tags in (
-    ("attend", (_LOOKED_UP,)),
-    ("attend_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
+    ("attention", (_LOOKED_UP,)),
+    ("attention_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
 ):
     _asked = f"{_tensors}, {_numbers}, {_schema_of(Call, _OF_FORWARD)}"
     _library.define(f"{_name}({_asked}) -> ({_saved})", tags=_tags)
@@ -185,8 +180,7 @@ def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
     """Whether the op's implementation may be called directly: nothing must see the op itself.
 
-    Modes of the user's, such as a FLOP counter, then see what an engine runs, as without GuardBit;
-    with `by_op` a mode got the op in the forward, so the backward goes through the op too.
+    With `by_op` a mode got the op in the forward, so the backward goes through the op too.
     """
     if private.num_dispatch_modes() > 0 and (by_op or is_traced() or _is_selective()):
         return False
@@ -318,25 +312,27 @@ def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
 
 # --- what a forward saves for its backward -------------------------------------------------------
 
-# How many numbers precede the heads' numbers in `Saved.ran_codes`.
-_NUM_FACTS = 3
-# The third of them where PyTorch's function computed the call.
-_BY_PYTORCH_CODE = 2
-
 # Small tensors are made once: at 5 us each they would take half of a call's time on the host. They
 # are made outside inference mode, because no training step can save an inference tensor. A compiler
 # may use the memory of what an op returns again, so it gets copies, but not of empty tensors, which
 # have no memory.
 
 
+_next_number = itertools.count()
+#: What ran forwards, by the number in `Saved.ran`.
+_ran: dict[int, Ran] = {}
+
+
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
-def _encoded(ran: Ran) -> Tensor:
-    backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
-    how = _BY_PYTORCH_CODE if ran.by_pytorch else ran.on_triton
-    facts = backend.value, ran.shares_backward, how
-    codes = [STABILIZERS.index(name) for name in ran.names]
-    return torch.tensor([*map(int, facts), *codes], dtype=torch.int64, device="cpu")
+def _number_of_ran(ran: Ran) -> Tensor:
+    number = next(_next_number)
+    _ran[number] = ran
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def ran_of(saved: Saved) -> Ran:
+    return _ran[read(saved.ran)]
 
 
 @lru_cache
@@ -349,20 +345,6 @@ def _nothing(dtype: torch.dtype, device: torch.device | str, place: int = 0) -> 
 @lru_cache(maxsize=1024)
 def _stabilizer_names(codes: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(STABILIZERS[code] for code in codes)
-
-
-def ran_of(call: Call, saved: Saved) -> Ran:
-    q = call.q
-    return _decoded(tuple(read(saved.ran_codes)), call.library, q.is_cuda, q.size(-1))
-
-
-@lru_cache(maxsize=1024)
-def _decoded(codes: tuple[int, ...], engine: Engine | None, is_cuda: bool, head_dim: int) -> Ran:
-    backend, shares_backward, how, *own = codes
-    if engine is None and backend != SDPBackend.ERROR.value:
-        engine = engines.engine_of(backend, is_cuda, head_dim)
-    names, by_pytorch = _stabilizer_names(tuple(own)), how == _BY_PYTORCH_CODE
-    return Ran(engine, bool(shares_backward), how == 1, names, by_pytorch)
 
 
 def _empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
@@ -395,7 +377,7 @@ def _packed(
     call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, ran: Ran, *drawn: Tensor
 ) -> Saved:
     """Packs what a forward returns, in the layouts that compiled graphs are promised."""
-    ran_codes = _encoded(ran)
+    number = _number_of_ran(ran)
     if residual is not None:
         residual = laid_out_as(residual, call.q)
     elif call.traced and call.keeps_residual:
@@ -403,12 +385,12 @@ def _packed(
     else:
         residual = _nothing(torch.int8, call.q.device)
     if call.traced:
-        ran_codes = ran_codes.clone()
+        number = number.clone()
         q, width, rows_first = call.q, call.v.size(3), call.library is not None
         if out.stride() != _strides(q.shape, q.stride(), width, rows_first):
             out = laid_out_as(out, _laid_out(q, width, rows_first))
         out, lse, residual = map(aligned, (out, lse, residual))
-    return Saved(out, lse, residual, ran_codes, *drawn)
+    return Saved(out, lse, residual, number, *drawn)
 
 
 def _gradients(call: Call, found: Gradients) -> Gradients:
@@ -480,7 +462,7 @@ def _forward_by_pytorch(call: Call) -> Saved:
     try:
         engine = engines.choose(q, k, v, spec, call.training, call.wants_mask)
     except Exception:
-        engine = _BY_PYTORCH
+        engine = engines.engine_of(SDPBackend.MATH.value, q.is_cuda, q.size(-1))
     ran = Ran(engine, False, False, ("none",) * call.heads, by_pytorch=True)
     lse = out.new_zeros(q.shape[:-1], dtype=torch.float32)
     return _packed(call, out, lse, None, ran, *drawn)
@@ -555,7 +537,7 @@ def _report(
 
 
 def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> Gradients:
-    ran, inputs = ran_of(call, saved), inputs_of(call, saved.random, saved.generator_state)
+    ran, inputs = ran_of(saved), inputs_of(call, saved.random, saved.generator_state)
     # Only GuardBit knows what its own forward dropped.
     if not ran.by_pytorch and (not _has_original(call) or inputs.drawn is not None):
         return _computed_backward(call, d_out, saved, ran)
@@ -565,7 +547,7 @@ def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> Gradients:
 @guard.function(runtime.tell_fault, otherwise=_backward_by_pytorch)
 def run_backward(call: Call, d_out: Tensor, saved: Saved) -> Gradients:
     """Computes dq, dk, dv, and the gradients of mask and sinks where they are asked for."""
-    ran = ran_of(call, saved)
+    ran = ran_of(saved)
     if ran.by_pytorch:
         return _backward_by_pytorch(call, d_out, saved)
     return _computed_backward(call, d_out, saved, ran)
@@ -584,7 +566,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, ...]:
         _laid_out(call.q, call.v.size(3), call.library is not None),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
         torch.empty_like(q, dtype=torch.int8) if kept else q.new_empty(0, dtype=torch.int8),
-        call.site.new_empty(_NUM_FACTS + q.size(1), dtype=torch.int64),
+        call.site.new_empty((), dtype=torch.int64),
         *_empty_random(q, call.spec.dropout_p),
     )
 
@@ -597,7 +579,7 @@ def _attention_with_dropout_fake(*arguments: Any) -> tuple[Tensor, ...]:
 @lru_cache
 def _forbid_merging() -> None:
     """Keeps the compiler from merging two equal calls, which the tag does not prevent."""
-    private.random_ops.append(torch.ops.guardbit.attend_with_dropout)
+    private.random_ops.append(torch.ops.guardbit.attention_with_dropout)
 
 
 @guard.again(runtime.tell_fault)
@@ -676,23 +658,19 @@ def has_tangent(*tensors: Tensor) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _tell_unless_refused(error: Exception) -> None:
-    if not isinstance(error, NotImplementedError):
-        runtime.tell_fault(error)
-
-
 # Once more after an error, because a compiler that traces the op gives up at one.
-@guard.again(_tell_unless_refused)
+@guard.again(runtime.tell_fault)
 def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
     # Without gradients, as in a compiled graph's forward, `apply` would take a third of the call.
     q, k, v, spec = call.q, call.k, call.v, call.spec
     inputs = q, k, v, spec.mask, spec.sinks
     is_trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if has_tangent(q, k, v) or (is_trained and private.is_transformed()):
-        raise NotImplementedError(
-            "guardbit.flash_attention has no forward-mode derivative and none of torch.func; use"
-            " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
-        )
+        with guard.refusing():
+            raise NotImplementedError(
+                "guardbit.flash_attention has no forward-mode derivative and none of torch.func;"
+                " use `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
+            )
     if is_trained:
         run = partial(_Attention.apply, *inputs, call, by_op)
     else:
@@ -703,7 +681,7 @@ def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
 
 def _backward_of_create_graph(d_out: Tensor, call: Call, saved: Saved) -> Gradients:
     """Returns gradients as differentiable as PyTorch's; they have no stabilizer."""
-    ran = ran_of(call, saved)
+    ran = ran_of(saved)
     engine, is_switched = ran.engine, call.native and set(ran.names) != {"none"}
     # Our forward drops other entries than PyTorch's.
     is_alike = not is_switched or call.spec.dropout_p == 0
@@ -734,8 +712,8 @@ class _NotDifferentiable(torch.autograd.Function):
 
 
 for _name, _fake in (
-    ("attend", _attention_fake),
-    ("attend_with_dropout", _attention_with_dropout_fake),
+    ("attention", _attention_fake),
+    ("attention_with_dropout", _attention_with_dropout_fake),
 ):
     _library.impl(
         _name, lambda *x: tuple(run_forward(_call_of_forward(x))), "CompositeExplicitAutograd"
@@ -745,6 +723,6 @@ for _name, _fake in (
 _library.impl("attention_gradients", _run_backward_of_op, "CompositeExplicitAutograd")
 torch.library.register_fake("guardbit::attention_gradients", _attention_backward_fake, lib=_library)
 
-_without_dropout = torch.ops.guardbit.attend.default
-_with_dropout = torch.ops.guardbit.attend_with_dropout.default
+_without_dropout = torch.ops.guardbit.attention.default
+_with_dropout = torch.ops.guardbit.attention_with_dropout.default
 _backward = torch.ops.guardbit.attention_gradients.default

@@ -1,9 +1,8 @@
 """What this process knows about running models: one object, `runtime`, for the ops and the monitor.
 
-The attention op is opaque to the compiler and looks its attention module up here when it *runs*, so
-a switch takes effect at the next call, forward and backward, without a graph break or a
-recompilation. The kernels know attention modules only as numbers; names, modules and meaning belong
-to the layers above. These enter a module and leave it, and set its observer.
+The attention op looks its attention module up here when it *runs*, so a switch takes effect at the
+next call without a graph break or a recompilation. The kernels know attention modules only as
+numbers. The layers above enter a module and leave it, and set its observer.
 
 `torch.compile` traces `enter`, `leave` and whatever asks for the module that is running. So the
 number of a module is a 0-d CPU tensor: the compiler would specialise on a Python number.
@@ -240,9 +239,6 @@ class SiteState:
         if {*self.running} - {"none"}:
             self.fall_back(error)
         self.settings[self.call] = _Setting(None, at_rest=True)
-
-    def succeed(self) -> None:
-        self.failure = None
 
     def fall_back(self, error: Exception) -> None:
         """Records that PyTorch's kernel takes a call, and logs it once for each switch."""

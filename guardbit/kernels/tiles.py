@@ -1,10 +1,9 @@
 """Tile sizes, warps and pipeline depth of each kernel, by device and head dimension.
 
-Nothing is tuned at run time. For sm_90, `benchmarks/tune_tiles.py` chose forward and gradients for
-head sizes 64 and 128, the fastest on an H200, and the forward for 256, the fastest of five
-candidates. The other entries were chosen to need little local memory. A device that is not listed
-gets `FALLBACK`. It fits 99 KiB of shared memory, the least of any GPU since Ampere (CUDA C++
-Programming Guide, table of technical specifications per compute capability).
+For sm_90, `benchmarks/tune_tiles.py` chose forward and gradients for head sizes 64 and 128, the
+fastest on an H200, and the forward for 256. The other entries were chosen to need little local
+memory. A device that is not listed gets `FALLBACK`, which fits 99 KiB of shared memory, the least
+of any GPU since Ampere.
 """
 
 from __future__ import annotations

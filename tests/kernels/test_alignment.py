@@ -24,7 +24,7 @@ def code_of_a_step(device):
 
 def promised(code):
     """How many of the op's outputs are held to an alignment, and how many are not."""
-    ours = r"torch\.ops\.guardbit\.(?:attend|attention_gradients)\.default"
+    ours = r"torch\.ops\.guardbit\.(?:attention|attention_gradients)\.default"
     held = len(re.findall(rf"assert_alignment\(\w+, 16, '{ours}'\)", code))
     return held, len(re.findall(rf"\(op: {ours}\) is assumed to be not aligned", code))
 

@@ -306,7 +306,9 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
         0, 0, 2, 0.25, -1, -1, 0.0, dropout_p, -1, False, (), native, False, traced,
     )  # fmt: skip
     arguments = (*absent, site, *numbers, codes, 2.0, 1e-3, 0, True, True)
-    op = torch.ops.guardbit.attend_with_dropout if dropout_p else torch.ops.guardbit.attend
+    op = torch.ops.guardbit.attention
+    if dropout_p:
+        op = torch.ops.guardbit.attention_with_dropout
     torch.library.opcheck(op, (*leaves, *arguments), test_utils=checks)
 
     with torch.no_grad():

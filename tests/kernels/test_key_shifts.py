@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
+from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import KINDS, make, relative, sink
 from tests.oracle import attend
@@ -50,18 +50,17 @@ def test_a_group_of_query_heads_shares_its_centred_key_head():
     assert keys.k.stride() == k.stride()
 
 
-def test_what_two_query_heads_of_a_group_ask_for_is_subtracted_in_turn(monkeypatch):
-    monkeypatch.setitem(KEY_SHIFTS, "anchored_keys", lambda k: k[:, :, :1])
+def test_a_key_head_is_centered_once_whichever_of_its_query_heads_ask():
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 7, 16, generator=generator)
     k = torch.randn(2, 2, 7, 16, generator=generator) + 4
-    keys = shift_keys(k, ("centered_keys", "anchored_keys", "none", "none"))
-    # Less the first key, whatever was subtracted before.
-    torch.testing.assert_close(keys.k[:, 0], k[:, 0] - k[:, 0, :1])
-    assert torch.equal(keys.k[:, 1], k[:, 1])
-    before, after = (attend(q, x, x, AttentionSpec(0.25)).lse for x in (k, keys.k))
-    moved = shift_of_lse(q, keys.shift, 0.25).double()
-    torch.testing.assert_close(moved, before - after, rtol=1e-5, atol=1e-5)
+    for names in (("centered_keys", "none"), ("centered_keys", "centered_keys")):
+        keys = shift_keys(k, (*names, "none", "none"))
+        torch.testing.assert_close(keys.k[:, 0], k[:, 0] - k[:, 0].mean(1, keepdim=True))
+        assert torch.equal(keys.k[:, 1], k[:, 1])
+        before, after = (attend(q, x, x, AttentionSpec(0.25)).lse for x in (k, keys.k))
+        moved = shift_of_lse(q, keys.shift, 0.25).double()
+        torch.testing.assert_close(moved, before - after, rtol=1e-5, atol=1e-5)
 
 
 def test_a_key_that_is_not_finite_spoils_no_others():

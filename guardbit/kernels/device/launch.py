@@ -40,7 +40,6 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 def size_of_scale(scale: float) -> float:
-    """Returns |scale|, never 0; the kernels get its sign separately."""
     return max(abs(scale), _SMALLEST_SCALE)
 
 

@@ -333,10 +333,7 @@ def shadow(
     query_ids: Tensor | None = None,
     only_maxima: bool = False,
 ) -> Shadow:
-    """See `reference.shadow`; one launch, and memory proportional to the rows.
-
-    With `only_maxima`, `row_max` and `largest` alone hold what they should.
-    """
+    """With `only_maxima`, `row_max` and `largest` alone hold what they should."""
     q, k, v = map(launch.rows_adjacent, (q, k, v))
     batch, num_heads, seqlen_q, _ = q.shape
     count = seqlen_q if query_ids is None else len(query_ids)
@@ -378,7 +375,7 @@ def shadow(
 def row_maxima(
     q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
 ) -> RowMaxima:
-    """See `reference.row_maxima`; one pass over the keys, unless a mask adds numbers."""
+    # A mask that adds numbers needs both passes.
     alone = spec.mask is None or spec.mask.dtype == torch.bool
     found = shadow(q, k, k, spec=spec, query_ids=query_ids, only_maxima=alone)
     return RowMaxima(found.row_max, found.largest)

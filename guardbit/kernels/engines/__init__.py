@@ -1,9 +1,7 @@
 """Engines, the ways to compute attention, and which of them serves a call.
 
-An engine runs a forward, and a backward from a given O'. It calls PyTorch's or a library's own
-kernel with the arguments that the original function would pass, so its results equal that
-function's, bit for bit. `proof` tests whether the backward reads O for delta only; if not, the
-engine gets no O'.
+An engine runs a forward, and a backward from a given O', with the arguments that the original
+function would pass to its kernels, so that results are equal bit for bit.
 """
 
 from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs, state_bytes

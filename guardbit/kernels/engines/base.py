@@ -32,17 +32,14 @@ class Drawn(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What an engine computes attention of, forward and backward.
-
-    `drawn` is needed with dropout; `wants_mask` asks for the gradient of an additive mask.
-    """
+    """What an engine computes attention of, forward and backward."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     spec: AttentionSpec
-    drawn: Drawn | None = None
-    wants_mask: bool = False
+    drawn: Drawn | None = None  # None without dropout
+    wants_mask: bool = False  # whether the gradient of an additive mask is asked for
 
 
 class Engine(ABC):

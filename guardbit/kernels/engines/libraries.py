@@ -3,11 +3,8 @@
 FlashAttention comes from the packages of its authors, or as a kernel of Hugging Face's hub,
 `kernels.get_kernel(...)`. Each is called by the functions that its own autograd functions call.
 
-Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)` with the bounds of
-the documents. An engine gets `(B, H, N, D)`, as all engines do, and passes views.
-
-The parameters of a library's functions differ between releases. So they are called by keyword, with
-the keywords that the installed release has.
+Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)`; engines pass
+views. Parameters differ between releases, so functions get those keywords that they have.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from guardbit.kernels.spec import AttentionSpec
 #: whether its tensors are (tokens, batch, heads, head size), as TransformerEngine's may be.
 SCHEDULING = ("num_splits", "pack_gqa", "sm_margin", "tokens_first")
 
-#: The layout of tensors: (batch, heads, tokens, head size), (batch, tokens, heads, head size),
-#: (tokens, batch, heads, head size), or, for packed sequences, (tokens, heads, head size).
+#: The order of a tensor's dimensions: batch, heads, tokens (N), head size; packed ones lack batch.
 Layout = Literal["BHND", "BNHD", "NBHD", "NHD"]
 
 _IS_ROCM = torch.version.hip is not None

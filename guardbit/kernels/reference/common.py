@@ -54,13 +54,9 @@ class Dropout(NamedTuple):
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Runs FP32 matrix products in FP32, whatever the program's settings and autocast; no graph.
-
-    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends, lets oneDNN round
-    operands to BF16 and cuBLAS to TF32. An oracle must not round its operands. The settings are
-    read and written per backend, because PyTorch refuses the old call after a use of the new ones.
-    """
-    # The module proxy of oneDNN hides `matmul` from type checkers.
+    """Runs FP32 matrix products in FP32, whatever the program's settings and autocast; no graph."""
+    # Per backend, because PyTorch refuses `get_float32_matmul_precision` after a use of these. The
+    # module proxy of oneDNN hides `matmul` from type checkers.
     one_dnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     backends = (one_dnn, torch.backends.cuda.matmul)
     before = [backend.fp32_precision for backend in backends]
@@ -75,20 +71,13 @@ def float32_products() -> Iterator[None]:
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """Stacks the query heads that share a key head.
-
-    Then k and v need not be expanded, and products over the stacked rows sum over the group. From
-    (B, H, N, E) to (B, H_kv, H / H_kv * N, E).
-    """
+    """Stacks the query heads that share a key head: (B, H, N, E) to (B, H_kv, H / H_kv * N, E)."""
     batch, heads, rows, width = x.shape
     return x.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
 def products_of(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float) -> Tensor:
-    """Returns scale * q k of queries from `fold_groups` and a tile of keys, FP32 (B, H, R, K).
-
-    Products of BF16 or FP16 numbers are exact in FP32; only their sum rounds, as in a tensor core.
-    """
+    """Returns scale * q k of queries from `fold_groups` and a tile of keys, FP32 (B, H, R, K)."""
     rows = q_rows.shape[1] * q_rows.shape[2] // heads
     return (q_rows @ k_tile.mT).reshape(len(q_rows), heads, rows, k_tile.shape[2]).mul_(scale)
 
@@ -103,10 +92,7 @@ Tile = tuple[Tensor, Tensor, Tensor]
 
 
 def modified(scores: Tensor, spec: AttentionSpec, tile: Tile) -> Tensor:
-    """Applies the score function of a call to a tile (B, C, R, K), capped, if there is one.
-
-    What is returned may be written to.
-    """
+    """Applies the score function of a call to a tile (B, C, R, K), capped, if there is one."""
     if spec.score_function is None:
         return scores
     made = spec.score_function(scores, *tile)
@@ -124,11 +110,8 @@ def modified_backward(gradient: Tensor, scores: Tensor, spec: AttentionSpec, til
 
 
 def cap_slope(scores: Tensor, softcap: float) -> Tensor:
-    """Returns the derivative of `capped`, 1 - tanh(s / softcap)^2.
-
-    Written as 4 e / (1 + e)^2 with e = exp(-2 |s| / softcap), which keeps its digits where tanh is
-    all but 1.
-    """
+    """Returns the derivative of `capped`, 1 - tanh(s / softcap)^2."""
+    # This form keeps its digits where tanh is all but 1.
     decay = (scores.abs() * (-2 / softcap)).exp_()
     return 4 * decay / (1 + decay).square_()
 

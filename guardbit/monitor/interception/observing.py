@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from guardbit import guard
-from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
+from guardbit.kernels.key_shifts import CENTERED, shift_keys
 from guardbit.kernels.runtime import is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
@@ -27,7 +27,7 @@ from guardbit.monitor.interception.watching import gradient_as_it_came, hand_to_
 _COMPILED = "GuardBit sees its tensors in eager code only: compiled it is not watched"
 _ONLY_KEYS = (
     "GuardBit sees its tensors, not how attention is computed from them, so"
-    f" the only stabilizers that can run are those that change the keys: {', '.join(KEY_SHIFTS)}"
+    f" the only stabilizer that can run is the one that changes the keys, {CENTERED}"
 )
 
 # Sites whose last ordinary forward ran without gradients. A reentrant checkpoint runs it again with
@@ -114,11 +114,11 @@ def _hear(
     is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not is_recomputing():
         (_to_be_observed.discard if is_training else _to_be_observed.add)(number)
-    names = tuple(name if name in KEY_SHIFTS else "none" for name in state.running)
+    names = tuple(name if name == CENTERED else "none" for name in state.running)
     if is_training:
         state.ran_at = state.clock.now
         state.note(names, "" if names == state.running else _ONLY_KEYS)
-    keys = k if KEY_SHIFTS.keys().isdisjoint(names) else _Shifted.apply(k, names)
+    keys = k if CENTERED not in names else _Shifted.apply(k, names)
     # Once, also under activation checkpointing.
     is_due = not is_recomputing() or number in _to_be_observed
     if not is_training or state.is_unobserved or not is_due:

@@ -132,7 +132,7 @@ def test_what_the_tensors_alone_do_not_allow_is_said(x, tmp_path, caplog):
     assert session.instrumentation.stabilizers() == {"1": ["none", "none"]}
     session.close()
     events = read_events(tmp_path)
-    told = [why for why in events.why if "that change the keys: centered_keys" in why]
+    told = [why for why in events.why if "that changes the keys, centered_keys" in why]
     # No kernel of PyTorch's runs in its place: attention is the user's own.
     assert told and all("PyTorch" not in why for why in told)
     assert any(why.startswith("exact_delta does not run: ") for why in told)

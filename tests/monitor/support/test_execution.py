@@ -158,7 +158,7 @@ def saves_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def saves_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
-    saved = op == torch.ops.guardbit.attend.default
+    saved = op == torch.ops.guardbit.attention.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
