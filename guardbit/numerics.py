@@ -91,13 +91,10 @@ def philox_4x32(
 def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
     """Encodes in a byte what rounding to nearest took: 240ths of the last place of `rounded`.
 
-    Rounding takes at most half a place, 120 counts, which fit a byte. And halves, thirds, quarters,
-    fifths, sixths and eighths of a place are whole counts of 240ths: means of two to six equal
-    weights leave just these, alike in every row, and an error in them would add up.
-
-    The place is counted in FP32's bits, so below a power of two it is that of the numbers there. It
-    is counted away from 0: a positive count means that |exact| is the larger. `exact` is FP32, the
-    result INT8, 0 where `rounded` is not finite.
+    Rounding takes at most half a place, 120 counts, which fit a byte. Halves to sixths and eighths
+    of a place are whole counts: means of two to six equal weights leave just these, alike in every
+    row, and an error in them would add up. A positive count means that |exact| is the larger.
+    `exact` is FP32, the result INT8, 0 where `rounded` is not finite.
     """
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
     wide = rounded.float()

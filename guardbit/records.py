@@ -1,8 +1,7 @@
 """The plain records that stages hand each other; standard library only.
 
-A run is described by three kinds of record: `Sample` (what was measured), `Alarm` (what a
-detector saw in it) and `Decision` (what is done about it). None of them knows where it comes from
-or where it goes.
+A run is described by `Sample` (what was measured), `Alarm` (what a detector saw in it) and
+`Decision` (what is done about it).
 """
 
 from __future__ import annotations

@@ -314,9 +314,7 @@ def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
 
 # Small tensors are made once: at 5 us each they would take half of a call's time on the host. They
 # are made outside inference mode, because no training step can save an inference tensor. A compiler
-# may use the memory of what an op returns again, so it gets copies, but not of empty tensors, which
-# have no memory.
-
+# may use the memory of what an op returns again, so it gets copies, but not of empty tensors.
 
 _next_number = itertools.count()
 #: What ran forwards, by the number in `Saved.ran`.

@@ -40,22 +40,18 @@ _QUIET = -2
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Everything one attention call saw and returned, handed to the observer in its backward.
-
-    Shapes: q, out, d_out, dq `(B, H, N, D)`; k, v, dk, dv `(B, H_kv, M, D)`.
-    """
+    """Everything one attention call saw and returned, handed to the observer in its backward."""
 
     site: int  # number of the site
-    q: Tensor  # queries
-    k: Tensor  # keys
-    v: Tensor  # values
+    q: Tensor  # `(B, H, N, D)`, as out, d_out and dq
+    k: Tensor  # `(B, H_kv, M, D)`, as v, dk and dv
+    v: Tensor
     # The tensor that the backward took delta from: the kernel's output, or in stabilized heads an
     # O' that carries another delta. None if it took delta from the probabilities, or if that is
     # unknown.
     out: Tensor | None
     residual: Tensor | None  # rounding residual of `out` in the heads that keep one, else None
-    # Gradient of the loss with respect to the output; None if unknown.
-    d_out: Tensor | None
+    d_out: Tensor | None  # None if unknown
     # Gradient of q by the kernel in use; None if unknown, NaN if not only `d_out` made it.
     dq: Tensor | None
     dk: Tensor | None  # gradient of k by the kernel in use; None if unknown
@@ -130,9 +126,8 @@ class SiteState:
     # Called once in every backward of the site, or None. It must not raise.
     observer: Callable[[AttentionCall], None] | None = None
     # How often each kernel ran, by (direction, kernel): the proof of a switch. Our kernels have the
-    # names of `STABILIZERS`, others their engine's name. "triton" also counts how often ours ran in
-    # Triton; otherwise they ran in plain torch. Calls that were left to PyTorch's function, see
-    # `is_idle`, are not counted.
+    # names of `STABILIZERS`, others their engine's name; "triton" counts how often ours ran there.
+    # Calls that were left to PyTorch's function, see `is_idle`, are not counted.
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     # One name per head, as the last call asked for; empty before the first.
     requested: tuple[str, ...] = ()

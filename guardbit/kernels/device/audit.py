@@ -2,6 +2,7 @@
 
 Scores are kept as products q k with the sign of the scale, or with a soft cap as the tanh of them.
 What a mask adds is divided by the size of the scale, or by the cap. The sum is called s here.
+The oracle is `guardbit.kernels.reference.exact_query_gradient`.
 """
 
 from __future__ import annotations

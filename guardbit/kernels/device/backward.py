@@ -283,12 +283,11 @@ def backward(
     width = launch.padded_width(head_dim)
     query_tile = launch.tile_of(q, width, "query_gradients")
     key_tile = launch.tile_of(q, width, "key_gradients")
-    if dropout is not None:
-        query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
     lse = lse.contiguous()
     statistics = lse.new_empty((*lse.shape, 2))
     random, dropped = (codes, lse), (computed_heads, 0, 1.0)
     if dropout is not None:
+        query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
         random = (launch.device_head_ids(dropout.head_ids, q.device), dropout.philox_key)
         dropped = (dropout.num_heads, dropout.threshold, dropout.factor)
     shared = (computed_heads // kv_heads, seqlen_q, seqlen_k, shift, scale, *dropped)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels.device import launch
 from guardbit.kernels.device.primitives import (
@@ -246,6 +247,7 @@ def carry_compensated_delta(
     head_ids: Sequence[int],
     into: Tensor | None = None,
 ) -> Tensor:
+    """See `reference.carry_compensated_delta`; one launch."""
     if into is None:
         into = launch.empty_like_rows(out)
         if len(head_ids) < out.size(1):
@@ -463,7 +465,7 @@ def exact_delta(
     rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
     use_tma = call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v)
     keys = (
-        launch.tma_descriptor(x, rows, width) if use_tma else x
+        TensorDescriptor(x, [*x.shape], [*x.stride()], [1, 1, rows, width]) if use_tma else x
         for x, width in zip((k, v), widths, strict=True)
     )
     strides = launch.strides(q, k, v, d_out, lse)

@@ -254,12 +254,11 @@ def forward(
 
     width = launch.padded_width(head_dim)
     tile = launch.tile_of(q, width, "forward")
-    if dropout is not None:
-        tile = tile.for_dropout
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = launch.size_of_scale(scale)
     philox_key, threshold, factor = lse, 0, 1.0
     if dropout is not None:
+        tile = tile.for_dropout
         philox_key, threshold, factor = dropout.philox_key, dropout.threshold, dropout.factor
     kept = out if residual is None else residual
     ids = launch.device_head_ids(computed, q.device)

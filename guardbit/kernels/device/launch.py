@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
@@ -74,11 +73,6 @@ def can_use_tma(x: Tensor) -> bool:
         and x.stride(3) == 1
         and all(stride > 0 and stride % unit == 0 for stride in x.stride()[:3])
     )
-
-
-def tma_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Describes x `(B, H, M, D)` for loads of `rows` rows of a head; they read 0 beyond M and D."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 
 
 def run(

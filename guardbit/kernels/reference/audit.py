@@ -209,8 +209,7 @@ def exact_query_gradient(
     """Computes dQ of a few heads in FP32 throughout, (B, C, N, D), from the inputs a kernel got.
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
-    to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped, and with sinks their P is
-    among those.
+    to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped.
     """
     dq = q.new_zeros((len(q), len(head_ids), *q.shape[2:]), dtype=torch.float32)
     k = in_documents(k, spec.starts[1])

@@ -54,14 +54,10 @@ def exact_delta(
     """Computes delta of a few heads as a backward needs it, FP32 (B, C, N), from unrounded P.
 
     delta_i = sum_j P_ij dP_ij / sum_j P_ij, with P = exp(S - L) and dP = dO V^T. L comes from the
-    kernel's own forward, so the P of a row, as the kernel's backward will compute them, need not
-    sum to 1: an L of 1,000 is rounded to 6e-5. Dividing by the sum makes the row of dS sum to 0,
-    and that sum is what goes wrong in training. With a sink, its P is part of the sum below,
-    because L contains it, and its dP is 0.
-
-    FP64 inputs give FP64. For a row that sees no key `lse` is any number but NaN, and delta is
-    `unseeing`; NaN makes `write_carrier` leave the row alone, because engines differ in such rows.
-    Memory grows as chunk x M.
+    kernel's own forward, so the P of a row need not sum to 1: an L of 1,000 is rounded to 6e-5.
+    Dividing by the sum, a sink's P included, makes the row of dS sum to 0, which is what goes wrong
+    in training. FP64 inputs give FP64. For a row that sees no key delta is `unseeing`; NaN makes
+    `write_carrier` leave the row alone, because engines differ in such rows.
     """
     delta = q.new_full((len(q), len(head_ids), q.shape[2]), unseeing, dtype=_dtype_of_sums(q))
     for terms in recomputed(d_out, q, k, v, spec, head_ids, chunk, lse):
@@ -97,11 +93,7 @@ def recomputed(
     chunk: int,
     lse: Tensor | None = None,
 ) -> Iterator[Terms]:
-    """Recomputes P and dP of a few heads, in FP32 or FP64, where any key is seen.
-
-    P is exp(S - L), or of S less the row's own maximum if there is no `lse`. Memory grows as
-    chunk x M.
-    """
+    """Recomputes P and dP of a few heads, in FP32 or FP64; memory grows as chunk x M."""
     of_queries, of_keys = spec.starts
     d_out, q = (in_documents(x, of_queries) for x in (d_out, q))
     k, v = (in_documents(x, of_keys) for x in (k, v))
@@ -127,7 +119,7 @@ def recomputed(
             plain = capped(products, spec.softcap)
             mask = mask_tile(spec, shape, *tile, visible).to(products.dtype)
             scores = modified(plain, spec, tile) + mask
-            if lse is None:
+            if lse is None:  # the row's own maximum
                 reference = scores.amax(-1, keepdim=True)
                 reference = reference if sinks is None else reference.maximum(sinks)
             else:
@@ -158,11 +150,10 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Seq
     columns where that is enough: any dO that is not 0 will do, as long as the quotients have room
     in the format. Else they are the largest of the row.
 
-    That misses delta by 2^-27 of it at most in BF16, before the backward's own FP32 sum, which
-    rounds to 2^-24. With two dO that are not 0 in the whole row it is 2^-18, with one 2^-9, as
-    nothing else is multiplied with anything; with none delta is 0 and so is the row. FP16 has steps
-    of 2^-24 below 2^-14, so that the miss may be half of that times the smallest of the three |dO|,
-    and ends at 65,504, beyond which the next terms take over.
+    That misses delta by 2^-27 of it at most in BF16, with two dO that are not 0 in the whole row by
+    2^-18, with one by 2^-9; with none delta is 0 and so is the row. FP16 has steps of 2^-24 below
+    2^-14, so that the miss may be half of that times the smallest of the three |dO|, and ends at
+    65,504, beyond which the next terms take over.
 
     A row of `out_prime`, O or a copy of it, keeps what it has where this does not work: where delta
     or a dO that would be divided by is not finite, so that NaN and infinities arise as they would
@@ -246,10 +237,5 @@ def float_carrier(d_out: Tensor, delta: Tensor) -> Tensor:
 
 
 def lse_gradient(delta_used: Tensor, delta: Tensor) -> Tensor:
-    """Returns the gradient of L that makes a backward use another delta than its own.
-
-    dS = P (dP - (delta_used - dL)) has the wanted delta for dL = delta_used - delta, where
-    `delta_used` is rowsum(dO * O). dL is 0 where the wanted delta is not finite, so that NaN and
-    infinities arise as they would have.
-    """
+    """Returns dL with which dS = P (dP - (delta_used - dL)) has the wanted delta; else 0."""
     return torch.where(delta.isfinite(), delta_used - delta, 0.0)

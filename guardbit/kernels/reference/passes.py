@@ -197,8 +197,7 @@ def backward(
     P = exp(S - L) and dS = P (dP - delta) are computed in FP32 and rounded to the input's dtype
     before their products; these accumulate in FP32, over the query heads of a group too, and each
     gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
-    compensated heads: with dropout too, as sum_m P_nm M_nm (dO V^T)_nm, with the mask M of what is
-    kept, is rowsum(dO O). Rows with no allowed key have gradient 0. E is D here.
+    compensated heads, with dropout too. Rows with no allowed key have gradient 0.
     """
     heads, rows = q.shape[1:3]
     keys, kv_heads = k.shape[2], k.shape[1]
