@@ -209,10 +209,8 @@ def _load_original(load: Callable[[str], Any], name: str) -> Any:
 
 def _hook_stubs_of_others(get: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     others = nn.Module()
-    for name in _HOOKS:
-        for key, hook in getattr(module, name).items():
-            if type(getattr(hook, "__self__", None)) is not frames.Absent:
-                getattr(others, name)[key] = hook
+    for name, shown in _HOOKS.items():
+        getattr(others, name).update(getattr(module, shown))
     return get(others)
 
 

@@ -4,8 +4,6 @@ Only stabilizers that change the keys and nothing else work there, such as `cent
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,10 +79,8 @@ def observe(
         if runtime.is_inside_site():
             note_traced_call(runtime.current, heads_of(q, k), _COMPILED, OBSERVE)
         return q, k, v
-    keys, hand_over = _hear(q, k, v, causal, scale, mask) or (k, None)
-    if hand_over is not None:
-        _report(hand_over)
-    return q, keys, v
+    keys = _hear(q, k, v, causal, scale, mask)
+    return q, k if keys is None else keys, v
 
 
 @reporting
@@ -95,8 +91,8 @@ def _hear(
     causal: Causal,
     scale: float | None,
     mask: Tensor | None,
-) -> tuple[Tensor, Callable[[], None] | None] | None:
-    """Records an eager call; returns the keys to give back, and what hands it to its observer."""
+) -> Tensor | None:
+    """Records an eager call and hands it to its observer; returns the keys to give back."""
     if not runtime.is_inside_site() or is_empty(q, k):
         return None
     number = number_of(runtime.current)
@@ -121,9 +117,12 @@ def _hear(
     keys = k if CENTERED not in names else _Shifted.apply(k, names)
     # Once, also under activation checkpointing.
     is_due = not is_recomputing() or number in _to_be_observed
-    if not is_training or state.is_unobserved or not is_due:
-        return keys, None
-    return keys, partial(hand_to_observer, number, q, k, v, spec, names)
+    if is_training and is_due and not state.is_unobserved:
+        _hand_over(number, q, k, v, spec, names)
+    return keys
+
+
+_hand_over = reporting(hand_to_observer)
 
 
 class _Shifted(torch.autograd.Function):
@@ -137,8 +136,3 @@ class _Shifted(torch.autograd.Function):
     @guard.function(report, otherwise=gradient_as_it_came)
     def backward(ctx: Any, *d_outs: Any) -> Any:
         return d_outs[0], None
-
-
-@reporting
-def _report(hand_over: Callable[[], None]) -> None:
-    hand_over()

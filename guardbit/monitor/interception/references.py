@@ -37,10 +37,7 @@ PREFIX = "_guardbit_call_"
 
 
 def calling(code: types.CodeType, name: str) -> types.CodeType:
-    """Makes code that calls a global function and has the parameters and the place of other code.
-
-    The compiler and `inspect` look at these.
-    """
+    """Makes code that calls a global function and looks like other code to compilers."""
     parameters, rest, others = inspect.getargs(code)
     given, by_name = parameters[: code.co_argcount], parameters[code.co_argcount :]
     rest = [f"*{rest}"] if rest else []

@@ -19,7 +19,6 @@ import operator
 import random
 import sys
 import threading
-import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -202,7 +201,7 @@ def _copy_closure(x: Any, memo: dict[int, Any]) -> None:
         _copy_closure(one, memo)
     if not x.__closure__ and all(map(operator.is_, held, copy.deepcopy(held, memo))):
         return  # it may be compared with, as PyTorch's activations are
-    cells = tuple(types.CellType() for _ in x.__closure__ or ())
+    cells = tuple(CellType() for _ in x.__closure__ or ())
     memo[id(x)] = made = FunctionType(x.__code__, x.__globals__, x.__name__, None, cells)
     vars(made).update(vars(x))
     given = (x.__defaults__, x.__kwdefaults__)  # which hold things as a closure does
@@ -291,7 +290,7 @@ class TensorSpec:
 class JaggedSpec(NamedTuple):
     """Describes a jagged tensor among a module's inputs."""
 
-    packed: TensorSpec
+    packed: Any  # the TensorSpec of its values
     offsets: Tensor
     axis: int  # of the tokens
 
@@ -311,9 +310,7 @@ def describe(x: Any) -> Any:
 
     def copier_of(kind: type) -> Copier | None:
         if issubclass(kind, Tensor):
-            return lambda x, _: (
-                _describe_jagged(x) if x.layout is torch.jagged else _describe_tensor(x)
-            )
+            return _describe_tensor
         return _itself if issubclass(kind, _AS_THEY_ARE) else None
 
     with Copiers(copier_of).in_use():
@@ -325,13 +322,15 @@ def _itself(x: Any, _: object) -> Any:
 
 
 def _describe_jagged(x: Any) -> JaggedSpec | None:
-    packed = None if torch.compiler.is_compiling() else _describe_tensor(x.values())
+    packed = None if torch.compiler.is_compiling() else _describe_tensor(x.values(), None)
     if packed is None or x._lengths is not None:
         return None
     return JaggedSpec(packed, x.offsets().clone(), x._ragged_idx)
 
 
-def _describe_tensor(x: Tensor) -> TensorSpec | None:
+def _describe_tensor(x: Tensor, _: object) -> TensorSpec | JaggedSpec | None:
+    if x.layout is torch.jagged:
+        return _describe_jagged(x)
     if x.is_nested or x.layout is not torch.strided or is_lazy(x):
         return None
     shape = tuple(present_size(n) for n in x.shape)

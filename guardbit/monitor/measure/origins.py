@@ -63,7 +63,7 @@ class Origins:
             return
         product = call.dq.float() * call.q.float()
         sums = [x.sum((0, 2, 3), dtype=torch.float64) for x in (product, product.square())]
-        _add(self._calls, site.name, torch.stack(sums))
+        self._calls[site.name] = self._calls.get(site.name, 0) + torch.stack(sums)
         for parameter in site.makers():
             if parameter not in self._hooked and type(parameter) is nn.Parameter:
                 node = get_gradient_edge(parameter).node  # kept, as another one would lack the hook
@@ -82,7 +82,7 @@ class Origins:
         squares, known = product.square(), self._made.setdefault(parameter, {})
         for axis in range(product.dim()):
             sums = [x if x.dim() < 2 else x.sum(axis).flatten() for x in (product, squares)]
-            _add(known, axis, torch.stack(sums))
+            known[axis] = known.get(axis, 0) + torch.stack(sums)
 
     def columns(self, sites: Mapping[str, Site], step: int) -> dict[str, Tensor]:
         """Returns what `judge` reads of each module; takes back rows that got no gradient."""
@@ -115,10 +115,6 @@ class Origins:
                 if self._agreed[name] >= _LEAST and name in sites:
                     sites[name].take_back(_REORDERED.format(step))
         return parted
-
-
-def _add(sums: dict[Any, Tensor], key: object, more: Tensor) -> None:
-    sums[key] = sums[key] + more if key in sums else more
 
 
 def _parting(

@@ -244,9 +244,8 @@ def test_a_kernel_that_cannot_be_called_is_left_to_the_library(does_fail, tiny, 
 
 REFUSED = {
     "ALiBi": (FUNC, {"alibi_slopes": torch.ones(4)}, "ALiBi slopes"),
-    "pages": ("flash_attn.flash_attn_varlen_func", {"block_table": torch.ones(4, 1)}, "in pages"),
     "other": ("flash_attn_interface.flash_attn_func", {"attention_chunk": 2}, "`attention_chunk`"),
-    "function": ("flash_attn.cute.flash_attn_func", {"score_mod": max}, "by a function"),
+    "function": ("flash_attn.cute.flash_attn_func", {"score_mod": max}, "`score_mod`"),
     "window of FA4": ("flash_attn.cute.flash_attn_func", {"window_size": (-1, 0)}, "window_size"),
     "dropout of the hub": (
         "kernels/flash_attn_2.flash_attn_func", {"dropout_p": 0.3}, "cannot be compared with its",

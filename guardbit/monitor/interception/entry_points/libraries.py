@@ -58,11 +58,6 @@ _WHY = {
         " that is watched"
     ),
     "is_training": "it is inference, which keeps nothing for a backward",
-    "block_table": "its keys are in pages, which is inference",
-    "page_table": "its keys are in pages, which is inference",
-    "return_lse": "it returns its LSE, which may have a gradient",
-    "score_mod": "it changes its scores by a function",
-    "mask_mod": "it masks by a function",
 }
 
 _ENGINES = {

@@ -22,11 +22,9 @@ from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import base
 from guardbit.monitor.interception.frames import probe
-from guardbit.monitor.interception.seen import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT
 
 _NAME = "transformers' eager attention"
-_COMPILED = f"{WRITTEN_OUT}; compiled it is not watched either"
 
 # Largest difference in that comparison, relative to the largest value: more than rounding can be,
 # less than any other formula is likely to differ.
@@ -89,24 +87,12 @@ def _bind(
 ) -> base.Bound | base.Refusal:
     found = bind(module, *args, **kwargs)
     why = found.why if isinstance(found, base.Refusal) else None
-    if isinstance(found, base.Bound) and not base.is_empty(found.q, found.k) and probe.site is None:
+    is_run = not torch.compiler.is_compiling() and probe.site is None
+    if is_run and isinstance(found, base.Bound) and not base.is_empty(found.q, found.k):
         why = _why_other(original, module, found, args, kwargs)
     if isinstance(found, base.Refusal) or why is not None:
         return base.Refusal(f"{WRITTEN_OUT}; nor is it watched: {why}", found.q, found.k)
     return base.Refusal(WRITTEN_OUT, found.q, found.k, found)
-
-
-def _traced(
-    original: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if runtime.is_inside_site():
-        note_traced_call(runtime.current, base.heads_of(query, key), _COMPILED, _NAME)
-    return original(module, query, key, *args, **kwargs)
 
 
 def _before(args: Args, kwargs: Kwargs) -> Around | None:
@@ -134,7 +120,6 @@ _ATTEND = base.EntryPoint(
     bind=_bind,
     original=call_first,
     before=_before,
-    traced=_traced,
 )
 attend = _ATTEND.stand_in
 
