@@ -100,9 +100,12 @@ class Weights:
 
     def plain(self, name: str) -> list[nn.Parameter]:
         """Returns a parameter of that name as it is trained, and the bias that belongs to it."""
-        if name in self.widths:
+        try:
+            found = self.module.get_parameter(name)
+        except AttributeError:  # the module has changed since
+            found = None
+        if name in self.widths or found is None:
             raise LayoutUnavailable(f"'{name}' is made of several parameters")
-        found = self.module.get_parameter(name)
         if isinstance(found, DTensor) or self.is_shared:
             raise LayoutUnavailable(f"'{name}' is shared by several ranks")
         # PyTorch's names: weight and bias of a Linear, in_proj_weight and in_proj_bias.
