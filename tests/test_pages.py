@@ -3,6 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 import lightning
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from guardbit import AutoStabilizer, HuggingFaceMonitor, read_metadata, read_run
 from guardbit.cli import app
-from guardbit.judgement import STATES
+from guardbit.judgement.judging import State
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -126,4 +127,4 @@ def test_the_replay_on_the_page_is_what_comes(page, is_whole, monkeypatch):
 
 def test_the_page_of_alarms_says_what_each_state_means():
     table = ALARMS.partition("| state | what it means |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == set(STATES)
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == {*get_args(State)}

@@ -21,6 +21,7 @@ from guardbit.catalog import (
     Indicator,
 )
 from guardbit.dashboards.tables import SAMPLES_AVERAGED, Diagnosed, Head, RunSoFar
+from guardbit.judgement.sentences import plural
 from guardbit.records import Event, named
 
 #: A wider table of heads does not fit the page.
@@ -332,10 +333,6 @@ def where(event: Event) -> str:
     if not event.site:
         return "the whole run"
     return f"{event.site}, {named(event.heads)}" if event.heads else event.site
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def range_of(steps: Sequence[int]) -> str:

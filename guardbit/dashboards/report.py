@@ -30,6 +30,7 @@ from guardbit.dashboards.page import (
 )
 from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import Judgement
+from guardbit.judgement.sentences import plural
 
 #: What a page says, what it draws, and the pictures beside it.
 Report = tuple[Document, Document | None, Mapping[str, Figure | None]]
@@ -111,8 +112,8 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
     worst = max((outcome.state for outcome in outcomes.values()), key=_WORST_LAST.index)
     shown = {
         "title": " · ".join(titles),
-        "extent": document.plural(len(runs), "run"),
-        "headline": f"{document.plural(len(runs), 'run')}: {told}",
+        "extent": plural(len(runs), "run"),
+        "headline": f"{plural(len(runs), 'run')}: {told}",
         "outcome": worst,
         "lede": []
         if fork is None

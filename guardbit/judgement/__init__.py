@@ -7,11 +7,8 @@ from guardbit.judgement.evidence import Evidence as Evidence
 from guardbit.judgement.facts import OFF as OFF
 from guardbit.judgement.facts import PRECISE as PRECISE
 from guardbit.judgement.facts import RECOVERED as RECOVERED
-from guardbit.judgement.facts import departed as departed
 from guardbit.judgement.facts import nothing_to_correct as nothing_to_correct
 from guardbit.judgement.facts import severities as severities
-from guardbit.judgement.judging import STATES as STATES
-from guardbit.judgement.judging import Cause as Cause
 from guardbit.judgement.judging import Ended as Ended
 from guardbit.judgement.judging import Judgement as Judgement
 from guardbit.judgement.judging import cause_by as cause_by

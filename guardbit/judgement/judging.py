@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from guardbit.judgement import sentences as say
 from guardbit.judgement.evidence import (
@@ -32,7 +32,6 @@ from guardbit.records import Event, Verdict
 State = Literal[
     "healthy", "unclear", "warning", "alarmed", "switched", "saved", "lost", "learning-rate"
 ]
-STATES: tuple[State, ...] = get_args(State)
 
 #: How a run ended. A run that was killed could not say so, and neither can one that still runs.
 Ended = Literal["finished", "interrupted", "crashed", "not closed"]
@@ -223,7 +222,7 @@ def _without_alarm(of: Facts) -> tuple[State, str]:
     if since := say.unjudged(of):
         return "unclear", since
     if is_short:
-        return "unclear", say.TOO_SHORT.format(say.number(of.head_samples, "sample"))
+        return "unclear", say.TOO_SHORT.format(say.plural(of.head_samples, "sample"))
     # Weights without calls can show growth, but not health.
     return "healthy" if of.has_calls else "unclear", say.NO_ALARM.format(of.last_head_step or 0)
 

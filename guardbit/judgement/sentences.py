@@ -85,7 +85,7 @@ RISK = "By its keys the model is {}: {}."
 TITLES = {"learning-rate": "Learning rate too high"}
 
 
-def number(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -96,7 +96,7 @@ def _rounded(x: float) -> str:
 def counted(of: Facts) -> str:
     # One value a layer may be the largest over its heads.
     by_head = of.num_heads > of.num_layers
-    total = number(of.num_heads, "head") if by_head else number(of.num_layers, "layer")
+    total = plural(of.num_heads, "head") if by_head else plural(of.num_layers, "layer")
     return f"{len(of.alarmed):,} of {total}"
 
 
