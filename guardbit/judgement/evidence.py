@@ -239,18 +239,14 @@ class Evidence:
                     self.norm_steps = sample.step, self.norm_steps[0]
                 if not math.isfinite(sample.values[0]):
                     self.bad_norms.add(*self.norm_steps)
-            if (
-                sample.indicator == "nonfinite"
-                and not all(map(math.isnan, sample.values))
-                and (not self._nonfinite or sample.step == self._nonfinite[0].step)
-            ):
-                self._nonfinite.append(sample)
             if sample.indicator == "nonfinite":
                 codes = [*_nonfinite_codes(sample)]
                 if any(code & _OF_FORWARD for code in codes):
                     self.last_broken = sample.step
                 if any(codes):
                     self.bad_gradients.add(*self.call_steps[1:])
+                    if not self._nonfinite or sample.step == self._nonfinite[0].step:
+                        self._nonfinite.append(sample)
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
