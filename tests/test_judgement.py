@@ -352,6 +352,7 @@ def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
 def test_the_first_tensor_that_was_not_finite_is_named(flags, heads):
     made = [
         *samples(loss=lambda step: 3.0 if step < 8000 else np.nan),
+        Sample(7000, SITE, 1, "nonfinite", (0.0,) * 4),
         Sample(8000, "h.2.attn", 2, "nonfinite", flags),
         Sample(8000, SITE, 1, "nonfinite", (np.nan, np.nan, 32.0, np.nan)),
     ]
