@@ -41,10 +41,7 @@ LINE = 160
 
 
 def printable(text: str) -> str:
-    r"""Returns a text as one line for a terminal, with control characters escaped, as in `\x1b`.
-
-    The names in a run's folder may hold anything.
-    """
+    r"""Returns a text as one line for a terminal, with control characters escaped, as in `\x1b`."""
     return "".join(
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -139,9 +136,7 @@ class Event:
     """Something that happened in a run and is written down."""
 
     step: int  # optimizer step
-    # "refusal" is a switch that was decided and not made, "advisory" what a rule found that is no
-    # alarm.
-    kind: EventKind
+    kind: EventKind  # "refusal": a switch that was not made; "advisory": a find that is no alarm
     site: str  # name of the attention module; "" where the event concerns the whole run
     heads: tuple[int, ...]  # the heads concerned, ascending; empty where it concerns all or none
     why: str  # one sentence a person understands

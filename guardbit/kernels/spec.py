@@ -26,9 +26,8 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Documents(NamedTuple):
     """Where packed sequences begin and end: a query sees keys of its own document only.
 
-    A call with documents has a batch of one. Its queries and its keys are ordered by document.
-    Document g has the queries from `cu_queries[g]` up to but excluding `cu_queries[g + 1]`, and the
-    keys from `cu_keys[g]` up to but excluding `cu_keys[g + 1]`; either range may be empty.
+    A call with documents has a batch of one. Document g has the queries from `cu_queries[g]` up to
+    but excluding `cu_queries[g + 1]`, and likewise keys; either range may be empty.
     """
 
     cu_queries: Tensor  # INT32 (G + 1,), from 0 to N
@@ -40,11 +39,7 @@ class Documents(NamedTuple):
 # Compared by identity: what two masks hold is on their device.
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What a call asks for besides q, k and v.
-
-    A query sees a key if every field allows it. Only `guardbit.kernels.mask` defines what the
-    fields mean for single queries and keys.
-    """
+    """What a call asks for besides q, k and v; a query sees a key if every field allows it."""
 
     scale: float  # factor of Q K^T
     causal: Causal = False  # see `Causal`

@@ -388,8 +388,7 @@ def _named(form: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, Tensor, Ten
 # --- of the hub ----------------------------------------------------------------------------------
 
 # The package `kernels` loads modules from files, under names with a hash in them. So a module is
-# recognised by the name of its file and a function in it, also a copy inside another package. Of
-# each version the first that is found counts.
+# recognised by the name of its file and a function in it; of each version the first counts.
 
 
 class HubFlashAttn2(FlashAttn2):

@@ -160,12 +160,9 @@ def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 class AutogradEngine(Engine):
-    """PyTorch's function under autograd: its math kernel, and flash calls whose heads it pads.
+    """PyTorch's function under autograd: its math kernel, and flash calls whose heads it pads."""
 
-    Neither can get an O': the math kernel's backward computes delta from P and dP, and that of a
-    padded flash call cannot be called directly.
-    """
-
+    # The math kernel takes delta from P; a padded flash call has no backward to call directly.
     reads_out = False
 
     def __init__(self, backend: SDPBackend, is_forced: bool = True) -> None:

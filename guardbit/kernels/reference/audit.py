@@ -29,13 +29,11 @@ from guardbit.numerics import decode_residual, round_nearest
 class Shadow(NamedTuple):
     """A recomputed forward and statistics of its rows; R is the number of rows.
 
-    With dropout, `out` lacks the dropped entries; everything else describes scores and
-    probabilities before dropout. Scores are the inputs of the softmax, with soft cap and biases;
-    biases are what a mask adds, and what a score function makes of 0. A sink is no score, but it
-    takes its part of the probabilities. A row that sees no key, because all its biases are -inf, or
-    all that it has in any head are below `guardbit.kernels.mask.NO_KEY`, has row_max and
-    largest -inf, entropy 0 and counts 0. Its out is what the softmax makes of the scores, 0 where
-    all are -inf.
+    With dropout, `out` lacks the dropped entries; all else is before dropout. Scores are the inputs
+    of the softmax, with soft cap and biases; biases are what a mask adds, and what a score function
+    makes of 0. A sink is no score, but it takes its part of the probabilities. A row whose biases
+    are below `guardbit.kernels.mask.NO_KEY` in all heads sees no key: it has row_max and largest
+    -inf, entropy 0 and counts 0, and out is what the softmax makes of its scores, 0 for none.
     """
 
     out: Tensor  # FP32 (B, H, R, E)
@@ -61,7 +59,7 @@ class RowMaxima(NamedTuple):
 
 
 # Scores that are looked at together.
-_TOGETHER = 2**25
+_TOGETHER = 2**24
 
 
 class _Rows(NamedTuple):
