@@ -415,6 +415,9 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypa
     text = " ".join(result.stdout.split())
     assert "Lost: the loss diverged at step 13,860, 10,060 steps after the first alarm" in text
     assert "Switched: 2 of 144 heads alarmed, the first at step 3,800; logits of layer 2," in text
+    # As the recorded runs are in `test_demo.py`.
+    assert "a copy of lost from step 4,000 on" in text
+    assert "at step 6,750, when the rules of that time first" in text
     pages = {path.name for path in tmp_path.glob("*.html")}
     assert pages == {"comparison.html", "lost.html", "switched.html"}
     data = Path(guardbit.__file__).parent / "recorded"

@@ -13,12 +13,7 @@ from guardbit import metrics
 from guardbit.catalog import of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.metrics import (
-    MaxLogit,
-    MultipleMaxima,
-    SpectralNorm,
-    attention_metrics,
-)
+from guardbit.metrics import MaxLogit, MultipleMaxima, SpectralNorm, attention_metrics
 from guardbit.numerics import round_nearest
 from tests.callbacks.several_ranks import begin, launch
 from tests.oracle import dense, largest_products

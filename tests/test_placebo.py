@@ -92,10 +92,7 @@ RESCUES = {
     "rescue_layer-exact_delta-cudnn-lr1.5e-03-seed9": 42,
 }
 #: Those that would be, if rounding's share had been measured.
-WITH_SHARE = {
-    **RESCUES,
-    "rescue_all-compensated-cudnn-lr1.5e-03-seed4": 18,
-}
+WITH_SHARE = {**RESCUES, "rescue_all-compensated-cudnn-lr1.5e-03-seed4": 18}
 
 
 def test_the_rescues_of_the_study_are_called_saved():

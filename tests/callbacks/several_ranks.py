@@ -53,6 +53,18 @@ def launch(function, ranks, *arguments, **environment):
         assert codes == [0] * ranks, (codes, log.read()[-6000:])
 
 
+def of_ranks(function, ranks):
+    """A fixture: the folder in which so many ranks have kept what the function returns."""
+
+    @pytest.fixture(scope="module", params=ACCELERATORS)
+    def folder(request, tmp_path_factory):
+        made = tmp_path_factory.mktemp("ranks")
+        launch(function, ranks, made, request.param)
+        return made
+
+    return folder
+
+
 def begin(accelerator):
     """Makes the group of the ranks; a rank's GPU is its default one."""
     torch.set_num_threads(1)

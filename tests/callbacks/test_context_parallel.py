@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import MonitorSession
-from tests.callbacks.several_ranks import ACCELERATORS, begin, keep, launch, logged, refusal, seen
+from tests.callbacks.several_ranks import begin, keep, logged, of_ranks, refusal, seen
 from tests.toys import Attention
 
 # On a GPU the kernel pads what it returns of the rows to a multiple of 32.
@@ -136,11 +136,7 @@ REASON = (
 NORMS = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
 
 
-@pytest.fixture(scope="module", params=ACCELERATORS)
-def runs(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    launch(on_rank, 2, folder, request.param)
-    return folder
+runs = of_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from guardbit import MonitorSession
-from tests.callbacks.several_ranks import ACCELERATORS, begin, keep, launch, seen
+from tests.callbacks.several_ranks import begin, keep, of_ranks, seen
 from tests.toys import Attention
 
 SIZE, WIDTH, STEPS = 16, 34, 3
@@ -109,19 +109,9 @@ def on_rank(folder, accelerator):
     keep(folder, ["whole"] if is_shared else MODELS, lambda _, name: train(name, mesh))
 
 
-@pytest.fixture(scope="module", params=ACCELERATORS)
-def two(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    launch(on_rank, 2, folder, request.param)
-    return folder
-
-
-@pytest.fixture(scope="module", params=ACCELERATORS)
-def four(request, tmp_path_factory):
-    """Two ranks share the heads, and two the weights of these."""
-    folder = tmp_path_factory.mktemp("four")
-    launch(on_rank, 4, folder, request.param)
-    return folder
+two = of_ranks(on_rank, 2)
+#: Two ranks share the heads, and two the weights of these.
+four = of_ranks(on_rank, 4)
 
 
 def check_norms(ranks):

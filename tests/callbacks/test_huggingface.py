@@ -247,11 +247,7 @@ class Interrupts(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("event", "is_same"),
-    [
-        ("on_pre_optimizer_step", False),
-        ("on_step_end", False),
-        ("on_step_end", True),
-    ],
+    [("on_pre_optimizer_step", False), ("on_step_end", False), ("on_step_end", True)],
 )
 def test_after_ctrl_c_the_same_model_is_watched_again(tmp_path, event, is_same, caplog):
     first, model = HuggingFaceMonitor(1), gpt2()

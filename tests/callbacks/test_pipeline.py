@@ -13,7 +13,7 @@ from torch import nn
 from guardbit import MonitorSession, Policy, read_run
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
-from tests.callbacks.several_ranks import ACCELERATORS, begin, launch, logged, seen
+from tests.callbacks.several_ranks import begin, logged, of_ranks, seen
 from tests.oracle import scores_of
 from tests.toys import Attention, Fires, recorded
 
@@ -105,10 +105,11 @@ def on_rank(folder, device):
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=ACCELERATORS)
-def run(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    launch(on_rank, 3, folder, request.param)
+folder = of_ranks(on_rank, 3)
+
+
+@pytest.fixture
+def run(folder):
     return folder, seen(folder)
 
 

@@ -17,7 +17,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.detectors import DEFAULT_RULES
 from guardbit.store import read_metadata
 from tests import toys
-from tests.callbacks.several_ranks import ACCELERATORS, begin, keep, launch, logged, refusal, seen
+from tests.callbacks.several_ranks import begin, keep, logged, of_ranks, refusal, seen
 from tests.oracle import attend
 from tests.toys import Fires, recorded
 
@@ -220,11 +220,7 @@ REASON = "their shapes do not tell which of the heads are here"
 OWN = [[0, 1], [2, 3]]
 
 
-@pytest.fixture(scope="module", params=ACCELERATORS)
-def runs(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    launch(on_rank, 2, folder, request.param)
-    return folder
+runs = of_ranks(on_rank, 2)
 
 
 @pytest.fixture(params=SHARED)

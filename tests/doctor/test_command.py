@@ -13,13 +13,7 @@ from typer.testing import CliRunner
 from guardbit.cli import app
 from guardbit.doctor import preflight
 from guardbit.doctor.examine import Examination, FaultName
-from guardbit.doctor.inputs import (
-    KINDS,
-    Shape,
-    dense_spec,
-    packed_spec,
-    parse_shape,
-)
+from guardbit.doctor.inputs import KINDS, Shape, dense_spec, packed_spec, parse_shape
 from guardbit.doctor.preflight import Examiner, is_within, known_faults
 from guardbit.kernels.engines.sdpa import CPUFlash
 

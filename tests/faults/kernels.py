@@ -18,6 +18,7 @@ from torch import Tensor
 from guardbit import flash_attention
 from guardbit.kernels.spec import AttentionSpec
 from tests.faults.rows import Job, collect
+from tests.kernels.tensors import gradients
 from tests.oracle import dense, seen_keys
 
 #: As `guardbit.STABILIZERS`, without the one that shifts the maximum, whose P is another.
@@ -64,13 +65,6 @@ def draw(seed: int, device: str) -> Case:
     return Case(q, k, v, d_out, causal, stabilizer, what)
 
 
-def computed(case: Case, attend: Any) -> list[Tensor]:
-    """Returns out, dq, dk and dv."""
-    leaves = [x.detach().requires_grad_() for x in case[:3]]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, case.d_out)]
-
-
 def plain(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention as the textbook has it, rounded to its dtype after each step, unlike `dense`."""
     group, hidden = q.size(1) // k.size(1), ~seen_keys(spec, q.size(2), k.size(2), q.device)
@@ -90,9 +84,9 @@ def why_wrong(seed: int, device: str) -> tuple[str, str]:
     case = draw(seed, device)
     spec = AttentionSpec(case.q.size(-1) ** -0.5, case.causal)
     exact = dense(case.d_out, case.q, case.k, case.v, spec).results
-    theirs = computed(case, lambda *x: plain(*x, spec))
+    theirs = gradients(lambda *x: plain(*x, spec), case[:3], case.d_out)
     options = {"causal": case.causal, "stabilizer": case.stabilizer}
-    ours = computed(case, lambda *x: flash_attention(*x, **options))
+    ours = gradients(lambda *x: flash_attention(*x, **options), case[:3], case.d_out)
     for name, truth, other, found in zip(
         ("out", "dq", "dk", "dv"), exact, theirs, ours, strict=True
     ):

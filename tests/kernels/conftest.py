@@ -14,20 +14,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture
-def poisoned_memory():
-    """Fills new tensors with NaN, so that an element no kernel wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def deterministic():
     """Kernels add in a fixed order where PyTorch can warn of others."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def poisoned_memory(deterministic):
+    """Fills new tensors with NaN, so that an element no kernel wrote shows."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.fixture

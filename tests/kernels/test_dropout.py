@@ -1,8 +1,10 @@
-"""Dropout of our own kernels, against FP64 under a mask that is computed here, independently."""
+"""Dropout of our own kernels, against FP64 under a mask that is put together here.
+
+The generator has its published answers in `test_numerics.py`.
+"""
 
 from functools import partial
 
-import numpy
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from guardbit.kernels import reference
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import decode_residual
+from guardbit.numerics import decode_residual, random_halves
 from tests.kernels import tensors
 from tests.kernels.switched import switchable_attention
 from tests.oracle import dense
@@ -20,44 +22,12 @@ FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in a
 MIX = ("row_max", "compensated", "none", "row_max")
 
 
-def philox(counter, key):
-    """Philox-4x32-10 as its authors give it; NumPy's unsigned integers, arrays that broadcast."""
-    c = [numpy.asarray(word, dtype=numpy.uint64) for word in counter]
-    k = [int(word) for word in key]
-    low = numpy.uint64(0xFFFFFFFF)
-    for _ in range(10):
-        first, second = c[0] * numpy.uint64(0xD2511F53), c[2] * numpy.uint64(0xCD9E8D57)
-        high = [product >> numpy.uint64(32) for product in (second, first)]
-        c = [
-            high[0] ^ c[1] ^ numpy.uint64(k[0]), second & low,
-            high[1] ^ c[3] ^ numpy.uint64(k[1]), first & low,
-        ]  # fmt: skip
-        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    return c
-
-
 def kept(word, dropout_p, batch, heads, rows, keys):
-    """Which entries of P stay, (B, H, N, M), entry by entry from the rule's words."""
-    b, h, n, m = numpy.ogrid[:batch, :heads, :rows, :keys]
-    words = philox((m // 8, n, b * heads + h, 0), (word % 2**32, word // 2**32))
-    words = numpy.stack(numpy.broadcast_arrays(*words))
-    i = numpy.broadcast_to(m % 8, words.shape[1:])
-    chosen = numpy.take_along_axis(words, (i // 2)[None], 0)[0]
-    half = (chosen >> (16 * (i % 2)).astype(numpy.uint64)) & numpy.uint64(0xFFFF)
-    return torch.from_numpy(half >= round(dropout_p * 65536))
-
-
-def test_the_generator_of_these_tests_is_philox():
-    # kat_vectors of the Random123 distribution, philox4x32 with 10 rounds.
-    for counter, key, expected in [
-        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ]:  # fmt: skip
-        assert " ".join(f"{int(word):08x}" for word in philox(counter, key)) == expected
+    """Which entries of P stay, (B, H, N, M): entry by entry one of eight halves of four words."""
+    sizes = map(torch.arange, (batch, heads, rows, keys))
+    b, h, n, m = torch.meshgrid(*sizes, indexing="ij")
+    halves = random_halves(word, (m // 8, n, b * heads + h, torch.zeros_like(m)))
+    return halves.gather(-1, (m % 8)[..., None])[..., 0] >= round(dropout_p * 65536)
 
 
 inputs = partial(tensors.inputs, dtype=torch.float32, to="cpu")

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.attention import varlen
 
-import guardbit
 from guardbit.kernels.engines import library_engine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
@@ -17,6 +16,7 @@ from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import relative
 from tests.kernels.tensors import library_inputs
 from tests.oracle import dense, packed
+from tests.toys import instrumented
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,8 +155,7 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
     before = [step(model) for _ in range(3)]
     repeats = all(torch.equal(each[1], before[0][1]) for each in before)
     assert repeats or package == "varlen_attn", "it does not repeat itself"
-    inst = guardbit.instrument(model)
-    try:
+    with instrumented(model) as inst:
         calls = []
         inst.observe(calls.append)
         run_ = torch.compile(model, fullgraph=True) if compiled else model
@@ -179,9 +178,7 @@ def test_a_model_keeps_its_bits_until_it_is_switched(package, is_packed, compile
         assert changed[0, 1]
         if package != "varlen_attn":
             assert changed.tolist() == [[i == 1 for i in range(4)]] * 2 + [[False] * 4]
-    finally:
-        inst.remove()
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
@@ -192,12 +189,9 @@ def test_w_q_is_found_in_layers_of_transformer_engine(fused, monkeypatch):
     layer = layers.TransformerLayer(256, 512, 4, params_dtype=torch.bfloat16, **options).cuda()
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    inst = guardbit.instrument(layer)
-    try:
+    with instrumented(layer) as inst:
         layer(torch.randn(320, 2, 256, device="cuda").bfloat16()).sum().backward()
         (site,) = inst.sites.values()
         name = f"self_attention.layernorm_qkv.{'' if fused else 'query_'}weight"
         rows = layer.get_parameter(name).float().view(4, -1, 64, 256)[:, 0]
         assert torch.equal(site.query_weights(), rows)
-    finally:
-        inst.remove()

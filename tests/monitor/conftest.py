@@ -89,6 +89,12 @@ def tokens():
 
 
 @pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT()
+
+
+@pytest.fixture
 def instrument():
     made = []
 
@@ -99,6 +105,18 @@ def instrument():
     yield instrument
     for one in made:
         one.remove()
+
+
+@pytest.fixture
+def begin_group():
+    """Makes a process group, or the show of one, that ends with the test."""
+
+    def begin(backend="gloo", rank=0, world_size=1):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, rank=rank, world_size=world_size, store=store)
+
+    yield begin
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

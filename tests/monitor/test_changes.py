@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import prune
@@ -157,15 +156,11 @@ def test_weights_that_cannot_be_read_are_told_once_for_all_sites(
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed.*")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.*")
-def test_flattened_parameters_are_told(tiny, tokens, loop, caplog):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = FullyShardedDataParallel(tiny.GPT(), device_id=torch.device("cpu"))
-        run = loop(model)
-        assert run.step(0, tokens) == {}
-        assert any("as FSDP1 and ZeRO-3 shard them" in line for line in caplog.messages)
-    finally:
-        dist.destroy_process_group()
+def test_flattened_parameters_are_told(tiny, tokens, loop, caplog, begin_group):
+    begin_group()
+    run = loop(FullyShardedDataParallel(tiny.GPT(), device_id=torch.device("cpu")))
+    assert run.step(0, tokens) == {}
+    assert any("as FSDP1 and ZeRO-3 shard them" in line for line in caplog.messages)
 
 
 class LayerDrop(nn.Module):

@@ -5,6 +5,7 @@ import copy
 import random
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit import LayoutUnavailable, MonitorSession
 from guardbit.monitor.interception.rerunning import runnable_copy
@@ -194,10 +194,7 @@ class CopiedElsewhere:
         return self
 
 
-UNCOPIED = {
-    "no copy": Uncopied,
-    "copied elsewhere": CopiedElsewhere,
-}
+UNCOPIED = {"no copy": Uncopied, "copied elsewhere": CopiedElsewhere}
 
 
 def copied(module):
@@ -227,26 +224,20 @@ def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkey
         torch.jit.ScriptFunction, "__call__", lambda *args: runs.append(1) or call(*args)
     )
     model = Attention(use=lambda self, x: 0 * scripted(x, 2.0).mean())
-    session = MonitorSession(model, every_n_train_steps=1)
-    try:
+    with closing(MonitorSession(model, every_n_train_steps=1)) as session:
         with session.step(0):
             model(torch.randn(2, 6, WIDTH)).sum().backward()
         (site,) = session.instrumentation.sites.values()
         assert site.layout is not None
-    finally:
-        session.close()
     assert runs == [1]
 
 
-def test_a_module_to_which_fsdp_gave_a_class_of_its_own_is_copied():
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        module = fully_shard(Attention(list), mesh=init_device_mesh("cpu", (2,)))
-        module.use = lambda self, x: self.held.append(1) or 1.0
-        whole = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
-        with runnable_copy(module, whole, torch.float32) as stand_in:
-            stand_in.forward(torch.ones(1, 3, WIDTH))
-            assert len(stand_in.held) == 1
-        assert not module.held
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_module_to_which_fsdp_gave_a_class_of_its_own_is_copied(begin_group):
+    begin_group("fake", world_size=2)
+    module = fully_shard(Attention(list), mesh=init_device_mesh("cpu", (2,)))
+    module.use = lambda self, x: self.held.append(1) or 1.0
+    whole = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
+    with runnable_copy(module, whole, torch.float32) as stand_in:
+        stand_in.forward(torch.ones(1, 3, WIDTH))
+        assert len(stand_in.held) == 1
+    assert not module.held

@@ -4,13 +4,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torch.distributed import distributed_c10d
 
 from guardbit.monitor import ranks
 
 
-def test_ranks_that_gloo_cannot_connect_are_told_what_to_set(monkeypatch):
+def test_ranks_that_gloo_cannot_connect_are_told_what_to_set(monkeypatch, begin_group):
     def unreachable(*_):
         raise RuntimeError("Gloo connectFullMesh failed\nwith a long trace")
 
@@ -19,21 +18,16 @@ def test_ranks_that_gloo_cannot_connect_are_told_what_to_set(monkeypatch):
         r"did not answer as it should: gloo could not connect the ranks \(Gloo connectFullMesh"
         r" failed\); on several machines the environment variable GLOO_SOCKET_IFNAME says"
     )
-    torch.distributed.init_process_group(
-        "fake", rank=0, world_size=2, store=torch.distributed.HashStore()
-    )
-    try:
-        with pytest.raises(ranks.RanksLostError, match=why):
-            ranks.all_agree(True, "this")
-        with pytest.raises(ranks.RanksLostError, match="nothing is exchanged any more"):
-            ranks.all_agree(True, "this")
-        # A rank that comes later: gloo would wait for the first again, five times as long.
-        monkeypatch.setattr(ranks, "_are_lost", None)
-        monkeypatch.setattr(ranks, "_num_groups", ranks._num_groups - 1)
-        with pytest.raises(ranks.RanksLostError, match="as it should: it has given up waiting"):
-            ranks.all_agree(True, "this")
-    finally:
-        torch.distributed.destroy_process_group()
+    begin_group("fake", world_size=2)
+    with pytest.raises(ranks.RanksLostError, match=why):
+        ranks.all_agree(True, "this")
+    with pytest.raises(ranks.RanksLostError, match="nothing is exchanged any more"):
+        ranks.all_agree(True, "this")
+    # A rank that comes later: gloo would wait for the first again, five times as long.
+    monkeypatch.setattr(ranks, "_are_lost", None)
+    monkeypatch.setattr(ranks, "_num_groups", ranks._num_groups - 1)
+    with pytest.raises(ranks.RanksLostError, match="as it should: it has given up waiting"):
+        ranks.all_agree(True, "this")
 
 
 def test_the_group_ends_before_the_interpreter_does():

@@ -34,16 +34,8 @@ class Calls:
 
 
 @pytest.fixture
-def inst(model):
-    made = guardbit.instrument(model)
-    yield made
-    made.remove()
-
-
-@pytest.fixture
-def model(tiny):
-    torch.manual_seed(0)
-    return tiny.GPT()
+def inst(model, instrument):
+    return instrument(model)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.sharding import WHOLE, share_of, share_of_tensors
@@ -19,10 +18,9 @@ SECOND = (1, 2)
 
 
 @pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,))
-    torch.distributed.destroy_process_group()
+def mesh(begin_group):
+    begin_group("fake", rank=1, world_size=2)
+    return init_device_mesh("cpu", (2,))
 
 
 def projections(mesh, key_heads, plan):

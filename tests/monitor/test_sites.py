@@ -11,17 +11,10 @@ from tests import toys
 
 
 @pytest.fixture
-def model(tiny):
-    torch.manual_seed(0)
-    return tiny.GPT()
-
-
-@pytest.fixture
-def inst(model, tiny, tokens):
-    instrumentation = guardbit.instrument(model)
+def inst(model, tiny, tokens, instrument):
+    made = instrument(model)
     tiny.step(model, tokens)
-    yield instrumentation
-    instrumentation.remove()
+    return made
 
 
 def test_sites_are_named_after_their_modules(model, inst):

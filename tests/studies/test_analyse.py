@@ -147,23 +147,6 @@ def test_which_run_another_is_held_against():
     assert [len(measures.switches_made(run.events)) for run in runs[7:12]] == [0, 0, 1, 1, 1]
 
 
-def test_second_starts_and_copies_are_arms_of_their_own():
-    origin = "runs/stock-seed0/step=600.ckpt"
-    runs = [
-        bare("stock-seed0"), bare("stock-seed0-again12"),
-        bare("stock-seed0-again1", branched_from=origin), bare("rescue-seed0-again3", arm="rescue"),
-    ]  # fmt: skip
-    made = [run._replace(frame=scalars(0, 20)) for run in runs]
-    assert list(lines.one_line_a_run(made)["arm"]) == ["stock", "restart", "again", "rescue"]
-
-
-def scalars(*steps):
-    """Telemetry of a run that has a value of each indicator at these steps, and no more."""
-    names = ["loss", "max_logit", "w_q_spectral_norm"]
-    rows = [(step, "h.0", 0, 0, name, 1.0) for step in steps for name in names]
-    return pd.DataFrame(rows, columns=COLUMNS)
-
-
 def test_one_line_of_a_run():
     rows = [(step, "", -1, -1, "loss", 2.0 + (step > 3000) / 2) for step in range(0, 4001, 20)]
     steps = np.arange(0, 4001, 200)

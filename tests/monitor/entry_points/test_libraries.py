@@ -4,7 +4,6 @@ The libraries are stood in for by `tests.flash_stand_in`, which rounds as they d
 """
 
 import functools
-import inspect
 import sys
 
 import pytest
@@ -24,14 +23,7 @@ from guardbit.monitor.interception.entry_points import libraries
 from guardbit.monitor.interception.references import copy_of
 from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
-from tests.monitor.entry_points.library_models import (
-    LENGTHS,
-    LIBRARY,
-    WIDTH,
-    build,
-    by_name,
-    install,
-)
+from tests.monitor.entry_points.library_models import LENGTHS, WIDTH, build, by_name, install
 from tests.oracle import dense, packed
 from tests.toys import OCCASIONAL, instrumented
 
@@ -44,18 +36,6 @@ def libraries_stand_in(monkeypatch):
 
 
 FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
-
-
-def test_functions_stay_who_they_are_and_get_their_code_back(tiny):
-    held = [vars(sys.modules[entry.home])[entry.attribute] for entry in LIBRARY]
-    before = [(f.__code__, inspect.signature(f), inspect.getsource(f)) for f in held]
-    with instrumented(tiny.GPT()):
-        assert held == [vars(sys.modules[entry.home])[entry.attribute] for entry in LIBRARY]
-        for function, (code, signature, source) in zip(held, before, strict=True):
-            assert function.__code__ is not code
-            assert inspect.signature(function) == signature
-            assert inspect.getsource(function) == source
-    assert [f.__code__ for f in held] == [code for code, *_ in before]
 
 
 def other_bits(q, k, v, **options):
@@ -168,7 +148,6 @@ def test_dropout_is_watched_and_not_switched(tiny):
 def test_a_second_try_drops_the_same_entries(fails, tiny, monkeypatch):
     model, x = build(by_name(FUNC), dropout_p=0.3)
     before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
     computed, errors = getattr(op, fails), [MemoryError("on purpose")]
 
     def compute(*arguments):
@@ -177,12 +156,10 @@ def test_a_second_try_drops_the_same_entries(fails, tiny, monkeypatch):
             raise errors.pop()
         return found
 
-    monkeypatch.setattr(op, fails, compute)
-    try:
+    with instrumented(model):
+        monkeypatch.setattr(op, fails, compute)
         assert tiny.equal(tiny.step(model, x), before)
         assert not errors
-    finally:
-        inst.remove()
 
 
 class Lengths(nn.Module):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -483,14 +482,13 @@ def test_of_ranks_that_average_gradients_one_is_enough(faulty, tmp_path, monkeyp
     assert low < 0.75 < high
 
 
-def test_weights_that_fsdp_shards_are_refused_at_once_though_a_backward_shows_them_whole(tmp_path):
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = fully_shard(Model(Attention(2)), mesh=init_device_mesh("cpu", (1,)))
-        session = session_of(model, tmp_path)
-        run(model, 2, session)
-        assert not session._burst.is_on
-        assert "'qkv.weight' is shared by several ranks" in session.judgement.cause.why
-        session.close()
-    finally:
-        dist.destroy_process_group()
+def test_weights_that_fsdp_shards_are_refused_at_once_though_a_backward_shows_them_whole(
+    tmp_path, begin_group
+):
+    begin_group()
+    model = fully_shard(Model(Attention(2)), mesh=init_device_mesh("cpu", (1,)))
+    session = session_of(model, tmp_path)
+    run(model, 2, session)
+    assert not session._burst.is_on
+    assert "'qkv.weight' is shared by several ranks" in session.judgement.cause.why
+    session.close()

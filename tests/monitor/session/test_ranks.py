@@ -40,9 +40,7 @@ ELSEWHERE = "the stage failed on another rank"
 
 def an_error(owner, name, folder, rank, patch):
     loop = Loop(
-        rules=(LoudRow(),),
-        policy=Policy("compensated", scope="head"),
-        dirpath=folder / "run",
+        rules=(LoudRow(),), policy=Policy("compensated", scope="head"), dirpath=folder / "run"
     )
     for step in range(6):
         if rank == 1 and step == 2:
