@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -114,32 +114,27 @@ class Written(Engine):
         return Gradients(dq, dk, dv)
 
 
+@dataclass(eq=False)
 class Wrapped(Engine):
     """A sound engine, PyTorch's kernel for CPUs by default; its inputs and results are changed."""
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine | None = None,
-        *,
-        call: Callable[[Inputs], Inputs] = lambda inputs: inputs,
-        results: Callable[[Gradients], Gradients] = lambda gradients: gradients,
-        out: Callable[[Inputs, Tensor], Tensor] = lambda inputs, out: out,
-    ) -> None:
-        self._engine = engine or CPUFlash()
-        self.name, self.backend = name, self._engine.backend
-        self.reads_out = self._engine.reads_out
-        self._call, self._results, self._out = call, results, out
+    name: str
+    engine: Engine = field(default_factory=CPUFlash)
+    _: KW_ONLY
+    call: Callable[[Inputs], Inputs] = keep
+    results: Callable[[Gradients], Gradients] = keep
+    out: Callable[[Inputs, Tensor], Tensor] = lambda inputs, out: out
+
+    def __post_init__(self):
+        self.backend, self.reads_out = self.engine.backend, self.engine.reads_out
+        self.laid_out = self.engine.laid_out
 
     def forward(self, inputs: Inputs, training: bool):
-        return self._engine.forward(self._call(inputs), training)
+        return self.engine.forward(self.call(inputs), training)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        out = self._out(inputs, out)
-        return self._results(self._engine.backward(self._call(inputs), d_out, out, lse))
-
-    def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        return self._engine.laid_out(out, q)
+        out = self.out(inputs, out)
+        return self.results(self.engine.backward(self.call(inputs), d_out, out, lse))
 
 
 def nan_in_head(gradients: Gradients) -> Gradients:

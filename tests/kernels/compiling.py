@@ -110,25 +110,18 @@ def variants(architecture):
     from guardbit.kernels import tiles
     from guardbit.kernels.device import audit, backward, delta, forward, launch, shadow
 
-    some_heads = 1
+    some_heads = {"COMPENSATED": 1, "ROW_MAX": 1}
     kernels = {
         "forward": (
-            forward.forward_kernel,
-            "bf16",
-            {
-                "NEGATIVE_SCALE": False,
-                "COMPENSATED": some_heads,
-                "ROW_MAX": some_heads,
-                "DROPOUT": False,
-            },
+            forward.forward_kernel, "bf16",
+            {"NEGATIVE_SCALE": False, **some_heads, "DROPOUT": False},
         ),
         "query_gradients": (backward.query_gradients_kernel, "bf16", {"DROPOUT": False}),
         "key_gradients": (
             backward.key_gradients_kernel, "bf16", {"BOUNDED": True, "DROPOUT": False},
         ),
         "shadow": (
-            shadow.shadow_kernel,
-            "bf16",
+            shadow.shadow_kernel, "bf16",
             {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0, "ONLY_MAXIMA": False},
         ),
         # FP16 takes more products than BF16.

@@ -33,3 +33,8 @@ def site():
     number = runtime.add_site("h.2.attn")
     yield torch.tensor(number)
     runtime.remove_site(number)
+
+
+@pytest.fixture
+def state(site):
+    return runtime.site(int(site))

@@ -156,9 +156,8 @@ def test_the_backward_follows_what_ran_forward(names, site):
     assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
 
 
-def test_launches_and_observer_tell_what_ran(site):
+def test_launches_and_observer_tell_what_ran(site, state):
     q, k, v, d_out = inputs((1, 4, 2, 9, 9, 16))
-    state = runtime.site(int(site))
     calls = []
     state.observer = calls.append
     gradients(switched(site), (q, k, v), d_out)
@@ -424,8 +423,7 @@ def gpu_inputs(shape=(2, 4, 2, 200, 260, 64), dtype=torch.bfloat16):
 
 
 @pytest.mark.gpu
-def test_the_launch_counter_names_triton_and_whose_backward_ran(site):
-    state = runtime.site(int(site))
+def test_the_launch_counter_names_triton_and_whose_backward_ran(site, state):
     state.stabilizers = MIX
     for dtype, count in ((torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 2)):
         *qkv, d_out = gpu_inputs(dtype=dtype)
@@ -439,9 +437,8 @@ def test_the_launch_counter_names_triton_and_whose_backward_ran(site):
 
 
 @pytest.mark.gpu
-def test_compiled_bits_are_the_eager_ones_and_a_switch_compiles_nothing(site):
+def test_compiled_bits_are_the_eager_ones_and_a_switch_compiles_nothing(site, state):
     counter = CompileCounterWithBackend("inductor")
-    state = runtime.site(int(site))
 
     def model(q, k, v):
         ours = flash_attention(q, k, v, causal=True, stabilizer=MIX, dropout_p=0.2)

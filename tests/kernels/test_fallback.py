@@ -63,8 +63,7 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
-def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, caplog):
-    state = runtime.site(int(site))
+def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, state, broken, caplog):
     calls = []
     state.observer = calls.append
     state.switch(names)
@@ -92,8 +91,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, cap
     assert in_force(state) == names
 
 
-def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
-    state = runtime.site(int(site))
+def test_memory_may_be_there_at_the_next_call(site, state, broken, caplog):
     state.switch(ALL)
     healthy = switched(site)
     with caplog.at_level(logging.WARNING, "guardbit"):
@@ -126,8 +124,7 @@ def test_an_engine_is_tested_again_when_the_memory_is_there(site, monkeypatch):
 
 
 @pytest.mark.parametrize("names", [SOME, ALL, EXACT], ids=["some", "all", "exact"])
-def test_a_backward_that_fails_takes_pytorch_s(names, site, broken):
-    state = runtime.site(int(site))
+def test_a_backward_that_fails_takes_pytorch_s(names, site, state, broken):
     calls = []
     state.observer = calls.append
     state.switch(names)
@@ -146,8 +143,7 @@ def test_a_backward_that_fails_takes_pytorch_s(names, site, broken):
     assert same(switched(site), plain())
 
 
-def test_what_cannot_fall_back_raises(site, broken):
-    state = runtime.site(int(site))
+def test_what_cannot_fall_back_raises(site, state, broken):
     state.switch(ALL)
     broken["backward"] = RuntimeError("no such instruction")
     with pytest.raises(RuntimeError, match="no such instruction"):
@@ -161,8 +157,7 @@ def test_what_cannot_fall_back_raises(site, broken):
 
 
 @pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
-def test_with_dropout_the_forward_falls_back(names, site, broken):
-    state = runtime.site(int(site))
+def test_with_dropout_the_forward_falls_back(names, site, state, broken):
     state.switch(names)
     broken["forward"] = RuntimeError("no such instruction")
     torch.manual_seed(1)
@@ -202,8 +197,7 @@ def test_what_pytorch_draws_in_our_place_is_what_it_would_have_drawn(part, site,
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_a_request_to_stop_is_no_failure(error, site, broken):
-    state = runtime.site(int(site))
+def test_a_request_to_stop_is_no_failure(error, site, state, broken):
     state.switch(ALL)
     broken["forward"] = error()
     with pytest.raises(error):

@@ -11,7 +11,6 @@ from torch.nn.attention import varlen
 from guardbit.kernels.engines import library_engine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
-from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import relative
 from tests.kernels.tensors import library_inputs
@@ -62,7 +61,7 @@ def in_order():
 @pytest.mark.parametrize(("kv_heads", "width"), [(4, 64), (2, 128)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
-    engine, kv_heads, width, case, site, in_order
+    engine, kv_heads, width, case, site, state, in_order
 ):
     try:
         importlib.import_module(library_engine(engine, True).home)
@@ -78,7 +77,6 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     native = run(engine, spec, inputs, site)
     proof = proof_of(library_engine(engine, True), *inputs[1:], spec, False)
     assert not proof.failure, proof
-    state = runtime.site(int(site))
     state.switch(("none", "exact_delta", "exact_delta", "none"))
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels.engines import base
-from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.runtime import NO_SITE
 from tests.kernels import tensors
 from tests.kernels.switched import switchable_attention
 
@@ -82,12 +82,9 @@ def test_while_a_graph_is_captured_no_state_is_read(monkeypatch):
 
 
 @pytest.fixture
-def mixed_site():
-    number = runtime.add_site()
-    names = ("none", "compensated", "row_max", "none")
-    runtime.site(number).stabilizers = names
-    yield torch.tensor(number)
-    runtime.remove_site(number)
+def mixed_site(site, state):
+    state.stabilizers = ("none", "compensated", "row_max", "none")
+    return site
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -22,11 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("arguments, name", [
     ("--arm=stock --backend=flash --seed=2", "stock-flash-lr1.5e-03-seed2"),
-    ("--arm=from_start", "from_start-compensated-any-lr1.5e-03-seed0"),
-    ("--arm=rescue", "rescue-compensated-any-lr1.5e-03-seed0"),
     ("--arm=rescue --stabilizer=row_max --again=1", "rescue-row_max-any-lr1.5e-03-seed0-again1"),
     ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
-    ("--arm=late --branch-step=40", "late-compensated-any-lr1.5e-03-seed0-from40"),
     ("--arm=qk_clip --branch-step=40 --again=6", "qk_clip-any-lr1.5e-03-seed0-again6-from40"),
     ("--arm=qk_clip --branch-step=40 --bound=1000", "qk_clip1000-any-lr1.5e-03-seed0-from40"),
     ("--arm=late_heads --branch-step=40", "late_heads-compensated-any-lr1.5e-03-seed0-from40"),

@@ -16,7 +16,6 @@ from guardbit import private
 from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine, proof
 from guardbit.kernels.engines.libraries import as_given
 from guardbit.kernels.op import attention_at_site
-from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.libraries import VARLEN
 from tests import flash_stand_in
@@ -86,11 +85,12 @@ def run(engine, spec, inputs, site):
 
 
 @pytest.mark.parametrize(("case", "engine"), WHO)
-def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(case, engine, site):
+def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(
+    case, engine, site, state
+):
     spec, kv_heads, _ = CASES[case]
     inputs = tensors(spec, kv_heads)
     exact = dense(*inputs, spec)
-    state = runtime.site(int(site))
     native = run(engine, spec, inputs, site)
     # The forward rounds P and O to BF16, 2^-9 each at most; the errors add up as independent ones.
     assert relative(native[0], exact.out) < 4e-3
@@ -115,7 +115,7 @@ def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(case,
         assert (miss <= step + 1e-5).all()
 
 
-def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, site):
+def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, site, state):
     spec = CASES["batch, window"][0]
     module = sys.modules["flash_attn_interface"]
     backward = module._flash_attn_backward
@@ -128,7 +128,6 @@ def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, s
     monkeypatch.setattr(module, "_flash_attn_backward", uses_more)
     inputs = tensors(spec, 2, width=48)
     native = run("flash_attn_3", spec, inputs, site)
-    state = runtime.site(int(site))
     state.switch(("exact_delta",) * 4)
     assert all(map(torch.equal, run("flash_attn_3", spec, inputs, site), native))
     assert state.ran == ("none",) * 4
@@ -136,24 +135,22 @@ def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, s
 
 
 @pytest.mark.parametrize("name", ["compensated", "row_max"])
-def test_what_needs_kernels_of_ours_gives_way_and_says_so(name, site):
+def test_what_needs_kernels_of_ours_gives_way_and_says_so(name, site, state):
     spec, kv_heads, _ = CASES["documents"]
     inputs = tensors(spec, kv_heads)
-    state = runtime.site(int(site))
     state.switch((name,) * 4)
     run("varlen_attn", spec, inputs, site)
     assert state.ran == ("exact_delta" if name == "compensated" else "none",) * 4
     assert "cannot replace the kernel of varlen_attn" in state.substituted
 
 
-def test_centred_keys_leave_the_softmax_alone_over_all_documents(site):
+def test_centred_keys_leave_the_softmax_alone_over_all_documents(site, state):
     spec, kv_heads, _ = CASES["documents"]
     d_out, q, k, v = tensors(spec, kv_heads)
     k = k + 20 * torch.randn(1, kv_heads, 1, 32, generator=torch.Generator().manual_seed(1))
     inputs = [d_out, q, k.bfloat16(), v]
     exact = dense(*inputs, spec)
     native = run("varlen_attn", spec, inputs, site)
-    state = runtime.site(int(site))
     state.switch(("centered_keys",) * 4)
     found = run("varlen_attn", spec, inputs, site)
     assert state.ran == ("centered_keys",) * 4

@@ -265,25 +265,15 @@ assert entries["multi_head_attention_forward"].replaced_by == "__main__.of_heads
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def wrapping(torchs):
-    """As most profilers' wrappers."""
-
-    @functools.wraps(torchs)
-    def profiled(*args, **kwargs):
-        return torchs(*args, **kwargs)
-
-    return profiled
-
-
 @pytest.mark.parametrize(
-    "make", [wrapping, lambda torchs: torch.compile(wrapping(torchs), backend="eager")]
+    "make", [decorated, lambda torchs: torch.compile(decorated(torchs), backend="eager")]
 )
 def test_a_wrapper_is_named_by_where_it_was_written(make, monkeypatch):
     (entry,) = (x for x in ENTRY_POINTS if x.attribute == "multi_head_attention_forward")
     torchs = F.multi_head_attention_forward
     assert entry.replaced_by is None
     monkeypatch.setattr(F, "multi_head_attention_forward", make(torchs))
-    assert entry.replaced_by == f"{__name__}.wrapping.<locals>.profiled"
+    assert entry.replaced_by == f"{__name__}.decorated.<locals>.inner"
     assert not dataclasses.replace(entry, original=None).find()
     monkeypatch.setattr(F, "multi_head_attention_forward", torch.compile(torchs, backend="eager"))
     assert entry.replaced_by is None

@@ -86,9 +86,9 @@ class Flex:
 class Eager(nn.Module):
     """A model of transformers, of token numbers that a float input stands for."""
 
-    def __init__(self, build: Callable[[], nn.Module]):
+    def __init__(self):
         super().__init__()
-        self.model = build()
+        self.model = test_transformers_eager.build("Llama")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(input_ids=x.long(), use_cache=False).logits
@@ -118,17 +118,9 @@ def of_library(part: int) -> Callable[[nn.Module], Tensor]:
     return slice_
 
 
-def eager_tokens(build: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, Tensor]]:
-    def model_and_tokens() -> tuple[nn.Module, Tensor]:
-        model, _ = seeded(lambda: Eager(build))
-        generator = torch.Generator().manual_seed(1)
-        return model, torch.randint(3, 32, (2, 12), generator=generator).float()
-
-    return model_and_tokens
-
-
-def llama() -> nn.Module:
-    return test_transformers_eager.build("Llama")
+def eager_tokens() -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return seeded(Eager)[0], torch.randint(3, 32, (2, 12), generator=generator).float()
 
 
 def observing() -> tuple[nn.Module, Tensor]:
@@ -160,7 +152,7 @@ CASES = [
         PYTORCH,
     ),
     Case(
-        "transformers' eager attention", eager_tokens(llama),
+        "transformers' eager attention", eager_tokens,
         rows(f"{EAGER}.q_proj.weight", parts=1), rows(f"{EAGER}.k_proj.weight", parts=1),
         "transformers on the CPU",
     ),
