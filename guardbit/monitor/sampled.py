@@ -171,9 +171,11 @@ class SampledSteps:
 
     def record_facts(self, facts: dict[str, dict[str, Any]]) -> None:
         """Records what is known of the modules of all ranks, if it has changed."""
+        if facts != self._journal.metadata.get("sites"):
+            self._record_new_facts(facts)
         self._is_informed |= "capture" not in self._stages.off
-        if facts == self._journal.metadata.get("sites"):
-            return
+
+    def _record_new_facts(self, facts: dict[str, dict[str, Any]]) -> None:
         # A batch whose calls cannot be switched is no reason not to switch the next ones.
         self.switching.refusals = {site: facts[site]["not_switchable"] for site in facts}
         self._notices.report_nothing_to_correct(facts)

@@ -76,6 +76,8 @@ FOUND = (
     # The compiler gave up at the first error.
     Place("compiled", MemoryError, "monitor/interception/seen.py", "known.entry = entry", 0),
     Place("compiled", OverflowError, "kernels/op.py", "private.forward_level() < 0", 2),
+    # It was not known yet that FP32 has nothing to correct, and all heads were switched.
+    Place("hugging face", MemoryError, "judgement/facts.py", "if name in named or not named", 3),
 )
 
 
