@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from guardbit.cli import app
 from guardbit.monitor.journal import Journal
+from guardbit.monitor.settings import Settings
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter, read_events, read_metadata, read_run
@@ -121,7 +122,7 @@ def session(folder: Path, text: str) -> None:
 def resume(folder: Path) -> None:
     failures: list[Exception] = []
     stages = Stages(False, lambda stage, error: failures.append(error))
-    journal = Journal(folder, {}, stages)
+    journal = Journal(Settings(dirpath=folder), stages)
     journal.open(200, lambda: [Event(100, "alarm", "h.1", (2,), "it grew")], True)
     journal.add([Sample(200, "h.0", 0, "max_logit", (7.0,) * 4)])
     journal.record(Event(200, "switch", "h.1", (2,), "why", stabilizer="compensated"))

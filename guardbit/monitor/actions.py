@@ -16,6 +16,7 @@ import torch
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Alarm, Decision, Event, Sample, named
 
@@ -36,14 +37,10 @@ class Switching:
     """Switches heads by hand or as a policy decides, and records it."""
 
     def __init__(
-        self,
-        instrumentation: Instrumentation,
-        policy: Policy | None,
-        dry_run: bool,
-        record: Callable[[Event], None],
+        self, instrumentation: Instrumentation, settings: Settings, record: Callable[[Event], None]
     ) -> None:
-        self._instrumentation = instrumentation
-        self._policy, self._dry_run, self._record = policy, dry_run, record
+        self._instrumentation, self._record = instrumentation, record
+        self._policy, self._dry_run = settings.policy, settings.dry_run
         # Module, of any rank -> why none of its calls could be switched so far, or None.
         self.refusals: dict[str, str | None] = {}
         self.needless: dict[str, str] = {}  # module -> why there is nothing to correct, or ""

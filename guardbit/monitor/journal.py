@@ -14,6 +14,7 @@ from typing import Any
 
 from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
 from guardbit.monitor import ranks
+from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Limits, shown
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import (
@@ -98,25 +99,17 @@ class Findings:
 class Journal:
     """Logs a run's events and writes its folder, if it has one; the stage "store"."""
 
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None,
-        settings: Mapping[str, Any],
-        stages: Stages,
-        advice: str = "",
-    ) -> None:
-        self._dirpath = dirpath
-        self.advice = advice  # what the line of an alarm on heads ends with
+    def __init__(self, settings: Settings, stages: Stages) -> None:
+        self._dirpath, self._stages = settings.dirpath, stages
+        self.advice = settings.advice  # what the line of an alarm on heads ends with
         self.needless: Mapping[str, str] = {}  # module -> why there is nothing to correct, or ""
-        self._settings = settings
-        self._stages = stages
         self._writer: RunWriter | None = None
         #: What a judgement of the run reads: samples, alarms and switches without their sentences,
         #: errors, metadata. Of a run that goes on in its folder, what that holds is among it.
         self.evidence = Evidence()
         self.events: list[Event] = []
         self.findings = Findings()
-        self.metadata: dict[str, Any] = {"settings": settings}
+        self.metadata: dict[str, Any] = {"settings": settings.described()}
         self._earlier_metadata: dict[str, Any] = {}  # of rank 0, so ranks must not act on it
         self._warned: set[tuple[str, str, str]] = set()
         #: Opens the folder, once it is known how the run begins.
@@ -147,7 +140,7 @@ class Journal:
         versions |= {name: _version(name) for name in _PACKAGES}
         writer = RunWriter(
             self._dirpath,
-            metadata={"settings": dict(self._settings), "versions": versions},
+            metadata={"settings": self.metadata["settings"], "versions": versions},
             start_step=first_step - 1 if first_step else None,
         )
         if goes_on and not is_resumed:

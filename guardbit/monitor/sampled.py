@@ -98,7 +98,7 @@ class SampledSteps:
         self._schedule, self._findings = schedule, journal.findings
         self.policy, self.dry_run = settings.policy, settings.dry_run
         self.detectors = Detectors(settings.rules)
-        self.switching = Switching(instrumentation, self.policy, self.dry_run, journal.record)
+        self.switching = Switching(instrumentation, settings, journal.record)
         self._clipping = Clipping(self.policy, self.dry_run, journal.record)
         self.snapshots = Snapshots(instrumentation, settings, measurement.directions, journal.note)
         self.exchange = Exchange(instrumentation, stages, journal)

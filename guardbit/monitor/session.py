@@ -100,8 +100,7 @@ class Session(Guarded):
         self._burst = Burst(lambda: self.instrumentation.candidates, model)
         self._schedule = Schedule(settings.every_n_train_steps, _warn, self._wants_first_step)
         self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
-        described = settings.described()
-        self._journal = Journal(settings.dirpath, described, self._stages, settings.advice)
+        self._journal = Journal(settings, self._stages)
         self._notices = Notices(self.instrumentation, self._journal, settings)
         self._sampled = SampledSteps(
             self.instrumentation, settings, self._stages, self._journal, self._notices,
@@ -299,8 +298,7 @@ class Session(Guarded):
         unjudged, self._unjudged, alarms = self._unjudged, None, None
         if unjudged is not None:
             with unchanged():
-                judge = partial(self._sampled.judge, *unjudged, self._show, self._after_step)
-                alarms = self.attempt(WATCHING, judge)
+                alarms = self.attempt(WATCHING, partial(self._judge, *unjudged))
                 self.attempt("ranks", partial(self._sampled.exchange.tell, unjudged[0]))
         self._stages.always(WATCHING, self._rest_between_steps)
         return alarms or []
@@ -321,6 +319,10 @@ class Session(Guarded):
         if self._burst.is_on:
             columns |= self.attempt("burst", self._burst.columns) or {}
         return columns
+
+    def _judge(self, step: int, sent: Sent | None) -> list[Alarm]:
+        """Judges a sampled step whose numbers have come; a loop's session then writes them."""
+        return self._sampled.judge(step, sent, self._show, self._after_step)
 
     def _show(self, judged: Judged) -> None:
         """Makes a judged step's numbers the session's, before `on_alarm` may read them."""

@@ -68,7 +68,8 @@ class Measurement:
         # Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
         self.directions: dict[str, Tensor] = {}
         self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
-        self._running_sums = RunningSums()
+        # Running sum -> site -> one sum per head; NaN as long as there was nothing to add.
+        self._sums: dict[str, dict[str, list[float]]] = {}
         self._origins = Origins()
 
     def begin(self) -> None:
@@ -210,7 +211,7 @@ class Measurement:
                 values = of_sites[site.row, : site.num_heads]
                 values = values / site.copies if name in self.plan.totals else values
                 one = Sample(sent.step, site.name, site.layer, name, tuple(values.tolist()))
-                found += [one, *self._running_sums.follow(one)]
+                found += [one, *running_sums(self._sums, one)]
         found += [replace(one, layer=self._layers.get(one.site, -1)) for one in samples]
         self.audits.note(found)
         return [one for one in found if one.indicator in self.plan.wanted]
@@ -224,7 +225,7 @@ class Measurement:
         }
         return {
             "layers": dict(self._layers),
-            "running_sums": copy.deepcopy(self._running_sums.sums),
+            "running_sums": copy.deepcopy(self._sums),
             "audits": self.audits.state_dict(),
             "directions": {
                 name: vectors.tolist()
@@ -236,7 +237,7 @@ class Measurement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._layers = dict(state["layers"])
-        self._running_sums.sums = copy.deepcopy(state["running_sums"])
+        self._sums = copy.deepcopy(state["running_sums"])
         self.audits.load_state_dict(state["audits"])
         self.directions = {
             name: torch.tensor(v, dtype=torch.float32, device="cpu")
@@ -367,25 +368,18 @@ def is_number(value: object) -> bool:
     return not isinstance(value, Complex) or isinstance(value, Real)
 
 
-class RunningSums:
-    """Adds indicators up over the sampled steps."""
-
-    def __init__(self) -> None:
-        # Running sum -> site -> one sum per head; NaN as long as there was nothing to add.
-        self.sums: dict[str, dict[str, list[float]]] = {name: {} for name in SUMS}
-
-    def follow(self, sample: Sample) -> Iterator[Sample]:
-        """Yields the running sums after a sample of a summed indicator."""
-        name = _SUM_OF.get(sample.indicator)
-        if name is None:
-            return
-        sums = self.sums[name].setdefault(sample.site, [])
-        if len(sums) != len(sample.values):  # another module has this name now
-            sums[:] = [math.nan] * len(sample.values)
-        for head, value in enumerate(sample.values):
-            if math.isfinite(value):
-                sums[head] = value if math.isnan(sums[head]) else sums[head] + value
-        yield replace(sample, indicator=name, values=tuple(sums))
+def running_sums(sums: dict[str, dict[str, list[float]]], sample: Sample) -> Iterator[Sample]:
+    """Adds a sample of a summed indicator to its sums, and yields them."""
+    name = _SUM_OF.get(sample.indicator)
+    if name is None:
+        return
+    of_site = sums.setdefault(name, {}).setdefault(sample.site, [])
+    if len(of_site) != len(sample.values):  # another module has this name now
+        of_site[:] = [math.nan] * len(sample.values)
+    for head, value in enumerate(sample.values):
+        if math.isfinite(value):
+            of_site[head] = value if math.isnan(of_site[head]) else of_site[head] + value
+    yield replace(sample, indicator=name, values=tuple(of_site))
 
 
 class Transfer:

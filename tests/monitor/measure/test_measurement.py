@@ -7,9 +7,9 @@ import torch
 
 from guardbit.monitor.measure.measurement import (
     KnownSite,
-    RunningSums,
     RunProbe,
     joined_tables,
+    running_sums,
     samples_of,
 )
 from guardbit.records import Sample
@@ -62,9 +62,9 @@ def sample(step, values, site="h.0", indicator="delta_bias"):
 
 
 def test_each_head_has_its_own_sum_and_each_site():
-    running = RunningSums()
+    running = {}
     sums = [
-        list(running.follow(one))
+        list(running_sums(running, one))
         for one in (
             sample(0, (1.0, -2.0)),
             sample(0, (5.0,), site="h.1"),
@@ -82,15 +82,15 @@ def test_each_head_has_its_own_sum_and_each_site():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_left_out(bad):
-    running = RunningSums()
-    (first,) = running.follow(sample(0, (bad, bad)))
+    running = {}
+    (first,) = running_sums(running, sample(0, (bad, bad)))
     assert all(math.isnan(value) for value in first.values), "no data so far"
-    (second,) = running.follow(sample(1, (3.0, bad)))
+    (second,) = running_sums(running, sample(1, (3.0, bad)))
     assert second.values[0] == 3.0 and math.isnan(second.values[1])
-    (third,) = running.follow(sample(2, (bad, -1.0)))
+    (third,) = running_sums(running, sample(2, (bad, -1.0)))
     assert third.values == (3.0, -1.0)
     # A module with another number of heads begins anew.
-    (fourth,) = running.follow(sample(3, (4.0, 5.0, 6.0)))
+    (fourth,) = running_sums(running, sample(3, (4.0, 5.0, 6.0)))
     assert fourth.values == (4.0, 5.0, 6.0)
 
 
