@@ -79,10 +79,7 @@ def refusing() -> Iterator[None]:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether an error is none of GuardBit's: an answer to the caller, or a checkpoint's.
-
-    Activation checkpointing ends a recomputation by one, from within whatever saves a tensor.
-    """
+    """Whether an error is an answer to the caller, or the one that ends a recomputation."""
     return hasattr(error, _REFUSAL) or type(error).__module__ == _CHECKPOINTS
 
 
@@ -310,11 +307,7 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
 
 
 def apart(function: Callable[[], T]) -> T:
-    """Calls a function of GuardBit's without what is in force in the user's code.
-
-    That is not meant for GuardBit's work: modes would count it or stop it, and a device be another.
-    What is not in force costs a look.
-    """
+    """Calls a function of GuardBit's without the modes and hooks in force in the user's code."""
     to_restore: list[Callable[[], object]] = []
     try:
         _take_off(to_restore)

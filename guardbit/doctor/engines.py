@@ -17,8 +17,9 @@ from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.attention import flash_attention
 from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
-from guardbit.kernels.engines.libraries import VarlenCuDNN, as_given, varlen_runs_on_cudnn
+from guardbit.kernels.engines.libraries import VarlenCuDNN, varlen_runs_on_cudnn
 from guardbit.kernels.reference import write_carrier
+from guardbit.kernels.tensors import as_given
 
 #: Tensors that an engine returned, by `guardbit.doctor.exact.TENSORS`.
 Results = dict[str, Tensor]

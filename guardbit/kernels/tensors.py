@@ -1,4 +1,4 @@
-"""Small integer tensors on a device, the casts of autocast, and the alignment of outputs."""
+"""Layouts, small integer tensors, the casts of autocast, and the alignment of outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +17,23 @@ _log = logging.getLogger("guardbit")
 
 _CAST = (torch.bfloat16, torch.float16, torch.float32)
 
+#: The order of a tensor's dimensions: batch, heads, tokens (N), head size; packed ones lack batch.
+Layout = Literal["BHND", "BNHD", "NBHD", "NHD"]
+
 _BYTES = 16
 _promised: set[Any] = set()
+
+
+def as_given(x: Tensor, layout: Layout) -> Tensor:
+    if layout in ("BHND", "NBHD"):
+        return x if layout == "BHND" else x.permute(2, 0, 1, 3)
+    return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)
+
+
+def heads_first(x: Tensor, layout: Layout) -> Tensor:
+    if layout in ("BHND", "NBHD"):
+        return x if layout == "BHND" else x.permute(1, 2, 0, 3)
+    return x.transpose(1, 2) if layout == "BNHD" else x.transpose(0, 1).unsqueeze(0)
 
 
 def is_autocast(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,11 @@ from torch.nn.attention import SDPBackend
 from guardbit import private
 from guardbit.kernels.engines.base import Engine, Gradients, Inputs, philox_of
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import Layout, as_given, heads_first
 
 #: The parameters by which a call chooses how its work is spread, where its library has them; and
 #: whether its tensors are (tokens, batch, heads, head size), as TransformerEngine's may be.
 SCHEDULING = ("num_splits", "pack_gqa", "sm_margin", "tokens_first")
-
-#: The order of a tensor's dimensions: batch, heads, tokens (N), head size; packed ones lack batch.
-Layout = Literal["BHND", "BNHD", "NBHD", "NHD"]
 
 _IS_ROCM = torch.version.hip is not None
 
@@ -68,18 +66,6 @@ class LibraryEngine(Engine):
         """Returns why the installed release cannot be called, a clause, or None."""
         # On ROCm, LSE may have another layout.
         return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
-
-
-def as_given(x: Tensor, layout: Layout) -> Tensor:
-    if layout in ("BHND", "NBHD"):
-        return x if layout == "BHND" else x.permute(2, 0, 1, 3)
-    return x.transpose(1, 2) if layout == "BNHD" else x.squeeze(0).transpose(0, 1)
-
-
-def heads_first(x: Tensor, layout: Layout) -> Tensor:
-    if layout in ("BHND", "NBHD"):
-        return x if layout == "BHND" else x.permute(1, 2, 0, 3)
-    return x.transpose(1, 2) if layout == "BNHD" else x.transpose(0, 1).unsqueeze(0)
 
 
 def library_function(home: str, attribute: str) -> Callable[..., Any] | None:

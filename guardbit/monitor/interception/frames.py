@@ -116,11 +116,7 @@ probe = Probe()
 
 
 # Of the frames of a call, those in here are not what the user has written.
-_LIBRARIES = tuple(
-    f"{Path(file).parent}{os.sep}"
-    for file in (torch.version.__file__, sys.modules["guardbit"].__file__)
-    if file
-)
+_LIBRARIES = tuple(f"{Path(x).parent}{os.sep}" for x in (torch.__file__, guard.__file__))
 
 
 def place_of_caller() -> str:

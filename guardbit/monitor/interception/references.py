@@ -51,11 +51,8 @@ def calling(code: types.CodeType, name: str) -> types.CodeType:
 
 
 def copy_of(function: Any) -> Any:
-    """Returns a Python function that does the same and keeps its code, or what was given.
-
-    Other code has no free variables, for which the compiler looks in a frame, so a closure is
-    returned as it is.
-    """
+    """Returns a Python function that does the same and keeps its code, or what was given."""
+    # `calling` makes no free variables, for which the compiler looks in a frame.
     is_plain = type(function) is types.FunctionType and not function.__code__.co_freevars
     return with_globals(function, function.__globals__) if is_plain else function
 

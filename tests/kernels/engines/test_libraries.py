@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from guardbit import private
 from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine, proof
-from guardbit.kernels.engines.libraries import as_given
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.kernels.tensors import as_given
 from guardbit.monitor.interception.entry_points.libraries import VARLEN
 from tests import flash_stand_in
 from tests.kernels.exact_delta_cases import relative

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from guardbit.kernels.engines.libraries import heads_first
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import heads_first
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint

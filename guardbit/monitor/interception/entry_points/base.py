@@ -10,7 +10,6 @@ not read the values of tensors, and must not raise.
 
 import functools
 import inspect
-import math
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -26,12 +25,11 @@ from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, Result, then_finish
 from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.engines.base import drawing_once
-from guardbit.kernels.engines.libraries import Layout, LibraryEngine, as_given
-from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.engines.libraries import LibraryEngine
 from guardbit.kernels.op import attention_at_site, has_tangent
 from guardbit.kernels.runtime import number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import is_autocast
+from guardbit.kernels.tensors import Layout, as_given, is_autocast
 from guardbit.monitor.interception import frames, seen
 from guardbit.monitor.interception.frames import probe
 from guardbit.monitor.interception.references import copy_of, is_calling
@@ -98,7 +96,7 @@ class EntryPoint:
     returns: Callable[..., Any] = lambda out, *_, **__: out
     # What computes as the function that people hold, None until its module is imported: a copy, if
     # that gets other code, or else itself.
-    original: Callable[..., Any] | None = None
+    original: Any = None
     # What is done in an eager call, see `guard.stand_in`; None for `before` below.
     before: Callable[[Args, Kwargs], Around | Result | None] | None = None
     traced: Callable[..., Any] | None = None  # what compilers trace; None for `call` below
@@ -200,7 +198,6 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     """Runs a call of an entry point that a compiler traces: through the op, or by the original."""
     found = observed(entry, args, kwargs)
     if found is None:
-        assert entry.original is not None
         return entry.original(*args, **kwargs)
     return _handed_back(entry, found, args, kwargs, _computed(found, runtime.current))
 
@@ -275,7 +272,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
     if isinstance(found, Bound):
         why = None
         if not state.is_idle:
-            why = _why_broken(found) or entry.why_other(found, args, kwargs)
+            why = entry.why_other(found, args, kwargs)
         share = None if found.shared is None else found.shared[1]
         why = seen.note_call(
             number, heads, why, entry.name, share=share, has_gradient=has_gradient(found)
@@ -296,16 +293,6 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
 def has_gradient(bound: Bound) -> bool:
     """Whether a call is differentiated, as one of frozen layers is not."""
     return bound.q.requires_grad or bound.k.requires_grad or bound.v.requires_grad
-
-
-def _why_broken(bound: Bound) -> str | None:
-    """Why GuardBit cannot call a library's kernel, as tried with small inputs, or None."""
-    if bound.library is None:
-        return None
-    proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
-    if math.isfinite(proof.same):
-        return None
-    return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
 
 def _around(entry: EntryPoint, watched: Watched, args: Args, kwargs: Kwargs) -> Around:

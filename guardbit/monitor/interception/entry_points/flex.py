@@ -66,7 +66,6 @@ def bind(
 def _traced(*args: Any, **kwargs: Any) -> Any:
     taken = _at_site(base.observed(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
     if taken is None:
-        assert FLEX.original is not None
         return FLEX.original(*args, **kwargs)
     return _of_site[0](*taken.args, **taken.kwargs)
 

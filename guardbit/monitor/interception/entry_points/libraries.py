@@ -20,14 +20,10 @@ from torch import Tensor
 from guardbit import private
 from guardbit.guard import Args, Kwargs
 from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
-from guardbit.kernels.engines.libraries import (
-    Layout,
-    as_given,
-    heads_first,
-    parameters,
-    varlen_runs_on_cudnn,
-)
+from guardbit.kernels.engines.libraries import parameters, varlen_runs_on_cudnn
+from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.kernels.tensors import Layout, as_given, heads_first
 from guardbit.monitor.interception.entry_points import base
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -123,6 +119,12 @@ class LibraryEntryPoint(base.EntryPoint):
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
     def why_other(self, bound: base.Bound, args: Args, kwargs: Kwargs) -> str | None:
+        engine = bound.library
+        assert engine is not None
+        proof = proof_of(engine, bound.q, bound.k, bound.v, bound.spec, False)
+        if not math.isfinite(proof.same):
+            why = f"({proof.configuration}): {proof.failure}"
+            return f"GuardBit could not call {engine.title} {why}"
         # FlashAttention 4 has betas alone, whose functions may come to return other values.
         if not (self.is_of_hub or self.engine == "flash_attn_4"):
             return None
@@ -140,7 +142,6 @@ class LibraryEntryPoint(base.EntryPoint):
 
     @torch.no_grad()
     def _difference(self, bound: base.Bound, args: Args, kwargs: Kwargs) -> str | None:
-        assert self.original is not None
         assert bound.library is not None
         q, k, v, spec, layout, *_ = bound
         if spec.dropout_p > 0:

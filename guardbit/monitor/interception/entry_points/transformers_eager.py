@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from guardbit.guard import Args, Around, Kwargs, call_first
-from guardbit.kernels.engines.libraries import as_given, heads_first
 from guardbit.kernels.reference import shadow
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import as_given, heads_first
 from guardbit.monitor.interception.entry_points import base
 from guardbit.monitor.interception.frames import probe
 from guardbit.monitor.interception.watching import WRITTEN_OUT
@@ -71,7 +71,6 @@ def _before_interface(args: Args, kwargs: Kwargs) -> Around:
 
 
 def _traced_interface(*args: Any, **kwargs: Any) -> Any:
-    assert EAGER.original is not None
     return _attending(EAGER.original(*args, **kwargs), args, kwargs)
 
 
