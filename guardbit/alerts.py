@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def webhook_of_run() -> Webhook | None:
 class Webhook:
     """Posts lines as Slack or Discord takes them, one JSON object each, from a thread of its own.
 
-    The first that fails is logged, and the next is tried all the same.
+    The first that fails is logged, and the next is tried all the same. A request without a message
+    tries the address at once, because the first message may be the end of the run.
     """
 
     def __init__(self, url: str) -> None:
@@ -47,6 +49,7 @@ class Webhook:
         self._field = "content" if is_discord and not parts.path.endswith("/slack") else "text"
         self._thread = ThreadPoolExecutor(1, "guardbit-webhook")
         self._is_failing = False
+        self._thread.submit(self._post, None)
 
     def tell(self, name: str, alarms: Sequence[Alarm | Event]) -> None:
         """Sends a line about new alarms of a run; returns at once."""
@@ -66,19 +69,23 @@ class Webhook:
         wait([self._thread.submit(int)], WEBHOOK_TIMEOUT_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _post(self, text: str) -> None:
+    def _post(self, text: str | None) -> None:
+        """Posts a text; None only asks whether somebody answers, with whatever status."""
         # Discord refuses the name that urllib gives itself.
         headers = {"Content-Type": "application/json", "User-Agent": "GuardBit"}
-        content = json.dumps({self._field: text}).encode()
-        request = urllib.request.Request(self._url, content, headers)
+        content = None if text is None else json.dumps({self._field: text}).encode()
+        request = urllib.request.Request(self._url, content, headers)  # with content it is a POST
         try:
             urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_SECONDS).close()
             self._is_failing = False
         # Whatever happens here is no reason to disturb anybody.
         except Exception as error:
+            if text is None and isinstance(error, urllib.error.HTTPError):
+                return
             if not self._is_failing:
+                what = "does not answer" if text is None else "did not take a message"
                 # Not the whole address: it is a secret of whoever may post there.
-                log.warning("the webhook at %s did not take a message: %r", self._host, error)
+                log.warning("the webhook at %s %s: %r", self._host, what, error)
             self._is_failing = True
 
 

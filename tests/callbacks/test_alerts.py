@@ -69,6 +69,13 @@ def test_a_webhook_that_fails_disturbs_nothing_and_is_told_of_once(hook, caplog)
     assert all("127.0.0.1" in line and "secret" not in line for line in said)
 
 
+def test_a_webhook_nobody_answers_at_is_told_of_before_the_first_message(caplog):
+    webhook = Webhook("http://127.0.0.1:9/x")  # the port of discard, where nobody listens
+    webhook.close()
+    (said,) = caplog.messages
+    assert said.startswith("the webhook at 127.0.0.1 does not answer: ") and "refused" in said
+
+
 @pytest.mark.parametrize("url", ["", "example.org/x", "file:///etc/passwd", "https://"])
 def test_an_address_that_is_no_webhook_is_refused(url):
     with pytest.raises(ValueError, match="it must be like https://host/path"):
@@ -89,7 +96,8 @@ def test_slack_and_discord_each_get_their_field(monkeypatch, url, field):
     posted = []
 
     def post(request, timeout):
-        posted.append(request)
+        if request.get_method() == "POST":
+            posted.append(request)
         return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(urllib.request, "urlopen", post)
@@ -97,8 +105,7 @@ def test_slack_and_discord_each_get_their_field(monkeypatch, url, field):
     webhook.send("x" * 9999)
     webhook.close()
     (request,) = posted
-    assert request.full_url == url and request.get_method() == "POST"
-    assert json.loads(request.data) == {field: "x" * MOST_CHARACTERS}
+    assert request.full_url == url and json.loads(request.data) == {field: "x" * MOST_CHARACTERS}
     # Discord answers 403 to the name that urllib gives itself.
     assert request.get_header("User-agent") == "GuardBit"
 
