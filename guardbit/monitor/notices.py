@@ -22,6 +22,11 @@ _HOW_TO_SHOW = (
     " have it or your own kernel watched, put q, k, v = guardbit.observe(q, k, v) before it"
 )
 
+_FUNCTIONS = (
+    "F.scaled_dot_product_attention, varlen_attn, flex_attention, a function of flash_attn,"
+    " TransformerEngine's FusedAttnFunc or guardbit.flash_attention"
+)
+
 #: Sampled steps in a row without a call of a module before that is reported.
 MISSED_SAMPLES = 3
 
@@ -82,12 +87,18 @@ class Notices:
                 " model as it is now a monitor of its own"
             )
         candidates = self._instrumentation.candidates.values()
+        others = [*_replaced({}), *interception.left_alone()]
+        if not others and not any(map(_is_attention, candidates)):
+            return (
+                "no attention was found in this model, so nothing is watched: no module of it has"
+                f" called {_FUNCTIONS}, and none is named attention; if its attention has another"
+                " name and its own kernel, put q, k, v = guardbit.observe(q, k, v) before it"
+            )
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
-            *_replaced({}),
-            *interception.left_alone(),
+            *others,
             f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
             "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
             " 'flex_attention' and the installed flash_attn's",

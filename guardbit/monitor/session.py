@@ -106,8 +106,9 @@ class Session(Guarded):
             self.instrumentation, settings, self._stages, self._journal, self._notices,
             self._measurement, self._burst, self._schedule,
         )  # fmt: skip
+        self.detectors = self._sampled.detectors
         if ranks.rank() == 0:
-            warn_of_settings(settings, self._sampled.detectors)
+            warn_of_settings(settings, self.detectors)
         self._had_backward = True  # in the latest step whose calls were wanted
         self.instrumentation.listen(self._capture_failed)
 

@@ -224,6 +224,8 @@ def test_where_nothing_is_seen_the_likely_reasons_are_said(tmp_path):
         watched(tmp_path / "copy", Attention(), run=copy.deepcopy)
     assert "(1) the instrumented model is not the one that trains" in str(error.value)
     assert "none of its modules ran" in str(error.value)
+    with pytest.raises(RuntimeError, match=r"^no attention was found in this model"):
+        watched(tmp_path / "none", Block("up", nn.Linear(32, 32)))
 
 
 @pytest.mark.parametrize(
