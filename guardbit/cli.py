@@ -310,16 +310,19 @@ def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
     }
     for threshold in thresholds:
         key, _, number = threshold.partition("=")
+        if key not in allowed:
+            raise ValueError(
+                f"--threshold is {threshold!r}; it must be RULE.NAME=NUMBER with one of"
+                f" {', '.join(allowed)}"
+            )
         rule, _, field = key.partition(".")
         try:
             value = allowed[key](number)
             if math.isnan(value):
                 raise ValueError
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"--threshold is {threshold!r}; it must be RULE.NAME=NUMBER, a whole number where"
-                f" things are counted, with one of {', '.join(allowed)}"
-            ) from None
+        except ValueError:
+            kind = "a whole number" if allowed[key] is int else "a number"
+            raise ValueError(f"--threshold {key} is {number!r}; it must be {kind}") from None
         by_name[rule] = dataclasses.replace(by_name[rule], **{field: value})
     return tuple(by_name.values())
 

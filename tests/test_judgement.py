@@ -186,7 +186,7 @@ NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
         # One that ends not finite needs no alarm on it.
         ([alarm(3000)], NAN, f"{NOT_FINITE}, 5,000 steps after the first alarm"),
         ([alarm(3000)], {"loss": step_to(3.0, np.inf, 8000)}, f"{NOT_FINITE}, 5,000 steps after"),
-        ([alarm(8000)], NAN, f"{NOT_FINITE}, 0 steps after the first alarm"),
+        ([alarm(8000)], NAN, f"{NOT_FINITE}, with the first alarm"),
         ([alarm(8500)], NAN, f"{NOT_FINITE}, before any head alarmed"),
     ],
 )  # fmt: skip

@@ -17,7 +17,8 @@ S = TypeVar("S", bound=Session)
 
 #: What one framework alone calls -> what to use there.
 _INSTEAD = {
-    "on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor",
+    "on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor, or to correct heads"
+    " HuggingFaceMonitor(policy=Policy())",
     **dict.fromkeys(("setup", "on_exception"), ": with Lightning's Trainer use AttentionMonitor"),
 }
 

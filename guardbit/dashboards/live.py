@@ -7,7 +7,6 @@ from a page that has pointed its own name at this machine (DNS rebinding).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -282,10 +281,15 @@ class LiveRuns:
         return {"runs": [{"id": number, **self.opened(number).largest()} for number in numbers]}
 
     def _follow(self) -> None:
+        said = ""
         while not self._stop.is_set():
-            # The list must survive a lost folder.
-            with contextlib.suppress(OSError):
+            try:
                 self.look()
+            # The list must survive a lost folder.
+            except Exception as error:
+                if repr(error) != said:
+                    said = repr(error)
+                    log.warning("cannot look for runs in %s: %s", self.folder, said)
             self._stop.wait(LOOK_SECONDS)
 
     def _search(self) -> None:

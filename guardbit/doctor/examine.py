@@ -128,9 +128,7 @@ class Examination:
         except Exception as error:  # whatever a kernel raises, the user would meet it
             why = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
             self._failures.setdefault(why, []).append(kind)
-            self.left_out.remove(kind)
             return
-        self.left_out.remove(kind)
         found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))
         nonfinite = {name for name in results if _is_nonfinite(results, exacts, name)}
         order = {name for name in results if not _same_bits(results[name], second[name])}

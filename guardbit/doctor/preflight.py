@@ -162,6 +162,7 @@ class Examiner:
                     break
                 try:
                     examination.look(kind, call, exacts, units)
+                    examination.left_out.remove(kind)
                 except torch.OutOfMemoryError:
                     self.skip("not examined: out of memory", f"{name}, {shape} {mask}, {kind}")
         for examination in examinations:

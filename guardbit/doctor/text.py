@@ -164,7 +164,7 @@ def _whence(found: Diagnosis) -> str:
     if found.cause in ("fault", "not rounding") or found.is_saturated:
         return where + "; no stabilizer is needed."
     part = found.remedies[left].summed / (found.remedies["none"].summed or math.inf)
-    return f"{where}; {left} leaves {_percent(part)} of the sum."
+    return f"{where}; {left} leaves {_percent(part)} of the summed error of dQ."
 
 
 def tables(found: Diagnosis) -> Iterator[str]:

@@ -112,6 +112,8 @@ def lost(of: Facts) -> str:
         said = f"the loss diverged at step {departed:,}"
     if of.lead is None:
         said += ", before any head alarmed" if of.num_heads else ", and no head was watched"
+    elif of.lead == 0:
+        said += ", with the first alarm"
     else:
         said += f", {of.lead:,} steps after the first alarm"
         is_earlier = of.first_switch is not None and of.first_switch < departed

@@ -120,6 +120,7 @@ class Journal:
         self._events: list[Event] = []
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
+        self._is_hidden = False
         # Only this rank's, if there are several, since the last exchange.
         self.own: list[Event] = []
 
@@ -288,6 +289,8 @@ class Journal:
         samples, self._samples = self._samples, []
         writer.add(samples)
         writer.flush()
+        if samples:
+            self._look_around(writer)
         if self._notes:
             writer.update_metadata(self._notes)
             self._notes = {}
@@ -295,6 +298,19 @@ class Journal:
             writer.event(self._events[0])
             del self._events[0]
         self._failures, self._is_failing = 0, False
+
+    def _look_around(self, writer: RunWriter) -> None:
+        """Tells once that another run writes into the folder; a failed look is no failed write."""
+        if self._is_hidden:
+            return
+        with suppress(OSError):
+            self._is_hidden = writer.is_hidden()
+        if self._is_hidden:
+            log.warning(
+                "another run has begun to write into %s: what this one records there is hidden"
+                " from now on; give each run a dirpath of its own",
+                self._dirpath,
+            )
 
     def note(self, metadata: Mapping[str, Any]) -> None:
         self._notes |= metadata

@@ -322,8 +322,13 @@ def _read_csv(path: Path) -> pd.DataFrame:
     table = table.loc[:, COLUMNS]
     for name in ("step", "layer", "head"):
         numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
-        is_whole = numbers.mod(1).eq(0) & numbers.abs().le(files.MAX_STEP)
-        table[name] = numbers.where(is_whole, -2).astype("int64")  # out of bounds
+        broken = numbers.mod(1).ne(0) | numbers.abs().ge(2**63)
+        if broken.any():
+            raise ValueError(
+                f"cannot read a run from {path}: {name} must be a whole number in every row, "
+                f"row {broken.argmax() + 1} below the header has {table[name][broken].iloc[0]!s}"
+            )
+        table[name] = numbers.astype("int64")
     sites = table.loc[table["site"] != "", ["layer", "site"]].drop_duplicates()
     shared = sites[sites["layer"].duplicated(keep=False)].sort_values("layer", kind="stable")
     if len(shared):

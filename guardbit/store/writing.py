@@ -142,6 +142,10 @@ class RunWriter:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close("finished" if error is None else "crashed")
 
+    def is_hidden(self) -> bool:
+        """Whether another writer has opened the folder since, and hides what this one writes."""
+        return any(session > self._session for session in files.list_folder(self._folder).sessions)
+
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Adds to the run's metadata, or replaces values under the same keys; on disk at once."""
         self._check_open()

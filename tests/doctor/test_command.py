@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from guardbit.cli import app
-from guardbit.doctor import preflight
+from guardbit.doctor import examine, preflight
 from guardbit.doctor.examine import Examination, FaultName
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, packed_spec, parse_shape
 from guardbit.doctor.preflight import Examiner, is_within, known_faults
@@ -150,6 +150,16 @@ def test_what_time_and_memory_do_not_allow_is_said(seconds, shape, why):
     ((said, (where,)),) = found.not_examined.items()
     assert said.startswith(why) and where.startswith(place)
     assert found.examined == 0 and list(found.left_out) == [place]
+
+
+def test_what_memory_does_not_allow_to_compare_is_not_sound(monkeypatch):
+    def runs_out(*arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(examine, "gaps", runs_out)
+    result = invoke(*SMALL)
+    assert "not examined: out of memory" in result.stdout
+    assert "Sound" not in result.stdout
 
 
 def test_ranges_of_versions():

@@ -136,8 +136,9 @@ OF_THE_LOSS = Event(3, "alarm", "", (), "the loss diverged", rule="loss_departur
 @pytest.mark.parametrize(
     ("metadata", "alarm", "why"),
     [
-        ({}, OF_THE_LOSS, "holds no snapshots: no head alarmed, no sampled step followed its al"),
+        ({}, OF_A_HEAD, "holds no snapshots: no sampled step followed a head's alarm, or"),
         ({"snapshots": "a call with dropout"}, OF_A_HEAD, "holds no snapshots: a call with dropo"),
+        ({}, OF_THE_LOSS, "no head of this run was alarmed, so there is nothing to diagnose; "),
     ],
 )
 def test_a_run_without_snapshots_is_refused(tmp_path, metadata, alarm, why):

@@ -132,3 +132,13 @@ def test_a_session_saved_by_torch_distributed_checkpoint_comes_back_whole(tmp_pa
     for part in ("stabilizers", "detectors", "policy", "last_step"):
         assert found[part] == saved[part]
     again.close()
+
+
+def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
+    first = Loop(dirpath=tmp_path)
+    first.run([0], close=False)
+    Loop(dirpath=tmp_path).run([0])
+    assert "another run has begun to write" not in caplog.text
+    first.run([1, 2])
+    told = [line for line in caplog.messages if "another run has begun to write" in line]
+    assert len(told) == 1 and str(tmp_path) in told[0]
