@@ -13,6 +13,7 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -306,6 +307,15 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
         return function()
 
 
+class _Records(threading.local):
+    """Whether `apart` hides what runs from profilers, which PyTorch does not tell."""
+
+    are_off = False
+
+
+_records = _Records()
+
+
 def apart(function: Callable[[], T]) -> T:
     """Calls a function of GuardBit's without the modes and hooks in force in the user's code."""
     to_restore: list[Callable[[], object]] = []
@@ -325,8 +335,10 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
         later(context.__exit__, None, None, None)
 
     is_profiled, record = private.profiler_records
-    if is_profiled():
+    if is_profiled() and not _records.are_off:
+        later(setattr, _records, "are_off", False)
         later(record, True)
+        _records.are_off = True
         record(False)
     is_autocast, no_autocast = private.autocast
     if is_autocast():

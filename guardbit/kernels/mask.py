@@ -122,6 +122,16 @@ def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
     return mask.masked_fill_((columns < first) | (columns >= end), -torch.inf)
 
 
+def dense_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Expands a dense mask to all heads of a call, without a copy."""
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; it must broadcast to (B, H, N, M) = {shape}"
+        ) from None
+
+
 def mask_tile(
     spec: AttentionSpec,
     shape: tuple[int, int, int, int],
@@ -139,7 +149,7 @@ def mask_tile(
         ranges = ranges.expand(seen.shape).masked_fill(~seen, -torch.inf)
     if spec.mask is None:
         return ranges
-    dense = spec.mask.expand(shape)[:, heads[:, None, None], rows[:, None], columns]
+    dense = dense_mask(spec.mask, shape)[:, heads[:, None, None], rows[:, None], columns]
     if dense.dtype == torch.bool:
         return ranges.expand(dense.shape).masked_fill(~dense, -torch.inf)
     return dense + ranges

@@ -101,5 +101,7 @@ class AttentionSpec:
 
 
 def check_causal(causal: Causal) -> None:
-    if causal not in (False, True, "top-left"):
+    # 0 and NumPy's booleans equal what is allowed, and are taken for something else later.
+    is_known = isinstance(causal, bool) or (isinstance(causal, str) and causal == "top-left")
+    if not is_known:
         raise ValueError(f"causal is {causal!r}; it must be False, True or 'top-left'")

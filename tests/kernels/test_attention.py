@@ -366,6 +366,7 @@ K = torch.zeros(2, 2, 7, 16)
         ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide into 2 key heads"),
         ({"k": K[:, :0], "v": K[:, :0]}, ValueError, "4 query heads do not divide into 0 key"),
         ({"causal": "bottom"}, ValueError, "causal is 'bottom'; it must be False, True or 'top-"),
+        ({"causal": 0}, ValueError, "causal is 0; it must be False, True or 'top-left'"),
         *(
             (
                 dict.fromkeys("qkv", torch.zeros(1, 1, 2, width)), ValueError,

@@ -142,3 +142,15 @@ def test_everything_is_put_back(error):
             apart(work)
         assert in_force() == before and not torch.is_anomaly_check_nan_enabled()
     assert seen == [(0, 0, None, False, False, False, False, "cpu")]
+
+
+def test_a_profiler_sees_nothing_of_work_within_work():
+    def work():
+        apart(lambda: torch.ones(2).exp())
+        torch.ones(2).exp()
+
+    with torch.autograd.profiler.profile() as profile:
+        apart(work)
+        torch.ones(2).cos()
+    names = {e.name for e in profile.function_events}
+    assert "aten::cos" in names and "aten::exp" not in names

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
-from guardbit.kernels.mask import causal_shift, visible_range
+from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant
 from guardbit.kernels.tiles import Kernel, Tile
@@ -114,7 +114,7 @@ def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: T
     shape = (batch, num_heads, seqlen_q, seqlen_k)
     mask, mask_strides, kind = unused, (0, 0, 0, 0), NO_MASK.value
     if spec.mask is not None:
-        mask = spec.mask.expand(shape)
+        mask = dense_mask(spec.mask, shape)
         mask_strides, kind = mask.stride(), ADDITIVE.value
         if mask.dtype == torch.bool:
             mask, kind = mask.view(torch.uint8), BOOLEAN.value

@@ -58,8 +58,9 @@ class RowMaxima(NamedTuple):
     largest: Tensor
 
 
-# Scores that are looked at together.
-_TOGETHER = 2**24
+# Scores that are looked at together: on a CPU what its cache holds.
+_TOGETHER = {"cpu": 2**20}
+_TOGETHER_ELSEWHERE = 2**24
 
 
 class _Rows(NamedTuple):
@@ -77,7 +78,8 @@ def _scored(q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None)
     visible = visible_range(spec, shape, q.device)
     q, k = map(in_documents, (q, k), spec.starts)
     k = k.float()
-    step = max(1, _TOGETHER // max(1, shape[0] * shape[1] * shape[3]))
+    together = _TOGETHER.get(q.device.type, _TOGETHER_ELSEWHERE)
+    step = max(1, together // max(1, shape[0] * shape[1] * shape[3]))
     for ids in (numbers if query_ids is None else query_ids).split(step):
         tile = heads, ids, keys
         q_rows = fold_groups(q[:, :, ids].float(), k.shape[1])

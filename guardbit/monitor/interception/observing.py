@@ -1,6 +1,6 @@
 """Attention that is unknown to GuardBit: the user's code shows its q, k and v.
 
-Only stabilizers that change the keys and nothing else work there, such as `centered_keys`.
+Only `centered_keys` works there: it changes the keys and nothing else.
 """
 
 import math

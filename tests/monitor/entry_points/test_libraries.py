@@ -23,7 +23,14 @@ from guardbit.monitor.interception.entry_points import libraries
 from guardbit.monitor.interception.references import copy_of
 from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
-from tests.monitor.entry_points.library_models import LENGTHS, WIDTH, build, by_name, install
+from tests.monitor.entry_points.library_models import (
+    HEADS,
+    LENGTHS,
+    WIDTH,
+    build,
+    by_name,
+    install,
+)
 from tests.oracle import dense, packed
 from tests.toys import OCCASIONAL, instrumented
 
@@ -413,3 +420,30 @@ def test_a_switched_site_comes_nearer_to_fp64_with_empty_documents(name, lengths
     errors = [(call.dq[:, :, :end].double() - truth).norm() for call in calls]
     assert exact.stabilizers == ("exact_delta",) * 4
     assert errors[1] < 0.8 * errors[0]
+
+
+class PackedByHeads(nn.Module):
+    """Hands FlashAttention 3 the heads of queries, keys and values in one dimension."""
+
+    def __init__(self, entry):
+        super().__init__()
+        self.qkv, self.function = nn.Linear(64, WIDTH * (HEADS + 4)), entry.function
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (HEADS + 4, WIDTH))
+        return self.function(qkv, causal=True, num_heads_q=HEADS).flatten(2)
+
+
+def test_grouped_keys_packed_by_heads_are_watched_and_switched(tiny):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        PackedByHeads(by_name("flash_attn_interface.flash_attn_qkvpacked_func"))
+    ).bfloat16()
+    x = torch.randn(2, 8, 64).bfloat16()
+    before = tiny.step(model, x)
+    with instrumented(model) as inst:
+        assert tiny.equal(tiny.step(model, x), before)
+        rows = model[0].qkv.weight[WIDTH : 2 * WIDTH].float()
+        assert torch.equal(inst.sites["0"].query_weight(1), rows)
+        inst.switch("0", "exact_delta")
+        assert not tiny.equal(tiny.step(model, x), before)

@@ -37,7 +37,7 @@ _MEANS = {
 
 #: The parameters that GuardBit understands.
 _KNOWN = frozenset({
-    "q", "k", "v", "qkv", "kv", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
+    "q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal",
     "window_size", "softcap", "deterministic", "learnable_sink", "enable_gqa", "return_aux",
     "return_attn_probs",
@@ -292,13 +292,21 @@ def _inputs(asked: Mapping[str, Any], layout: Layout) -> tuple[Tensor, Tensor, T
     if not all(isinstance(x, Tensor) for x in parts):
         return "it is called with something else than tensors"
     if "qkv" in asked:
-        parts = asked["qkv"].unbind(-3)
+        parts = _apart(asked["qkv"], asked.get("num_heads_q"))
     elif "kv" in asked:
         parts = asked["q"], *asked["kv"].unbind(-3)
     if len(parts) != 3 or any(x.dim() != len(layout) for x in parts):
         return "its inputs are not of the shape that its documentation asks for"
     q, k, v = (heads_first(x, layout) for x in parts)
     return q, k, v
+
+
+def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
+    """Splits a packed tensor into q, k and v: stacked, or, with grouped keys, concatenated."""
+    if num_heads is None or qkv.dim() == 5:
+        return list(qkv.unbind(-3))
+    shared = (qkv.size(-2) - num_heads) // 2
+    return list(qkv.split([num_heads, shared, shared], -2))
 
 
 def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
