@@ -301,7 +301,7 @@ def test_chunks_change_nothing(monkeypatch):
         assert (delta - truth.terms.sum(-1)).abs().max() <= 1e-5
         dq = reference.exact_query_gradient(*tensors, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (dq - truth.dq).abs().max() <= 1e-5
-        monkeypatch.setattr(reference.audit, "_TOGETHER", chunk * tensors[1].shape[1] * 40)
+        monkeypatch.setattr(reference.audit, "_TOGETHER", {"cpu": chunk * tensors[1].shape[1] * 40})
         found = reference.shadow(*tensors[1:], spec=spec)
         assert (found.out - truth.out).abs().max() <= 1e-5
         for mine, other in zip(found, whole, strict=True):

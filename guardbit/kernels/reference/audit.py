@@ -58,9 +58,8 @@ class RowMaxima(NamedTuple):
     largest: Tensor
 
 
-# Scores that are looked at together: on a CPU what its cache holds.
-_TOGETHER = {"cpu": 2**20}
-_TOGETHER_ELSEWHERE = 2**24
+# Scores that are looked at together; a CPU's cache holds fewer.
+_TOGETHER = {"cuda": 2**24, "cpu": 2**20}
 
 
 class _Rows(NamedTuple):
@@ -78,7 +77,7 @@ def _scored(q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None)
     visible = visible_range(spec, shape, q.device)
     q, k = map(in_documents, (q, k), spec.starts)
     k = k.float()
-    together = _TOGETHER.get(q.device.type, _TOGETHER_ELSEWHERE)
+    together = _TOGETHER["cuda" if q.is_cuda else "cpu"]
     step = max(1, together // max(1, shape[0] * shape[1] * shape[3]))
     for ids in (numbers if query_ids is None else query_ids).split(step):
         tile = heads, ids, keys
