@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 #: Those that a run without alarms goes through at every sampled step.
 STAGES = (
     "capture", "metrics", "samples", "scalars", "judgement", "burst", "notices", "detectors",
-    "alarms", "policy", "clip", "switch", "coverage", "ranks", "snapshots",
+    "alarms", "policy", "clip", "switch", "coverage", "proofs", "ranks", "snapshots",
     "loss", "store", "monitor",
 )  # fmt: skip
 

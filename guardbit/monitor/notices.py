@@ -8,6 +8,7 @@ from typing import Any
 
 from guardbit.judgement import nothing_to_correct
 from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
+from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
 from guardbit.monitor.journal import Journal
@@ -64,6 +65,7 @@ class Notices:
         self._table: dict[str, dict[str, Any]] = {}
         self.outside = interception.OutsideCalls()  # calls outside all modules, since its start
         self._switch_reports = SwitchReports(instrumentation)
+        self._told_proofs = len(proofs())  # those of this process before this session among them
 
     def first(self, what: str) -> bool:
         is_first = what not in self._said
@@ -280,6 +282,16 @@ class Notices:
             self._journal.record_own(event)
             if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
+
+    def report_proofs(self) -> None:
+        """Logs, once heads are switched, which kernels cannot be given an exact delta."""
+        if not self._instrumentation.switched:
+            return
+        new, self._told_proofs = proofs()[self._told_proofs :], len(proofs())
+        for proof in new:
+            # Other lengths have other proofs in the same words.
+            if proof.failure and ranks.rank() == 0 and self.first(str(proof)):
+                log.warning("an attention kernel cannot be given an exact delta: %s", proof)
 
     def report_nothing_to_correct(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Says, once, that attention's delta is not rounded, if it runs like that."""

@@ -59,6 +59,12 @@ def _forget_step(session: Session) -> None:
     session._step_ended()
 
 
+def _what_is_switched(session: Session) -> dict[str, Any]:
+    with suppress(Exception):
+        return {"stabilizers": session._sampled.switching.switched()}
+    return {}
+
+
 class Session(Guarded):
     """One monitored run; callbacks, that of plain loops among them, drive it."""
 
@@ -198,7 +204,7 @@ class Session(Guarded):
     @property
     @guard.method()
     def judgement(self) -> Judgement | None:
-        """That of the run so far; to be asked by the thread that trains, between steps."""
+        """What the run shows so far; to be asked by the thread that trains, between steps."""
         return self.attempt("judgement", lambda: self._journal.judgement(self._ended))
 
     @guard.method()
@@ -263,6 +269,7 @@ class Session(Guarded):
             reports = (
                 ("coverage", partial(self._notices.report_unseen, step)),
                 ("switch", partial(self._notices.report_runs, step)),
+                ("proofs", self._notices.report_proofs),
             )
             self._stages.run(reports)
         self._step_ended()
@@ -351,8 +358,8 @@ class Session(Guarded):
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
-        Within a step it is taken out when the step has ended. A second call tries again what could
-        not be taken out. `end` says how the run ended.
+        Within a step it is taken out when the step has ended, or at the second call. `end` says how
+        the run ended.
         """
         if end not in RUN_ENDS:  # which would be read as a run that was killed
             allowed = f"{', '.join(RUN_ENDS[:-1])} or {RUN_ENDS[-1]}"
@@ -499,8 +506,13 @@ class Session(Guarded):
             self._stages.always("switch", self._waiting.pop(0))
 
     def _leave(self) -> None:
+        """Lets go of the model when the step has ended; at the second call the step is given up."""
+        is_again = self._let_go in self._waiting
         self._become(Phase.CLOSED)
-        self._after_step(self._let_go)
+        if is_again:
+            self._let_go()
+        else:
+            self._after_step(self._let_go)
 
     def _give_up(self) -> None:
         """Leaves the model alone for good; what is recorded stays."""
@@ -523,7 +535,7 @@ class Session(Guarded):
 
     # --- state -----------------------------------------------------------------------------------
 
-    @guard.method(lambda _: {})
+    @guard.method(_what_is_switched)
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 

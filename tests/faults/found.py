@@ -78,6 +78,8 @@ FOUND = (
     Place("compiled", OverflowError, "kernels/op.py", "private.forward_level() < 0", 2),
     # It was not known yet that FP32 has nothing to correct, and all heads were switched.
     Place("hugging face", MemoryError, "judgement/facts.py", "if name in named or not named", 3),
+    # Another kernel ran, because the proof had failed, and nothing said so.
+    Place("switched: compensated", RuntimeError, "kernels/engines/proof.py", 'failure = ""', 0),
 )
 
 

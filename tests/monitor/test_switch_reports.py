@@ -1,5 +1,6 @@
 """Reports say what switched heads really run, step by step, and what a call cannot run."""
 
+import logging
 from unittest import mock
 
 import pytest
@@ -235,6 +236,20 @@ def test_kernels_that_fail_are_reported(run, monkeypatch, name, function):
     run.steps(None)
     assert run.stabilizers() == ["none", name]
     assert run.ran() == [name, "none", name]
+
+
+def test_a_kernel_that_gets_no_exact_delta_is_told_of_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(proof, "_proofs", {})
+    run = Run(tmp_path).steps(None)
+    run.session.switch(SITE, "exact_delta")
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        run.steps(None, None)
+        assert "cannot be given an exact delta" not in caplog.text
+        run.steps(None, None, math=True).steps(None, math=True, rows=16)
+    assert len(proof.proofs()) == 3, "of another length"
+    (warned,) = [text for text in caplog.messages if "cannot be given an exact delta" in text]
+    assert "MATH (" in warned and "its backward takes delta" in warned
+    run.session.close()
 
 
 @pytest.mark.parametrize(

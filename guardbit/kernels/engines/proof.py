@@ -51,6 +51,9 @@ class Proof(NamedTuple):
     failure: str  # why the engine must get no O', or ""
     lacked_memory: bool = False  # so the test says nothing
 
+    def __str__(self) -> str:
+        return f"{self.engine} ({self.configuration}): {self.failure or 'trusted'}"
+
 
 _proofs: dict[tuple[object, ...], Proof] = {}
 
@@ -83,6 +86,10 @@ def proof_of(
 def _activated() -> str | None:
     """What replaces PyTorch's own flash kernels; None if unknown, as before PyTorch 2.13."""
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+
+
+def proofs() -> list[Proof]:
+    return list(_proofs.values())
 
 
 @lru_cache(maxsize=1024)

@@ -74,3 +74,12 @@ def test_after_ctrl_c_a_session_leaves_as_the_refusal_of_the_next_one_says():
     left.session.abandon_step()
     left.session.close()
     MonitorSession(left.model).close()
+
+
+def test_a_session_that_is_closed_twice_within_a_step_leaves():
+    left = Loop()
+    left.session.begin_batch(0)
+    left.backward(0)
+    left.session.close()
+    left.session.close()
+    MonitorSession(left.model).close()
