@@ -203,7 +203,7 @@ class Notices:
         ]
         why = (
             "no watched module called attention in this sampled step, so at most weights were"
-            f" measured. Likely: {_listed(reasons)}"
+            f" measured. Possible reasons: {_listed(reasons)}"
         )
         self._none_called(step, why, "none called")
 

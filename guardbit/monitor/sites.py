@@ -30,6 +30,7 @@ from guardbit.monitor.interception.seen import (
 )
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
+from guardbit.monitor.stages import text_of
 from guardbit.monitor.unseen import UnseenAttentionError, has_matrix, refuse_unseen
 from guardbit.records import STABILIZERS, nearest
 
@@ -182,8 +183,20 @@ class Site:
     # --- its weights -----------------------------------------------------------------------------
 
     def query_weight(self, head: int) -> Tensor:
-        """Returns head `head`'s rows of W_Q from the current weights."""
+        """Returns head `head`'s rows of W_Q, FP32 `(d_head, d_model)`, from the current weights.
+
+        Raises:
+            LayoutUnavailable: If they are not known, with why.
+            IndexError: If there is no such head.
+        """
         (head,) = checked_heads([head])
+        try:
+            return self._query_weight(head)
+        except LayoutUnavailable as unavailable:
+            why = f"W_Q of site '{self.name}' is unavailable: {unavailable}"
+            raise LayoutUnavailable(why) from unavailable
+
+    def _query_weight(self, head: int) -> Tensor:
         weights, own = self.query_weights(), self.own_heads
         if len(own) == self.num_heads:
             own = range(len(weights))
@@ -272,8 +285,8 @@ class Site:
         try:
             found = rows.weights(weights.of(rows.parameter))
         except Exception as error:
-            self._unread[side] = str(error)
-            raise LayoutUnavailable(str(error)) from error
+            self._unread[side] = text_of(error)
+            raise LayoutUnavailable(text_of(error)) from error
         self._unread.pop(side, None)
         return found
 

@@ -260,10 +260,12 @@ class Burst:
         self._in_vain[name] = 0
         state, gradient = optimizer.state.get(product.weight, {}), product.weight.grad
         squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))  # AMSGrad divides by it
-        is_adam, shape = isinstance(optimizer, Adam), product.weight.shape
-        if not is_adam or squares is None or gradient is None or squares.shape != shape:
-            self._give_up(name, _NOT_ADAM)
-            return
+        if "betas" in group and not state and gradient is not None:
+            return self._give_up(name, "its optimizer keeps its state on another rank, as in ZeRO")
+        if squares is None or not isinstance(optimizer, Adam):
+            return self._give_up(name, "its optimizer is not PyTorch's Adam or AdamW")
+        if gradient is None or squares.shape != product.weight.shape:
+            return self._give_up(name, "its gradient is gone after the optimizer's step")
         taken = product.rows_of(gradient)
         unbiased = squares / (1 - group["betas"][1] ** state["step"])
         roots = product.rows_of(unbiased).sqrt() + group["eps"]
@@ -283,6 +285,7 @@ class Burst:
         for index, head in enumerate(product.heads):
             of_head = torch.stack([added[index], changes[index], proof[index]])
             self._series.setdefault((name, head), []).append(of_head)
+        return None
 
     def columns(self) -> dict[tuple[str, str], Tensor]:
         """Rounding's share so far, FP64 `(H,)` a module and indicator; NaN for other heads."""
@@ -344,10 +347,6 @@ class Burst:
 
 
 _NOT_OVER = f"the {LEAST_STEPS} to {MOST_STEPS} steps that it takes are not over"
-_NOT_ADAM = (
-    "its optimizer is not PyTorch's Adam or AdamW, or its state is on another rank, as in ZeRO, or"
-    " its gradient is gone after the step"
-)
 _NOT_ITS_GRADIENT = (
     "W_Q's gradient does not follow from q and k, e.g. because positions turn them in an unknown"
     " way"

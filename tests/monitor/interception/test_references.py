@@ -226,7 +226,7 @@ def test_a_function_that_stands_in_pytorchs_place_is_left_alone(
     elif kind == "by itself":
         assert (
             "no watched module called attention in this sampled step, so at most weights were"
-            " measured. Likely: (1) F.scaled_dot_product_attention is not PyTorch's:"
+            " measured. Possible reasons: (1) F.scaled_dot_product_attention is not PyTorch's:"
             f" `{__name__}.unlike` replaced it; GuardBit does not watch its calls" in caplog.text
         )
         assert "another model object" not in caplog.text

@@ -314,7 +314,7 @@ def elsewhere(parameters, lr):
 
 
 @pytest.mark.parametrize("layer, make, why", [
-    (Attention, elsewhere, "or its state is on another rank, as in ZeRO"),
+    (Attention, elsewhere, "its optimizer keeps its state on another rank, as in ZeRO"),
     (Turned, torch.optim.AdamW, "because positions turn them"),
     (Attention, torch.optim.NAdam, "its optimizer is not PyTorch's Adam or AdamW"),
     (

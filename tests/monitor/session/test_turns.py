@@ -181,7 +181,7 @@ def test_layers_that_are_dropped_are_among_the_causes(tmp_path, caplog, kept, ca
 
     every = 1 if len(kept) < 4 else 2
     Run(tmp_path, model, every).steps(range(len(kept)), step).close()
-    line = [m for m in caplog.messages if "Likely" in m or "in other steps than" in m][-1]
+    line = [m for m in caplog.messages if "Possible reasons" in m or "in other steps than" in m][-1]
     assert cause in line
 
 
