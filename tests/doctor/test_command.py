@@ -101,6 +101,10 @@ def test_what_was_examined_in_part_is_not_called_sound(clock):
         "FLASH_ATTENTION": every[2:], "MATH": every[1:], "guardbit": every[1:],
     }  # fmt: skip
 
+    clock.now = 0.0  # time for two engines' first inputs
+    told = json.loads(invoke(*SMALL, "--seconds", "15", "--json").stdout)
+    assert (told["examined"], len(told["delta"]), len(told["left_out"])) == (2, 2, 3)
+
 
 def test_what_is_broken_in_part_is_broken(clock, monkeypatch):
     monkeypatch.setattr(CPUFlash, "backward", lambda *arguments: 1 / 0)
@@ -137,18 +141,21 @@ def test_bad_input_is_refused_in_a_sentence(arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shape", "why"),
+    ("seconds", "shape", "mask", "why", "needed"),
     [
-        (0, "1,1,1,8,8", "not examined: 0 s are over"),
-        (60, "1024,1024,1024,1048576,128", "not examined: it needs over half of the free"),
+        (0, "1,1,1,8,8", "causal", "not examined: 0 s are over", ""),
+        # 24 tensors of 2^24 BF16; 4 bytes a score, of each head only where a mask adds to it.
+        (60, "1,8,2,65536,32", "causal", "half of the free memory, 1.0 GiB", ", 16.8 GiB"),
+        (60, "1,8,2,65536,32", "additive", "half of the free memory, 1.0 GiB", ", 128.8 GiB"),
     ],
 )
-def test_what_time_and_memory_do_not_allow_is_said(seconds, shape, why):
+def test_what_time_and_memory_do_not_allow_is_said(seconds, shape, mask, why, needed, monkeypatch):
+    monkeypatch.setattr(preflight, "free_memory", lambda _: 2**31)
     examiner = Examiner("cpu", seconds)
-    examiner.shape(parse_shape(shape), "causal", "bf16")
-    found, place = examiner.result, f"{shape} causal bf16"
+    examiner.shape(parse_shape(shape), mask, "bf16")
+    found, place = examiner.result, f"{shape} {mask} bf16"
     ((said, (where,)),) = found.not_examined.items()
-    assert said.startswith(why) and where.startswith(place)
+    assert why in said and where == place + needed
     assert found.examined == 0 and list(found.left_out) == [place]
 
 

@@ -7,10 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guardbit.doctor.exact import exactly, gaps, units_of
-from guardbit.doctor.inputs import Shape, dense_spec, make
+from guardbit.doctor.exact import Unit, exactly, gaps, units_of
+from guardbit.doctor.inputs import ExaminedCall, Shape, dense_spec, make
 from guardbit.kernels.engines import AutogradEngine, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
+from guardbit.kernels.spec import AttentionSpec
 from tests.doctor.faulty_engines import (
     SHAPE,
     Racing,
@@ -198,6 +199,55 @@ def test_attention_in_fp64_is_that_of_autograd():
     for gap in gaps(call, wrong, [exact], (4, 3)):
         more = (2 if gap.tensor == "dq" else 3) * 2.0**-8 * exact.sizes[gap.tensor]
         torch.testing.assert_close(gap.error / gap.ratio, bounds[gap.tensor] + more)
+
+
+def test_bounds_are_those_written_by_hand():
+    """Of a query that sees two keys, in FP16; each term as the module says."""
+    u, f, eta, exponential, scale = 2.0**-11, 2.0**-24, 2.0**-24, 1e-4, 1.5
+    q, d_out = torch.tensor([[3.0, -1.0], [1.0, 2.0]], dtype=torch.float64)
+    k, v = torch.tensor([[[1.0, 0.5], [0.25, 1]], [[2, -1], [0.5, 3]]], dtype=torch.float64)
+    tensors = (x.view(1, 1, -1, 2).half() for x in (q, k, v, d_out))
+    exact = exactly(ExaminedCall(*tensors, AttentionSpec(scale)), Unit(0, 0))
+
+    s, dp = k @ q * scale, v @ d_out
+    p, lse = s.softmax(0), s.logsumexp(0)
+    out, size, dv = p @ v, p @ v.abs(), p.outer(d_out)
+    ds = p * (dp - d_out @ out)
+    dq, dk = ds @ k * scale, ds.outer(q) * scale
+    sums, row_sums = (64 + 2 / 4) * f, (64 + 1 / 4) * f
+    of_largest = 4 * f * max(s.abs().max(), lse.abs())
+    of_s = 2 * f * q.norm() * k.norm(dim=1).max() * scale + of_largest
+    e = 2 * (of_s + exponential) + sums
+    noise = 2 * f * d_out.norm() * out.norm() + e * (p @ dp.abs())
+    of_dp = 2 * f * d_out.norm() * v.norm(dim=1)
+    of_ds = p * (e * (dp - d_out @ out).abs() + of_dp) + (2 * u + sums) * ds.abs()
+    of_delta = d_out.abs() @ ((u + e) * size + 2 * u * out.abs()) + noise
+    sizes = {
+        "out": size, "dq": ds.abs() @ k.abs() * scale,
+        "dk": ds.abs().outer(q.abs()) * scale, "dv": p.outer(d_out.abs()),
+    }  # fmt: skip
+    bounds = {
+        "out": (u + e) * size + 2 * u * out.abs() + eta * (1 + v.abs().sum(0)),
+        "dq": of_ds @ k.abs() * scale + u * dq.abs() + eta * scale * (1 + k.abs().sum(0)),
+        "dk": (of_ds + p * of_delta).outer(q.abs()) * scale + u * dk.abs()
+        + eta * scale * (1 + q.abs()) + row_sums * sizes["dk"],
+        "dv": ((u + e) * p).outer(d_out.abs()) + u * dv.abs()
+        + eta * (1 + d_out.abs()) + row_sums * sizes["dv"],
+    }  # fmt: skip
+    orders = {n: 2 * sums * (sizes[n] + bounds[n]) + eta for n in ("out", "dq")}
+    for name, value in {"dk": dk, "dv": dv}.items():
+        of_sum = 2 * row_sums * (sizes[name] + bounds[name])
+        orders[name] = of_sum + 2 * u * (value.abs() + bounds[name]) + eta
+        bounds[name] = bounds[name] + u * value.abs()
+    wanted = {name: (1 + 8 * u) * bound for name, bound in bounds.items()}
+    wanted["lse"] = of_s + exponential + sums + of_largest
+    for found, right in ((exact.bounds, wanted), (exact.orders, orders), (exact.sizes, sizes)):
+        assert found.keys() == right.keys()
+        for name, value in right.items():
+            torch.testing.assert_close(found[name].squeeze(), value, rtol=1e-9, atol=0)
+    torch.testing.assert_close(exact.delta_noise.squeeze(), noise, rtol=1e-9, atol=0)
+    push_size = (1 + 8 * u) * scale * (p @ k.abs())
+    torch.testing.assert_close(exact.push_size.squeeze(), push_size, rtol=1e-9, atol=0)
 
 
 @settings(

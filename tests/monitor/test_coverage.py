@@ -175,6 +175,7 @@ def test_unseen_attention_beside_seen_is_told_once(case, tmp_path, caplog):
         Block("attn_norm", kind_of("NormLayer")),
         Block("c_attn", nn.Linear(32, 32)),
         Block("head", kind_of("MultiHeadClassifier")),
+        Block("head", kind_of("MLAHead")),
         Block("mask", kind_of("AttentionMask", Bare)),
         Layer(),
         MyAttentionBlock(Attention(), nn.Linear(32, 32)),

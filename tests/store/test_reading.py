@@ -217,7 +217,7 @@ def test_a_run_says_how_it_ended(tmp_path):
     assert read_end(finished) is None
 
 
-def test_runs_below_a_folder_are_found_and_named(tmp_path):
+def test_runs_below_a_folder_are_found_and_named(tmp_path, monkeypatch):
     for name in ("a/version_0/guardbit", "a/version_1/guardbit", "b", "c/d/e/f/too_deep"):
         RunWriter(tmp_path / name).close()
     (tmp_path / "empty").mkdir()
@@ -226,6 +226,17 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path):
     assert found == ["a/version_0", "a/version_1", "b"]
     with pytest.raises(ValueError, match=r"is none itself, but holds a/version_0, a/version_1, b$"):
         read_run(tmp_path)
+    monkeypatch.setattr(files, "_NAMED_RUNS", 3)
+    with pytest.raises(ValueError, match=r"but holds a/version_0, a/version_1, b$"):
+        read_run(tmp_path)
+    monkeypatch.setattr(files, "_NAMED_RUNS", 2)
+    with pytest.raises(ValueError, match=r"but holds a/version_0, a/version_1 and 1 more$"):
+        read_run(tmp_path)
+    # Folders are searched no further once so many are found, though that folder is read to its end.
+    RunWriter(tmp_path / "b2/later").close()
+    assert len(runs_below(tmp_path)) == 4
+    monkeypatch.setattr(files, "_MOST_RUNS", 3)
+    assert len(runs_below(tmp_path)) == 3
 
 
 def test_strays_are_passed_over(tmp_path):

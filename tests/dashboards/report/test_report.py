@@ -257,6 +257,9 @@ def test_the_fork_of_copies_is_the_last_step_in_common():
         return pd.Series(3 - steps / 5000 + np.where(fork < steps, noise, 0), index=steps)
 
     assert fork_of({"a": loss(1, 4000), "b": loss(2, 4000), "c": loss(3, 6000)}) == 4000
+    # Twenty losses in common are enough, nineteen are not.
+    assert fork_of({"a": loss(1, 19 * 20), "b": loss(2, 19 * 20)}) == 19 * 20
+    assert fork_of({"a": loss(1, 18 * 20), "b": loss(2, 18 * 20)}) is None
     # What never parts has no fork, nor what shares no beginning.
     assert fork_of({"a": loss(1, 4000), "b": loss(1, 4000).loc[:3000]}) is None
     assert fork_of({"a": loss(1, -1), "b": loss(2, -1)}) is None
