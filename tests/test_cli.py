@@ -224,6 +224,12 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path):
     again = resumed("again", alarm=100)
     assert answer("replay", again)["outcome"] == "healthy"
     assert "could not be replayed" not in invoke("replay", again).stdout
+    with RunWriter(tmp_path / "lost") as writer:
+        writer.add([Sample(100, "h.0.attn", 0, "max_logit", (10.0,))])
+        writer.add([Sample(100, "", -1, "loss", (math.nan,))])
+    at_once = ("replay", tmp_path / "lost", "--threshold", "loss_departure.samples=1")
+    assert answer(*at_once)["first_alarm"] == 100
+    assert "could not be replayed" not in invoke(*at_once).stdout
 
 
 def test_a_report_that_has_no_place_says_to_give_one(plain_run, tmp_path, monkeypatch):

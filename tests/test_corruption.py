@@ -93,7 +93,9 @@ CORRUPTIONS = {
     "no event": lambda f: events(f, "null", "7", "{}", "[]", '"x"', ""),
     "bytes": lambda f: events(f, "\x00\x01"),
     "far head": lambda f: rows(f, (5, "h.9", 3, 2**31, "max_logit", 1.0)),
-    "far layer and head": lambda f: rows(f, (5, "h.9", 1500, 1500, "max_logit", 1.0)),
+    "far layer and head": lambda f: rows(
+        f, (5, "h.9", 1024, 0, "max_logit", 1.0), (5, "h.9", 3, 1024, "max_logit", 1.0)
+    ),
     "negative layer": lambda f: rows(f, (5, "h.9", -1, 0, "max_logit", 1.0)),
     "negative head": lambda f: rows(f, (5, "h.9", 0, -1, "max_logit", 1.0)),
     "negative sample step": lambda f: rows(f, (-5, "h.0", 0, 0, "max_logit", 1.0)),

@@ -1,7 +1,11 @@
 """A made-up fault in each operation in turn is found and named, and none in sound kernels."""
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from guardbit.doctor.attention import FLASH, HeadInputs
 from guardbit.doctor.diagnose import diagnose
 from guardbit.doctor.recognition import recognize, wrong_rows
 from guardbit.doctor.text import sentences
@@ -61,6 +65,26 @@ def test_no_fault_in_a_sound_kernel(way, make, seed):
 def test_no_fault_in_the_kernel_of_pytorch(make):
     tensors = make(0, rows=300) if make is not varied else varied()
     assert not recognize(head_of(tensors, *run(CPUFlash(), tensors)))[1]
+
+
+def test_rows_are_wrong_beyond_a_bound_written_by_hand():
+    """One query sees two keys of one score: P is 1/2, dP - delta 1 and -1, all exact."""
+    u, f, scale, size = 2.0**-11, 2.0**-24, 0.5, 64
+    q, k, v = torch.zeros(1, 1, size), torch.zeros(1, 2, size), torch.zeros(1, 2, 2)
+    q[..., 0], k[..., 0], k[..., 1] = 16.0, 4.0, torch.tensor([2.0, -2.0])
+    v[0] = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
+    out, dq = torch.tensor([[[0.0, 1.0]]]), torch.zeros(1, 1, size, dtype=torch.float64)
+    dq[..., 1] = scale * 2  # of dS, which is 1/2 and -1/2, and the keys
+    of_p = 1e-4 + f * (4 * 32 + size)
+    of_keys = (of_p + f * 2 * math.sqrt(2) + u / math.sqrt(2)) * math.sqrt(20)
+    bound = 4 * (scale * of_keys + u * scale * 2) + 2.0**-14
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        found = dq.clone()
+        found[..., 1] += factor * bound
+        row, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([[0], [2]], dtype=torch.int32)
+        tensors = (x.half() for x in (q, k, v, torch.ones(1, 1, 2)))
+        head = HeadInputs(*tensors, row, *ends, None, scale, out=out.half(), dq=found)
+        assert wrong_rows(head, FLASH).item() is (factor > 1)
 
 
 def test_the_operation_of_a_fault_is_that_of_the_diagnosis():

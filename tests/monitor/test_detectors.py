@@ -41,6 +41,12 @@ def test_a_role_that_there_is_not_is_refused(role):
         Detectors((Odd(),))
 
 
+@pytest.mark.parametrize("rule", DEFAULT_RULES)
+def test_a_rule_stays_what_the_run_began_with(rule):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.name = "another"
+
+
 def test_the_alarms_of_a_renamed_rule_carry_its_role():
     detectors = Detectors(
         (ModelLogits(name="mine"), LossDeparture(name="mine too"), GradientError(name="third"))

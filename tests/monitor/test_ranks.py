@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import distributed_c10d
 
 from guardbit.monitor import ranks
+from guardbit.monitor.sampled import Exchange
 
 
 def test_ranks_that_gloo_cannot_connect_are_told_what_to_set(monkeypatch, begin_group):
@@ -28,6 +30,30 @@ def test_ranks_that_gloo_cannot_connect_are_told_what_to_set(monkeypatch, begin_
     monkeypatch.setattr(ranks, "_num_groups", ranks._num_groups - 1)
     with pytest.raises(ranks.RanksLostError, match="as it should: it has given up waiting"):
         ranks.all_agree(True, "this")
+
+
+WEIGHTS, SWITCHES = "ranks hold modules of the same names", "ranks have switched heads differently"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ([(2.0, 3, 7), (2.0, 3, 7)], []),
+        ([(2.0, 3, 7), (2.0, 3, 8)], [SWITCHES]),
+        ([(2.0, 3, 7), (2.0, 3, 0)], []),  # after an error its switches are not known
+        ([(2.0, 3, 7), (2.1, 3, 7)], [WEIGHTS]),
+        ([(2.0, 3, 7), (1.5, 2, 7)], []),  # one could not take all norms
+    ],
+)
+def test_what_ranks_do_differently_is_told_once(numbers, told, monkeypatch):
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "gathered", lambda *_: [(*of_rank, 1) for of_rank in numbers])
+    recorded = []
+    exchange = Exchange(None, None, SimpleNamespace(own=[], record=recorded.append))
+    for step in (5, 6):
+        exchange.tell(step)
+    assert [event.step for event in recorded] == [5] * len(told)
+    assert all(event.why.startswith(why) for event, why in zip(recorded, told, strict=True))
 
 
 def test_the_group_ends_before_the_interpreter_does():

@@ -9,8 +9,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from guardbit.monitor.interception import frames, seen
 from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.sharding import WHOLE, share_of, share_of_tensors
+from guardbit.monitor.layouts import LayoutUnavailable
+from guardbit.monitor.projections import _as_part_of
 from tests.toys import Attention, Model, instrumented
 
 WIDTH, HEADS, SIZE = 24, 8, 6
@@ -80,6 +83,37 @@ def test_a_dtensor_with_a_plain_one_or_with_values_of_another_width_is_refused(m
     )
     assert "another head size than its keys" in sdpa.bind(q, q, v).why
     assert "in another way than by equal parts" in share_of_tensors((q, local, local), 1)
+
+
+def test_a_part_of_a_weight_lies_on_the_last_dimension_of_a_mesh(begin_group):
+    begin_group("fake", world_size=4)
+    local = torch.randn(3, 4)
+    for names in (("data", "heads"), None):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        weight = DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+        if names is None:
+            with pytest.raises(LayoutUnavailable, match="dimensions have no names"):
+                _as_part_of(weight, local)
+            break
+        part = _as_part_of(weight, local)
+        assert part.device_mesh == mesh["heads"] and part.placements == (Shard(0),)
+        assert torch.equal(part.to_local(), local)
+
+
+@pytest.mark.parametrize(
+    ("now", "shares", "parts"),
+    [("here", {"here": 2, True: 3, False: 4}, 2), ("there", {"here": 2, True: 3, False: 4}, 3),
+     ("there", {"here": 2, False: 4}, 4), ("", {"here": 2, True: 3, False: 4}, 4),
+     ("", {"here": 2, True: 3}, 0)],
+)  # fmt: skip
+def test_a_layer_that_was_not_traced_is_shared_out_as_its_type(now, shares, parts, monkeypatch):
+    with instrumented(model := Attention()):
+        number = frames.site_number(model)
+        monkeypatch.setattr(seen.sharding, "spread_of", lambda _: now)
+        of_type = {how: (WHOLE, count) for how, count in shares.items()}
+        monkeypatch.setattr(seen._types[Attention], "shares", of_type)
+        seen.know_traced_share(number)
+        assert seen.parts(number) == parts
 
 
 def test_a_compiled_layer_spread_by_fsdp_after_others_of_its_type_by_heads(mesh):

@@ -73,6 +73,7 @@ def test_losses_are_compared_at_the_last_step_in_common(run, tmp_path, end):
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     frame = short()
+    write_reports([Run(str(n), frame) for n in range(4)], tmp_path / "r.html")
     with pytest.raises(ValueError, match="compares 4 runs at most"):
         write_reports([Run(str(n), frame) for n in range(5)], tmp_path / "r.html")
     with pytest.raises(ValueError, match="different titles, got a, a"):

@@ -171,6 +171,20 @@ def test_autocast_casts_what_pytorch_casts(dtypes):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("strides", "is_copied"),
+    [((24, 1), False), ((384, 24, 1), False), ((25, 1), True), ((388, 24, 1), True),
+     ((1, 16), True), ((8, 0), True)],  # keys that are not side by side, and one for all
+)  # fmt: skip
+def test_a_mask_for_the_efficient_kernel_begins_each_row_at_a_multiple_of_8(strides, is_copied):
+    mask = torch.randn(1024).as_strided((2, 2, 16, 24)[-len(strides) :], strides)
+    q, k = torch.zeros(2, 2, 16, 8), torch.zeros(2, 2, 24, 8)
+    prepared = sdpa._prepared(mask, q, k)
+    assert torch.equal(prepared, mask.expand(2, 2, 16, 24))
+    assert prepared.stride(-1) == 1 and not any(s % 8 for s in prepared.stride()[:-1])
+    assert (prepared.data_ptr() != mask.data_ptr()) is is_copied
+
+
 @pytest.mark.parametrize(("engine", "width", "why"), [
     (CPUFlash(), 64, ""),
     (engines.AutogradEngine(SDPBackend.FLASH_ATTENTION), 20, "gives no access to its backward"),

@@ -12,6 +12,7 @@ from torch import nn
 import guardbit
 from guardbit.kernels import engines
 from guardbit.kernels.runtime import runtime
+from guardbit.monitor.interception import frames
 from tests import toys
 
 
@@ -86,6 +87,14 @@ def test_errors_of_pytorch_stay_its_own(instrument):
     with pytest.raises(RuntimeError) as ours:
         model(q, k, k)
     assert str(ours.value) == str(theirs.value)
+
+
+def test_an_error_without_a_session_is_logged_once_a_type(monkeypatch, caplog):
+    monkeypatch.setattr(frames, "listeners", {})
+    monkeypatch.setattr(frames, "_reported", set())
+    for error in (ValueError("first"), ValueError("second"), TypeError("third")):
+        frames.report(error)
+    assert [line.rpartition(": ")[2] for line in caplog.messages] == ["first", "third"]
 
 
 def test_meta_and_torch_func(tiny, tokens, instrument):

@@ -171,16 +171,17 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
 def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(journal, "MOST_FAILED_WRITES", 3)
     loop = Loop(dirpath=tmp_path).run([0], close=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "flush", full_disk)
-        loop.run([1], close=False)
-        loop.run(range(2, 6), close=False)
-    assert sum("pending for another try" in line for line in caplog.messages) == 1
+    for steps in ([1, 2], range(4, 8)):  # two failures in a row, a success at step 3, and four
+        with monkeypatch.context() as patch:
+            patch.setattr(RunWriter, "flush", full_disk)
+            loop.run(steps, close=False)
+        loop.run([steps[-1] + 1], close=False)
+    assert sum("pending for another try" in line for line in caplog.messages) == 2
     (line,) = [line for line in caplog.messages if "'store' failed and is off" in line]
     assert "(telemetry is not kept from here on; alarms and switches go on): [Errno 28]" in line
-    assert loop.session.samples[0].step == 5, "the steps are watched all the same"
-    loop.run([6])
-    assert sampled(tmp_path) == [0]
+    assert loop.session.samples[0].step == 8, "the steps are watched all the same"
+    loop.run([9])
+    assert sampled(tmp_path) == [0, 1, 2, 3]
 
 
 def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monkeypatch):
