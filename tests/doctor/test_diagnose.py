@@ -105,7 +105,8 @@ def test_the_answer_is_in_the_report(run):
 def test_of_one_head_all_numbers_are_printed(run):
     result = invoke(run, "--head", "h/0 attn:0", "--verbose")
     assert result.stdout.startswith("h/0 attn head 0, step 4: 1 sample, 256 rows")
-    assert "std devs" in result.stdout and "\nexact delta " in result.stdout
+    rows = ("std devs", "\nexact delta ", "\nO not rounded ")
+    assert all(row in result.stdout for row in rows)
     assert [path.name for path in (run / "diagnosis").glob("*.png")] == ["h_0_attn-head0.png"]
 
 

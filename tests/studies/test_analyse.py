@@ -238,20 +238,6 @@ def test_what_pack_keeps(tmp_path):
     assert (folder / "clock.csv").exists()
 
 
-def test_of_a_copy_from_a_named_step_what_follows_is_kept(tmp_path):
-    for name in ("stock-seed1", "late-seed1-from200"):
-        folder = tmp_path / "runs" / name
-        with RunWriter(folder, metadata={"settings": {}}) as writer:
-            writer.add([Sample(step, "", -1, "loss", (1.0,)) for step in range(0, 401, 100)])
-            writer.event(Event(7, "alarm", "h.0", (1,), "why", "rule"))
-        (folder / "about.json").write_text(json.dumps({"arm": "stock"}))
-    pack(tmp_path / "runs", tmp_path / "packed")
-    copy, original = load(tmp_path / "packed")
-    assert copy.frame["step"].tolist() == [300, 400]
-    assert original.frame["step"].tolist() == [0, 100, 200, 300, 400]
-    assert copy.events["step"].tolist() == original.events["step"].tolist() == [7]
-
-
 def bounded(frame, every=1):
     """The run with logits of 50 at most, and all but the loss sampled every so many steps."""
     value = frame["value"].where(frame["indicator"] != "max_logit", frame["value"].clip(-50, 50))

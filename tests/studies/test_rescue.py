@@ -135,24 +135,6 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     assert "0.00 to 0.97" in capsys.readouterr().out, "one run says next to nothing, exactly"
 
 
-@pytest.mark.slow
-def test_branches_from_a_step_that_is_named(common):
-    train.main(["--arm=stock", "--again=6", *common])
-    branch = ["--branch", "--branch-step=4", "--again=6", "--of-again=6", *common]
-    with pytest.raises(SystemExit, match=r"no checkpoint at step 5; it has \[2, 4, 6, 8\]"):
-        train.main(["--arm=late", *branch, "--branch-step=5"])
-    events = read_events(train.main(["--arm=late", "--stabilizer=centered_keys", *branch]))
-    switches = events[events["kind"] == "switch"]
-    assert switches[["step", "heads", "stabilizer"]].values.tolist() == [
-        [4, (0, 1), "centered_keys"]
-    ]
-    clipped = pd.read_csv(
-        train.main(["--arm=qk_clip", "--bound=1e-6", *branch]) / "clipped.csv", header=None
-    )
-    assert clipped[2].tolist()[:2] == [0, 1]
-    assert (clipped[3][:2] < 1e-3).all(), "any logit of the tiny model is far above a millionth"
-
-
 def test_rotated_scores_depend_on_the_distance_alone():
     one, other = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
     q, k = rotate(one.expand(1, 1, 30, 8)), rotate(other.expand(1, 1, 30, 8))

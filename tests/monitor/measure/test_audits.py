@@ -47,7 +47,7 @@ def test_the_heads_that_lead_are_audited_before_their_turn():
 
 def test_suspects_are_audited_at_every_sample_and_no_more_than_so_many():
     audits = Audits(1)
-    audits.suspects["a"] = {4, 2, 9}
+    audits.suspects["a"] = {4, 2, HEADS}
     assert all({2, 4} < set(heads) and len(heads) == 3 for heads in run(audits, 20))
     assert audits.heads("b", HEADS) == [4], "of other modules none is suspect"
     audits = Audits(0)
