@@ -158,6 +158,7 @@ CASES = {
     "beyond three terms in FP16": ([1.0] * 16, 250_000.0),
     "a gradient too small for the rest": ([1.0, 1e-7] + [0.0] * 14, 1.7),
     "delta below FP16's steps": ([1.0] * 16, 1e-9),
+    "one gradient and half a step of FP16": ([0.0] * 9 + [1.0] + [0.0] * 6, 4.5e-8),
     "subnormal gradients": ([1e-40, -3e-40] + [0.0] * 14, 1e-40),
 }
 KEEPS_ITS_OWN = {

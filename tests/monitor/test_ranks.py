@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d
 
 from guardbit.monitor import ranks
@@ -54,6 +55,15 @@ def test_what_ranks_do_differently_is_told_once(numbers, told, monkeypatch):
         exchange.tell(step)
     assert [event.step for event in recorded] == [5] * len(told)
     assert all(event.why.startswith(why) for event, why in zip(recorded, told, strict=True))
+
+
+def test_what_is_exchanged_goes_by_a_group_beside_the_users(monkeypatch, begin_group):
+    monkeypatch.setattr(ranks, "_group", None)
+    begin_group("gloo")
+    users = torch.distributed.group.WORLD
+    own = ranks._group_beside(users)
+    assert isinstance(own, distributed_c10d.ProcessGroupGloo) and own is not users
+    assert ranks._group_beside(users) is own
 
 
 def test_the_group_ends_before_the_interpreter_does():

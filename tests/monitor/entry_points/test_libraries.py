@@ -45,31 +45,37 @@ def libraries_stand_in(monkeypatch):
 FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
 
 
-def other_bits(q, k, v, **options):
-    return 2 * _original(q, k, v, **options)
+def other_bits(*args, **options):
+    return 2 * _original(*args, **options)
 
 
-def raises(q, k, v, **options):
+def raises(q, *args, **options):
     if q.grad_fn is None or not torch.is_grad_enabled():
         raise RuntimeError("not now")
-    return _original(q, k, v, **options)
+    return _original(q, *args, **options)
+
+
+def other_last_row(*args, **options):
+    out = _original(*args, **options)
+    return torch.cat([out[:-1], 2 * out[-1:]])
 
 
 _original = None
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "name", "why"),
     [
-        (other_bits, "does not return what its kernel does"),
-        (raises, "could not be compared with its kernel: not now"),
+        (other_bits, "3.flash_attn_func", "does not return what its kernel does"),
+        (raises, "3.flash_attn_func", "could not be compared with its kernel: not now"),
+        (other_last_row, "2.flash_attn_varlen_func", "does not return what its kernel does"),
     ],
 )
 def test_a_hubs_function_that_does_something_else_keeps_its_bits_and_is_refused(
-    function, why, tiny, monkeypatch
+    function, name, why, tiny, monkeypatch
 ):
     """A kernel of Hugging Face's hub is found by its shape, tried, then trusted."""
-    entry = by_name("kernels/flash_attn_3.flash_attn_func")
+    entry = by_name(f"kernels/flash_attn_{name}")
     monkeypatch.setitem(globals(), "_original", entry.original)
     monkeypatch.setattr(entry, "original", copy_of(function))
     monkeypatch.setattr(entry, "function", function)
@@ -80,6 +86,13 @@ def test_a_hubs_function_that_does_something_else_keeps_its_bits_and_is_refused(
         with pytest.raises(ValueError, match=why):
             inst.switch("0", "exact_delta")
         assert tiny.equal(tiny.step(model, x), before)
+
+
+def test_behind_the_last_document_a_hubs_function_is_compared_with_nothing(tiny):
+    model, _ = build(by_name("kernels/flash_attn_2.flash_attn_varlen_func"))
+    with instrumented(model) as inst:
+        tiny.step(model, torch.randn(2, 13, 64).bfloat16())  # 24 tokens are in documents
+        inst.switch("0", "exact_delta")
 
 
 def test_what_an_evaluation_returns_without_a_logsumexp_is_no_other_value(tiny):
