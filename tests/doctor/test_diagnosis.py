@@ -1,5 +1,7 @@
 """What moves dQ, whether it adds up, and where it comes from."""
 
+import re
+
 import pytest
 import torch
 
@@ -30,7 +32,9 @@ def test_the_rounding_of_delta_is_the_cause_with_its_sign(share, sign):
     assert what.startswith("Rounding of delta: dQ is wrong by")
     assert "wrong because O is rounded" in what
     assert ("grow" if sign > 0 else "shrink") in adding_up
-    assert "leaves" in whence
+    name, percent = re.search(r"; (\w+) leaves (\S+) % of the summed error", whence).groups()
+    part = found.remedies[name].summed / found.remedies["none"].summed
+    assert float(percent) == pytest.approx(100 * part, rel=0.01)
 
 
 def test_remedies_leave_what_they_should():

@@ -1,6 +1,7 @@
 """Compiled graphs load what the op returns 16 bytes at a time, and hold it to that."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,12 @@ def test_without_us_it_would(fresh, monkeypatch):
     monkeypatch.setattr(tensors, "_is_on_gpu", lambda x: False)
     forward, _ = code_of_a_step("cpu")
     assert promised(forward)[0] == 0 and promised(forward)[1] >= 2
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_compilers_tensor_says_whether_it_is_on_a_gpu(name):
+    tensor = SimpleNamespace(get_device=lambda: torch.device(name))
+    assert tensors._is_on_gpu(tensor) is (name == "cuda")
 
 
 def test_what_is_not_aligned_is_copied():

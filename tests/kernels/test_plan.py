@@ -9,6 +9,7 @@ from guardbit.kernels.engines.proof import Proof
 from guardbit.kernels.heads import Call, resolve
 from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tiles import FALLBACK, TILES
 from tests.kernels.exact_delta_cases import KINDS, make
 from tests.oracle import attend, packed
 
@@ -31,6 +32,13 @@ def resolved(monkeypatch, spec, name, failure=""):
     )
     engine = engines.engine_of(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value, False, 16)
     return resolve(call_of(spec), (name, "none"), engine, True)
+
+
+def test_tiles_have_sizes_that_triton_takes():
+    of_kernels = [table for of in (FALLBACK, *TILES.values()) for table in of.values()]
+    for tile in (tile for table in of_kernels for tile in table.values()):
+        for size in (tile.block_m, tile.block_n, tile.num_warps):
+            assert size in (1, 2, 4, 8, 16, 32, 64, 128, 256), tile
 
 
 @pytest.mark.parametrize("field", SPECS)

@@ -115,38 +115,6 @@ def bare(name="run", events=(), **facts):
     return Run(name, {**known, **facts}, pd.DataFrame(), journal)
 
 
-def test_which_run_another_is_held_against():
-    made = Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated")
-    undone = Event(9000, "switch", "h.0", (0,), "", stabilizer="none")
-    dry = Event(6000, "refusal", "h.0", (0,), "a dry run", stabilizer="none")
-    rescue_all = partial(bare, arm="rescue_all", stabilizer="compensated")
-    runs = [
-        bare("stock"), bare("stock1", seed=1), bare("fast", learning_rate=3e-3),
-        bare("safe", learning_rate=6e-4), bare("stock2", seed=2),
-        bare("start", arm="from_start", stabilizer="compensated"),
-        bare("start-row_max", arm="from_start", stabilizer="row_max", seed=1),
-        rescue_all("never", seed=1), rescue_all("dry", [dry], seed=1),
-        rescue_all("undone", [made, undone], seed=1), rescue_all("all", [made], seed=1),
-        rescue_all("all0", [made]),
-        bare("exact", arm="from_start", stabilizer="exact_delta", seed=3, learning_rate=6e-4),
-        bare("slow3", seed=3, learning_rate=6e-4), bare("stock3", seed=3),
-        bare("exact0", arm="from_start", stabilizer="exact_delta"),
-        bare("llama", architecture="llama"), bare("none", architecture="llama_none"),
-        bare("twin", arm="from_start", stabilizer="exact_delta", architecture="llama"),
-    ]  # fmt: skip
-    matched = {run.name: lines.matched_run(run, runs) for run in runs}
-    assert {name: twin and twin.name for name, twin in matched.items()} == {
-        "stock": "start", "fast": "start", "safe": None, "start": None, "all0": "start",
-        "stock1": "all", "start-row_max": "all", "never": "all", "dry": "all", "undone": "all",
-        "all": None, "stock2": None,
-        # Exact delta stands in where nothing is compensated.
-        "exact": None, "slow3": "exact", "stock3": None, "exact0": "start",
-        # A run of its own kind of model.
-        "llama": "twin", "none": None, "twin": None,
-    }  # fmt: skip
-    assert [len(measures.switches_made(run.events)) for run in runs[7:12]] == [0, 0, 1, 1, 1]
-
-
 def test_one_line_of_a_run():
     rows = [(step, "", -1, -1, "loss", 2.0 + (step > 3000) / 2) for step in range(0, 4001, 20)]
     steps = np.arange(0, 4001, 200)
