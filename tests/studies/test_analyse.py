@@ -1,8 +1,6 @@
 """The rescue study's tables: what counts as failed, and what is told of it."""
 
 import json
-from dataclasses import asdict, fields
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -14,9 +12,8 @@ from guardbit import read_run
 from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
-from studies.rescue import analyse, lines, measures
-from studies.rescue.packed import Run, begun_at, load, pack
-from tests.studies.conftest import COLUMNS
+from studies.rescue import analyse, measures
+from studies.rescue.packed import begun_at, load, pack
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -104,60 +101,6 @@ def test_how_often_chance_alone_would_part_runs_like_this():
     ]
     expected = [2 / 3, 2 / 4, np.mean([number >= 3 for number in dealt])]
     np.testing.assert_allclose(table["chance"], expected, rtol=1e-12)
-
-
-def bare(name="run", events=(), **facts):
-    """A run of the study of which only the facts and the journal matter."""
-    known = {"arm": "stock", "backend": "cudnn", "stabilizer": None, "learning_rate": 1.5e-3,
-             "seed": 0, "branched_from": None}  # fmt: skip
-    names = [field.name for field in fields(Event)]
-    journal = pd.DataFrame([asdict(event) for event in events], columns=names)
-    return Run(name, {**known, **facts}, pd.DataFrame(), journal)
-
-
-def test_one_line_of_a_run():
-    rows = [(step, "", -1, -1, "loss", 2.0 + (step > 3000) / 2) for step in range(0, 4001, 20)]
-    steps = np.arange(0, 4001, 200)
-    first = np.where(steps == 1200, 9e9, np.where(steps > 2000, 3000.0, 2000.0))
-    other = np.where(steps <= 2600, 2000.0, 1500.0)
-    norms = np.where(steps >= 3000, 8.0, 3.0)
-    for head, logits in enumerate((first, other)):
-        for step, logit, norm in zip(steps.tolist(), logits, norms, strict=True):
-            rows += [(step, "h.0", 0, head, "max_logit", logit),
-                     (step, "h.0", 0, head, "w_q_spectral_norm", norm)]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    twin = frame.copy()
-    twin.loc[twin["indicator"] == "loss", "value"] = 2.0
-    alarm = partial(Event, kind="alarm", why="", rule="norm_growth")
-    events = [
-        alarm(2000, site="h.0", heads=(0,)), alarm(2400, site="h.1", heads=(0,), rule="other"),
-        Event(2000, "verdict", "", (), "", verdict="unclear"),
-        Event(2400, "verdict", "", (), "", verdict="rounding"),
-        Event(2000, "switch", "h.0", (0,), "", stabilizer="compensated"),
-        Event(2400, "switch", "h.0", (1,), "", stabilizer="compensated"),
-    ]  # fmt: skip
-    origin = "runs/stock-cudnn-seed0/step=1000.ckpt"
-    facts = {"arm": "rescue", "stabilizer": "compensated", "branched_from": origin}
-    start = bare("start", arm="from_start", stabilizer="compensated")._replace(frame=twin)
-    run = bare("branch", events, **facts)._replace(frame=frame)
-    line = lines.one_line_a_run([run, start]).iloc[0].to_dict()
-    expected = {
-        "run": "branch", "arm": "rescue", "family": "stock-cudnn-seed0", "steps": 4000,
-        "matched": "from_start", "compared_steps": 4000,
-        # Six losses of 25 at 0.5 average to 0.12.
-        "failed_at": 3120, "first_alarm": 2000, "rule": "norm_growth",
-        "lead": 1120, "verdict": "rounding", "alarmed_heads": 2,
-        # Head 1 is as large, and is switched later.
-        "first_switch": 2000, "switches": 2, "grown_heads": 1, "last_loss": 2.5,
-        "above_matched": 0.5,
-        # The peak at 1,200 comes before the alarm.
-        "highest_logit": 3000, "largest_norm": 8, "largest_logit": 3000,
-    }  # fmt: skip
-    assert {name: line[name] for name in expected} == pytest.approx(expected)
-    stock = bare("again", branched_from=origin)._replace(frame=frame)
-    (line,) = lines.one_line_a_run([stock]).to_dict("records")
-    assert (line["arm"], line["matched"], line["first_alarm"]) == ("again", "", None)
-    assert line["highest_logit"] == 9e9
 
 
 def test_of_heads_that_are_audited_in_turn_all_audits_are_kept(tmp_path):

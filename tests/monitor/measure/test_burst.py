@@ -445,6 +445,18 @@ def test_a_verdict_that_ends_the_measuring_is_seldom_wrong(true, most_wrong):
     assert wrong <= 300 * most_wrong
 
 
+@pytest.mark.parametrize("is_noise", [True, False])
+def test_of_noise_nothing_is_explained_and_of_what_the_input_makes_all(is_noise):
+    generator = torch.Generator().manual_seed(0)
+    inputs, whole = torch.randn(2, 64, 32, generator=generator, dtype=torch.float64)
+    whole = whole[:32, :24]  # 32 features of q and k, 24 of the input
+    x = inputs if is_noise else inputs[:, :24] @ whole.mT
+    projected = [(x.view(1, 64, 2, 16).transpose(1, 2).float(), None, (None,))]
+    factor = torch.linalg.cholesky(whole.mT @ whole)
+    _, left = Burst(dict, nn.Module())._turn_of("a", projected, whole, factor)
+    assert left.item() == pytest.approx(float(is_noise), abs=0.1)
+
+
 @pytest.mark.parametrize("layer", [partial(Turned, width=32), partial(Attention, width=64)])
 def test_of_ranks_nothing_is_measured_without_a_proof(layer, tmp_path, monkeypatch, short):
     """Of queries that no table turns back; of q and k that have no more features than x."""

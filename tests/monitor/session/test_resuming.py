@@ -10,7 +10,7 @@ from guardbit import load, read_events
 from guardbit.monitor import journal
 from guardbit.monitor.policy import Policy
 from guardbit.store import RunWriter
-from tests.monitor.session.plain_loop import SITES, Always, Loop, events_of, full_disk
+from tests.monitor.session.plain_loop import SITES, Always, Loop, events_of, full_disk, sampled
 
 
 def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
@@ -81,6 +81,15 @@ def test_a_resumed_run_is_judged_as_its_folder_is(tmp_path, monkeypatch, caplog,
     assert resumed.session.judgement.numbers["first_step"] == (
         7 if fault == "a segment is broken" else 0
     )
+
+
+def test_a_past_that_cannot_be_read_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    state = Loop(dirpath=tmp_path).run(range(3), close=False).leave()
+    monkeypatch.setattr(journal.RunFollower, "look", full_disk)
+    Loop(dirpath=tmp_path).resume(state, [3, 4])
+    assert "goes on without some of what its folder holds: [Errno 28]" in caplog.text
+    monkeypatch.undo()
+    assert sampled(tmp_path) == [0, 1, 2, 3, 4]
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
