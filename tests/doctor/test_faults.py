@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from guardbit.doctor.exact import Unit, exactly, gaps, units_of
+from guardbit.doctor.examine import tiles_of
 from guardbit.doctor.inputs import ExaminedCall, Shape, dense_spec, make
 from guardbit.kernels.engines import AutogradEngine, choose
 from guardbit.kernels.engines.sdpa import CPUFlash
@@ -199,6 +200,14 @@ def test_attention_in_fp64_is_that_of_autograd():
     for gap in gaps(call, wrong, [exact], (4, 3)):
         more = (2 if gap.tensor == "dq" else 3) * 2.0**-8 * exact.sizes[gap.tensor]
         torch.testing.assert_close(gap.error / gap.ratio, bounds[gap.tensor] + more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles"), [(191, (6, 1)), (192, (3, 1)), (767, (12, 2)), (768, (3, 2))]
+)
+def test_tiles_are_those_of_pytorch_on_cpus(rows, tiles):
+    call = ExaminedCall(*torch.empty(4, 1, 1, rows, 8), AttentionSpec(1.0))
+    assert tiles_of(CPUFlash(), call) == tiles
 
 
 def test_bounds_are_those_written_by_hand():

@@ -58,8 +58,8 @@ STEP = 2.0**-12
         # The maximum itself is rounded: 4.97 and 4.96 are 4.96875, and 4.94 is not.
         ([4.97, 4.96, 4.94], [1, 2]),
         # Below 0 half-way is above: -4.984375 goes to -5, the even one, and its upper neighbour
-        # to -4.96875.
-        ([-4.984375, -5.0, -5.015625], [1, 3]),
+        # to -4.96875; -5.015625 too goes to -5, and the next number of FP32 below does not.
+        ([-4.984375, -5.0, -5.015625, -5.015625 - 2.0**-21], [1, 3]),
         ([0.0, -0.0009, -0.0011, -0.0021], [2, 2]),
     ],
 )

@@ -32,6 +32,13 @@ def test_the_first_step_at_or_after_each_multiple_is_sampled(cadence, steps):
     assert run(Schedule(cadence), steps) == [step for step in steps if passed[step]]
 
 
+@pytest.mark.parametrize(
+    ("cadence", "counted"), [(1, []), (2, [*range(1, 24, 2)]), (4, [1, 6, 11, 13, 18, 23])]
+)
+def test_between_samples_one_step_is_counted_each_time_a_later_one(cadence, counted):
+    assert [step for step in range(24) if Schedule(cadence).is_counted(step)] == counted
+
+
 def test_of_all_steps_only_the_first_is_sampled_because_it_is_wanted():
     assert run(Schedule(100, wants_first=lambda: True), [7, 8, 9]) == [7]
 
