@@ -108,6 +108,14 @@ def test_a_loss_that_climbs_rises(samples, climb):
     assert losses.rise > 1
 
 
+def test_a_small_rise_shows_when_all_losses_that_are_remembered_are_of_it():
+    losses, begins = Evidence().loss, 400
+    for step, noise in enumerate(np.random.default_rng(0).normal(0, 0.05, begins + 26).tolist()):
+        assert losses.rise == 0
+        losses.add(step, 3.0 + noise if step < begins else 3.3)
+    assert losses.rise > 0 and losses.recent[0] == begins
+
+
 def test_losses_take_no_memory_with_time():
     evidence = Evidence()
     for step in range(20_000):

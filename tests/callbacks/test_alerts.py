@@ -3,12 +3,13 @@
 import http.server
 import json
 import threading
+import time
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
 
-from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_events
+from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, alerts, read_events
 from guardbit.alerts import MOST_CHARACTERS, VARIABLE, Webhook, message
 from guardbit.records import Event
 from tests.callbacks.monitoring.reading import SITES
@@ -74,6 +75,15 @@ def test_a_webhook_nobody_answers_at_is_told_of_before_the_first_message(caplog)
     webhook.close()
     (said,) = caplog.messages
     assert said.startswith("the webhook at 127.0.0.1 does not answer: ") and "refused" in said
+
+
+def test_a_webhook_that_hangs_holds_nobody_up(monkeypatch):
+    released, begin = threading.Event(), time.monotonic()
+    monkeypatch.setattr(alerts, "WEBHOOK_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: released.wait(20))
+    Webhook("https://example.org/x").close()
+    assert time.monotonic() - begin < 10
+    released.set()
 
 
 @pytest.mark.parametrize("url", ["", "example.org/x", "file:///etc/passwd", "https://"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import tables
+from guardbit.dashboards import document, tables
 from guardbit.dashboards.document import effect_of_switch
 from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.tables import Recorded, RunSoFar
@@ -216,3 +216,12 @@ def test_a_name_that_several_layers_share_tells_none_of_them_apart():
     }
     watched = Recorded(frame).heads_to_watch()
     assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]
+
+
+def test_a_change_is_told_between_finite_numbers_of_one_sign(monkeypatch):
+    nan, inf = math.nan, math.inf
+    sides = [(2.0, 1.0), (-4.0, -2.0), (nan, 1.0), (1.0, inf), (inf, inf), (-1.0, 2.0), (0.0, 2.0)]
+    rows = [("delta_bias", None, *pair) for pair in sides]
+    monkeypatch.setattr(document, "effect_of_switch", lambda _: rows)
+    shown = document._before_and_after(None).rows
+    assert [row[-1] for row in shown] == [*["× 0.5"] * 2, *["–"] * 5]

@@ -53,6 +53,12 @@ def test_a_race_is_named_with_its_rows():
     assert "race" in first
 
 
+def test_what_is_wrong_in_all_rows_is_no_race():
+    tensors = sound(2)
+    out, dq = kernel(tensors)
+    assert "rows" not in {one.kind for one in recognize(head_of(tensors, out, dq * 0.9))[1]}
+
+
 @pytest.mark.parametrize("way", [kernel, tiled])
 @pytest.mark.parametrize("make", [sound, peaked, varied])
 @pytest.mark.parametrize("seed", range(2))

@@ -19,6 +19,10 @@ WIDTH, HEADS, SIZE = 24, 8, 6
 SECOND = (1, 2)
 
 
+class Core(nn.Module):
+    """Without weights, as Megatron's `CoreAttention` is."""
+
+
 @pytest.fixture
 def mesh(begin_group):
     begin_group("fake", rank=1, world_size=2)
@@ -91,6 +95,14 @@ def test_a_part_of_a_weight_lies_on_the_last_dimension_of_a_mesh(begin_group):
     part = _as_part_of(weight, local)
     assert part.device_mesh == mesh["heads"] and part.placements == (Shard(0),)
     assert torch.equal(part.to_local(), local)
+
+
+def test_the_weights_of_a_core_without_any_are_those_around_it():
+    attention = Attention()
+    attention.core = Core()
+    with instrumented(Model(attention)):
+        assert seen.weighted_module(frames.site_number(attention.core)) is attention
+        assert seen.weighted_module(frames.site_number(attention)) is attention
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import private
 from guardbit.kernels import engines
-from guardbit.kernels.engines import sdpa
+from guardbit.kernels.engines import base, sdpa
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.kernels.runtime import NO_SITE
@@ -111,6 +112,15 @@ def test_nothing_switched_has_the_bits_and_the_layout_of_pytorch(
                 )
                 if other.numel():
                     assert mine.stride() == other.stride(), where
+
+
+@pytest.mark.parametrize(
+    "returned", [(torch.tensor([5, 7]).view(torch.uint64), torch.tensor(0)), torch.tensor([5, 7])]
+)
+def test_seed_and_offset_are_kept_from_one_tensor_or_two(returned):
+    drawn = SimpleNamespace(generator_state=torch.zeros(16, dtype=torch.uint8))
+    base.keep(drawn, *returned)
+    assert drawn.generator_state.view(torch.int64).tolist() == [5, 7]
 
 
 @pytest.mark.parametrize("scale", [0.5, -1.0, 0.0])
