@@ -120,6 +120,11 @@ KEPT = {
     "dict and list": (
         lambda: collections.defaultdict(int, list=[]), counted, lambda self: str(self.held),
     ),
+    "an object of a package like lightning": (
+        type("Counter", (), {"__module__": "lightning.counter", "calls": 0}),
+        lambda self, x: vars(self.held).update(calls=self.held.calls + 1) or self.held.calls,
+        lambda self: self.held.calls,
+    ),
     "the module around it": (object, counted_around, lambda self: self.around[0].calls),
     "a global name and a function": (
         begin_to_count, lambda *_: counting(), lambda self: (total, counting.calls),

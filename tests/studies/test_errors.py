@@ -16,22 +16,21 @@ def case(request):
     return make("causal", torch.bfloat16, SHAPE, request.param)
 
 
-def handed(case, factor, heads=(0, 1, 2, 3), into=None):
-    """(B, H, N) in FP64: the kernel's delta, the exact one, and the one that is handed on; O'."""
+def handed(case, factor):
+    """(B, H, N) in FP64: the kernel's delta, the exact one, and the one that is handed on."""
     forward = attend(case.q, case.k, case.v, case.spec)
     rounded = forward.out.bfloat16()
     carried = HandOn(factor, 3)(
         case.d_out, case.q, case.k, case.v, rounded, forward.lse.float(),
-        spec=case.spec, head_ids=heads, into=into,
+        spec=case.spec, head_ids=(0, 1, 2, 3), into=None,
     )  # fmt: skip
     d_out = case.d_out.double()
-    deltas_of = [(d_out * x.double()).sum(-1) for x in (rounded, forward.out, carried)]
-    return *deltas_of, carried, rounded
+    return [(d_out * x.double()).sum(-1) for x in (rounded, forward.out, carried)]
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_delta_is_the_exact_one_and_a_multiple_of_the_error(case, factor):
-    own, exact, found, _, _ = handed(case, factor)
+    own, exact, found = handed(case, factor)
     error = own - exact
     # FP32 sums on the way, where the error is BF16's: 2^-9 of the products.
     close = {"rtol": 0.0, "atol": 2.0**-20 * case.d_out.abs().max().item() * 8}
@@ -43,34 +42,6 @@ def test_delta_is_the_exact_one_and_a_multiple_of_the_error(case, factor):
         assert 0.39 < kept < 0.61
     else:
         torch.testing.assert_close(found, exact + float(factor) * error, **close)
-
-
-def test_signs_are_drawn_anew_and_other_random_numbers_stay(case):
-    hand = HandOn(RANDOM, 3)
-    state = torch.get_rng_state()
-    error = torch.ones(2, 4, 64)
-    first, second = hand._factors(error), hand._factors(error)
-    assert not torch.equal(first, second)
-    assert set(first.unique().tolist()) == {-1.0, 1.0}
-    assert torch.equal(HandOn(RANDOM, 3)._factors(error), first)
-    assert not torch.equal(HandOn(RANDOM, 4)._factors(error), first)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_other_heads_keep_what_they_have(case):
-    *_, carried, rounded = handed(case, "-1", heads=(1,))
-    assert torch.equal(carried[:, [0, 2, 3]], rounded[:, [0, 2, 3]])
-    assert not torch.equal(carried[:, 1], rounded[:, 1])
-    begun = torch.ones_like(rounded)
-    *_, carried, _ = handed(case, "-1", heads=(1,), into=begun)
-    assert carried is begun
-    assert bool((carried[:, [0, 2, 3]] == 1).all())
-
-
-def test_rows_that_cannot_carry_another_keep_their_own(case):
-    case.d_out[0, 2, 5, :8] = 0
-    *_, carried, rounded = handed(case, "2")
-    assert torch.equal(carried[0, 2, 5], rounded[0, 2, 5])
 
 
 def test_it_runs_in_a_call(case, monkeypatch):

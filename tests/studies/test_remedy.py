@@ -48,7 +48,3 @@ def test_runs_of_a_seed_are_read_up_to_the_last_common_step():
     # 0.189 and by 0.0895 a sample.
     assert (found.alarm["fails"], found.alarm["its"]) == (800, 1600)
     assert math.isnan(found.alarm["exact"])
-
-
-def test_without_such_a_run_there_is_nothing_to_tell():
-    assert remedy.table([*RUNS[:2], *OTHERS]).empty
