@@ -92,3 +92,4 @@ def test_chance_is_that_of_all_ways_to_deal_them_out(groups):
 
 def test_what_is_not_a_number_is_in_no_order():
     assert in_order(([1.0], [np.nan, 2.0])) == 1.0
+    assert in_order(([1.0], [1.0])) == 0.5
