@@ -3,6 +3,7 @@
     python -m studies.rescue.doses --seeds 8 12 --again 16 --rounds 3 --minutes 24
     python -m studies.rescue.doses --seeds 4 10 --again 40 --rounds 5 --ways losses
     python -m studies.rescue.doses --seeds 4 --again 60 --rounds 1 --ways twins
+    python -m studies.rescue.doses --seeds 9 --again 90 --rounds 2 --ways showcase
 
 The starts run side by side on cuDNN without a switch. The one that is alarmed first goes on; the
 others end as soon as it is known that they are not it. From its last checkpoint before that alarm
@@ -10,8 +11,9 @@ copies go on, in rounds: one of each way. `doses` hand on multiples of delta's e
 and `dose_response.py` compares them; `losses` compare what corrections of the layers that the first
 alarm names are worth, and `paired.py` does. `twins` correct all heads, and `causes.py` compares
 them with the start itself. `low` is for a low rate: it begins before the first advisory, and
-`counterfactual.py` compares. The first round has the next number after the starts'. When the time
-is up, what runs is stopped; what it has recorded stays.
+`counterfactual.py` compares. `showcase` records two copies that only watch and two that
+`AutoStabilizer` guards as it comes. The first round has the next number after the starts'. When the
+time is up, what runs is stopped; what it has recorded stays.
 """
 
 from __future__ import annotations
@@ -48,11 +50,15 @@ WAYS = {
     ),
     "twins": (("--arm", "late", "--stabilizer", "exact_delta"),),
     "low": (("--arm", "stock"), ("--arm", "late", "--stabilizer", "exact_delta")),
+    "showcase": (("--arm", "stock"), ("--arm", "rescue_layer", "--stabilizer", "exact_delta")),
 }
 
 #: How far copies go. Twins: 600 steps after the alarm, whichever checkpoint they are of.
 STEPS = 1800
 STEPS_OF = {"doses": STEPS, "losses": 1500, "twins": CHECKPOINT_EVERY + 600, "low": 2000}
+
+#: The step at which all runs of the showcase end, and its steps between checkpoints.
+SHOWN_UNTIL, SHOWN_EVERY = 10_000, 100
 
 
 def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, int]:
@@ -60,7 +66,6 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
     kept = options.folder / "frozen"
     if kept.exists():
         raise SystemExit(f"{kept} is of a call that was cut off: remove it first")
-    steps = STEPS_OF[options.ways]
     jobs = Jobs(options.folder / "logs", command, options.minutes, options.gpus)
     try:
         common = ["--backend", "cudnn", "--snapshot-megabytes", "0",
@@ -76,10 +81,11 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
         print(f"seed {seed}: alarmed at {alarm}, copied from {step}", flush=True)
         kept.mkdir()
         frozen(run, kept, step)
-        common += ["--folder", str(kept), "--seed", str(seed), "--steps", str(step + steps)]
+        end = _end(options, step)
+        common += ["--folder", str(kept), "--seed", str(seed), "--steps", str(end)]
         common += ["--branch", "--branch-step", str(step), "--of-again", str(options.again)]
         common += ["--alarmed-by", str(alarm)]
-        _copy(options, jobs, common, run, step + steps)
+        _copy(options, jobs, common, run, end)
     finally:
         jobs.stop_all()
         for copy in kept.glob("*-from*"):
@@ -90,12 +96,13 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
 
 def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[int, Path]:
     """Starts the seeds; returns the one that is alarmed first, which goes on, and its folder."""
+    every = SHOWN_EVERY if options.ways == "showcase" else CHECKPOINT_EVERY
     runs = {}
     for seed in options.seeds:
         arguments = [*common, "--folder", str(options.folder), "--arm", "stock", "--again",
                      str(options.again), "--seed", str(seed),
-                     "--steps", str(options.by + STEPS_OF[options.ways]),
-                     "--checkpoint-every", str(CHECKPOINT_EVERY)]  # fmt: skip
+                     "--steps", str(_end(options, options.by)),
+                     "--checkpoint-every", str(every)]  # fmt: skip
         runs[seed] = options.folder / run_name(parse(arguments), "stock")
         jobs.start(f"seed{seed}", "train", arguments)
     going_on = set(options.seeds)
@@ -117,6 +124,11 @@ def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[
             print(f"seed {seed} ended at {at[seed]}", flush=True)
             going_on.remove(seed)
     raise SystemExit(f"no start was alarmed by step {options.by}")
+
+
+def _end(options: argparse.Namespace, begin: int) -> int:
+    """The step at which copies end that begin at a step."""
+    return SHOWN_UNTIL if options.ways == "showcase" else begin + STEPS_OF[options.ways]
 
 
 def _kinds(options: argparse.Namespace) -> tuple[str, ...]:
