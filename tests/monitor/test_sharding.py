@@ -111,11 +111,14 @@ def test_the_weights_of_a_core_without_any_are_those_around_it():
      ("", {"here": 2, True: 3}, 0)],
 )  # fmt: skip
 def test_a_layer_that_was_not_traced_is_shared_out_as_its_type(now, shares, parts, monkeypatch):
-    with instrumented(model := Attention()):
+    class Layer(Attention):
+        """Of a type that no other test has traced."""
+
+    with instrumented(model := Layer()):
         number = frames.site_number(model)
         monkeypatch.setattr(seen.sharding, "spread_of", lambda _: now)
         of_type = {how: (WHOLE, count) for how, count in shares.items()}
-        monkeypatch.setattr(seen._types[Attention], "shares", of_type)
+        monkeypatch.setattr(seen._types[Layer], "shares", of_type)
         seen.know_traced_share(number)
         assert seen.parts(number) == parts
 
