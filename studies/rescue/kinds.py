@@ -4,6 +4,13 @@
 
 A pair is an architecture of `train.py`, a rate and a seed. A run and its twin share weights and
 batches; `risk.py` compares them. When the time is up, what runs is stopped, and its records stay.
+
+Set before the runs of `-again80`: seeds 3 and 4 of `gpt2` at 1.5e-3 and of `llama_none`, `llama`
+and `llama_qk_norm` at 1.25e-3, 6,000 steps. Compared: first alarms by the rules as they stand,
+causes with twins, answers about risk with logits over 1.5 times the twin's. Expected: no twin is
+alarmed; alarms come with learned or no positions only; at least five more causes are settled, and
+no twin contradicts one; over kinds the largest unsaturated `dq_relative_error` by step 3,000 goes
+with the difference of log logits at least as much as `key_common_mode` at step 2,000 does.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ def test_behind_the_last_document_a_hubs_function_is_compared_with_nothing(tiny)
     with instrumented(model) as inst:
         tiny.step(model, torch.randn(2, 13, 64).bfloat16())  # 24 tokens are in documents
         inst.switch("0", "exact_delta")
+        assert {*inst.stabilizers()["0"]} == {"exact_delta"}
 
 
 def test_what_an_evaluation_returns_without_a_logsumexp_is_no_other_value(tiny):
