@@ -16,9 +16,9 @@ them with the start itself. `low` is for a low rate: it begins before the first 
 time is up, what runs is stopped; what it has recorded stays.
 
 Set before the runs of `-again90`, the showcase: seeds 9, 4 and 10, in this order, one at a time. A
-start watches; at its first alarm of a head four copies go on from its last checkpoint (of every 100
-steps) before that, two watching, two with `AutoStabilizer()`, to step 10,000. If a watching copy
-does not depart, or a guarded one does, that is told, and the next seed is tried.
+start watches; at its first alarm of a head it ends, and four copies go on from its last checkpoint
+(of every 100 steps) before that, two watching, two with `AutoStabilizer()`, to step 10,000. If a
+watching copy does not depart, or a guarded one does, that is told, and the next seed is tried.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, 
         print(f"seed {seed}: alarmed at {alarm}, copied from {step}", flush=True)
         kept.mkdir()
         frozen(run, kept, step)
+        if options.ways == "showcase":
+            # Nothing compares with it, and its checkpoints would fill the disk.
+            jobs.stop(f"seed{seed}")
         end = _end(options, step)
         common += ["--folder", str(kept), "--seed", str(seed), "--steps", str(end)]
         common += ["--branch", "--branch-step", str(step), "--of-again", str(options.again)]
