@@ -1,0 +1,1 @@
+"""Every layer of a model: where a step first goes wrong."""
