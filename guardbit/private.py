@@ -102,6 +102,11 @@ NAMES: dict[str, Private] = {
          _C + "_set_deterministic_fill_uninitialized_memory"),
         "deterministic mode fills GuardBit's tensors too", (_always(False), _always(None)),
     ),
+    "run_backward": Private(  # beneath what function modes see, which leave themselves off in it
+        ("torch.autograd.graph._engine_run_backward",),
+        "a replay does not look into reentrant checkpoints",
+        (lambda losses, *_, **__: torch.autograd.backward(losses),),
+    ),
     "no_torch_dispatch": Private(
         (_C + "_DisableTorchDispatch",), "a model of fake tensors is not watched", (nullcontext,)
     ),

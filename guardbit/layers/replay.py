@@ -1,48 +1,69 @@
 """Finds where values that are not finite are made, by running a step's batches once more.
 
-The repetition runs uncompiled, with the random numbers of the step. A function mode notes what
-each call takes and makes, module hooks where it runs, and hooks on autograd's nodes the gradients.
-From a loss, or a gradient of a parameter, that is not finite the way leads back through the calls
-to the first whose inputs are finite. Afterwards gradients, buffers and random numbers are as before.
+The repetition runs uncompiled, with the random numbers of the step. A function mode notes what each
+call takes and makes, module hooks where it runs, and hooks on autograd's nodes the gradients. From
+a loss, or the gradient of a parameter, that is not finite the way leads back to the first call
+whose inputs are finite. Afterwards gradients, generators and what modules hold are as before.
 """
 
 from __future__ import annotations
 
+import copy
 import random
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from guardbit import private
+
 #: Functions whose -inf is meant: they write it where a mask says so.
-_MASKS = frozenset({"masked_fill", "masked_fill_", "full", "full_like", "fill_", "where", "new_full"})
+_MASKS = frozenset(
+    {"masked_fill", "masked_fill_", "full", "full_like", "fill_", "where", "new_full"}
+)
 
 #: Functions that make no values of their own.
-_LOOKS = frozenset({"__get__", "requires_grad_", "register_hook", "size", "dim", "__set__"})
+_LOOKS = frozenset({"requires_grad_", "register_hook", "size", "dim", "__set__"})
+
+#: What wrappers add to the names of modules.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+#: What a module may hold tensors in.
+_CONTAINERS = (dict, OrderedDict, list, deque)
 
 
 class RandomState(NamedTuple):
-    """The generators' states at the begin of a micro-batch: 5 KB, and 16 bytes a GPU in use."""
+    """The states of the generators of Python, NumPy and PyTorch."""
 
     python: object
+    numpy: object
     cpu: Tensor
     devices: dict[int, Tensor]
 
     @classmethod
     def now(cls) -> RandomState:
+        """Reads the generators, those of all GPUs among them; it waits for none."""
         used = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         devices = {index: torch.cuda.get_rng_state(index) for index in used}
-        return cls(random.getstate(), torch.get_rng_state(), devices)
+        numpy = sys.modules.get("numpy")
+        of_numpy = None if numpy is None else numpy.random.get_state()
+        return cls(random.getstate(), of_numpy, torch.get_rng_state(), devices)
 
     def restore(self) -> None:
+        """Sets the generators to these states."""
         random.setstate(self.python)  # pyright: ignore[reportArgumentType]
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         for index, state in self.devices.items():
             torch.cuda.set_rng_state(state, index)
@@ -51,29 +72,37 @@ class RandomState(NamedTuple):
 class MicroBatch(NamedTuple):
     """A micro-batch that can run once more."""
 
-    loss: Callable[[], Tensor]  # its forward, which returns the loss as its backward takes it
-    random: RandomState
+    # Its forward, which returns the loss that its backward takes; None if that was left out.
+    loss: Callable[[], Tensor | None]
+    random: RandomState | None = None  # before its forward; None to take the present one
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where values that are not finite appear first."""
+    """Where values that are not finite appear first.
+
+    >>> str(Place("h.3.attn", "softmax", "gradient of the input", "NaN", is_made=True))
+    "gradient of the input of softmax is made NaN in module 'h.3.attn'"
+    """
 
     module: str  # dotted name; "" outside every module
     function: str  # what was called there, such as "softmax"
-    tensor: str  # "output", "gradient of its input" or "gradient of layer.weight"
+    tensor: str  # "output", "gradient of the input", "gradient of fc.weight", "fc.weight"
     kind: Literal["NaN", "infinite"]
-    is_made: bool  # from finite values; False if they came with the batch, weights or the loss
-    micro_batch: int
+    is_made: bool  # from finite values; False if they came with the batch or the weights
+    micro_batch: int = 0
 
     def __str__(self) -> str:
-        where = f"module '{self.module}'" if self.module else "no module, but the training step"
-        verb = "is made" if self.is_made else "arrives"
-        return f"{self.tensor} of {self.function} {verb} {self.kind} in {where}"
+        where = f"in module '{self.module}'" if self.module else "outside all modules"
+        if self.is_made:
+            return f"{self.tensor} of {self.function} is made {self.kind} {where}"
+        return f"{self.tensor} that {self.function} gets {where} is {self.kind} already"
 
 
 def first_nonfinite(model: nn.Module, batches: Sequence[MicroBatch]) -> Place | None:
     """Runs the micro-batches of a step again, forward and backward, until one is not finite.
+
+    On several ranks all of them run to the end, because ranks wait for each other in some.
 
     Args:
         model: The model; its modules name places.
@@ -82,43 +111,105 @@ def first_nonfinite(model: nn.Module, batches: Sequence[MicroBatch]) -> Place | 
     Returns:
         The first place, None if all losses and gradients of parameters are finite this time.
     """
+    places: list[Place | None] = []
     for index, batch in enumerate(batches):
+        if any(places) and not _are_several():
+            break
         with _as_before(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-            batch.random.restore()
-            with _Observer(model) as observer:
-                loss = batch.loss()
-                place = observer.of_forward(loss, index)
-            if place is None:
-                loss.backward()
-                place = observer.of_backward(index)
-            if place is not None:
-                return place
-    return None
+            if batch.random is not None:
+                batch.random.restore()
+            places.append(_place_in(model, batch, index))
+    return next(filter(None, places), None)
+
+
+def _are_several() -> bool:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_distributed and torch.distributed.get_world_size() > 1
+
+
+def _place_in(model: nn.Module, batch: MicroBatch, index: int) -> Place | None:
+    with _Observer(model, index) as observer:
+        loss = batch.loss()
+        if loss is None:
+            return None
+        place = observer.of_forward(loss)
+        if loss.requires_grad and (place is None or _are_several()):
+            ones = torch.ones_like(loss)
+            how = {"allow_unreachable": True, "accumulate_grad": True}
+            private.run_backward((loss,), (ones,), False, False, (), **how)
+            place = place or observer.of_backward()
+        return place
+
+
+# --- what a replay leaves as it was ---------------------------------------------------------------
 
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and generators back afterwards."""
-    state = RandomState.now()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(parameter, _own(parameter.grad)) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
+    """Puts gradients, generators and what modules hold back afterwards."""
+    with ExitStack() as undo:
+        undo.callback(RandomState.now().restore)
+        undo.callback(_Held(model).restore)
+        for parameter in model.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            if parameter.grad is not None and _is_part(parameter.grad):
+                undo.callback(_copy_back, parameter.grad, parameter.grad.clone())
+            parameter.grad = None
+            _keep_hooks_out(parameter, undo)
         yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        state.restore()
 
 
-def _own(gradient: Tensor | None) -> Tensor | None:
-    # A gradient may be a part of a bucket, which the next backward fills anew.
-    is_part = gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
-    return gradient.clone() if is_part and gradient is not None else gradient
+def _is_part(gradient: Tensor) -> bool:
+    """Whether a gradient may be a part of a bucket, which the next backward fills anew."""
+    is_plain = type(gradient) is Tensor and gradient.layout == torch.strided
+    return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
+def _keep_hooks_out(parameter: Tensor, undo: ExitStack) -> None:
+    """Takes off what a loop does with a gradient that is complete, such as an optimizer's step."""
+    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    undo.callback(hooks.update, dict(hooks))
+    for key, hook in list(hooks.items()):
+        if not str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
+            del hooks[key]
+
+
+@torch.no_grad()
+def _copy_back(tensor: Tensor, content: Tensor) -> None:
+    tensor.copy_(content)
+
+
+class _Held:
+    """What modules hold besides parameters: buffers, and metrics and counters in attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        waiting: list[Any] = [vars(module) for module in model.modules()]
+        while waiting:
+            held = waiting.pop()
+            if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+                if not held.is_inference():  # nobody may change these
+                    self._tensors.setdefault(id(held), (held, held.detach().clone()))
+            elif type(held) in _CONTAINERS and id(held) not in self._containers:
+                self._containers[id(held)] = held, copy.copy(held)
+                waiting += held.values() if isinstance(held, dict) else held
+
+    def restore(self) -> None:
+        for held, before in self._containers.values():
+            if isinstance(held, dict):
+                for key in [key for key in held if key not in before]:
+                    del held[key]
+                held.update(before)
+            else:
+                held.clear()
+                held.extend(before)
+        for tensor, content in self._tensors.values():
+            if not torch.equal(tensor, content):  # a normalization's do not count their changes
+                _copy_back(tensor, content)
+
+
+# --- what is observed -----------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
@@ -132,55 +223,89 @@ class _Call(NamedTuple):
 class _Observer(TorchFunctionMode):
     """Notes the calls of a forward, and the gradients of the backward after it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, index: int) -> None:
         super().__init__()
-        self._names = {module: name for name, module in model.named_modules()}
-        self._parameters = {parameter: name for name, parameter in model.named_parameters()}
-        self._running: list[str] = []
+        self._index = index  # of the micro-batch
+        # By identity: the hash of a torchmetric is that of what it has measured.
+        self._modules = {id(one): (_plain(name), one) for name, one in model.named_modules()}
+        named = (*model.named_buffers(), *model.named_parameters())
+        self._names = {id(tensor): (_plain(name), tensor) for name, tensor in named}
+        self._running: list[str] = []  # modules, outermost first
         # Of what is not finite. Held by the tensor, because an id may come again.
         self._made: dict[int, tuple[_Call, Tensor]] = {}
         self._ran: dict[Node, _Call] = {}
-        self._sources: dict[Node, Node | None] = {}  # of a bad gradient; None: it was made there
+        self._backward: list[Node] = []  # nodes that are running: of a checkpoint, others inside it
+        self._source: dict[Node, Node] = {}  # which other node first gave a node bad gradients
+        # Nodes that made such from finite ones, or whose finite gradients have such a sum.
+        self._makers: dict[Node, Literal["NaN", "infinite"]] = {}
+        self._sums: dict[Node, Literal["NaN", "infinite"]] = {}
+        self._ended: list[Node] = []  # nodes of leaves with a gradient that is not finite, in order
         self._hooks: list[RemovableHandle] = []
-        self._ended: list[Node] = []  # nodes of parameters whose gradient is not finite, in order
-        self._stack = ExitStack()
 
     def __enter__(self) -> _Observer:
-        for module in self._names:
-            handles = (
+        for _, module in self._modules.values():
+            self._hooks += (
                 module.register_forward_pre_hook(self._enter, prepend=True),
                 module.register_forward_hook(self._leave, always_call=True),
             )
-            for handle in handles:
-                self._stack.callback(handle.remove)
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._stack.close()
+        for handle in self._hooks:
+            handle.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._running.append(self._names[module])
+        self._running.append(self._modules[id(module)][0])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
 
+    @property
+    def _module(self) -> str:
+        return self._running[-1] if self._running else ""
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        resolved = resolve_name(function) or getattr(function, "__name__", "")
+        *_, owner, name = ("", *resolved.split("."))
         kwargs = kwargs or {}
-        name = (resolve_name(function) or getattr(function, "__name__", "")).rpartition(".")[2]
-        bad = () if name in _LOOKS else tuple(_bad(args, kwargs))
-        found = function(*args, **kwargs)
         if name in _LOOKS:
-            return found
-        call = _Call(name, self._running[-1] if self._running else "", bad)
+            return function(*args, **kwargs)
+        if name == "__get__":  # of a property: few are tensors, and these are views
+            found, name = function(*args, **kwargs), owner
+            bad = _bad(args) if _tensors(found) else []
+        else:
+            bad = _bad(args, kwargs)  # before the function, which may write to them
+            for tensor in _tensors(args, kwargs):
+                self._find_maker(tensor)
+            found = function(*args, **kwargs)
+        self._note(_Call(name, self._module, tuple(bad)), found)
+        return found
+
+    def _note(self, call: _Call, found: Any) -> None:
         for tensor in _bad(found):
             self._made.setdefault(id(tensor), (call, tensor))
         for tensor in _tensors(found):
             self._follow(tensor.grad_fn, call)
-        return found
+
+    def _find_maker(self, tensor: Tensor) -> None:
+        """Notes a function that modes do not see, as those of `torch.autograd.Function`."""
+        node = tensor.grad_fn
+        if node is None or node in self._ran:
+            return
+        reached, waiting = set[Node](), [node]
+        while waiting:
+            for following, _ in waiting.pop().next_functions:
+                if following in self._ran or hasattr(following, "variable"):
+                    reached.add(following)  # pyright: ignore[reportArgumentType]
+                elif following is not None:
+                    waiting.append(following)
+        leaves = [getattr(each, "variable", None) for each in reached]
+        before = [each for _, each in self._made.values() if each.grad_fn in reached]
+        self._note(_Call(node.name(), self._module, (*before, *_bad(leaves))), tensor)
 
     def _follow(self, node: Node | None, call: _Call) -> None:
         """Hooks the nodes that a call has made: all that are not known yet."""
@@ -190,62 +315,89 @@ class _Observer(TorchFunctionMode):
             if node is None or node in self._ran:
                 continue
             self._ran[node] = call
-            self._hooks.append(node.register_prehook(lambda into, node=node: self._into(node, into)))
             self._hooks.append(
-                node.register_hook(lambda out, into, node=node: self._out(node, out, into))
+                node.register_prehook(lambda given, node=node: self._begin(node, given))
+            )
+            self._hooks.append(
+                node.register_hook(lambda made, given, node=node: self._end(node, made, given))
             )
             waiting += [following for following, _ in node.next_functions]
 
-    def _into(self, node: Node, gradients: Sequence[Tensor | None]) -> None:
-        if hasattr(node, "variable") and _bad(gradients):
-            self._ended.append(node)
+    def _begin(self, node: Node, given: Sequence[Tensor | None]) -> None:
+        if bad := _bad(given):
+            if node not in self._source and self._backward:
+                self._source[node] = self._backward[-1]
+            elif node not in self._source:
+                self._sums[node] = _kind(bad[0])
+            if hasattr(node, "variable"):
+                self._ended.append(node)
+        self._backward.append(node)
 
-    def _out(
+    def _end(
         self, node: Node, made: Sequence[Tensor | None], given: Sequence[Tensor | None]
     ) -> None:
-        is_bad = bool(_bad(given))
-        if not is_bad and _bad(made):
-            self._sources[node] = None
+        self._backward.pop()
+        bad = _bad(made)
+        if bad and not _bad(given):
+            self._makers[node] = _kind(bad[0])
         for (following, _), gradient in zip(node.next_functions, made, strict=False):
-            if following is not None and gradient is not None and _bad([gradient]):
-                self._sources.setdefault(following, node)
+            if following is not None and _bad(gradient):
+                self._source.setdefault(following, node)
 
-    def of_forward(self, loss: Tensor, index: int) -> Place | None:
+    # --- the first place ------------------------------------------------------------------------
+
+    def of_forward(self, loss: Tensor) -> Place | None:
         """The place of a loss that is not finite, None if it is finite."""
-        if not _bad([loss]):
+        if not _bad(loss):
             return None
-        tensor, call = loss, None
-        while id(tensor) in self._made:
+        self._find_maker(loss)
+        tensor, call, passed = loss, _Call("the loss", "", ()), set[int]()
+        while id(tensor) in self._made and id(tensor) not in passed:
+            passed.add(id(tensor))
             call, _ = self._made[id(tensor)]
             inputs = [each for each in call.bad if not self._is_meant(each)]
             if not inputs:
-                return Place(call.module, call.function, "output", _kind(tensor), True, index)
+                return self._place(call, "output", _kind(tensor))
             tensor = min(inputs, key=lambda each: not bool(each.isnan().any()))
-        name = self._parameters.get(tensor, "the batch")  # pyright: ignore[reportArgumentType]
-        if call is None:
-            return Place("", "the loss", "output", _kind(loss), False, index)
-        return Place(call.module, call.function, name, _kind(tensor), False, index)
+        name, _ = self._names.get(id(tensor), ("the batch", None))
+        return self._place(call, name, _kind(tensor), is_made=False)
 
     def _is_meant(self, tensor: Tensor) -> bool:
-        """Whether only -inf stands in a tensor, where a mask says so."""
-        found = self._made.get(id(tensor))
-        made_by_mask = found is None or found[0].function in _MASKS
-        return made_by_mask and not bool((tensor.isnan() | tensor.isposinf()).any())
+        """Whether only -inf stands in a tensor, and comes from a mask."""
+        is_weight = isinstance(tensor, nn.Parameter)
+        if is_weight or bool((tensor.isnan() | tensor.isposinf()).any()):
+            return False
+        if id(tensor) not in self._made:
+            return True
+        call, _ = self._made[id(tensor)]
+        others = [each for each in call.bad if each is not tensor]
+        return call.function in _MASKS or (bool(others) and all(map(self._is_meant, others)))
 
-    def of_backward(self, index: int) -> Place | None:
+    def of_backward(self) -> Place | None:
         """The place of the first gradient of a parameter that is not finite."""
-        for handle in self._hooks:
-            handle.remove()
         if not self._ended:
             return None
-        node = self._ended[0]
-        parameter = node
-        while (source := self._sources.get(node)) is not None:
-            node, parameter = source, node
+        leaves: list[Any] = self._ended
+        node = following = next((x for x in leaves if id(x.variable) in self._names), leaves[0])
+        while node not in self._makers and node in self._source:
+            node, following = self._source[node], node
         call = self._ran[node]
-        name = self._parameters.get(getattr(parameter, "variable", None))  # pyright: ignore
-        tensor = f"gradient of {name}" if name else "gradient of the input"
-        return Place(call.module, f"{call.function} ({node.name()})", tensor, "NaN", True, index)
+        if node not in self._makers:
+            return self._place(call, "sum of gradients of the output", self._sums[node])
+        # Weights come to some functions as a view, which is made in the same call.
+        while self._ran.get(following) is call and following.next_functions:
+            following = following.next_functions[0][0]
+        name, _ = self._names.get(id(getattr(following, "variable", None)), ("the input", None))
+        return self._place(call, f"gradient of {name}", self._makers[node])
+
+    def _place(
+        self, call: _Call, tensor: str, kind: Literal["NaN", "infinite"], is_made: bool = True
+    ) -> Place:
+        return Place(call.module, call.function, tensor, kind, is_made, self._index)
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _tensors(*found: Any) -> list[Tensor]:
@@ -254,8 +406,16 @@ def _tensors(*found: Any) -> list[Tensor]:
 
 def _bad(*found: Any) -> list[Tensor]:
     """The tensors that are not finite."""
-    floats = [each for each in _tensors(found) if each.is_floating_point() and each.numel()]
-    return [each for each in floats if not bool(each.detach().isfinite().all())]
+    return [each for each in _tensors(found) if not _is_finite(each)]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    try:
+        return bool(tensor.detach().isfinite().all())
+    except (RuntimeError, NotImplementedError):
+        return True  # of a kind that cannot say so, such as sparse ones
 
 
 def _kind(tensor: Tensor) -> Literal["NaN", "infinite"]:

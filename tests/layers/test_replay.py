@@ -1,0 +1,322 @@
+"""Values that are not finite are planted in a model; the replay names where each is made first."""
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from guardbit.layers.replay import MicroBatch, Place, RandomState, first_nonfinite
+
+WIDTH, TOKENS, VOCABULARY = 16, 6, 11
+
+# PyTorch warns of reentrant checkpoints.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Unseen(torch.autograd.Function):
+    """Writes NaN into its output, or the gradient of its input, in a way that no mode sees."""
+
+    @staticmethod
+    def forward(ctx, x, is_bad):
+        ctx.is_bad, y = not is_bad, x * 2
+        y.numpy()[0, 0] += math.nan if is_bad else 0
+        return y
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * (math.nan if ctx.is_bad else 2), None
+
+
+class Part(nn.Module):
+    """A linear layer whose output, and whose output's gradient, may be spoilt."""
+
+    def __init__(self, spoil=None):
+        super().__init__()
+        self.fc, self.spoil = nn.Linear(WIDTH, WIDTH), spoil
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if self.spoil is None else self.spoil(y)
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True).sqrt().clamp(min=1e-3)
+
+
+class Experts(nn.Module):
+    """Each token goes to one of three experts, in turn."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.experts = nn.ModuleList(Part(spoil if n == 1 else None) for n in range(3))
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[:, number::3] = expert(x[:, number::3])
+        return out
+
+
+class Saved(nn.Module):
+    """A part inside activation checkpointing."""
+
+    def __init__(self, spoil, is_reentrant):
+        super().__init__()
+        self.part, self.is_reentrant = Part(spoil), is_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=self.is_reentrant)
+
+
+class Attends(nn.Module):
+    """Causal attention, written out, with a mask of -inf that is added."""
+
+    def __init__(self, sees_nothing=False):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        mask = torch.full((TOKENS, TOKENS), -math.inf).triu(1 - sees_nothing)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.softmax(q @ k.mT + self.mask, -1) @ v
+
+
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def made(*layers):
+    torch.manual_seed(0)
+    return Net(*layers)
+
+
+def tokens(seed=0):
+    return torch.randint(VOCABULARY, (3, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, batch=None, scale=1.0):
+    batch = tokens() if batch is None else batch
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()) * scale
+
+
+def located(model, *losses):
+    return first_nonfinite(model, [MicroBatch(one, RandomState.now()) for one in losses])
+
+
+def spoilt(model, name, value=math.nan):
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = value
+    return model
+
+
+def log_of_zero(x):
+    return torch.log(x - x)
+
+
+PLACES = {
+    "nothing": (lambda: made(Part(), Norm(), Attends(), Experts(None)), None),
+    "output of an mlp": (
+        lambda: made(Part(), Part(log_of_zero), Part()),
+        ("layers.1", "log", "output", "infinite", True),
+    ),
+    "a function that modes do not see": (
+        lambda: made(Part(lambda y: Unseen.apply(y, True) + 1)),
+        ("layers.0", "UnseenBackward", "output", "NaN", True),
+    ),
+    "its backward": (
+        lambda: made(Part(lambda y: Unseen.apply(y, False) + 1), Part()),
+        ("layers.0", "UnseenBackward", "gradient of the input", "NaN", True),
+    ),
+    "norm of equal values, backward": (
+        lambda: made(Part(lambda y: y * 0), Part(), Part(lambda y: Norm()(y * 0))),
+        ("layers.2", "sqrt", "gradient of the input", "NaN", True),
+    ),
+    "an expert": (
+        lambda: made(Part(), Experts(lambda y: y / (y - y))),
+        ("layers.1.experts.1", "div", "output", "infinite", True),
+    ),
+    "overflow of FP16": (
+        lambda: made(Part(), Part(lambda y: (y.half() * 60000 * 60000).float())),
+        ("layers.1", "mul", "output", "infinite", True),
+    ),
+    "overflow of FP16, backward": (
+        lambda: made(Part(lambda y: ((y * 2**-20).half() * 2**15).float() * 2**24)),
+        ("layers.0", "float", "gradient of the input", "infinite", True),
+    ),
+    "infinite logits": (
+        lambda: spoilt(made(Part()), "head.weight", 3e38),
+        ("head", "linear", "output", "infinite", True),
+    ),
+    "a weight": (
+        lambda: spoilt(made(Part(), Part()), "layers.1.fc.weight"),
+        ("layers.1.fc", "linear", "layers.1.fc.weight", "NaN", False),
+    ),
+    "a row that sees nothing": (
+        lambda: made(Part(), Attends(sees_nothing=True)),
+        ("layers.1", "softmax", "output", "NaN", True),
+    ),
+    "inside a checkpoint": (
+        lambda: made(Saved(log_of_zero, is_reentrant=False)),
+        ("layers.0.part", "log", "output", "infinite", True),
+    ),
+    "inside a checkpoint, backward": (
+        lambda: made(Part(), Saved(lambda y: (y * 0).sqrt(), is_reentrant=False)),
+        ("layers.1.part", "sqrt", "gradient of the input", "infinite", True),
+    ),
+    "inside a reentrant checkpoint, backward": (
+        lambda: made(Part(), Saved(lambda y: (y * 0).sqrt(), is_reentrant=True)),
+        ("layers.1.part", "sqrt", "gradient of the input", "infinite", True),
+    ),
+    "before a reentrant checkpoint, backward": (
+        lambda: made(Saved(None, is_reentrant=True), Part(lambda y: (y * 0).sqrt())),
+        ("layers.1", "sqrt", "gradient of the input", "infinite", True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_place_of_a_planted_value_is_named(case, compiled):
+    make, place = PLACES[case]
+    model = make()
+    run = torch.compile(model, backend="eager") if compiled else model
+    found = located(run, lambda: loss_of(run))
+    assert found == (place and Place(*place, 0))
+
+
+def test_a_value_of_the_batch_is_said_to_come_with_it():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    x = torch.ones(2, WIDTH)
+    x[1, 3] = math.nan
+    found = located(model, lambda: model(x).mean())
+    assert found == Place("0", "linear", "the batch", "NaN", False, 0)
+    assert str(found) == "the batch that linear gets in module '0' is NaN already"
+
+
+def test_a_value_of_the_loss_stands_outside_all_modules():
+    model = made(Part())
+    found = located(model, lambda: torch.log(loss_of(model) * 0))
+    assert found == Place("", "log", "output", "infinite", True, 0)
+    assert str(found) == "output of log is made infinite outside all modules"
+
+
+def test_a_sum_of_finite_gradients_that_overflows_is_named():
+    def twice(y):
+        half = y.half()
+        return (half * 1).float() * 4e4 + (half * 1).float() * 4e4
+
+    model = nn.Sequential(Part(twice))
+    found = located(model, lambda: model(torch.ones(2, WIDTH)).sum())
+    assert found == Place("0", "half", "sum of gradients of the output", "infinite", True, 0)
+
+
+def test_the_second_micro_batch_is_named():
+    model = spoilt(made(Part()), "embed.weight")
+    others, bad = torch.full((2, TOKENS), 3), torch.zeros(2, TOKENS, dtype=torch.int64)
+    found = located(model, lambda: loss_of(model, others), lambda: loss_of(model, bad))
+    assert found == Place("embed", "embedding", "embed.weight", "NaN", False, 1)
+
+
+def test_the_random_numbers_of_the_step_are_used():
+    """One of 60 draws of dropout zeroes a whole row, the only one of which the root is taken."""
+    model = made(Part(lambda y: F.dropout(y, 0.8)[0, 0].square().sum().sqrt().expand_as(y)))
+    states = []
+    torch.manual_seed(3)
+    for _ in range(200):
+        states.append(RandomState.now())
+        loss_of(model).backward()
+        if not model.layers[0].fc.weight.grad.isfinite().all():
+            break
+        model.zero_grad()
+    assert len(states) > 1
+    place = first_nonfinite(model, [MicroBatch(lambda: loss_of(model), states[-1])])
+    assert place is not None and (place.module, place.function) == ("layers.0", "sqrt")
+    assert first_nonfinite(model, [MicroBatch(lambda: loss_of(model), states[0])]) is None
+
+
+class Measures(Net):
+    """Draws from every generator, and keeps what it saw in a buffer, a metric and attributes."""
+
+    def __init__(self):
+        super().__init__(Part(log_of_zero))
+        self.norm, self.accuracy = nn.BatchNorm1d(WIDTH), torchmetrics.MeanMetric()
+        self.seen, self.losses, self.counts = 0, [], Counter()
+        self.counts = {"steps": torch.zeros(1)}
+
+    def forward(self, batch):
+        self.norm(self.embed(batch).flatten(0, 1))
+        self.seen += 1
+        self.losses.append(self.seen)
+        self.counts["steps"] += 1
+        self.accuracy.update(random.random() + np.random.rand() + torch.rand(()))  # noqa: NPY002
+        self.latest = batch
+        return super().forward(batch)
+
+
+def held(model):
+    of_numpy = np.random.get_state()  # noqa: NPY002
+    return {
+        "state": {name: x.clone() for name, x in model.state_dict().items()},
+        "gradients": {n: (p.grad, p.grad.clone()) for n, p in model.named_parameters()},
+        "metric": (model.accuracy.mean_value.clone(), model.accuracy.update_count),
+        "plain": (model.seen, list(model.losses), model.counts["steps"].clone()),
+        "names": dict.fromkeys(vars(model), 0),
+        "random": (random.getstate(), of_numpy[1].copy(), torch.get_rng_state()),
+    }
+
+
+def test_all_is_as_before(monkeypatch):
+    torch.manual_seed(0)
+    model = Measures()
+    loss_of(model).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+    # As of a bucket, of which the gradient is a part that stays one.
+    bucket = torch.zeros(2, WIDTH)
+    model.norm.weight.grad = bucket[0]
+    del model.latest
+    stepped = []
+    model.head.weight.register_post_accumulate_grad_hook(stepped.append)
+    before, hooks = held(model), model.head.weight._post_accumulate_grad_hooks.copy()
+    assert located(model, lambda: loss_of(model), lambda: loss_of(model)) is not None
+    assert stepped == [] and model.head.weight._post_accumulate_grad_hooks == hooks
+    torch.testing.assert_close(held(model), before, rtol=0, atol=0, equal_nan=True)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is before["gradients"][name][0]
+    assert not any(model._forward_hooks) and not any(model._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_all_is_as_before_after_an_error_too(error):
+    torch.manual_seed(0)
+    model = Measures()
+    loss_of(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def interrupted():
+        loss_of(model)
+        raise error
+
+    before = held(model)
+    with pytest.raises(error):
+        located(model, interrupted)
+    torch.testing.assert_close(held(model), before, rtol=0, atol=0, equal_nan=True)
