@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name may be used from here
     from guardbit.kernels.attention import flash_attention as flash_attention
     from guardbit.monitor.interception.observing import observe as observe
     from guardbit.monitor.layouts import LayoutUnavailable as LayoutUnavailable
+    from guardbit.monitor.nonfinite import locate_nonfinite as locate_nonfinite
     from guardbit.monitor.policy import Policy as Policy
     from guardbit.monitor.sites import Instrumentation as Instrumentation
     from guardbit.monitor.sites import Site as Site
@@ -45,6 +46,7 @@ _HOMES = {
     "flash_attention": "guardbit.kernels.attention",
     "instrument": "guardbit.monitor.sites",
     "load": "guardbit.cli",
+    "locate_nonfinite": "guardbit.monitor.nonfinite",
     "observe": "guardbit.monitor.interception.observing",
     "read_events": "guardbit.store",
     "read_metadata": "guardbit.store",

@@ -8,12 +8,14 @@ import json
 import math
 import os
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 # Not from `transformers` itself: a type checker would read all its models.
@@ -28,6 +30,7 @@ from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
 from guardbit.judgement.evidence import LOSS_SAMPLES
+from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
 from guardbit.store import RUN_FOLDER
@@ -136,13 +139,27 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
     on_substep_end = on_step_begin
 
+    @guard.method()
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Optimizer, **__: Any) -> None:
+        """Takes the scale of the loss in FP16 training; may skip the step."""
+        scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
+        self._take_scale(scaler)
+        session = self.session
+        if session is not None and session.watches_nonfinite:
+            # The variables of the Trainer's loop.
+            of_trainer = (each for each in _callers() if isinstance(each.get("self"), Trainer))
+            loop = next((each for each in of_trainer if "batch_samples" in each), {})
+            losses = [x for x in (loop.get("tr_loss_step"),) if isinstance(x, Tensor)]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            scale = None if scaler is None else scaler.get_scale()
+            again = partial(_losses_again, session, loop, scale or 1.0)
+            # Trainers of TRL keep what they will log.
+            metrics = getattr(loop.get("self"), "_metrics", None)
+            session.end_gradients(parameters, losses, scale, again, metrics)
+
     @guarded
-    def on_pre_optimizer_step(
-        self, session: MonitorSession, *_: Any, optimizer: Optimizer, **__: Any
-    ) -> None:
-        """Takes the scale of the loss in FP16 training."""
+    def _take_scale(self, session: MonitorSession, scaler: Any) -> None:
         if session.is_sampled:
-            scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
 
     @guarded
@@ -213,6 +230,28 @@ def _warn_of_few_losses(args: TrainingArguments, state: TrainerState) -> None:
             " there will be %d, so set logging_steps=%d",
             LOSS_SAMPLES, state.max_steps, losses, min(10, state.max_steps // LOSS_SAMPLES),
         )  # fmt: skip
+
+
+def _losses_again(
+    session: Session, loop: Mapping[str, Any], scale: float
+) -> list[Callable[[], Tensor | None]]:
+    """What runs the batches once more that the Trainer's loop holds."""
+    trainer, samples = loop.get("self"), loop.get("batch_samples")
+    if not isinstance(trainer, Trainer) or samples is None or trainer.is_deepspeed_enabled:
+        session.warn_no_replay(
+            "this version of the Trainer, or DeepSpeed, does not show its batches"
+        )
+        return []
+    model = loop["model"]
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+
+    def loss_of(inputs: Any) -> Tensor | None:
+        with trainer.compute_loss_context_manager():
+            prepared = trainer._prepare_inputs(copy.copy(inputs))  # noqa: SLF001
+            count = loop.get("num_items_in_batch")
+            return trainer.compute_loss(model, prepared, num_items_in_batch=count) * scale
+
+    return [partial(loss_of, inputs) for inputs in loop["batch_samples"]]
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

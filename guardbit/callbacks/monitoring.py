@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +14,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
@@ -114,6 +118,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._state_of: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
+        # Of the step's micro-batches, for a replay; and why none is possible, or "".
+        self._batches: list[tuple[Any, int]] = []
+        self._losses: list[Tensor] = []
+        self._why_no_replay = ""
         self._val_loss: Tensor | None = None
         self._logged = LoggedRun()
 
@@ -145,6 +153,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self.session = watched(
             self.strict, lambda: Session(pl_module, **{**vars(self.settings), **own})
         )
+        self._why_no_replay = _why_no_replay(trainer, pl_module)
+        self._batches, self._losses = [], []
+        if self.session is not None and self.settings.locate_nonfinite and self._why_no_replay:
+            self.session.warn_no_replay(self._why_no_replay)
         if self.session is not None:
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
@@ -169,21 +181,54 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             _publish(trainer, self._logged.latest)
 
     @guarded
-    def on_train_batch_start(self, session: Session, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(
+        self, session: Session, trainer: pl.Trainer, pl_module: Any, batch: Any, index: int
+    ) -> None:
         """Tells the session which optimizer step the batch belongs to."""
+        if trainer.global_step != self._step:
+            self._batches.clear()
         self._step = trainer.global_step
         self._grad_norms.clear()
         session.begin_batch(self._step)
+        if self.settings.locate_nonfinite and not self._why_no_replay:
+            # A step may take parts out of it.
+            self._batches.append((tree_map(_itself, batch), index))
 
     @guarded
-    def on_before_optimizer_step(
-        self, session: Session, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
+    def on_before_backward(
+        self, session: Session, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Takes the gradient norm of a sampled step, before Lightning clips."""
+        """Keeps the loss of a micro-batch until the optimizer's step."""
+        if session.watches_nonfinite:
+            self._losses.append(loss.detach())
+
+    @guard.method()
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Takes the gradient norm of a sampled step, before Lightning clips; may skip the step."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._take_gradients(optimizer, scaler)
+        session = self.session
+        if session is not None and session.watches_nonfinite:
+            losses, self._losses = self._losses, []
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            scale = None if scaler is None else scaler.get_scale()
+            again = partial(self._losses_again, trainer, pl_module, scale or 1.0)
+            session.end_gradients(parameters, losses, scale, None if self._why_no_replay else again)
+
+    @guarded
+    def _take_gradients(self, session: Session, optimizer: Optimizer, scaler: Any) -> None:
         if session.is_sampled:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
             session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
+
+    def _losses_again(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scale: float
+    ) -> list[Callable[[], Tensor | None]]:
+        factor = scale / trainer.accumulate_grad_batches
+        again = partial(_loss_again, trainer, pl_module, factor)
+        return [partial(again, batch, index) for batch, index in self._batches]
 
     @guarded
     def on_train_batch_end(
@@ -201,6 +246,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             session.loss(loss, factor)
         if trainer.global_step != self._step:
+            self._batches.clear()
             session.end_step()
             if session.sampled_step is None:
                 session.catch_up()  # a callback may look for the first values before the next step
@@ -354,6 +400,38 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
                 )
         monitors[0].policy = self.policy
         monitors[0].dry_run = self.dry_run
+
+
+def _why_no_replay(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    if not pl_module.automatic_optimization:
+        return "the module optimizes by hand"
+    if "DeepSpeed" in type(trainer.strategy).__name__:
+        return "DeepSpeed takes gradients out of the backward"
+    return ""
+
+
+def _loss_again(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, factor: float, batch: Any, index: int
+) -> Tensor | None:
+    """Runs a training step, which logs nothing, once more; returns the loss of its backward."""
+    vars(pl_module).update(log=_nothing, log_dict=_nothing)  # until the replay has ended
+    takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    args = (tree_map(_itself, batch), *[index] * takes_index)
+    outermost = trainer.strategy.model
+    if outermost is pl_module or isinstance(outermost, DistributedDataParallel):
+        with trainer.precision_plugin.train_step_context():
+            output = pl_module.training_step(*args)
+    else:
+        output = trainer.strategy.training_step(*args)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss * factor if isinstance(loss, Tensor) else None
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:

@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -211,6 +211,15 @@ class SiteState:
         size = len(names) // count
         return names[index * size : (index + 1) * size]
 
+    def copied(self) -> SiteState:
+        """Returns a copy, to be taken over again after calls that are none of the model's."""
+        return replace(self, launches=self.launches.copy(), settings=self.settings.copy())
+
+    def take_over(self, other: SiteState) -> None:
+        """Takes over what another state holds."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leaves what runs in it out of `launches`, because it is no call of the model."""
@@ -280,6 +289,7 @@ class Runtime:
         self.keeps_residuals = True  # see `keep_residuals`
         self._wishes: dict[Hashable, bool] = {}
         self.is_at_rest = False  # see `rest`
+        self.is_unobserved = False  # see `unobserved`
         self._resting: dict[Hashable, bool] = {}
         self._has_warned_frozen = False
         # Called with the errors that the op contains.
@@ -317,6 +327,21 @@ class Runtime:
         if self.site(number).is_observed:
             return self.current
         return torch.tensor(_QUIET - number, dtype=torch.int64, device="cpu")
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Runs calls as they would run now, and leaves them out of what is observed and counted."""
+        before = [(state, state.copied(), replace(state.clock)) for state in self._sites.values()]
+        self.is_unobserved = True
+        try:
+            for state, _, _ in before:
+                state.observer = None
+            yield
+        finally:
+            self.is_unobserved = False
+            for state, kept, clock in before:
+                state.take_over(kept)
+                state.clock.now, state.clock.done = clock.now, clock.done
 
     # --- which of them are running ---------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _LOOKS = frozenset({"requires_grad_", "register_hook", "size", "dim", "__set__"}
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 #: What a module may hold tensors in.
-_CONTAINERS = (dict, OrderedDict, list, deque)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
 
 
 class RandomState(NamedTuple):
@@ -99,7 +99,9 @@ class Place:
         return f"{self.tensor} that {self.function} gets {where} is {self.kind} already"
 
 
-def first_nonfinite(model: nn.Module, batches: Sequence[MicroBatch]) -> Place | None:
+def first_nonfinite(
+    model: nn.Module, batches: Sequence[MicroBatch], beside: Sequence[object] = ()
+) -> Place | None:
     """Runs the micro-batches of a step again, forward and backward, until one is not finite.
 
     On several ranks all of them run to the end, because ranks wait for each other in some.
@@ -107,6 +109,7 @@ def first_nonfinite(model: nn.Module, batches: Sequence[MicroBatch]) -> Place | 
     Args:
         model: The model; its modules name places.
         batches: Of one optimizer step, in order.
+        beside: Dicts and lists, as of a trainer, that are put back as those of modules are.
 
     Returns:
         The first place, None if all losses and gradients of parameters are finite this time.
@@ -115,7 +118,11 @@ def first_nonfinite(model: nn.Module, batches: Sequence[MicroBatch]) -> Place | 
     for index, batch in enumerate(batches):
         if any(places) and not _are_several():
             break
-        with _as_before(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        with (
+            _as_before(model, beside),
+            torch.compiler.set_stance("force_eager"),
+            torch.enable_grad(),
+        ):
             if batch.random is not None:
                 batch.random.restore()
             places.append(_place_in(model, batch, index))
@@ -145,11 +152,11 @@ def _place_in(model: nn.Module, batch: MicroBatch, index: int) -> Place | None:
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def _as_before(model: nn.Module, beside: Sequence[object]) -> Iterator[None]:
     """Puts gradients, generators and what modules hold back afterwards."""
     with ExitStack() as undo:
         undo.callback(RandomState.now().restore)
-        undo.callback(_Held(model).restore)
+        undo.callback(_Held([*map(vars, model.modules()), *beside]).restore)
         for parameter in model.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
             if parameter.grad is not None and _is_part(parameter.grad):
@@ -182,10 +189,10 @@ def _copy_back(tensor: Tensor, content: Tensor) -> None:
 class _Held:
     """What modules hold besides parameters: buffers, and metrics and counters in attributes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, containers: Sequence[object]) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        waiting: list[Any] = [vars(module) for module in model.modules()]
+        waiting: list[Any] = [*containers]
         while waiting:
             held = waiting.pop()
             if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
@@ -193,7 +200,8 @@ class _Held:
                     self._tensors.setdefault(id(held), (held, held.detach().clone()))
             elif type(held) in _CONTAINERS and id(held) not in self._containers:
                 self._containers[id(held)] = held, copy.copy(held)
-                waiting += held.values() if isinstance(held, dict) else held
+                # Lists grow; what is in them may be a whole data set.
+                waiting += held.values() if isinstance(held, dict) else ()
 
     def restore(self) -> None:
         for held, before in self._containers.values():
@@ -378,7 +386,8 @@ class _Observer(TorchFunctionMode):
         if not self._ended:
             return None
         leaves: list[Any] = self._ended
-        node = following = next((x for x in leaves if id(x.variable) in self._names), leaves[0])
+        node = next((leaf for leaf in leaves if id(leaf.variable) in self._names), leaves[0])
+        following: Any = node
         while node not in self._makers and node in self._source:
             node, following = self._source[node], node
         call = self._ran[node]

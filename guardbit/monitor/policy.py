@@ -80,6 +80,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "agreeing_rules": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
     "agreement_steps": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
     "quiet_steps": (lambda n: n is None or is_whole(n, 1), "a whole number, at least 1, or None"),
+    "on_nonfinite": (lambda how: how in ("keep", "skip"), "keep or skip"),
     "qk_clip": (
         lambda n: n is None or (is_finite(n) and n > 0),
         "a finite number above 0, or None",
@@ -132,6 +133,8 @@ class Policy:
         quiet_steps: Steps without an alarm after which a switch is undone; None for never.
         qk_clip: Largest logit that heads keep once no switch has helped; None never clips. Needs
             `escalate`. MuonClip uses 100 (arXiv 2507.20534).
+        on_nonfinite: "skip" leaves out steps whose loss or gradients are not finite, at most 10 in
+            a row, which waits for the device once a step; "keep" changes nothing.
 
     Attributes:
         clipping: Since which step heads are clipped, and why; None as long as they are not.
@@ -153,10 +156,12 @@ class Policy:
         escalate: bool = True,
         quiet_steps: int | None = None,
         qk_clip: float | None = None,
+        on_nonfinite: str = "keep",
     ) -> None:
         self.stabilizer, self.scope, self.always = stabilizer, scope, always
         self.agreeing_rules, self.agreement_steps = agreeing_rules, agreement_steps
         self.escalate, self.quiet_steps, self.qk_clip = escalate, quiet_steps, qk_clip
+        self.on_nonfinite = on_nonfinite
         check_settings(self, _MUST_BE)
         if always and quiet_steps is not None:
             raise ValueError(

@@ -29,10 +29,12 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import OFF, RECOVERED, Judgement
 from guardbit.kernels.runtime import AttentionCall, may_recompile
+from guardbit.layers.replay import Place
 from guardbit.monitor import ranks
 from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, Sent, is_number
+from guardbit.monitor.nonfinite import Loss, NonfiniteSteps
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.sampled import Judged, SampledSteps
 from guardbit.monitor.schedule import Schedule
@@ -42,6 +44,10 @@ from guardbit.monitor.stages import WATCHING, Stages, log, text_of
 from guardbit.records import RUN_ENDS, Alarm, Event, RunEnd, Sample, from_zero
 
 T = TypeVar("T")
+
+_BY_HAND = (
+    "call guardbit.locate_nonfinite(model, loss) in the training step where the loss is not finite"
+)
 
 
 class Phase(IntEnum):
@@ -88,6 +94,7 @@ class Session(Guarded):
             raise
 
     def _set_up(self, model: nn.Module, settings: Settings) -> None:
+        self._model = model
         self._waiting: list[Callable[[], None]] = []  # for the end of the step
         # A copy, because the same policy may serve several runs, each with its own memory.
         settings = replace(settings, policy=copy.deepcopy(settings.policy))
@@ -108,6 +115,7 @@ class Session(Guarded):
         self._stages = Stages(self._strict, self._report_failure, self._report_recovery)
         self._journal = Journal(settings, self._stages)
         self._notices = Notices(self.instrumentation, self._journal, settings)
+        self._nonfinite = NonfiniteSteps(model, settings, self._stages, self._journal.record)
         self._sampled = SampledSteps(
             self.instrumentation, settings, self._stages, self._journal, self._notices,
             self._measurement, self._burst, self._schedule,
@@ -159,6 +167,7 @@ class Session(Guarded):
         is_resumed = self._schedule.last_ended is not None
         events = partial(self._sampled.switching.events, step, is_resumed)
         self._journal.open(step, events, is_resumed)
+        self._nonfinite.begin_batch(is_new)
         if is_new:
             self.instrumentation.clock.follows_session = True
         if is_new and self._schedule.is_sampled:
@@ -223,6 +232,60 @@ class Session(Guarded):
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         self._take_of_step("grad_norm", value)
+
+    @guard.method()
+    def locate_nonfinite(self, loss: Loss | Sequence[Loss]) -> Place | None:
+        """Runs the current step's batches once more, and records the first place not finite.
+
+        With `locate_nonfinite=True` they run with the step's random numbers. Otherwise, and outside
+        a session, see `guardbit.locate_nonfinite`.
+
+        Args:
+            loss: A function that runs the forward of one batch and returns the loss, or a list of
+                such functions, one for each micro-batch.
+        """
+        return self._nonfinite.locate(self._latest_step, [loss] if callable(loss) else loss)
+
+    @guard.method(lambda _: False)
+    def skips_step(self, loss: Tensor | float | None = None) -> bool:
+        """Whether the current step must be left out: loss or gradients are not finite.
+
+        To be asked on all ranks, before the optimizer's step. It is never so unless the policy has
+        `on_nonfinite="skip"`.
+        """
+        losses, parameters = [] if loss is None else [loss], [*self._model.parameters()]
+        is_watched = self.watches_nonfinite
+        return is_watched and self._nonfinite.must_skip(self._latest_step, losses, parameters)
+
+    @property
+    @guard.method(lambda _: False)
+    def watches_nonfinite(self) -> bool:
+        """Whether `end_gradients` is wanted: steps that are not finite are located or skipped."""
+        return self._nonfinite.is_wanted and self._phase < Phase.OFF
+
+    @guard.method()
+    def end_gradients(
+        self,
+        parameters: Sequence[Tensor],
+        losses: Sequence[Tensor],
+        scale: float | None,
+        again: Callable[[], Sequence[Loss]] | None,
+        *beside: object,
+    ) -> None:
+        """Looks at a step before its optimizer; one to be skipped is left without gradients.
+
+        See `NonfiniteSteps.must_skip`.
+        """
+        must_skip = self._nonfinite.must_skip
+        if must_skip(self._latest_step, losses, parameters, scale, again, beside):
+            for parameter in parameters:
+                parameter.grad = None
+
+    @guard.method()
+    def warn_no_replay(self, why: str) -> None:
+        """Warns, once, why steps cannot run once more."""
+        if self._notices.first("no replay"):
+            _warn(f"locate_nonfinite=True has no effect, because {why}: {_BY_HAND}")
 
     @guard.method()
     def validation_loss(self, value: Tensor | float) -> None:

@@ -59,6 +59,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sites": (_are_names, "a list of names, at least one, or None for all"),
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
+    "locate_nonfinite": (lambda flag: isinstance(flag, bool), "True or False"),
     "policy": (lambda p: p is None or isinstance(p, Policy), "a guardbit.Policy, or None"),
     "on_alarm": (lambda f: f is None or takes(f, 1), "a function of one alarm, or None"),
     "dirpath": (
@@ -87,6 +88,9 @@ class Settings:
         dirpath: Folder of the telemetry.
         snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
             `guardbit diagnose`; 0 for nothing.
+        locate_nonfinite: If the loss or a gradient is not finite, run the step's batches once more
+            and name the first place, at most 3 times a run. Keeps a step's batches, each with 32 KB
+            of random state, and waits for the device once a step.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
             a mail or a message; training waits for it. Its errors end nothing: the first is
             recorded, and it is called again at the next alarm.
@@ -103,6 +107,7 @@ class Settings:
     dry_run: bool = False
     dirpath: str | os.PathLike[str] | None = None
     snapshot_megabytes: float = 64
+    locate_nonfinite: bool = False
     on_alarm: Callable[[Alarm], object] | None = None
     strict: bool = False
 

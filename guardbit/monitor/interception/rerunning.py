@@ -23,7 +23,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -440,7 +440,7 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
     """Collects the calls of a site, and keeps them from looking like calls of the model."""
     num_frames = len(frame_stack)
     state = runtime.site(number)
-    before = replace(state, launches=state.launches.copy(), settings=state.settings.copy())
+    before = state.copied()
 
     def run() -> None:
         probe.site = number
@@ -450,8 +450,7 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
 
     def undo() -> None:
         probe.site = None
-        for each in fields(state):
-            setattr(state, each.name, getattr(before, each.name))
+        state.take_over(before)
         del frame_stack[num_frames:]
 
     then_undo(run, undo)  # a probe that stayed would take the model's own calls for its own

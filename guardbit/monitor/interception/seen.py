@@ -452,7 +452,7 @@ def note_outside(name: str, args: Args, kwargs: Kwargs) -> None:
         return
     # While a module is running, only other threads call outside it. What is recomputed in a
     # backward was counted in the forward; what is traced is no call in training.
-    if runtime.running or is_recomputing() or is_traced():
+    if runtime.running or is_recomputing() or is_traced() or runtime.is_unobserved:
         return
     if any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         for counting in list(_counting):

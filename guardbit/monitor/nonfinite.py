@@ -1,0 +1,201 @@
+"""Steps whose loss or gradients are not finite: they are found, run once more, and skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from guardbit.kernels.runtime import runtime
+from guardbit.layers.replay import MicroBatch, Place, RandomState, first_nonfinite
+from guardbit.monitor import ranks
+from guardbit.monitor.settings import Settings
+from guardbit.monitor.stages import Stages
+from guardbit.records import Event
+
+#: Runs the forward of a micro-batch again and returns its loss; None if it has none.
+Loss = Callable[[], Tensor | None]
+
+#: Steps of a run that are run once more unasked; each takes as long as dozens of others.
+MOST_REPLAYS = 3
+
+#: Steps in a row that are not taken; a run that needs more is lost in any case.
+MOST_SKIPPED = 10
+
+#: `GradScaler` begins with 65,536 and halves it until gradients are finite. At this scale, nine
+#: halvings later, what overflows FP16 is a gradient of 512 or more.
+SMALL_SCALE = 128.0
+
+_NOT_AGAIN = (
+    "the loss or gradients are not finite, but were when the step ran once more: its data, random"
+    " numbers or kernels differ from call to call"
+)
+
+
+def locate_nonfinite(model: nn.Module, loss: Loss | Sequence[Loss]) -> Place | None:
+    """Runs a forward and backward under observation, and names the first place that is not finite.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> print(locate_nonfinite(model, lambda: (model(torch.ones(2)) * 0).log().sum()))
+    output of log is made infinite outside all modules
+
+    Gradients, buffers, metrics and random numbers are as before when it returns. It reads every
+    result of the forward and every gradient, so it takes as long as dozens of steps. Compiled code
+    runs uncompiled. On several ranks all call it alike.
+
+    Args:
+        model: The model; its modules name places.
+        loss: A function that runs the forward of one batch and returns the loss, or a list of such
+            functions, one for each micro-batch.
+
+    Returns:
+        The place, None if the loss and all gradients of parameters are finite.
+    """
+    return _replayed(model, _listed(loss), ())
+
+
+def _listed(loss: Loss | Sequence[Loss]) -> list[Loss]:
+    return [loss] if callable(loss) else list(loss)
+
+
+def _replayed(
+    model: nn.Module,
+    losses: Sequence[Loss],
+    states: Sequence[RandomState],
+    beside: Sequence[object] = (),
+) -> Place | None:
+    pairs = zip_longest(losses, states[: len(losses)])
+    with runtime.unobserved():
+        return first_nonfinite(model, [MicroBatch(*pair) for pair in pairs], beside)
+
+
+class NonfiniteSteps:
+    """Looks for such steps, the stage "nonfinite", and runs them once more, the stage "replay"."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        stages: Stages,
+        record: Callable[[Event], None],
+    ) -> None:
+        self._model, self._stages, self._record = model, stages, record
+        policy = settings.policy
+        self._locates, self._dry_run = settings.locate_nonfinite, settings.dry_run
+        self._skips = policy is not None and policy.on_nonfinite == "skip"
+        self._states: list[RandomState] = []  # before each micro-batch of the step
+        self._replays = self._in_a_row = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether steps must be looked at."""
+        return self._locates or self._skips
+
+    def begin_batch(self, is_new: bool) -> None:
+        """Keeps the random numbers of a micro-batch, of a new step or not."""
+        if is_new:
+            self._states.clear()
+        if self._locates:
+            self._states.append(RandomState.now())
+
+    def locate(
+        self, step: int, losses: Sequence[Loss], beside: Sequence[object] = ()
+    ) -> Place | None:
+        """Runs a step's micro-batches once more, on all ranks, and records the first place."""
+        place = None
+        try:  # not as a stage does it: the user's modes belong to the user's code
+            place = _replayed(self._model, losses, self._states, beside)
+        except Exception as error:
+            error.add_note("while the step ran once more, to find where it is first not finite")
+            self._stages.fail("replay", error)
+        gather = partial(ranks.of_each_part, "places", place, ranks.rank())
+        found = self._stages.attempt("ranks", gather) or [place]
+        rank, place = next((x for x in enumerate(found) if x[1] is not None), (0, None))
+        if place is None and "replay" in self._stages.off:
+            return None
+        why = _NOT_AGAIN if place is None else str(place)
+        if place is not None and len(losses) > 1:
+            why += f", in micro-batch {place.micro_batch + 1} of {len(losses)}"
+        why += f", on rank {rank}" * (len(found) > 1)
+        site = place.module if place is not None else ""
+        self._record(Event(step, "advisory", site, (), why, rule="nonfinite"))
+        return place
+
+    def must_skip(
+        self,
+        step: int,
+        losses: Iterable[Tensor | float],
+        parameters: Iterable[Tensor],
+        scale: float | None = None,
+        again: Callable[[], Sequence[Loss]] | None = None,
+        beside: Sequence[object] = (),
+    ) -> bool:
+        """Looks at a step before its optimizer; returns whether the step must not be taken.
+
+        Args:
+            step: The step.
+            losses: Of its micro-batches, as far as they are known.
+            parameters: Whose gradients the optimizer takes.
+            scale: By which a `GradScaler` scales the loss; None without one.
+            again: Returns what runs the micro-batches once more, [] if nothing can; None likewise.
+            beside: Dicts and lists that a replay leaves as they are.
+        """
+        look = partial(_are_finite, losses, parameters, scale)
+        is_finite = self._stages.attempt("nonfinite", look) is not False
+        if not self._is_anywhere(not is_finite):
+            self._in_a_row = 0
+            return False
+        can = self._locates and again is not None and self._replays < MOST_REPLAYS
+        if not self._is_anywhere(not can or "replay" in self._stages.off) and again is not None:
+            self._replays += 1
+            losses_again = self._stages.attempt("replay", again)
+            if losses_again != []:  # None after an error here, which other ranks may not have had
+                self.locate(step, losses_again or (), beside)
+        # The scaler leaves out such steps itself.
+        return self._skips and scale is None and self._leave_out(step)
+
+    def _is_anywhere(self, is_so: bool) -> bool:
+        """Whether something is so on any rank; False once ranks have lost each other."""
+        return self._stages.attempt("ranks", lambda: not ranks.all_agree(not is_so, "step")) is True
+
+    def _leave_out(self, step: int) -> bool:
+        self._in_a_row += 1
+        if self._in_a_row > MOST_SKIPPED + 1:
+            return False
+        is_last = self._in_a_row > MOST_SKIPPED
+        why = f"it is not taken: its loss or gradients are not finite ({self._in_a_row} in a row)"
+        if is_last:
+            why = (
+                f"{MOST_SKIPPED} steps in a row were not taken, and loss or gradients are still not"
+                " finite: steps are taken again, whatever they are, until one is finite"
+            )
+        if self._dry_run:
+            why = f"dry run, else {why}"
+        self._record(Event(step, "advisory", "", (), why, rule="skipped"))
+        return not (is_last or self._dry_run)
+
+
+@torch.no_grad()
+def _are_finite(
+    losses: Iterable[Tensor | float], parameters: Iterable[Tensor], scale: float | None
+) -> bool:
+    """Whether losses and gradients are finite; it waits for their device once."""
+    gradients = [_here(p.grad) for p in parameters if p.grad is not None]
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    norm = get_total_norm(gradients, torch.inf)
+    # A scaler lowers its scale where gradients overflow, which is no fault of the step's.
+    if scale is not None and scale > SMALL_SCALE:
+        norm = torch.zeros_like(norm)
+    found = [torch.as_tensor(loss, device=norm.device).detach().float().sum() for loss in losses]
+    return bool(torch.stack([norm.float(), *found]).isfinite().all())
+
+
+def _here(gradient: Tensor) -> Tensor:
+    """Returns what this rank holds of a gradient, or the entries of a sparse one."""
+    local = getattr(gradient, "to_local", None)
+    gradient = gradient if local is None else local()
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient

@@ -1,0 +1,344 @@
+"""Steps that are not finite: their first place is named, and on request they are not taken."""
+
+
+import lightning.pytorch as pl
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import guardbit
+from guardbit import (
+    AttentionMonitor,
+    AutoStabilizer,
+    HuggingFaceMonitor,
+    MonitorSession,
+    Policy,
+    read_events,
+    read_run,
+)
+from guardbit.monitor.nonfinite import MOST_REPLAYS, MOST_SKIPPED, SMALL_SCALE, NonfiniteSteps
+from guardbit.monitor.settings import Settings
+from guardbit.monitor.stages import Stages
+from tests.callbacks.several_ranks import ACCELERATORS, begin, keep, launch, seen
+from tests.toys import Attention, Model
+
+BAD = 3  # the step that is not finite
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Spoilt(nn.Module):
+    """A layer whose output is infinite for some batches of a model, counted from 0."""
+
+    def __init__(self, width, batches):
+        super().__init__()
+        self.fc, self.batches, self.seen, self.now = nn.Linear(width, width), batches, {}, 0
+
+    def follow(self, model):
+        model.register_forward_pre_hook(self.note, with_kwargs=True)
+        return model
+
+    def note(self, model, args, kwargs):
+        batch = next(iter((*args, *kwargs.values())))
+        self.now = self.seen.setdefault(batch.numpy().tobytes(), len(self.seen))
+
+    def forward(self, x):
+        y = self.fc(x)
+        return (y - y).log() if self.now in self.batches else y
+
+
+def rows_of(folder, rule="nonfinite"):
+    events = read_events(folder)
+    found = events[events["rule"] == rule]
+    return list(zip(found["step"], found["site"], found["why"], strict=True))
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def spoilt_gpt(trains, batches):
+    class GPT(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+            return {"loss": loss}
+
+    model = GPT()
+    model.net.h[1].mlp = Spoilt(32, batches)
+    model.net.h[1].mlp.follow(model.net)
+    return model
+
+
+class SkipsByHand(pl.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if not all(p.grad.isfinite().all() for p in pl_module.parameters()):
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_in_lightning_the_place_is_named_and_a_skipped_step_costs_no_bit(
+    trains, same_weights, accumulate
+):
+    batches = {(BAD + 1) * accumulate - 1}  # in the last micro-batch
+    how = {"accumulate_grad_batches": accumulate}
+    plain, unwatched = trains.fit(SkipsByHand(), model=spoilt_gpt(trains, batches), **how)
+    monitor = AttentionMonitor(2, locate_nonfinite=True, dirpath=trains.folder / "run", strict=True)
+    callbacks = monitor, AutoStabilizer(on_nonfinite="skip")
+    watched, trainer = trains.fit(*callbacks, model=spoilt_gpt(trains, batches), **how)
+    assert same_weights(plain, watched)
+    assert all(x.isfinite().all() for x in watched.state_dict().values())
+    found = "output of log is made infinite in module 'net.h.1.mlp'"
+    part = ", in micro-batch 2 of 2" if accumulate == 2 else ""
+    assert rows_of(trains.folder / "run") == [(BAD, "net.h.1.mlp", found + part)]
+    ((step, _, why),) = rows_of(trains.folder / "run", "skipped")
+    assert step == BAD and "not taken" in why
+    assert trainer.callback_metrics["steps"] == unwatched.callback_metrics["steps"]
+
+
+def test_in_lightning_a_sound_run_keeps_its_bits(trains, same_weights):
+    plain, _ = trains.fit()
+    watched, _ = trains.fit(AttentionMonitor(2, locate_nonfinite=True, strict=True))
+    assert same_weights(plain, watched)
+
+
+def test_in_lightning_a_dry_run_takes_the_step_and_says_so(trains):
+    monitor = AttentionMonitor(2, dirpath=trains.folder / "run", strict=True)
+    stabilizer = AutoStabilizer(on_nonfinite="skip", dry_run=True)
+    model, _ = trains.fit(monitor, stabilizer, model=spoilt_gpt(trains, {BAD}), max_steps=BAD + 1)
+    assert not model.net.h[0].mlp.weight.isfinite().all()
+    ((step, _, why),) = rows_of(trains.folder / "run", "skipped")
+    assert step == BAD and why.startswith("dry run")
+
+
+def test_in_lightning_optimization_by_hand_is_refused_once(trains, caplog):
+    class ByHand(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch) * float("nan"))
+            self.optimizers().step()
+
+    model = ByHand()
+    model.automatic_optimization = False
+    trains.fit(AttentionMonitor(2, locate_nonfinite=True, strict=True), model=model, max_steps=3)
+    (line,) = [line for line in caplog.messages if "locate_nonfinite" in line]
+    assert "by hand" in line and "guardbit.locate_nonfinite(model, loss)" in line
+
+
+def test_in_lightning_an_error_of_the_replay_ends_nothing(trains, caplog):
+    model = spoilt_gpt(trains, {2, 3, 4, 5})
+    once = model.training_step
+
+    def training_step(batch, batch_idx):
+        if len(model.raw_losses) > model.trainer.global_step:
+            raise RuntimeError("once only")
+        return once(batch, batch_idx)
+
+    model.training_step = training_step
+    _, trainer = trains.fit(
+        AttentionMonitor(2, locate_nonfinite=True), AutoStabilizer(on_nonfinite="skip"), model=model
+    )
+    assert trainer.global_step == 8
+    first, *_ = [line for line in caplog.messages if "once only" in line]
+    assert "'replay' failed" in first and "while the step ran once more" in first
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = torch.randint(48, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class SkipsByHandToo(TrainerCallback):
+    def on_pre_optimizer_step(self, *_, model, **__):
+        SkipsByHand().on_before_optimizer_step(None, model, None)
+
+
+def train(folder, callback, batches, accumulate=1, kind=Trainer):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    model.transformer.h[1].mlp = Spoilt(32, batches)
+    model.transformer.h[1].mlp.follow(model)
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=8, per_device_train_batch_size=2, use_cpu=True, bf16=True,
+        gradient_accumulation_steps=accumulate, save_strategy="no", report_to="none",
+        disable_tqdm=True, learning_rate=1e-2, logging_steps=1,
+    )  # fmt: skip
+    kind(model, arguments, train_dataset=Tokens(), callbacks=[callback]).train()
+    return model
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_in_the_trainer_the_place_is_named_and_a_skipped_step_costs_no_bit(
+    tmp_path, same_weights, accumulate
+):
+    batches = {(BAD + 1) * accumulate - 1}
+    plain = train(tmp_path, SkipsByHandToo(), batches, accumulate)
+    how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip"), "strict": True}
+    monitor = HuggingFaceMonitor(4, **how)
+    assert same_weights(plain, train(tmp_path, monitor, batches, accumulate))
+    found = "output of log is made infinite in module 'transformer.h.1.mlp'"
+    part = ", in micro-batch 2 of 2" if accumulate == 2 else ""
+    run = tmp_path / "guardbit"
+    assert rows_of(run) == [(BAD, "transformer.h.1.mlp", found + part)]
+    assert [step for step, *_ in rows_of(run, "skipped")] == [BAD]
+
+
+def test_in_a_trainer_without_its_batches_the_reason_is_said_once(tmp_path, caplog, monkeypatch):
+    frames = "guardbit.callbacks.huggingface._callers"
+    monkeypatch.setattr(frames, lambda: iter([]))
+    train(tmp_path, HuggingFaceMonitor(4, locate_nonfinite=True), {3, 4})
+    assert sum("does not show its batches" in line for line in caplog.messages) == 1
+
+
+# --- a loop of one's own --------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, batches):
+        super().__init__()
+        self.attention = Model(Attention(), Attention())
+        self.mlp, self.norm = Spoilt(32, batches), nn.BatchNorm1d(32)
+        self.mlp.follow(self)
+
+    def forward(self, x):
+        x = F.dropout(self.attention(x), 0.1)
+        return self.mlp(self.norm(x.flatten(0, 1)))
+
+
+def looped(tmp_path, batches, use=None, steps=6, **settings):
+    """Trains with a session that `use` gets once a step; returns the model and the session."""
+    torch.manual_seed(0)
+    model = Net(batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = MonitorSession(
+        model, every_n_train_steps=1, strict=True, dirpath=tmp_path, **settings
+    )
+    for step in range(steps):
+        with session.step(step):
+            x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(step))
+
+            def run(x=x):
+                return model(x).square().mean()
+
+            optimizer.zero_grad()
+            loss = run()
+            loss.backward()
+            if use is None or not use(session, model, run, loss):
+                optimizer.step()
+    session.close()
+    return model, session
+
+
+def by_hand(session, model, run, loss):
+    return not all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_in_a_loop_the_place_is_named_and_no_call_of_the_replay_is_observed(tmp_path, same_weights):
+    places, numbers = [], []
+
+    def use(session, model, run, loss):
+        if by_hand(session, model, run, loss):
+            states = {site.name: site.launches for site in session.instrumentation.sites.values()}
+            numbers.append(torch.get_rng_state())
+            places.append(session.locate_nonfinite(run))
+            numbers.append(torch.get_rng_state())
+            after = {site.name: site.launches for site in session.instrumentation.sites.values()}
+            assert after == states
+        return session.skips_step(loss)
+
+    plain, _ = looped(tmp_path / "plain", {BAD}, by_hand)
+    how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
+    watched, _ = looped(tmp_path / "watched", {BAD}, use, **how)
+    assert same_weights(plain, watched) and torch.equal(*numbers)
+    (place,) = places
+    assert str(place) == "output of log is made infinite in module 'mlp'"
+    assert rows_of(tmp_path / "watched") == [(BAD, "mlp", str(place))]
+    pd.testing.assert_frame_equal(read_run(tmp_path / "plain"), read_run(tmp_path / "watched"))
+
+
+def test_a_loop_without_a_session_is_examined_too():
+    torch.manual_seed(0)
+    model = Net({0})
+    x = torch.randn(2, 8, 32)
+    inst = guardbit.instrument(model)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    place = guardbit.locate_nonfinite(model, lambda: model(x).square().mean())
+    assert (place.module, place.function, place.is_made) == ("mlp", "log", True)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert inst.clock.done == -1
+    inst.remove()
+    model.mlp.batches = ()
+    assert guardbit.locate_nonfinite(model, [lambda: model(x).mean()] * 2) is None
+
+
+def test_replays_and_skipped_steps_have_an_end(tmp_path):
+    def use(session, model, run, loss):
+        parameters = [*model.parameters()]
+        session.end_gradients(parameters, [loss], None, lambda: [run])
+        taken.append(model.mlp.fc.weight.grad is not None)
+
+    taken = []
+    how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
+    bad = set(range(1, MOST_SKIPPED + 3))
+    looped(tmp_path, bad, use, steps=MOST_SKIPPED + 6, **how)
+    assert len(rows_of(tmp_path)) == MOST_REPLAYS
+    assert taken == [True, *[False] * MOST_SKIPPED, *[True] * 5]
+    *skipped, last = rows_of(tmp_path, "skipped")
+    assert len(skipped) == MOST_SKIPPED and "steps are taken again" in last[2]
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "is_bad"),
+    [(65536.0, 1.0, False), (SMALL_SCALE, 1.0, True), (65536.0, float("nan"), True)],
+)
+def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.tensor([1.0, float("inf")])
+    recorded = []
+    steps = NonfiniteSteps(
+        nn.Linear(1, 1), Settings(locate_nonfinite=True), Stages(True, print), recorded.append
+    )
+    again = lambda: [lambda: torch.log(torch.zeros(()))]  # noqa: E731
+    assert not steps.must_skip(0, [torch.tensor(loss)], [weight], scale, again)
+    assert len(recorded) == is_bad
+
+
+def two_ranks(folder, accelerator):
+    """Only rank 1's batch is bad: DDP spreads the gradient, and each rank names what it sees."""
+
+    def train(path, way):
+        torch.manual_seed(0)
+        model = Net({0} if torch.distributed.get_rank() == 1 else ())
+        run = nn.parallel.DistributedDataParallel(model)
+        how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip"), "strict": True}
+        session = MonitorSession(model, every_n_train_steps=1, dirpath=path / "run", **how)
+        with session.step(0):
+            loss_of = lambda: run(torch.ones(2, 8, 32)).square().mean()  # noqa: E731
+            loss = loss_of()
+            loss.backward()
+            skips = session.skips_step(loss)
+            place = session.locate_nonfinite(loss_of)
+        session.close()
+        return [skips, place.module]
+
+    begin(accelerator)
+    keep(folder, ["run"], train)
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+def test_ranks_agree(tmp_path, accelerator):
+    launch(two_ranks, 2, tmp_path, accelerator)
+    assert seen(tmp_path / "run") == [[True, "mlp"], [True, "mlp"]]
+    (row,) = rows_of(tmp_path / "run" / "run")
+    assert row[:2] == (0, "mlp") and row[2].endswith("on rank 1")
