@@ -12,10 +12,7 @@ from typing import Literal
 
 #: What is measured together in `guardbit.monitor.measure`: by a class of `probes`, by `weights`,
 #: `burst` or `measurement.RunProbe`.
-Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "burst", "finite", "run"]
-
-#: What `nonfinite` adds up, in the order in which a training step makes these tensors.
-NONFINITE = {"q": 1, "k": 2, "v": 4, "O": 8, "dO": 16, "dQ": 32, "dK": 64, "dV": 128}
+Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "burst", "run"]
 
 #: The unit of values from 0 to 1, which reports show in percent.
 SHARE_OF_ROWS = "share of rows"
@@ -155,11 +152,6 @@ CATALOG: tuple[Indicator, ...] = (
             is_signed=True,
         )
         for name, end in (("low", "lower"), ("high", "upper"))
-    ),
-    Indicator(
-        name="nonfinite",
-        probe="finite",
-        label="tensors with NaN or infinity",
     ),
     Indicator(
         name="loss",

@@ -12,21 +12,23 @@ import guardbit
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, log_layers=False,"
     " sites=None, indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
-    " snapshot_megabytes=64, on_alarm=None, strict=False",
+    " snapshot_megabytes=64, locate_nonfinite=False, on_alarm=None, strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
-    " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
+    " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None,"
+    " on_nonfinite='keep'",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, on_alarm=None, strict=False",
+    " snapshot_megabytes=64, locate_nonfinite=False, on_alarm=None, strict=False",
     "MonitorSession": "model, *, writer=None, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, on_alarm=None, strict=False",
+    " snapshot_megabytes=64, locate_nonfinite=False, on_alarm=None, strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
+    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
     "load": "path",
+    "locate_nonfinite": "model, loss",
     "observe": "q, k, v, *, causal=False, scale=None, mask=None",
     "read_events": "path",
     "read_metadata": "path",
@@ -48,10 +50,12 @@ MEMBERS = {
         "grad_norm",
         "is_sampled",
         "load_state_dict",
+        "locate_nonfinite",
         "loss",
         "judgement",
         "num_alarmed_heads",
         "record",
+        "skips_step",
         "snapshot",
         "stages_off",
         "state_dict",
@@ -64,7 +68,7 @@ MEMBERS = {
 
 NAMES = sorted({*PARAMETERS, *MEMBERS, "INDICATORS", "LayoutUnavailable", "STABILIZERS"})
 #: What GuardBit's own callbacks call besides.
-INTERNAL = {"always", "attempt"}
+INTERNAL = {"always", "attempt", "end_gradients", "warn_no_replay", "watches_nonfinite"}
 
 
 def test_the_public_names_are_these():
@@ -109,7 +113,6 @@ def test_the_indicators_and_stabilizers_are_these():
         "rounding_share",
         "rounding_share_low",
         "rounding_share_high",
-        "nonfinite",
         "loss",
         "grad_norm",
     )

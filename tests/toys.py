@@ -18,7 +18,7 @@ from guardbit.monitor.sites import Instrumentation
 from guardbit.records import Role
 
 #: Indicators that a run has no values of unless something may be wrong.
-OCCASIONAL = {"nonfinite", "rounding_share", "rounding_share_low", "rounding_share_high"}
+OCCASIONAL = {"rounding_share", "rounding_share_low", "rounding_share_high"}
 
 
 def leave_out_modules() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -249,7 +249,8 @@ def _losses_again(
         with trainer.compute_loss_context_manager():
             prepared = trainer._prepare_inputs(copy.copy(inputs))  # noqa: SLF001
             count = loop.get("num_items_in_batch")
-            return trainer.compute_loss(model, prepared, num_items_in_batch=count) * scale
+            loss = trainer.compute_loss(model, prepared, num_items_in_batch=count)
+            return cast(Tensor, loss) * scale
 
     return [partial(loss_of, inputs) for inputs in loop["batch_samples"]]
 

@@ -117,9 +117,7 @@ class RunPage:
             "steps": _steps_of(history),
             "last_step": history.last_step,
             **self.map_at(history.last_step),
-            "indicators": [  # the sum of flags that says which tensors have a NaN is no curve
-                name for name in HEAD_INDICATORS if name in history.high and name != "nonfinite"
-            ],
+            "indicators": [name for name in HEAD_INDICATORS if name in history.high],
             "events": [_event_of(event) for event in _shown_events(run.events)],
             "num_events": len(run.events),
             "run": {

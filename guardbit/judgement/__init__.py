@@ -7,6 +7,7 @@ from guardbit.judgement.evidence import Evidence as Evidence
 from guardbit.judgement.facts import OFF as OFF
 from guardbit.judgement.facts import PRECISE as PRECISE
 from guardbit.judgement.facts import RECOVERED as RECOVERED
+from guardbit.judgement.facts import is_place as is_place
 from guardbit.judgement.facts import nothing_to_correct as nothing_to_correct
 from guardbit.judgement.facts import severities as severities
 from guardbit.judgement.judging import Ended as Ended

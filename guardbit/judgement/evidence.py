@@ -7,17 +7,13 @@ import statistics
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from guardbit.catalog import NONFINITE, of_probe
+from guardbit.catalog import of_probe
 from guardbit.records import Event, Sample
-
-#: The tensors of a call's forward, in `NONFINITE`.
-FORWARD = ("q", "k", "v", "O")
-_OF_FORWARD = sum(NONFINITE[name] for name in FORWARD)
 
 #: A head is named by the pair (layer, head), both counted from 0.
 Head = tuple[int, int]
@@ -66,15 +62,6 @@ _OF_WEIGHTS = frozenset({*of_probe("weights"), *SHARES})
 RISK_STEP = 2000
 AT_RISK = 0.94
 HARDLY_AT_RISK = 0.7
-
-
-class Nonfinite(NamedTuple):
-    """Where the first NaN or infinity of a run was seen."""
-
-    step: int
-    site: str
-    tensor: str
-    heads: tuple[int, ...]
 
 
 class Change(NamedTuple):
@@ -211,7 +198,7 @@ class Evidence:
         # How often calls were measured, when last, and when before.
         self.call_steps: tuple[int, int, int] = 0, -1, -1
         # Steps at which gradients of attention, and the gradients' norm, were not finite.
-        self.bad_gradients, self.bad_norms = _Streak(), _Streak()
+        self.bad_norms = _Streak()
         self.norm_steps = -1, -1  # at which that norm was measured, last and before
         self.loss = Losses()
         self.logits: dict[int, float] = {}  # step -> the largest of all heads
@@ -220,8 +207,6 @@ class Evidence:
         # The first step from `RISK_STEP` on, or the last one before, at which keys were measured;
         # layer -> the largest `key_common_mode` of its heads then.
         self.common_modes: tuple[int, dict[int, float]] = -1, {}
-        self._nonfinite: list[Sample] = []  # of the first step that has any
-        self.last_broken = -2  # the last step that a forward of attention had any in
         self._measured: dict[Head, tuple[int, int]] = {}  # first and last step
         self._latest_of: dict[str, tuple[int, list[int]]] = {}
         self._values: dict[tuple[int, str], _Kept] = {}
@@ -239,14 +224,6 @@ class Evidence:
                     self.norm_steps = sample.step, self.norm_steps[0]
                 if not math.isfinite(sample.values[0]):
                     self.bad_norms.add(*self.norm_steps)
-            if sample.indicator == "nonfinite":
-                codes = [*_nonfinite_codes(sample)]
-                if any(code & _OF_FORWARD for code in codes):
-                    self.last_broken = sample.step
-                if any(codes):
-                    self.bad_gradients.add(*self.call_steps[1:])
-                    if not self._nonfinite or sample.step == self._nonfinite[0].step:
-                        self._nonfinite.append(sample)
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
@@ -297,10 +274,6 @@ class Evidence:
             for (layer, head), (step, found) in self.shares.items()
             for name, value in found.items()
         ]
-
-    @property
-    def nonfinite(self) -> Nonfinite | None:
-        return first_nonfinite(self._nonfinite)
 
     def _series(self, head: Head, name: str) -> tuple[list[int], list[float]]:
         kept = self._values.get((head[0], name))
@@ -375,26 +348,3 @@ class Evidence:
     def span(self, head: Head) -> tuple[float, float]:
         """The steps of a head's first and last sample; the first is infinite without any."""
         return self._measured.get(head, (math.inf, -1))
-
-
-def first_nonfinite(samples: Iterable[Sample]) -> Nonfinite | None:
-    """Returns where the first NaN or infinity of a sampled step is."""
-    found = sorted(
-        (sample for sample in samples if sample.indicator == "nonfinite"),
-        key=lambda sample: sample.layer,
-    )
-    with_forward = [
-        one for one in found if any(code & _OF_FORWARD for code in _nonfinite_codes(one))
-    ]
-    sample = with_forward[0] if with_forward else found[-1] if found else None
-    if sample is None:
-        return None
-    for name, number in NONFINITE.items():
-        heads = tuple(head for head, code in enumerate(_nonfinite_codes(sample)) if code & number)
-        if heads:
-            return Nonfinite(sample.step, sample.site, name, heads)
-    return None
-
-
-def _nonfinite_codes(sample: Sample) -> Iterator[int]:
-    return (int(value) if math.isfinite(value) else 0 for value in sample.values)

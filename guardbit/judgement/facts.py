@@ -156,10 +156,9 @@ class Facts:
         left = -1 if self.departed is None else self.departed
         # Steps from the first alarm on a head to the departure.
         self.lead = int(left - first_of_head) if first_of_head <= left else None
-        # The last step, if a forward of attention has NaN or infinity in it.
-        is_broken = evidence.last_broken == evidence.call_steps[1]
-        self.broken = evidence.last_broken if is_broken else None
-        self.nonfinite = evidence.nonfinite  # the first NaN or infinity in a call of attention
+        self.locates = bool(at(metadata, "settings", "locate_nonfinite"))
+        # The step of the first replay that found where something is not finite, and the place.
+        self.nonfinite = min(((e.step, e.why) for e in events if is_place(e)), default=None)
 
         logits = sorted(evidence.logits.items())
         earlier = [x for step, x in logits if step <= logits[-1][0] - RISE_STEPS]
@@ -171,12 +170,9 @@ class Facts:
         self.logits_are_high = now >= HIGH_LOGIT
         self.logits_have_grown = bool(logits) and now > RISE * logits[0][1]
         self.logits_rise = bool(earlier) and now >= RISING_LOGIT and now > RISE * earlier[-1]
-        # Whether the loss, attention or the largest logit rises or is not finite.
+        # Whether the loss or the largest logit rises.
         self.rises = bool(
-            self.loss_rise
-            or self.broken is not None
-            or (self.logits_are_high and self.logits_have_grown)
-            or self.logits_rise
+            self.loss_rise or (self.logits_are_high and self.logits_have_grown) or self.logits_rise
         )
 
 
@@ -188,6 +184,11 @@ def corrected_before(alarmed: Mapping[Head, Event], switched: Mapping[Head, Even
 def _growth(change: Change) -> float:
     """A head's growth since its switch, over the growth that counts as going on."""
     return change.after / (STILL_GROWING * change.at)
+
+
+def is_place(event: Event) -> bool:
+    """Whether an event names the first place of a step that is not finite."""
+    return event.kind == "advisory" and event.rule == "nonfinite"
 
 
 def _is_failure(event: Event) -> bool:
@@ -213,12 +214,9 @@ def _works_again(failure: Event, events: Iterable[Event]) -> int | None:
 
 
 def _bad_gradients(evidence: Evidence) -> int | None:
-    streaks = (
-        (evidence.bad_gradients, evidence.call_steps[1]),
-        (evidence.bad_norms, evidence.norm_steps[0]),
-    )
-    lasting = [one.first for one, last in streaks if one.count >= BAD_IN_A_ROW and one.last == last]
-    return min(lasting, default=None)
+    bad = evidence.bad_norms
+    is_lasting = bad.count >= BAD_IN_A_ROW and bad.last == evidence.norm_steps[0]
+    return bad.first if is_lasting else None
 
 
 def severities(

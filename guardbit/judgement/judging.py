@@ -16,7 +16,6 @@ from guardbit.judgement.evidence import (
     SHARES,
     Change,
     Evidence,
-    Nonfinite,
 )
 from guardbit.judgement.facts import (
     CRITICAL_LOGIT,
@@ -150,7 +149,7 @@ class Judgement:
 
 
 def _as_plain(value: Any) -> Any:
-    if isinstance(value, Change | Nonfinite):
+    if isinstance(value, Change):
         return {name: _as_plain(part) for name, part in value._asdict().items()}
     # JSON has no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -236,8 +235,8 @@ def _not_saved(of: Facts, cause: Cause) -> str:
     """Why nobody can say that a switch has saved a run, "" where one can."""
     if of.not_measured_since:
         return say.NOT_MEASURED.format(of.not_measured_since, "since the switch")
-    if of.broken is not None or of.missing_loss:
-        return of.missing_loss or say.rising(of)
+    if of.missing_loss:
+        return of.missing_loss
     if of.largest_fall is None:
         return say.NOT_FALLEN
     since = say.unjudged(of)

@@ -14,7 +14,6 @@ from guardbit.judgement.evidence import (
     Head,
 )
 from guardbit.judgement.facts import RISE_STEPS, Facts
-from guardbit.records import named
 
 if TYPE_CHECKING:
     from guardbit.judgement.judging import Cause, Ended, State
@@ -57,6 +56,7 @@ NOT_FALLEN = "logits and W_Q have not fallen yet"
 NO_HEAD = "no head was watched"
 NO_RULE = "no rule could judge the heads"
 NO_LOSS_ALARM = "no alarm on the loss"
+LOCATE = "locate_nonfinite=True names the first place next time"
 BAD_GRADIENTS = "the gradients are not finite"
 NO_SAMPLES = "no attention was measured"
 TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
@@ -118,11 +118,12 @@ def lost(of: Facts) -> str:
         said += f", {of.lead:,} steps after the first alarm"
         is_earlier = of.first_switch is not None and of.first_switch < departed
         said += ", despite the switch" if is_earlier else ""
-    if of.loss_is_finite or of.nonfinite is None:
+    if of.loss_is_finite:
         return said
-    step, site, tensor, heads = of.nonfinite
-    where = f"{tensor} of {site}, {named(heads)}, at step {step:,}"
-    return f"{said}; the first such value was seen in {where}"
+    if of.nonfinite is not None:
+        step, place = of.nonfinite
+        return f"{said}; step {step:,}: {place}"
+    return said if of.locates else f"{said}; {LOCATE}"
 
 
 def fall(of: Facts) -> str:
@@ -139,8 +140,6 @@ def rising(of: Facts) -> str:
         return ""
     if of.loss_rise:
         return f"the loss is {of.loss_rise:.2g} above its best"
-    if of.broken is not None:
-        return f"attention has NaN or infinity in its forward at step {of.broken:,}"
     before = of.logit_before
     since = "" if before is None else f", and {RISE_STEPS:,} steps earlier it was {before:,.0f}"
     return f"the largest logit is {of.largest_logit or 0:,.0f}{since}"

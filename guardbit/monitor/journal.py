@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from guardbit.judgement import Ended, Evidence, Judgement, cause_of, judge, verdict_of
+from guardbit.judgement import Ended, Evidence, Judgement, cause_of, is_place, judge, verdict_of
 from guardbit.monitor import ranks
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Limits, shown
@@ -235,7 +235,7 @@ class Journal:
                 self._writer.event(event)
 
     def _log(self, event: Event, is_switched: bool = False) -> None:
-        if event.kind in ("alarm", "switch", "monitor_error"):
+        if event.kind in ("alarm", "switch", "monitor_error") or is_place(event):
             self.events.append(_kept(event))
         if ranks.rank() > 0:
             return
@@ -370,7 +370,8 @@ def _missing(remembered: list[Event], recorded: Sequence[Event], step: int) -> l
 
 def _kept(event: Event) -> Event:
     """What a judgement reads of an event."""
-    return event if event.kind == "monitor_error" else replace(event, why="")
+    is_read = event.kind == "monitor_error" or is_place(event)
+    return event if is_read else replace(event, why="")
 
 
 def _version(package: str) -> str | None:

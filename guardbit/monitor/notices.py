@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guardbit.judgement import nothing_to_correct
-from guardbit.judgement.evidence import FORWARD, Nonfinite, first_nonfinite
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import interception, ranks
 from guardbit.monitor.actions import SwitchReports
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.settings import Settings
-from guardbit.monitor.sites import Instrumentation, Site, kernel_of, metadata_of, shown
+from guardbit.monitor.sites import Instrumentation, Site, metadata_of, shown
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import looks_like_attention
-from guardbit.records import Alarm, Event, Sample
+from guardbit.records import Alarm, Event
 
 _HOW_TO_SHOW = (
     "Attention that is written out in PyTorch has no rounded delta, so it needs no correction; to"
@@ -30,15 +29,6 @@ _FUNCTIONS = (
 
 #: Sampled steps in a row without a call of a module before that is reported.
 MISSED_SAMPLES = 3
-
-_WHENCE = {
-    **dict.fromkeys("qkv", "it came into attention, from the layer's input or its weights"),
-    "O": "attention made it in its forward, because q, k and v are finite",
-    "dO": "it came with the gradient of the output, from what follows attention or from the loss",
-    **dict.fromkeys(
-        ("dQ", "dK", "dV"), "attention made it in its backward, because q, k, v and dO are finite"
-    ),
-}
 
 
 class Notices:
@@ -299,13 +289,6 @@ class Notices:
         if why and ranks.rank() == 0 and self.first("nothing to correct"):
             log.tell(f"GuardBit: {why}: nothing to correct here")
 
-    def report_samples(self, samples: Sequence[Sample], loss_scale: float) -> None:
-        sites = self._instrumentation.sites
-        # Where the loss is scaled, gradients overflow now and then, and the scaler skips the step.
-        found = first_nonfinite(samples)
-        if found and (loss_scale == 1.0 or found.tensor in FORWARD) and self.first("nonfinite"):
-            self._journal.record(_nonfinite(found, kernel_of(sites.get(found.site))))
-
     def announce(self, alarm: Alarm) -> None:
         """Hands an alarm to the user's function, which may fail without ending anything."""
         if self._on_alarm is None or ranks.rank() > 0:
@@ -389,13 +372,3 @@ def _kinds(sites: Sequence[Site]) -> str:
 
 def _listed(reasons: Sequence[str]) -> str:
     return "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
-
-
-def _nonfinite(found: Nonfinite, kernel: str) -> Event:
-    made_here = found.tensor in ("O", "dQ", "dK", "dV") and kernel
-    why = (
-        f"NaN or infinity, in this sampled step first in {found.tensor}: {_WHENCE[found.tensor]}"
-        f"{f' ({kernel})' if made_here else ''}; it may be older, because steps between samples are"
-        " not checked"
-    )
-    return Event(found.step, "advisory", found.site, found.heads, why, rule="nonfinite")

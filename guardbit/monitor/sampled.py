@@ -122,12 +122,11 @@ class SampledSteps:
         `show` gets it before anybody is told of its alarms, which are returned. All ranks do alike.
         """
         samples = self._samples_of_all_ranks(sent)
-        judged, loss_scale = Judged(step, samples), sent.loss_scale if sent else 1.0
+        judged = Judged(step, samples)
         self._journal.add(samples)
         judging = (
             ("scalars", partial(self._find_largest, judged)),
             ("burst", partial(self._burst.note, samples)),
-            ("notices", partial(self._notices.report_samples, samples, loss_scale)),
             ("detectors", partial(self._detect, judged)),
             ("judgement", partial(self._grade, judged)),
         )

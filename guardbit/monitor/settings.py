@@ -141,9 +141,9 @@ class Settings:
 
     def described(self) -> dict[str, Any]:
         """Returns what is kept of them with a run, as plain data."""
-        numbers = "every_n_train_steps", "num_rows", "num_audited_heads", "dry_run"
+        names = "every_n_train_steps", "num_rows", "num_audited_heads", "dry_run"
         return {
-            **{name: getattr(self, name) for name in numbers},
+            **{name: getattr(self, name) for name in (*names, "locate_nonfinite")},
             "indicators": list(self.measured),
             "rules": [str(rule) for rule in self.rules],
             "heads_judged_by": heads_judged_by(self.rules),

@@ -405,14 +405,6 @@ class Site:
         return dict(self.state.launches)
 
 
-def kernel_of(site: Site | None) -> str:
-    """Names what has run a site's attention, "" if unknown."""
-    if site is None:
-        return ""
-    names = {name for _, name in site.launches} - {*STABILIZERS, "triton"}
-    return ", ".join(sorted(names))
-
-
 def metadata_of(
     sites: Mapping[str, Site], why_passed_by: Callable[[Site], str | None]
 ) -> dict[str, dict[str, Any]]:

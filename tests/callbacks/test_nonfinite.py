@@ -1,6 +1,5 @@
 """Steps that are not finite: their first place is named, and on request they are not taken."""
 
-
 import lightning.pytorch as pl
 import pandas as pd
 import pytest

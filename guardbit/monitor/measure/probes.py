@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.catalog import NONFINITE, SUMS, Probe, of_probe
+from guardbit.catalog import SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.mask import in_documents, seen_keys
 from guardbit.kernels.reference import RowMaxima, Shadow, gradient_error
@@ -298,47 +298,9 @@ class GradientAudit(CallProbe):
         return {name: found[name] for name in self.indicators}
 
 
-_FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}
-_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
-
-
-class FiniteProbe(CallProbe):
-    """Adds up `NONFINITE` over the tensors that are not finite; a head has its group's keys."""
-
-    name = "finite"
-    sums = tuple(f"nonfinite_{name}" for name in NONFINITE)
-
-    def update(self, view: CallView) -> Sequence[Tensor]:
-        """Looks at all tensors of a call; unknown ones count as finite."""
-        heads, groups = view.call.q.size(1), view.call.k.size(1)
-        found = [_largest(view.call, _FIELDS.get(name, name)) for name in NONFINITE]
-        found = [x.view(groups, -1).expand(groups, heads // groups) for x in found]
-        # 0 where all is finite, else NaN.
-        return [*torch.stack(found).flatten(1).double() * 0]
-
-    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
-        """See `CallProbe.compute`; NaN, no data, where all is finite."""
-        code = sum(
-            state[name].isnan() * float(number)
-            for name, number in zip(self.sums, NONFINITE.values(), strict=True)
-        )
-        assert isinstance(code, Tensor)
-        code = code.double()
-        return {name: code.where(code > 0, torch.nan) for name in self.indicators}
-
-
-def _largest(call: AttentionCall, field: str) -> Tensor:
-    """The largest size in a tensor of a call, one for each of its heads, 0 if it is not known."""
-    x = (call.made or {}).get(field, getattr(call, field))
-    if x is None:
-        return call.q.new_zeros(call.q.size(1))
-    # Without a copy; NaN and infinity pass through it.
-    return norm_of(x, call.spec.starts[field in _OF_KEYS], torch.inf)
-
-
 #: The probes of attention calls, in the order in which they look at one.
 CALL_PROBES: tuple[type[CallProbe], ...] = (
-    RowProbe, KeyProbe, DeltaProbe, GradientAudit, FiniteProbe,
+    RowProbe, KeyProbe, DeltaProbe, GradientAudit,
 )  # fmt: skip
 
 

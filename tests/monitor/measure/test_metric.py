@@ -257,7 +257,7 @@ def test_tokens_behind_the_last_document_do_not_count():
         return metric.measured()
 
     alone = measured(tensors)
-    assert alone["nonfinite"].isnan().all() and not alone["delta_bias"].isnan().any()
+    assert not alone["delta_bias"].isnan().any()
     # Rows of 0 among those of a product may change the order of its FP32 sums.
     assert_close(measured(unwritten), alone, rtol=1e-5, atol=1e-6, equal_nan=True)
 
