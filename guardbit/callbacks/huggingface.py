@@ -8,11 +8,11 @@ import json
 import math
 import os
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -146,16 +146,16 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self._take_scale(scaler)
         session = self.session
         if session is not None and session.watches_nonfinite:
-            # The variables of the Trainer's loop.
             of_trainer = (each for each in _callers() if isinstance(each.get("self"), Trainer))
             loop = next((each for each in of_trainer if "batch_samples" in each), {})
             losses = [x for x in (loop.get("tr_loss_step"),) if isinstance(x, Tensor)]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            again = partial(_losses_again, session, loop, scale or 1.0)
+            again = partial(_loss_again, loop, scale or 1.0)
+            losses_again = [partial(again, inputs) for inputs in _batches_of(loop, session)]
             # Trainers of TRL keep what they will log.
             metrics = getattr(loop.get("self"), "_metrics", None)
-            session.end_gradients(parameters, losses, scale, again, metrics)
+            session.end_gradients(parameters, losses, scale, losses_again, metrics)
 
     @guarded
     def _take_scale(self, session: MonitorSession, scaler: Any) -> None:
@@ -232,27 +232,25 @@ def _warn_of_few_losses(args: TrainingArguments, state: TrainerState) -> None:
         )  # fmt: skip
 
 
-def _losses_again(
-    session: Session, loop: Mapping[str, Any], scale: float
-) -> list[Callable[[], Tensor | None]]:
-    """What runs the batches once more that the Trainer's loop holds."""
-    trainer, samples = loop.get("self"), loop.get("batch_samples")
-    if not isinstance(trainer, Trainer) or samples is None or trainer.is_deepspeed_enabled:
-        session.warn_no_replay(
-            "this version of the Trainer, or DeepSpeed, does not show its batches"
-        )
-        return []
-    model = loop["model"]
+def _batches_of(loop: Mapping[str, Any], session: Session) -> Sequence[Any]:
+    """The micro-batches of a step, by the variables of the Trainer's loop."""
+    if not loop:
+        session.warn_no_replay("this version of the Trainer does not show its batches")
+    elif loop["self"].is_deepspeed_enabled:
+        session.warn_no_replay("DeepSpeed takes gradients out of the backward")
+    else:
+        return loop["batch_samples"]
+    return []
+
+
+def _loss_again(loop: Mapping[str, Any], scale: float, inputs: Any) -> Tensor:
+    """Runs the forward of a micro-batch once more."""
+    trainer, model = loop["self"], loop["model"]
     model = model.module if isinstance(model, DistributedDataParallel) else model
-
-    def loss_of(inputs: Any) -> Tensor | None:
-        with trainer.compute_loss_context_manager():
-            prepared = trainer._prepare_inputs(copy.copy(inputs))  # noqa: SLF001
-            count = loop.get("num_items_in_batch")
-            loss = trainer.compute_loss(model, prepared, num_items_in_batch=count)
-            return cast(Tensor, loss) * scale
-
-    return [partial(loss_of, inputs) for inputs in loop["batch_samples"]]
+    with trainer.compute_loss_context_manager():
+        inputs = trainer._prepare_inputs(copy.copy(inputs))  # noqa: SLF001
+        count = loop.get("num_items_in_batch")
+        return trainer.compute_loss(model, inputs, num_items_in_batch=count) * scale
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -118,10 +118,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._state_of: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
-        # Of the step's micro-batches, for a replay; and why none is possible, or "".
+        # Of the step's micro-batches, the first for a replay, unless that is not possible.
         self._batches: list[tuple[Any, int]] = []
         self._losses: list[Tensor] = []
-        self._why_no_replay = ""
+        self._keeps_batches = False
         self._val_loss: Tensor | None = None
         self._logged = LoggedRun()
 
@@ -153,11 +153,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self.session = watched(
             self.strict, lambda: Session(pl_module, **{**vars(self.settings), **own})
         )
-        self._why_no_replay = _why_no_replay(trainer, pl_module)
         self._batches, self._losses = [], []
-        if self.session is not None and self.settings.locate_nonfinite and self._why_no_replay:
-            self.session.warn_no_replay(self._why_no_replay)
+        why_not = _why_no_replay(trainer, pl_module)
+        self._keeps_batches = self.settings.locate_nonfinite and not why_not
         if self.session is not None:
+            self.session.warn_no_replay(why_not)
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 
@@ -190,7 +190,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._step = trainer.global_step
         self._grad_norms.clear()
         session.begin_batch(self._step)
-        if self.settings.locate_nonfinite and not self._why_no_replay:
+        if self._keeps_batches:
             # A step may take parts out of it.
             self._batches.append((tree_map(_itself, batch), index))
 
@@ -214,21 +214,15 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             losses, self._losses = self._losses, []
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            again = partial(self._losses_again, trainer, pl_module, scale or 1.0)
-            session.end_gradients(parameters, losses, scale, None if self._why_no_replay else again)
+            again = partial(_loss_again, trainer, pl_module, scale or 1.0)
+            losses_again = [partial(again, *batch) for batch in self._batches]
+            session.end_gradients(parameters, losses, scale, losses_again)
 
     @guarded
     def _take_gradients(self, session: Session, optimizer: Optimizer, scaler: Any) -> None:
         if session.is_sampled:
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
             session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
-
-    def _losses_again(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scale: float
-    ) -> list[Callable[[], Tensor | None]]:
-        factor = scale / trainer.accumulate_grad_batches
-        again = partial(_loss_again, trainer, pl_module, factor)
-        return [partial(again, batch, index) for batch, index in self._batches]
 
     @guarded
     def on_train_batch_end(
@@ -411,7 +405,7 @@ def _why_no_replay(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
 
 
 def _loss_again(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, factor: float, batch: Any, index: int
+    trainer: pl.Trainer, pl_module: pl.LightningModule, scale: float, batch: Any, index: int
 ) -> Tensor | None:
     """Runs a training step, which logs nothing, once more; returns the loss of its backward."""
     vars(pl_module).update(log=_nothing, log_dict=_nothing)  # until the replay has ended
@@ -424,7 +418,7 @@ def _loss_again(
     else:
         output = trainer.strategy.training_step(*args)
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss * factor if isinstance(loss, Tensor) else None
+    return loss * scale / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else None
 
 
 def _itself(x: Any) -> Any:

@@ -100,7 +100,7 @@ class Place:
 
 
 def first_nonfinite(
-    model: nn.Module, batches: Sequence[MicroBatch], beside: Sequence[object] = ()
+    model: nn.Module, batches: Sequence[MicroBatch], beside: object = None
 ) -> Place | None:
     """Runs the micro-batches of a step again, forward and backward, until one is not finite.
 
@@ -109,7 +109,7 @@ def first_nonfinite(
     Args:
         model: The model; its modules name places.
         batches: Of one optimizer step, in order.
-        beside: Dicts and lists, as of a trainer, that are put back as those of modules are.
+        beside: A dict, as of a trainer, that is put back as those of modules are.
 
     Returns:
         The first place, None if all losses and gradients of parameters are finite this time.
@@ -152,11 +152,11 @@ def _place_in(model: nn.Module, batch: MicroBatch, index: int) -> Place | None:
 
 
 @contextmanager
-def _as_before(model: nn.Module, beside: Sequence[object]) -> Iterator[None]:
+def _as_before(model: nn.Module, beside: object) -> Iterator[None]:
     """Puts gradients, generators and what modules hold back afterwards."""
     with ExitStack() as undo:
         undo.callback(RandomState.now().restore)
-        undo.callback(_Held([*map(vars, model.modules()), *beside]).restore)
+        undo.callback(_Held([*map(vars, model.modules()), beside]).restore)
         for parameter in model.parameters():
             undo.callback(setattr, parameter, "grad", parameter.grad)
             if parameter.grad is not None and _is_part(parameter.grad):

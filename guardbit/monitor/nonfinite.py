@@ -55,19 +55,13 @@ def locate_nonfinite(model: nn.Module, loss: Loss | Sequence[Loss]) -> Place | N
     Returns:
         The place, None if the loss and all gradients of parameters are finite.
     """
-    return _replayed(model, _listed(loss), ())
-
-
-def _listed(loss: Loss | Sequence[Loss]) -> list[Loss]:
-    return [loss] if callable(loss) else list(loss)
+    return _replayed(model, loss, (), None)
 
 
 def _replayed(
-    model: nn.Module,
-    losses: Sequence[Loss],
-    states: Sequence[RandomState],
-    beside: Sequence[object] = (),
+    model: nn.Module, loss: Loss | Sequence[Loss], states: Sequence[RandomState], beside: object
 ) -> Place | None:
+    losses = [loss] if callable(loss) else loss
     pairs = zip_longest(losses, states[: len(losses)])
     with runtime.unobserved():
         return first_nonfinite(model, [MicroBatch(*pair) for pair in pairs], beside)
@@ -77,15 +71,11 @@ class NonfiniteSteps:
     """Looks for such steps, the stage "nonfinite", and runs them once more, the stage "replay"."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        stages: Stages,
-        record: Callable[[Event], None],
+        self, model: nn.Module, settings: Settings, stages: Stages, record: Callable[[Event], None]
     ) -> None:
         self._model, self._stages, self._record = model, stages, record
         policy = settings.policy
-        self._locates, self._dry_run = settings.locate_nonfinite, settings.dry_run
+        self.locates, self._dry_run = settings.locate_nonfinite, settings.dry_run
         self._skips = policy is not None and policy.on_nonfinite == "skip"
         self._states: list[RandomState] = []  # before each micro-batch of the step
         self._replays = self._in_a_row = 0
@@ -93,22 +83,20 @@ class NonfiniteSteps:
     @property
     def is_wanted(self) -> bool:
         """Whether steps must be looked at."""
-        return self._locates or self._skips
+        return self.locates or self._skips
 
     def begin_batch(self, is_new: bool) -> None:
         """Keeps the random numbers of a micro-batch, of a new step or not."""
         if is_new:
             self._states.clear()
-        if self._locates:
+        if self.locates:
             self._states.append(RandomState.now())
 
-    def locate(
-        self, step: int, losses: Sequence[Loss], beside: Sequence[object] = ()
-    ) -> Place | None:
+    def locate(self, step: int, loss: Loss | Sequence[Loss], beside: object = None) -> Place | None:
         """Runs a step's micro-batches once more, on all ranks, and records the first place."""
         place = None
         try:  # not as a stage does it: the user's modes belong to the user's code
-            place = _replayed(self._model, losses, self._states, beside)
+            place = _replayed(self._model, loss, self._states, beside)
         except Exception as error:
             error.add_note("while the step ran once more, to find where it is first not finite")
             self._stages.fail("replay", error)
@@ -118,8 +106,8 @@ class NonfiniteSteps:
         if place is None and "replay" in self._stages.off:
             return None
         why = _NOT_AGAIN if place is None else str(place)
-        if place is not None and len(losses) > 1:
-            why += f", in micro-batch {place.micro_batch + 1} of {len(losses)}"
+        if place is not None and not callable(loss) and len(loss) > 1:
+            why += f", in micro-batch {place.micro_batch + 1} of {len(loss)}"
         why += f", on rank {rank}" * (len(found) > 1)
         site = place.module if place is not None else ""
         self._record(Event(step, "advisory", site, (), why, rule="nonfinite"))
@@ -131,30 +119,22 @@ class NonfiniteSteps:
         losses: Iterable[Tensor | float],
         parameters: Iterable[Tensor],
         scale: float | None = None,
-        again: Callable[[], Sequence[Loss]] | None = None,
-        beside: Sequence[object] = (),
+        again: Sequence[Loss] = (),
+        beside: object = None,
     ) -> bool:
         """Looks at a step before its optimizer; returns whether the step must not be taken.
 
-        Args:
-            step: The step.
-            losses: Of its micro-batches, as far as they are known.
-            parameters: Whose gradients the optimizer takes.
-            scale: By which a `GradScaler` scales the loss; None without one.
-            again: Returns what runs the micro-batches once more, [] if nothing can; None likewise.
-            beside: Dicts and lists that a replay leaves as they are.
+        `scale` is that of a `GradScaler`; `again` runs the micro-batches once more, if that can be.
         """
         look = partial(_are_finite, losses, parameters, scale)
         is_finite = self._stages.attempt("nonfinite", look) is not False
         if not self._is_anywhere(not is_finite):
             self._in_a_row = 0
             return False
-        can = self._locates and again is not None and self._replays < MOST_REPLAYS
-        if not self._is_anywhere(not can or "replay" in self._stages.off) and again is not None:
+        can = self.locates and len(again) > 0 and self._replays < MOST_REPLAYS
+        if not self._is_anywhere(not can or "replay" in self._stages.off):
             self._replays += 1
-            losses_again = self._stages.attempt("replay", again)
-            if losses_again != []:  # None after an error here, which other ranks may not have had
-                self.locate(step, losses_again or (), beside)
+            self.locate(step, again, beside)
         # The scaler leaves out such steps itself.
         return self._skips and scale is None and self._leave_out(step)
 
@@ -190,7 +170,8 @@ def _are_finite(
     # A scaler lowers its scale where gradients overflow, which is no fault of the step's.
     if scale is not None and scale > SMALL_SCALE:
         norm = torch.zeros_like(norm)
-    found = [torch.as_tensor(loss, device=norm.device).detach().float().sum() for loss in losses]
+    there = {"dtype": torch.float32, "device": norm.device}
+    found = [torch.as_tensor(loss, **there).sum() for loss in losses]
     return bool(torch.stack([norm.float(), *found]).isfinite().all())
 
 

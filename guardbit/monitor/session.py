@@ -244,7 +244,7 @@ class Session(Guarded):
             loss: A function that runs the forward of one batch and returns the loss, or a list of
                 such functions, one for each micro-batch.
         """
-        return self._nonfinite.locate(self._latest_step, [loss] if callable(loss) else loss)
+        return self._nonfinite.locate(self._latest_step, loss)
 
     @guard.method(lambda _: False)
     def skips_step(self, loss: Tensor | float | None = None) -> bool:
@@ -269,13 +269,10 @@ class Session(Guarded):
         parameters: Sequence[Tensor],
         losses: Sequence[Tensor],
         scale: float | None,
-        again: Callable[[], Sequence[Loss]] | None,
-        *beside: object,
+        again: Sequence[Loss],
+        beside: object = None,
     ) -> None:
-        """Looks at a step before its optimizer; one to be skipped is left without gradients.
-
-        See `NonfiniteSteps.must_skip`.
-        """
+        """Looks at a step, see `NonfiniteSteps`; one to be skipped is left without gradients."""
         must_skip = self._nonfinite.must_skip
         if must_skip(self._latest_step, losses, parameters, scale, again, beside):
             for parameter in parameters:
@@ -283,8 +280,8 @@ class Session(Guarded):
 
     @guard.method()
     def warn_no_replay(self, why: str) -> None:
-        """Warns, once, why steps cannot run once more."""
-        if self._notices.first("no replay"):
+        """Warns, once, why steps cannot run once more, if they are to."""
+        if why and self._nonfinite.locates and self._notices.first("no replay"):
             _warn(f"locate_nonfinite=True has no effect, because {why}: {_BY_HAND}")
 
     @guard.method()

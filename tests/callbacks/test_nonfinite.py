@@ -284,7 +284,7 @@ def test_a_loop_without_a_session_is_examined_too():
 def test_replays_and_skipped_steps_have_an_end(tmp_path):
     def use(session, model, run, loss):
         parameters = [*model.parameters()]
-        session.end_gradients(parameters, [loss], None, lambda: [run])
+        session.end_gradients(parameters, [loss], None, [run])
         taken.append(model.mlp.fc.weight.grad is not None)
 
     taken = []
@@ -308,7 +308,7 @@ def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
     steps = NonfiniteSteps(
         nn.Linear(1, 1), Settings(locate_nonfinite=True), Stages(True, print), recorded.append
     )
-    again = lambda: [lambda: torch.log(torch.zeros(()))]  # noqa: E731
+    again = [lambda: torch.log(torch.zeros(()))]
     assert not steps.must_skip(0, [torch.tensor(loss)], [weight], scale, again)
     assert len(recorded) == is_bad
 

@@ -108,13 +108,13 @@ def made(*layers):
     return Net(*layers)
 
 
-def tokens(seed=0):
-    return torch.randint(VOCABULARY, (3, TOKENS), generator=torch.Generator().manual_seed(seed))
+def tokens():
+    return torch.randint(VOCABULARY, (3, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def loss_of(model, batch=None, scale=1.0):
+def loss_of(model, batch=None):
     batch = tokens() if batch is None else batch
-    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()) * scale
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
 def located(model, *losses):
@@ -127,79 +127,68 @@ def spoilt(model, name, value=math.nan):
     return model
 
 
-def log_of_zero(x):
-    return torch.log(x - x)
+def log0(y):
+    return torch.log(y - y)
 
 
+def root0(y):
+    return (y * 0).sqrt()
+
+
+def overflow(y):
+    return (y.half() * 60000 * 60000).float()
+
+
+def underflow(y):
+    return ((y * 2**-20).half() * 2**15).float() * 2**24
+
+
+def unseen(is_bad):
+    return lambda y: Unseen.apply(y, is_bad) + 1
+
+
+INPUT = "gradient of the input of"
+#: What is planted -> the layers, a weight that is spoilt and with what, and the place.
 PLACES = {
-    "nothing": (lambda: made(Part(), Norm(), Attends(), Experts(None)), None),
-    "output of an mlp": (
-        lambda: made(Part(), Part(log_of_zero), Part()),
-        ("layers.1", "log", "output", "infinite", True),
-    ),
-    "a function that modes do not see": (
-        lambda: made(Part(lambda y: Unseen.apply(y, True) + 1)),
-        ("layers.0", "UnseenBackward", "output", "NaN", True),
-    ),
-    "its backward": (
-        lambda: made(Part(lambda y: Unseen.apply(y, False) + 1), Part()),
-        ("layers.0", "UnseenBackward", "gradient of the input", "NaN", True),
-    ),
-    "norm of equal values, backward": (
-        lambda: made(Part(lambda y: y * 0), Part(), Part(lambda y: Norm()(y * 0))),
-        ("layers.2", "sqrt", "gradient of the input", "NaN", True),
-    ),
-    "an expert": (
-        lambda: made(Part(), Experts(lambda y: y / (y - y))),
-        ("layers.1.experts.1", "div", "output", "infinite", True),
-    ),
-    "overflow of FP16": (
-        lambda: made(Part(), Part(lambda y: (y.half() * 60000 * 60000).float())),
-        ("layers.1", "mul", "output", "infinite", True),
-    ),
-    "overflow of FP16, backward": (
-        lambda: made(Part(lambda y: ((y * 2**-20).half() * 2**15).float() * 2**24)),
-        ("layers.0", "float", "gradient of the input", "infinite", True),
-    ),
-    "infinite logits": (
-        lambda: spoilt(made(Part()), "head.weight", 3e38),
-        ("head", "linear", "output", "infinite", True),
-    ),
-    "a weight": (
-        lambda: spoilt(made(Part(), Part()), "layers.1.fc.weight"),
-        ("layers.1.fc", "linear", "layers.1.fc.weight", "NaN", False),
-    ),
-    "a row that sees nothing": (
-        lambda: made(Part(), Attends(sees_nothing=True)),
-        ("layers.1", "softmax", "output", "NaN", True),
-    ),
-    "inside a checkpoint": (
-        lambda: made(Saved(log_of_zero, is_reentrant=False)),
-        ("layers.0.part", "log", "output", "infinite", True),
-    ),
-    "inside a checkpoint, backward": (
-        lambda: made(Part(), Saved(lambda y: (y * 0).sqrt(), is_reentrant=False)),
-        ("layers.1.part", "sqrt", "gradient of the input", "infinite", True),
-    ),
-    "inside a reentrant checkpoint, backward": (
-        lambda: made(Part(), Saved(lambda y: (y * 0).sqrt(), is_reentrant=True)),
-        ("layers.1.part", "sqrt", "gradient of the input", "infinite", True),
-    ),
-    "before a reentrant checkpoint, backward": (
-        lambda: made(Saved(None, is_reentrant=True), Part(lambda y: (y * 0).sqrt())),
-        ("layers.1", "sqrt", "gradient of the input", "infinite", True),
-    ),
+    "nothing": (lambda: [Part(), Norm(), Attends(), Experts(None)], None),
+    "mlp": (lambda: [Part(), Part(log0), Part()], "layers.1: output of log infinite"),
+    "no mode sees it": (lambda: [Part(unseen(True))], "layers.0: output of UnseenBackward NaN"),
+    "nor backward": (lambda: [Part(unseen(False))], f"layers.0: {INPUT} UnseenBackward NaN"),
+    "norm": (lambda: [Part(), Part(lambda y: Norm()(y * 0))], f"layers.1: {INPUT} sqrt NaN"),
+    "expert": (lambda: [Experts(log0)], "layers.0.experts.1: output of log infinite"),
+    "FP16": (lambda: [Part(), Part(overflow)], "layers.1: output of mul infinite"),
+    "FP16, backward": (lambda: [Part(underflow)], f"layers.0: {INPUT} float infinite"),
+    "sees nothing": (lambda: [Part(), Attends(True)], "layers.1: output of softmax NaN"),
+    "checkpoint": (lambda: [Saved(log0, False)], "layers.0.part: output of log infinite"),
+    "its backward": (lambda: [Saved(root0, False)], f"layers.0.part: {INPUT} sqrt infinite"),
+    "reentrant": (lambda: [Part(), Saved(root0, True)], f"layers.1.part: {INPUT} sqrt infinite"),
+    "after one": (lambda: [Saved(None, True), Part(root0)], f"layers.1: {INPUT} sqrt infinite"),
 }
 
 
 @pytest.mark.parametrize("case", PLACES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_place_of_a_planted_value_is_named(case, compiled):
-    make, place = PLACES[case]
-    model = make()
+    layers, place = PLACES[case]
+    torch.manual_seed(0)
+    model = Net(*layers())
     run = torch.compile(model, backend="eager") if compiled else model
     found = located(run, lambda: loss_of(run))
-    assert found == (place and Place(*place, 0))
+    said = found and f"{found.module}: {found.tensor} of {found.function} {found.kind}"
+    assert said == place and (found is None or found.is_made)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("head.weight", 3e38, Place("head", "linear", "output", "infinite", True)),
+        ("layers.0.fc.weight", math.nan,
+         Place("layers.0.fc", "linear", "layers.0.fc.weight", "NaN", False)),
+    ],
+)  # fmt: skip
+def test_infinite_logits_are_made_and_a_weight_that_is_nan_came(name, value, place):
+    model = spoilt(made(Part()), name, value)
+    assert located(model, lambda: loss_of(model)) == place
 
 
 def test_a_value_of_the_batch_is_said_to_come_with_it():
@@ -256,7 +245,7 @@ class Measures(Net):
     """Draws from every generator, and keeps what it saw in a buffer, a metric and attributes."""
 
     def __init__(self):
-        super().__init__(Part(log_of_zero))
+        super().__init__(Part(log0))
         self.norm, self.accuracy = nn.BatchNorm1d(WIDTH), torchmetrics.MeanMetric()
         self.seen, self.losses, self.counts = 0, [], Counter()
         self.counts = {"steps": torch.zeros(1)}
