@@ -192,7 +192,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         session.begin_batch(self._step)
         if self._keeps_batches:
             # A step may take parts out of it.
-            self._batches.append((tree_map(_itself, batch), index))
+            self._batches.append((tree_map(lambda x: x, batch), index))
 
     @guarded
     def on_before_backward(
@@ -408,9 +408,10 @@ def _loss_again(
     trainer: pl.Trainer, pl_module: pl.LightningModule, scale: float, batch: Any, index: int
 ) -> Tensor | None:
     """Runs a training step, which logs nothing, once more; returns the loss of its backward."""
-    vars(pl_module).update(log=_nothing, log_dict=_nothing)  # until the replay has ended
+    # Until the replay has ended.
+    vars(pl_module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
     takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
-    args = (tree_map(_itself, batch), *[index] * takes_index)
+    args = (tree_map(lambda x: x, batch), *[index] * takes_index)
     outermost = trainer.strategy.model
     if outermost is pl_module or isinstance(outermost, DistributedDataParallel):
         with trainer.precision_plugin.train_step_context():
@@ -419,13 +420,6 @@ def _loss_again(
         output = trainer.strategy.training_step(*args)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss * scale / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else None
-
-
-def _itself(x: Any) -> Any:
-    return x
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:

@@ -32,7 +32,7 @@ from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUna
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 from guardbit.monitor.stages import text_of
 from guardbit.monitor.unseen import UnseenAttentionError, has_matrix, refuse_unseen
-from guardbit.records import STABILIZERS, nearest
+from guardbit.records import nearest
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -170,8 +170,7 @@ PLACES = {
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_place_of_a_planted_value_is_named(case, compiled):
     layers, place = PLACES[case]
-    torch.manual_seed(0)
-    model = Net(*layers())
+    model = made(*layers())
     run = torch.compile(model, backend="eager") if compiled else model
     found = located(run, lambda: loss_of(run))
     said = found and f"{found.module}: {found.tensor} of {found.function} {found.kind}"
@@ -196,14 +195,12 @@ def test_a_value_of_the_batch_is_said_to_come_with_it():
     x = torch.ones(2, WIDTH)
     x[1, 3] = math.nan
     found = located(model, lambda: model(x).mean())
-    assert found == Place("0", "linear", "the batch", "NaN", False, 0)
     assert str(found) == "the batch that linear gets in module '0' is NaN already"
 
 
 def test_a_value_of_the_loss_stands_outside_all_modules():
     model = made(Part())
     found = located(model, lambda: torch.log(loss_of(model) * 0))
-    assert found == Place("", "log", "output", "infinite", True, 0)
     assert str(found) == "output of log is made infinite outside all modules"
 
 
@@ -225,7 +222,7 @@ def test_the_second_micro_batch_is_named():
 
 
 def test_the_random_numbers_of_the_step_are_used():
-    """One of 60 draws of dropout zeroes a whole row, the only one of which the root is taken."""
+    """Dropout zeroes the only row of which a root is taken about once in 36 steps."""
     model = made(Part(lambda y: F.dropout(y, 0.8)[0, 0].square().sum().sqrt().expand_as(y)))
     states = []
     torch.manual_seed(3)
@@ -245,10 +242,9 @@ class Measures(Net):
     """Draws from every generator, and keeps what it saw in a buffer, a metric and attributes."""
 
     def __init__(self):
-        super().__init__(Part(log0))
+        super().__init__(Part(root0))
         self.norm, self.accuracy = nn.BatchNorm1d(WIDTH), torchmetrics.MeanMetric()
-        self.seen, self.losses, self.counts = 0, [], Counter()
-        self.counts = {"steps": torch.zeros(1)}
+        self.seen, self.losses, self.counts = 0, [], {"steps": torch.zeros(1)}
 
     def forward(self, batch):
         self.norm(self.embed(batch).flatten(0, 1))
@@ -272,40 +268,29 @@ def held(model):
     }
 
 
-def test_all_is_as_before(monkeypatch):
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_all_is_as_before(error):
     torch.manual_seed(0)
     model = Measures()
-    loss_of(model).backward()
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
-    # As of a bucket, of which the gradient is a part that stays one.
-    bucket = torch.zeros(2, WIDTH)
-    model.norm.weight.grad = bucket[0]
-    del model.latest
-    stepped = []
-    model.head.weight.register_post_accumulate_grad_hook(stepped.append)
-    before, hooks = held(model), model.head.weight._post_accumulate_grad_hooks.copy()
-    assert located(model, lambda: loss_of(model), lambda: loss_of(model)) is not None
-    assert stepped == [] and model.head.weight._post_accumulate_grad_hooks == hooks
-    torch.testing.assert_close(held(model), before, rtol=0, atol=0, equal_nan=True)
+        parameter.grad = torch.ones_like(parameter)
+    # A part of a bucket, which a hook fills anew, and a gradient with which an optimizer steps.
+    weight, bucket, stepped = model.head.weight, torch.ones(2, VOCABULARY, WIDTH), []
+    weight.grad = bucket[0]
+    weight.register_hook(lambda _: bucket.fill_(7.0) is None or None)
+    weight.register_post_accumulate_grad_hook(stepped.append)
+    before, hooks = held(model), weight._post_accumulate_grad_hooks.copy()
+
+    def once_more():
+        loss = loss_of(model)
+        if error is not None:
+            raise error
+        return loss
+
+    with nullcontext() if error is None else pytest.raises(error):
+        assert located(model, once_more).function == "sqrt"
+    assert stepped == [] and weight._post_accumulate_grad_hooks == hooks
+    torch.testing.assert_close(held(model), before, rtol=0, atol=0)
     for name, parameter in model.named_parameters():
         assert parameter.grad is before["gradients"][name][0]
     assert not any(model._forward_hooks) and not any(model._forward_pre_hooks)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_all_is_as_before_after_an_error_too(error):
-    torch.manual_seed(0)
-    model = Measures()
-    loss_of(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-    def interrupted():
-        loss_of(model)
-        raise error
-
-    before = held(model)
-    with pytest.raises(error):
-        located(model, interrupted)
-    torch.testing.assert_close(held(model), before, rtol=0, atol=0, equal_nan=True)
