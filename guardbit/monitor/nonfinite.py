@@ -20,7 +20,7 @@ from guardbit.records import Event
 #: Runs the forward of a micro-batch again and returns its loss; None if it has none.
 Loss = Callable[[], Tensor | None]
 
-#: Steps of a run that are run once more unasked; each takes as long as dozens of others.
+#: Steps of a run that are run once more unasked; each takes as long as ten or more others.
 MOST_REPLAYS = 3
 
 #: Steps in a row that are not taken; a run that needs more is lost in any case.
@@ -44,7 +44,7 @@ def locate_nonfinite(model: nn.Module, loss: Loss | Sequence[Loss]) -> Place | N
     output of log is made infinite outside all modules
 
     Gradients, buffers, metrics and random numbers are as before when it returns. It reads every
-    result of the forward and every gradient, so it takes as long as dozens of steps. Compiled code
+    result of the forward and every gradient, so it takes as long as ten steps or more. Compiled code
     runs uncompiled. On several ranks all call it alike.
 
     Args:

@@ -129,6 +129,7 @@ def test_in_lightning_an_error_of_the_replay_ends_nothing(trains, caplog):
     assert trainer.global_step == 8
     first, *_ = [line for line in caplog.messages if "once only" in line]
     assert "'replay' failed" in first and "while the step ran once more" in first
+    assert "but were when" not in caplog.text
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -280,6 +281,8 @@ def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
     again = [lambda: torch.log(torch.zeros(()))]
     assert not steps.must_skip(0, [torch.tensor(loss)], [weight], scale, again)
     assert len(recorded) == is_bad
+    steps.must_skip(1, [float("nan")], [], None, [lambda: torch.zeros(())])
+    assert "were when the step ran once more" in recorded[-1].why
 
 
 def two_ranks(folder, accelerator):
