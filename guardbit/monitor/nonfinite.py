@@ -44,8 +44,8 @@ def locate_nonfinite(model: nn.Module, loss: Loss | Sequence[Loss]) -> Place | N
     output of log is made infinite outside all modules
 
     Gradients, buffers, metrics and random numbers are as before when it returns. It reads every
-    result of the forward and every gradient, so it takes as long as ten steps or more. Compiled code
-    runs uncompiled. On several ranks all call it alike.
+    result of the forward and every gradient, so it takes as long as ten steps or more. Compiled
+    code runs uncompiled. On several ranks all call it alike.
 
     Args:
         model: The model; its modules name places.
