@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from guardbit.catalog import of_probe
+from guardbit.catalog import SUMS, of_probe
 from guardbit.records import Event, Sample
 
 #: A head is named by the pair (layer, head), both counted from 0.
@@ -197,7 +197,7 @@ class Evidence:
         self.head_steps: tuple[int, int | None, tuple[int, int]] = 0, None, (0, 0)
         # How often calls were measured, when last, and when before.
         self.call_steps: tuple[int, int, int] = 0, -1, -1
-        # Steps at which gradients of attention, and the gradients' norm, were not finite.
+        # Steps at which the gradients' norm was not finite.
         self.bad_norms = _Streak()
         self.norm_steps = -1, -1  # at which that norm was measured, last and before
         self.loss = Losses()
@@ -228,7 +228,7 @@ class Evidence:
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator
         measured = [head for head, value in enumerate(sample.values) if not math.isnan(value)]
-        if not measured:
+        if not measured or name in SUMS:  # which stand still where nothing is measured
             return
         self.layers.setdefault(sample.site, layer)
         # Most indicators of a step measure the same heads.

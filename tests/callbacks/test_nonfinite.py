@@ -16,6 +16,7 @@ from guardbit.monitor.stages import Stages
 from tests.callbacks.several_ranks import ACCELERATORS, begin, keep, launch, seen
 from tests.callbacks.test_huggingface import gpt2, train
 from tests.toys import Attention, Model
+from tests.toys import train as train_toys
 
 BAD = 3  # the step that is not finite
 
@@ -313,3 +314,20 @@ def test_ranks_agree(tmp_path, accelerator):
     assert seen(tmp_path / "run") == [[True, "mlp"], [True, "mlp"]]
     (row,) = rows_of(tmp_path / "run" / "run")
     assert row[:2] == (0, "mlp") and row[2].endswith("on rank 1")
+
+
+def test_a_run_of_nan_whose_loss_nobody_tells_is_not_called_healthy():
+    """The running sum of delta bias stands still there; it is no sign that a head was measured."""
+    model = Model(Attention())
+    session = MonitorSession(model, every_n_train_steps=1)
+    train_toys(model, 20, lambda _: torch.randn(2, 5, 32), session)
+    judged = session.judgement
+    assert judged.state == "healthy", judged.headline
+    with torch.no_grad():
+        model.layers[0].qkv.weight.fill_(torch.nan)
+    for step in range(20, 40):
+        with session.step(step):
+            model(torch.randn(2, 5, 32)).square().mean().backward()
+    judged = session.judgement
+    session.close()
+    assert judged.state == "unclear" and "from step 20 on" in judged.headline
