@@ -234,6 +234,10 @@ NAMES: dict[str, Private] = {
          "torch._inductor.virtualized.V", "torch._library.utils.get_layout_constraint_tag"),
         "compiled graphs load gradients one number at a time", (None, Never, None, None),
     ),
+    "tree_map": Private(
+        ("torch.utils._pytree.tree_map",), "batches that a step changes run again as they are then",
+        (lambda _, tree: tree,),
+    ),
     "tree_leaves": Private(
         ("torch.utils._pytree.tree_leaves",),
         "inputs in lists or dictionaries are not looked into", (lambda tree: [tree],),

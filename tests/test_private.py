@@ -34,7 +34,7 @@ AT_IMPORT = (
 )  # fmt: skip
 #: What only kernels for GPUs, and other releases of PyTorch, look up.
 OF_GPUS = {"flash_ops": 1, "efficient_ops": 2, "cudnn_ops": 3}  # and what PyTorch numbers them by
-ELSEWHERE = {*OF_GPUS, "packed_cudnn_ops", "run_backward"}
+ELSEWHERE = {*OF_GPUS, "packed_cudnn_ops", "run_backward", "tree_map"}
 ELSEWHERE |= {"varlen_choice"} if private.RELEASE < (2, 14) else set()
 ELSEWHERE |= {"tracing_context"} if private.RELEASE >= (2, 13) else set()
 

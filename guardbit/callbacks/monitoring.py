@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from guardbit import guard
+from guardbit import guard, private
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
@@ -192,7 +191,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         session.begin_batch(self._step)
         if self._keeps_batches:
             # A step may take parts out of it.
-            self._batches.append((tree_map(lambda x: x, batch), index))
+            self._batches.append((private.tree_map(lambda x: x, batch), index))
 
     @guarded
     def on_before_backward(
@@ -411,7 +410,7 @@ def _loss_again(
     # Until the replay has ended.
     vars(pl_module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
     takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
-    args = (tree_map(lambda x: x, batch), *[index] * takes_index)
+    args = (private.tree_map(lambda x: x, batch), *[index] * takes_index)
     outermost = trainer.strategy.model
     if outermost is pl_module or isinstance(outermost, DistributedDataParallel):
         with trainer.precision_plugin.train_step_context():

@@ -22,7 +22,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from guardbit import private
@@ -410,7 +409,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(*found: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+    return [each for each in private.tree_leaves(found) if isinstance(each, Tensor)]
 
 
 def _bad(*found: Any) -> list[Tensor]:
