@@ -21,7 +21,6 @@ from guardbit.kernels import dispatch, flex
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
-from guardbit.monitor.measure.probes import CallView, FiniteProbe
 from tests.oracle import attend, dense, largest_products
 from tests.toys import instrumented
 
@@ -265,7 +264,6 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     with instrumented(model, calls.append) as inst:
         assert all(map(torch.equal, both(run), before))
         assert calls[0].dq.isnan().all(), "not of dO alone"
-        assert not any(x.any() for x in FiniteProbe(()).update(CallView(calls[0]))), "all is finite"
         dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
         assert torch.equal(calls[1].dq, dq), "transformers always asks for LSE on GPUs"
         inst.switch("*", "exact_delta")
