@@ -9,8 +9,10 @@ whose inputs are finite. Afterwards gradients, generators and what modules hold 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,16 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from guardbit import private
 
-#: Functions whose -inf is meant: they write it where a mask says so.
-_MASKS = frozenset(
-    {"masked_fill", "masked_fill_", "full", "full_like", "fill_", "where", "new_full"}
-)
-
 #: Functions that make no values of their own.
 _LOOKS = frozenset({"requires_grad_", "register_hook", "size", "dim", "__set__"})
 
 #: What wrappers add to the names of modules.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+#: Seconds after which a replay looks at nothing more and runs to its end.
+MOST_SECONDS = 300.0
 
 #: What a module may hold tensors in.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
@@ -112,8 +112,12 @@ def first_nonfinite(
 
     Returns:
         The first place, None if all losses and gradients of parameters are finite this time.
+
+    Raises:
+        TimeoutError: If no place was found within `MOST_SECONDS`.
     """
     places: list[Place | None] = []
+    until = time.monotonic() + MOST_SECONDS
     for index, batch in enumerate(batches):
         if any(places) and not _are_several():
             break
@@ -124,8 +128,11 @@ def first_nonfinite(
         ):
             if batch.random is not None:
                 batch.random.restore()
-            places.append(_place_in(model, batch, index))
-    return next(filter(None, places), None)
+            places.append(_place_in(model, batch, index, until))
+    place = next(filter(None, places), None)
+    if place is None and time.monotonic() > until:
+        raise TimeoutError(f"no place was found within {MOST_SECONDS:.0f} s")
+    return place
 
 
 def _are_several() -> bool:
@@ -133,8 +140,8 @@ def _are_several() -> bool:
     return is_distributed and torch.distributed.get_world_size() > 1
 
 
-def _place_in(model: nn.Module, batch: MicroBatch, index: int) -> Place | None:
-    with _Observer(model, index) as observer:
+def _place_in(model: nn.Module, batch: MicroBatch, index: int, until: float) -> Place | None:
+    with _Observer(model, index, until) as observer:
         loss = batch.loss()
         if loss is None:
             return None
@@ -225,21 +232,29 @@ class _Call(NamedTuple):
     function: str
     module: str
     bad: tuple[Tensor, ...]
+    takes_infinity: bool = False  # as a number, as those that write masks do
+
+
+class _Made(NamedTuple):
+    """A tensor that is not finite, and the call that made it so."""
+
+    call: _Call
+    tensor: Tensor  # held, because an id may come again
+    is_meant: bool  # only -inf stands in it, and comes from a mask
 
 
 class _Observer(TorchFunctionMode):
     """Notes the calls of a forward, and the gradients of the backward after it."""
 
-    def __init__(self, model: nn.Module, index: int) -> None:
+    def __init__(self, model: nn.Module, index: int, until: float) -> None:
         super().__init__()
-        self._index = index  # of the micro-batch
+        self._index, self._until = index, until  # of the micro-batch; nothing is observed later
         # By identity: the hash of a torchmetric is that of what it has measured.
         self._modules = {id(one): (_plain(name), one) for name, one in model.named_modules()}
         named = (*model.named_buffers(), *model.named_parameters())
         self._names = {id(tensor): (_plain(name), tensor) for name, tensor in named}
         self._running: list[str] = []  # modules, outermost first
-        # Of what is not finite. Held by the tensor, because an id may come again.
-        self._made: dict[int, tuple[_Call, Tensor]] = {}
+        self._made: dict[int, _Made] = {}
         self._ran: dict[Node, _Call] = {}
         self._backward: list[Node] = []  # nodes that are running: of a checkpoint, others inside it
         self._source: dict[Node, Node] = {}  # which other node first gave a node bad gradients
@@ -270,6 +285,10 @@ class _Observer(TorchFunctionMode):
         self._running.pop()
 
     @property
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._until
+
+    @property
     def _module(self) -> str:
         return self._running[-1] if self._running else ""
 
@@ -279,7 +298,7 @@ class _Observer(TorchFunctionMode):
         resolved = resolve_name(function) or getattr(function, "__name__", "")
         *_, owner, name = ("", *resolved.split("."))
         kwargs = kwargs or {}
-        if name in _LOOKS:
+        if name in _LOOKS or self._is_late:
             return function(*args, **kwargs)
         if name == "__get__":  # of a property: few are tensors, and these are views
             found, name = function(*args, **kwargs), owner
@@ -289,12 +308,20 @@ class _Observer(TorchFunctionMode):
             for tensor in _tensors(args, kwargs):
                 self._find_maker(tensor)
             found = function(*args, **kwargs)
-        self._note(_Call(name, self._module, tuple(bad)), found)
+        numbers = private.tree_leaves((args, kwargs))
+        takes_infinity = any(isinstance(x, float) and math.isinf(x) for x in numbers)
+        self._note(_Call(name, self._module, tuple(bad), takes_infinity), found)
         return found
 
     def _note(self, call: _Call, found: Any) -> None:
         for tensor in _bad(found):
-            self._made.setdefault(id(tensor), (call, tensor))
+            # A constant is a mask, as a logarithm of zeros and ones; in a reentrant checkpoint
+            # all look so.
+            is_constant = torch.is_grad_enabled() and not tensor.requires_grad
+            is_meant = call.takes_infinity or is_constant
+            is_meant = is_meant or (bool(call.bad) and all(map(self._is_meant, call.bad)))
+            made = _Made(call, tensor, is_meant and _is_masked(tensor))
+            self._made.setdefault(id(tensor), made)
         for tensor in _tensors(found):
             self._follow(tensor.grad_fn, call)
 
@@ -303,15 +330,16 @@ class _Observer(TorchFunctionMode):
         node = tensor.grad_fn
         if node is None or node in self._ran:
             return
-        reached, waiting = set[Node](), [node]
+        reached, passed, waiting = set[Node](), {node}, [node]
         while waiting:
             for following, _ in waiting.pop().next_functions:
                 if following in self._ran or hasattr(following, "variable"):
                     reached.add(following)  # pyright: ignore[reportArgumentType]
-                elif following is not None:
+                elif following is not None and following not in passed:
+                    passed.add(following)
                     waiting.append(following)
         leaves = [getattr(each, "variable", None) for each in reached]
-        before = [each for _, each in self._made.values() if each.grad_fn in reached]
+        before = [each.tensor for each in self._made.values() if each.tensor.grad_fn in reached]
         self._note(_Call(node.name(), self._module, (*before, *_bad(leaves))), tensor)
 
     def _follow(self, node: Node | None, call: _Call) -> None:
@@ -331,7 +359,7 @@ class _Observer(TorchFunctionMode):
             waiting += [following for following, _ in node.next_functions]
 
     def _begin(self, node: Node, given: Sequence[Tensor | None]) -> None:
-        if bad := _bad(given):
+        if not self._is_late and (bad := _bad(given)):
             if node not in self._source and self._backward:
                 self._source[node] = self._backward[-1]
             elif node not in self._source:
@@ -344,6 +372,8 @@ class _Observer(TorchFunctionMode):
         self, node: Node, made: Sequence[Tensor | None], given: Sequence[Tensor | None]
     ) -> None:
         self._backward.pop()
+        if self._is_late:
+            return
         bad = _bad(made)
         if bad and not _bad(given):
             self._makers[node] = _kind(bad[0])
@@ -355,13 +385,13 @@ class _Observer(TorchFunctionMode):
 
     def of_forward(self, loss: Tensor) -> Place | None:
         """The place of a loss that is not finite, None if it is finite."""
-        if not _bad(loss):
+        if self._is_late or not _bad(loss):
             return None
         self._find_maker(loss)
         tensor, call, passed = loss, _Call("the loss", "", ()), set[int]()
         while id(tensor) in self._made and id(tensor) not in passed:
             passed.add(id(tensor))
-            call, _ = self._made[id(tensor)]
+            call = self._made[id(tensor)].call
             inputs = [each for each in call.bad if not self._is_meant(each)]
             if not inputs:
                 return self._place(call, "output", _kind(tensor))
@@ -370,19 +400,15 @@ class _Observer(TorchFunctionMode):
         return self._place(call, name, _kind(tensor), is_made=False)
 
     def _is_meant(self, tensor: Tensor) -> bool:
-        """Whether only -inf stands in a tensor, and comes from a mask."""
-        is_weight = isinstance(tensor, nn.Parameter)
-        if is_weight or bool((tensor.isnan() | tensor.isposinf()).any()):
-            return False
-        if id(tensor) not in self._made:
-            return True
-        call, _ = self._made[id(tensor)]
-        others = [each for each in call.bad if each is not tensor]
-        return call.function in _MASKS or (bool(others) and all(map(self._is_meant, others)))
+        """Whether only -inf stands in a tensor, and comes from a mask or from outside."""
+        made = self._made.get(id(tensor))
+        if made is not None:
+            return made.is_meant
+        return not isinstance(tensor, nn.Parameter) and _is_masked(tensor)
 
     def of_backward(self) -> Place | None:
         """The place of the first gradient of a parameter that is not finite."""
-        if not self._ended:
+        if self._is_late or not self._ended:
             return None
         leaves: list[Any] = self._ended
         node = next((leaf for leaf in leaves if id(leaf.variable) in self._names), leaves[0])
@@ -424,6 +450,11 @@ def _is_finite(tensor: Tensor) -> bool:
         return bool(tensor.detach().isfinite().all())
     except (RuntimeError, NotImplementedError):
         return True  # of a kind that cannot say so, such as sparse ones
+
+
+def _is_masked(tensor: Tensor) -> bool:
+    """Whether nothing but -inf is not finite in a tensor."""
+    return not bool((tensor.isnan() | (tensor == math.inf)).any())
 
 
 def _kind(tensor: Tensor) -> Literal["NaN", "infinite"]:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -12,6 +13,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from guardbit.layers import replay
 from guardbit.layers.replay import MicroBatch, Place, RandomState, first_nonfinite
 
 WIDTH, TOKENS, VOCABULARY = 16, 6, 11
@@ -76,18 +78,35 @@ class Saved(nn.Module):
         return checkpoint(self.part, x, use_reentrant=self.is_reentrant)
 
 
+def written(x, where, value):
+    x[where] = value
+    return x
+
+
 class Attends(nn.Module):
     """Causal attention, written out, with a mask of -inf that is added."""
 
-    def __init__(self, sees_nothing=False):
+    def __init__(self, mask=None):
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        mask = torch.full((TOKENS, TOKENS), -math.inf).triu(1 - sees_nothing)
-        self.register_buffer("mask", mask)
+        self.qkv, self.mask = nn.Linear(WIDTH, 3 * WIDTH), mask or MASKS["full"]
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
-        return F.softmax(q @ k.mT + self.mask, -1) @ v
+        return F.softmax(q @ k.mT + self.mask(TOKENS), -1) @ v
+
+
+#: Ways to write a mask of n tokens; all but the first have rows in which everything is masked.
+MASKS = {
+    "full": lambda n: torch.full((n, n), -math.inf).triu(1),
+    "full, too much": lambda n: torch.full((n, n), -math.inf).triu(0),
+    "ones": lambda n: torch.triu(torch.ones(n, n) * -math.inf, 0),
+    "log": lambda n: torch.tril(torch.ones(n, n), -1).log(),
+    "expand": lambda n: torch.tensor(-math.inf).expand(n, n),
+    "pad": lambda n: F.pad(torch.zeros(n, 0), (0, n), value=-math.inf),
+    "scatter": lambda n: torch.zeros(n, n).scatter(1, torch.arange(n).expand(n, n), -math.inf),
+    "index_fill": lambda n: torch.zeros(n, n).index_fill(1, torch.arange(n), -math.inf),
+    "setitem": lambda n: written(torch.zeros(n, n), ..., -math.inf),
+}
 
 
 class Net(nn.Module):
@@ -158,7 +177,17 @@ PLACES = {
     "expert": (lambda: [Experts(log0)], "layers.0.experts.1: output of log infinite"),
     "FP16": (lambda: [Part(), Part(overflow)], "layers.1: output of mul infinite"),
     "FP16, backward": (lambda: [Part(underflow)], f"layers.0: {INPUT} float infinite"),
-    "sees nothing": (lambda: [Part(), Attends(True)], "layers.1: output of softmax NaN"),
+    **{
+        f"sees nothing by {name}": (
+            lambda mask=mask: [Part(), Attends(mask)],
+            "layers.1: output of softmax NaN",
+        )
+        for name, mask in [*MASKS.items()][1:]
+    },
+    "after a mask": (
+        lambda: [Attends(MASKS["full"]), Part(log0)],
+        "layers.1: output of log infinite",
+    ),
     "checkpoint": (lambda: [Saved(log0, False)], "layers.0.part: output of log infinite"),
     "its backward": (lambda: [Saved(root0, False)], f"layers.0.part: {INPUT} sqrt infinite"),
     "reentrant": (lambda: [Part(), Saved(root0, True)], f"layers.1.part: {INPUT} sqrt infinite"),
@@ -212,6 +241,40 @@ def test_a_sum_of_finite_gradients_that_overflows_is_named():
     model = nn.Sequential(Part(twice))
     found = located(model, lambda: model(torch.ones(2, WIDTH)).sum())
     assert found == Place("0", "half", "sum of gradients of the output", "infinite", True, 0)
+
+
+def test_a_long_recursion_from_masks_ends_soon():
+    """As of a conditional random field; each value depends on two of the step before."""
+
+    def recursion():
+        emitted, no = model(torch.ones(40, WIDTH)), torch.full((WIDTH - 1,), -math.inf)
+        a = torch.cat([emitted[0, :1], no])
+        for row in emitted[1:]:
+            a = torch.logaddexp(a, F.pad(a[:-1], (1, 0), value=-math.inf)) + row
+            a = a.masked_fill(torch.arange(WIDTH) > 1, -math.inf)
+        return -a[-1]
+
+    model, start = nn.Linear(WIDTH, WIDTH), time.monotonic()
+    found = located(model, recursion)
+    assert (found.function, found.kind) == ("neg", "infinite") and time.monotonic() - start < 20
+
+
+def test_a_graph_that_no_mode_saw_is_looked_through_once():
+    model = nn.Linear(WIDTH, WIDTH)
+    y, start = torch.ones(2, WIDTH), time.monotonic()
+    for _ in range(24):
+        y = y + torch.tanh(model(y))
+    found = located(model, lambda: (y * 0).log().sum())
+    assert found.function == "log" and time.monotonic() - start < 20
+
+
+def test_a_replay_that_takes_too_long_runs_to_its_end_and_says_so(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_SECONDS", 0.0)
+    model, ran = nn.Linear(WIDTH, WIDTH), []
+    model.weight.register_hook(ran.append)
+    with pytest.raises(TimeoutError, match="no place was found within"):
+        located(model, lambda: model(torch.ones(2, WIDTH)).sqrt().sum())
+    assert len(ran) == 1
 
 
 def test_the_second_micro_batch_is_named():
