@@ -28,7 +28,7 @@ PARAMETERS = {
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
     "load": "path",
-    "locate_nonfinite": "model, loss",
+    "locate_nonfinite": "model, function",
     "observe": "q, k, v, *, causal=False, scale=None, mask=None",
     "read_events": "path",
     "read_metadata": "path",
@@ -50,7 +50,6 @@ MEMBERS = {
         "grad_norm",
         "is_sampled",
         "load_state_dict",
-        "locate_nonfinite",
         "loss",
         "judgement",
         "num_alarmed_heads",
@@ -68,7 +67,7 @@ MEMBERS = {
 
 NAMES = sorted({*PARAMETERS, *MEMBERS, "INDICATORS", "LayoutUnavailable", "STABILIZERS"})
 #: What GuardBit's own callbacks call besides.
-INTERNAL = {"always", "attempt", "end_gradients", "warn_no_replay", "watches_nonfinite"}
+INTERNAL = {"always", "attempt", "must_skip", "warn_no_replay", "watches_nonfinite"}
 
 
 def test_the_public_names_are_these():

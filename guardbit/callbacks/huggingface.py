@@ -30,6 +30,7 @@ from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
 from guardbit.judgement.evidence import LOSS_SAMPLES
+from guardbit.layers.replay import MicroBatch
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
@@ -151,11 +152,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             losses = [x for x in (loop.get("tr_loss_step"),) if isinstance(x, Tensor)]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            again = partial(_loss_again, loop, scale or 1.0)
-            losses_again = [partial(again, inputs) for inputs in _batches_of(loop, session)]
+            run, batches = partial(_loss_again, loop), _batches_of(loop, session)
+            again = [MicroBatch(partial(run, one), batch=[*one.values()]) for one in batches]
             # Trainers of TRL keep what they will log.
             metrics = getattr(loop.get("self"), "_metrics", None)
-            session.end_gradients(parameters, losses, scale, losses_again, metrics)
+            if session.must_skip(losses, parameters, scale, again, metrics):
+                for parameter in parameters:
+                    parameter.grad = None
 
     @guarded
     def _take_scale(self, session: MonitorSession, scaler: Any) -> None:
@@ -243,14 +246,14 @@ def _batches_of(loop: Mapping[str, Any], session: Session) -> Sequence[Any]:
     return []
 
 
-def _loss_again(loop: Mapping[str, Any], scale: float, inputs: Any) -> Tensor:
+def _loss_again(loop: Mapping[str, Any], inputs: Any) -> Tensor:
     """Runs the forward of a micro-batch once more."""
     trainer, model = loop["self"], loop["model"]
     model = model.module if isinstance(model, DistributedDataParallel) else model
     with trainer.compute_loss_context_manager():
         inputs = trainer._prepare_inputs(copy.copy(inputs))  # noqa: SLF001
         count = loop.get("num_items_in_batch")
-        return trainer.compute_loss(model, inputs, num_items_in_batch=count) * scale
+        return trainer.compute_loss(model, inputs, num_items_in_batch=count)
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

@@ -24,6 +24,7 @@ from guardbit import guard, private
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
+from guardbit.layers.replay import MicroBatch
 from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
@@ -213,9 +214,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             losses, self._losses = self._losses, []
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            again = partial(_loss_again, trainer, pl_module, scale or 1.0)
-            losses_again = [partial(again, *batch) for batch in self._batches]
-            session.end_gradients(parameters, losses, scale, losses_again)
+            run = partial(_loss_again, trainer, pl_module)
+            again = [MicroBatch(partial(run, *one), batch=one) for one in self._batches]
+            if session.must_skip(losses, parameters, scale, again):
+                for parameter in parameters:
+                    parameter.grad = None
 
     @guarded
     def _take_gradients(self, session: Session, optimizer: Optimizer, scaler: Any) -> None:
@@ -404,7 +407,7 @@ def _why_no_replay(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
 
 
 def _loss_again(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, scale: float, batch: Any, index: int
+    trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int
 ) -> Tensor | None:
     """Runs a training step, which logs nothing, once more; returns the loss of its backward."""
     # Until the replay has ended.
@@ -418,7 +421,7 @@ def _loss_again(
     else:
         output = trainer.strategy.training_step(*args)
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss * scale / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else None
+    return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else None
 
 
 def _callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:

@@ -74,6 +74,7 @@ class MicroBatch(NamedTuple):
     # Its forward, which returns the loss that its backward takes; None if that was left out.
     loss: Callable[[], Tensor | None]
     random: RandomState | None = None  # before its forward; None to take the present one
+    batch: object = None  # what the forward takes, if that is known
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ def _place_in(model: nn.Module, batch: MicroBatch, index: int, until: float) -> 
         loss = batch.loss()
         if loss is None:
             return None
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss must be a tensor, and is of type {type(loss).__name__}")
         place = observer.of_forward(loss)
         if loss.requires_grad and (place is None or _are_several()):
             ones = torch.ones_like(loss)

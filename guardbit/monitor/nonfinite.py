@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from guardbit.guard import refusing
 from guardbit.kernels.runtime import runtime
 from guardbit.layers.replay import MicroBatch, Place, RandomState, first_nonfinite
 from guardbit.monitor import ranks
@@ -36,7 +36,7 @@ _NOT_AGAIN = (
 )
 
 
-def locate_nonfinite(model: nn.Module, loss: Loss | Sequence[Loss]) -> Place | None:
+def locate_nonfinite(model: nn.Module, function: Loss | Sequence[Loss]) -> Place | None:
     """Runs a forward and backward under observation, and names the first place that is not finite.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -45,26 +45,38 @@ def locate_nonfinite(model: nn.Module, loss: Loss | Sequence[Loss]) -> Place | N
 
     Gradients, buffers, metrics and random numbers are as before when it returns. It reads every
     result of the forward and every gradient, so it takes as long as ten steps or more. Compiled
-    code runs uncompiled. On several ranks all call it alike.
+    code runs uncompiled. On several ranks all call it alike, and an error of the function on one
+    of them may leave the others waiting.
 
     Args:
         model: The model; its modules name places.
-        loss: A function that runs the forward of one batch and returns the loss, or a list of such
-            functions, one for each micro-batch.
+        function: Runs the forward of one batch and returns the loss; or a list of such functions,
+            one for each micro-batch.
 
     Returns:
         The place, None if the loss and all gradients of parameters are finite.
+
+    Raises:
+        TypeError: If the function is none, or what it returns is no loss.
+        TimeoutError: If no place was found within 5 minutes.
     """
-    return _replayed(model, loss, (), None)
+    with refusing():
+        batches = [MicroBatch(one) for one in as_functions(function)]
+        with runtime.unobserved():
+            return first_nonfinite(model, batches)
 
 
-def _replayed(
-    model: nn.Module, loss: Loss | Sequence[Loss], states: Sequence[RandomState], beside: object
-) -> Place | None:
-    losses = [loss] if callable(loss) else loss
-    pairs = zip_longest(losses, states[: len(losses)])
-    with runtime.unobserved():
-        return first_nonfinite(model, [MicroBatch(*pair) for pair in pairs], beside)
+def as_functions(given: Loss | Sequence[Loss]) -> Sequence[Loss]:
+    """Returns functions that are given alone or in a list."""
+    if callable(given) and not isinstance(given, nn.Module):
+        return [given]
+    is_list = isinstance(given, list | tuple)
+    if not is_list or not all(callable(one) for one in given):
+        raise TypeError(
+            f"it must be a function without arguments that runs the forward and returns the loss,"
+            f" or a list of such functions; it is of type {type(given).__name__}"
+        )
+    return given
 
 
 class NonfiniteSteps:
@@ -92,11 +104,16 @@ class NonfiniteSteps:
         if self.locates:
             self._states.append(RandomState.now())
 
-    def locate(self, step: int, loss: Loss | Sequence[Loss], beside: object = None) -> Place | None:
+    def _locate(self, step: int, again: Sequence[MicroBatch], beside: object) -> None:
         """Runs a step's micro-batches once more, on all ranks, and records the first place."""
         place = None
+        # The last ones, if not all are given.
+        states = self._states[-len(again) :]
+        if len(states) == len(again):
+            again = [one._replace(random=state) for one, state in zip(again, states, strict=True)]
         try:  # not as a stage does it: the user's modes belong to the user's code
-            place = _replayed(self._model, loss, self._states, beside)
+            with runtime.unobserved():
+                place = first_nonfinite(self._model, again, beside)
         except Exception as error:
             error.add_note("while the step ran once more, to find where it is first not finite")
             self._stages.fail("replay", error)
@@ -104,14 +121,13 @@ class NonfiniteSteps:
         found = self._stages.attempt("ranks", gather) or [place]
         rank, place = next((x for x in enumerate(found) if x[1] is not None), (0, None))
         if place is None and "replay" in self._stages.off:
-            return None
+            return
         why = _NOT_AGAIN if place is None else str(place)
-        if place is not None and not callable(loss) and len(loss) > 1:
-            why += f", in micro-batch {place.micro_batch + 1} of {len(loss)}"
+        if place is not None and len(again) > 1:
+            why += f", in micro-batch {place.micro_batch + 1} of {len(again)}"
         why += f", on rank {rank}" * (len(found) > 1)
         site = place.module if place is not None else ""
         self._record(Event(step, "advisory", site, (), why, rule="nonfinite"))
-        return place
 
     def must_skip(
         self,
@@ -119,7 +135,7 @@ class NonfiniteSteps:
         losses: Iterable[Tensor | float],
         parameters: Iterable[Tensor],
         scale: float | None = None,
-        again: Sequence[Loss] = (),
+        again: Sequence[MicroBatch] = (),
         beside: object = None,
     ) -> bool:
         """Looks at a step before its optimizer; returns whether the step must not be taken.
@@ -134,7 +150,8 @@ class NonfiniteSteps:
         can = self.locates and len(again) > 0 and self._replays < MOST_REPLAYS
         if not self._is_anywhere(not can or "replay" in self._stages.off):
             self._replays += 1
-            self.locate(step, again, beside)
+            scaled = [one._replace(loss=partial(_scaled, one.loss, scale)) for one in again]
+            self._locate(step, scaled, beside)
         # The scaler leaves out such steps itself.
         return self._skips and scale is None and self._leave_out(step)
 
@@ -157,6 +174,11 @@ class NonfiniteSteps:
             why = f"dry run, else {why}"
         self._record(Event(step, "advisory", "", (), why, rule="skipped"))
         return not (is_last or self._dry_run)
+
+
+def _scaled(loss: Loss, scale: float | None) -> Tensor | None:
+    found = loss()
+    return found * scale if scale is not None and isinstance(found, Tensor) else found
 
 
 @torch.no_grad()

@@ -29,12 +29,12 @@ from guardbit.catalog import VALIDATION_LOSS
 from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.judgement import OFF, RECOVERED, Judgement
 from guardbit.kernels.runtime import AttentionCall, may_recompile
-from guardbit.layers.replay import Place
+from guardbit.layers.replay import MicroBatch
 from guardbit.monitor import ranks
 from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, Sent, is_number
-from guardbit.monitor.nonfinite import Loss, NonfiniteSteps
+from guardbit.monitor.nonfinite import Loss, NonfiniteSteps, as_functions
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.sampled import Judged, SampledSteps
 from guardbit.monitor.schedule import Schedule
@@ -46,7 +46,7 @@ from guardbit.records import RUN_ENDS, Alarm, Event, RunEnd, Sample, from_zero
 T = TypeVar("T")
 
 _BY_HAND = (
-    "call guardbit.locate_nonfinite(model, loss) in the training step where the loss is not finite"
+    "call guardbit.locate_nonfinite(model, function) in the training step, on all ranks alike"
 )
 
 
@@ -234,49 +234,49 @@ class Session(Guarded):
         self._take_of_step("grad_norm", value)
 
     @guard.method()
-    def locate_nonfinite(self, loss: Loss | Sequence[Loss]) -> Place | None:
-        """Runs the current step's batches once more, and records the first place not finite.
-
-        With `locate_nonfinite=True` they run with the step's random numbers. Otherwise, and outside
-        a session, see `guardbit.locate_nonfinite`.
-
-        Args:
-            loss: A function that runs the forward of one batch and returns the loss, or a list of
-                such functions, one for each micro-batch.
-        """
-        return self._nonfinite.locate(self._latest_step, loss)
-
     @guard.method(lambda _: False)
-    def skips_step(self, loss: Tensor | float | None = None) -> bool:
+    def skips_step(
+        self,
+        loss: Tensor | float | None = None,
+        again: Loss | Sequence[Loss] = (),
+        scale: float | None = None,
+    ) -> bool:
         """Whether the current step must be left out: loss or gradients are not finite.
 
-        To be asked on all ranks, before the optimizer's step. It is never so unless the policy has
-        `on_nonfinite="skip"`.
+        To be asked at every step before the optimizer's, on all ranks, with functions that fail on
+        none: ranks wait for each other. It is never so unless the policy has `on_nonfinite="skip"`.
+
+        Args:
+            loss: The step's loss.
+            again: With `locate_nonfinite=True`, a function that runs the forward of the step's
+                batch once more and returns the loss, or a list of such functions, one for each
+                micro-batch. If a rank's step is not finite, all ranks run them, with the step's
+                random numbers, and the first place is recorded.
+            scale: That of a `GradScaler`, which leaves out such steps itself.
         """
         losses, parameters = [] if loss is None else [loss], [*self._model.parameters()]
-        is_watched = self.watches_nonfinite
-        return is_watched and self._nonfinite.must_skip(self._latest_step, losses, parameters)
+        with refusing():
+            batches = [MicroBatch(one) for one in as_functions(again)]
+        return self.watches_nonfinite and self.must_skip(losses, parameters, scale, batches)
 
     @property
     @guard.method(lambda _: False)
     def watches_nonfinite(self) -> bool:
-        """Whether `end_gradients` is wanted: steps that are not finite are located or skipped."""
+        """Whether `must_skip` is wanted: steps that are not finite are located or skipped."""
         return self._nonfinite.is_wanted and self._phase < Phase.OFF
 
-    @guard.method()
-    def end_gradients(
+    @guard.method(lambda *_: False)
+    def must_skip(
         self,
+        losses: Sequence[Tensor | float],
         parameters: Sequence[Tensor],
-        losses: Sequence[Tensor],
         scale: float | None,
-        again: Sequence[Loss],
+        again: Sequence[MicroBatch],
         beside: object = None,
-    ) -> None:
-        """Looks at a step, see `NonfiniteSteps`; one to be skipped is left without gradients."""
-        must_skip = self._nonfinite.must_skip
-        if must_skip(self._latest_step, losses, parameters, scale, again, beside):
-            for parameter in parameters:
-                parameter.grad = None
+    ) -> bool:
+        """Looks at the current step, see `NonfiniteSteps`."""
+        look = self._nonfinite.must_skip
+        return look(self._latest_step, losses, parameters, scale, again, beside)
 
     @guard.method()
     def warn_no_replay(self, why: str) -> None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, HuggingFaceMonitor, MonitorSession, Policy
+from guardbit.layers.replay import MicroBatch
 from guardbit.monitor.nonfinite import MOST_REPLAYS, MOST_SKIPPED, SMALL_SCALE, NonfiniteSteps
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.stages import Stages
@@ -111,7 +112,7 @@ def test_in_lightning_optimization_by_hand_is_refused_once(trains, caplog):
     model.automatic_optimization = False
     trains.fit(AttentionMonitor(2, locate_nonfinite=True, strict=True), model=model, max_steps=3)
     (line,) = [line for line in caplog.messages if "locate_nonfinite" in line]
-    assert "by hand" in line and "guardbit.locate_nonfinite(model, loss)" in line
+    assert "by hand" in line and "guardbit.locate_nonfinite(model, function)" in line
 
 
 def test_in_lightning_an_error_of_the_replay_ends_nothing(trains, caplog):
@@ -214,27 +215,57 @@ def by_hand(session, model, run, loss):
 
 
 def test_in_a_loop_the_place_is_named_and_no_call_of_the_replay_is_observed(tmp_path, same_weights):
-    places = []
-
     def use(session, model, run, loss):
-        if by_hand(session, model, run, loss):
-            sites = session.instrumentation.sites.values()
-            before = torch.get_rng_state(), [site.launches for site in sites]
-            places.append(session.locate_nonfinite(run))
-            assert torch.equal(torch.get_rng_state(), before[0])
-            assert [site.launches for site in sites] == before[1]
-        return session.skips_step(loss)
+        sites = session.instrumentation.sites.values()
+        before = torch.get_rng_state(), [site.launches for site in sites]
+        skips = session.skips_step(loss, run)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert [site.launches for site in sites] == before[1]
+        return skips
 
     plain, _ = looped(tmp_path / "plain", {BAD}, by_hand)
     how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
     watched, _ = looped(tmp_path / "watched", {BAD}, use, **how)
     assert same_weights(plain, watched)
-    (place,) = places
-    assert str(place) == "output of log is made infinite in module 'mlp'"
-    assert rows_of(tmp_path / "watched") == [(BAD, "mlp", str(place))]
+    place = "output of log is made infinite in module 'mlp'"
+    assert rows_of(tmp_path / "watched") == [(BAD, "mlp", place)]
     pd.testing.assert_frame_equal(
         guardbit.read_run(tmp_path / "plain"), guardbit.read_run(tmp_path / "watched")
     )
+
+
+@pytest.mark.parametrize("functions", [1, 2])
+def test_functions_run_with_the_random_numbers_of_their_micro_batches(tmp_path, functions):
+    """One function of two micro-batches is that of the last."""
+    model, drawn = Net(()), []
+
+    def run():
+        drawn.append(torch.rand(()).item())
+        return model(torch.ones(2, 8, 32)).mean() * float("nan")
+
+    session = MonitorSession(model, locate_nonfinite=True, strict=True)
+    for _ in range(2):
+        session.begin_batch(0)
+        run()
+    session.skips_step(float("nan"), [run] * functions)
+    session.end_step()
+    session.close()
+    assert drawn[2:] == drawn[:2][-functions:][:1]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (torch.zeros(2), "of type Tensor"),
+        ({"loss": 1.0}, "of type dict"),
+        ([1.0], "of type list"),
+        (lambda: 1.0, "of type float"),
+        (lambda: {"loss": torch.ones(())}, "of type dict"),
+    ],
+)
+def test_what_is_no_function_that_returns_a_loss_is_refused(function, said):
+    with pytest.raises(TypeError, match=said):
+        guardbit.locate_nonfinite(Net(()), function)
 
 
 def test_a_loop_without_a_session_is_examined_too():
@@ -254,9 +285,9 @@ def test_a_loop_without_a_session_is_examined_too():
 
 def test_replays_and_skipped_steps_have_an_end(tmp_path):
     def use(session, model, run, loss):
-        parameters = [*model.parameters()]
-        session.end_gradients(parameters, [loss], None, [run])
-        taken.append(model.mlp.fc.weight.grad is not None)
+        skips = session.skips_step(loss, [run])
+        taken.append(not skips)
+        return skips
 
     taken = []
     how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
@@ -279,10 +310,10 @@ def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
     steps = NonfiniteSteps(
         nn.Linear(1, 1), Settings(locate_nonfinite=True), Stages(True, print), recorded.append
     )
-    again = [lambda: torch.log(torch.zeros(()))]
+    again = [MicroBatch(lambda: torch.log(torch.zeros(())))]
     assert not steps.must_skip(0, [torch.tensor(loss)], [weight], scale, again)
     assert len(recorded) == is_bad
-    steps.must_skip(1, [float("nan")], [], None, [lambda: torch.zeros(())])
+    steps.must_skip(1, [float("nan")], [], None, [MicroBatch(lambda: torch.zeros(()))])
     assert "were when the step ran once more" in recorded[-1].why
 
 
@@ -299,10 +330,9 @@ def two_ranks(folder, accelerator):
             loss_of = lambda: run(torch.ones(2, 8, 32)).square().mean()  # noqa: E731
             loss = loss_of()
             loss.backward()
-            skips = session.skips_step(loss)
-            place = session.locate_nonfinite(loss_of)
+            skips = session.skips_step(loss, loss_of)
         session.close()
-        return [skips, place.module]
+        return skips
 
     begin(accelerator)
     keep(folder, ["run"], train)
@@ -311,7 +341,7 @@ def two_ranks(folder, accelerator):
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
 def test_ranks_agree(tmp_path, accelerator):
     launch(two_ranks, 2, tmp_path, accelerator)
-    assert seen(tmp_path / "run") == [[True, "mlp"], [True, "mlp"]]
+    assert seen(tmp_path / "run") == [True, True]
     (row,) = rows_of(tmp_path / "run" / "run")
     assert row[:2] == (0, "mlp") and row[2].endswith("on rank 1")
 
