@@ -31,6 +31,9 @@ from guardbit import private
 #: Functions that make no values of their own.
 _LOOKS = frozenset({"requires_grad_", "register_hook", "size", "dim", "__set__"})
 
+#: A tensor that no parameter, buffer or batch is, and that no call was seen to make.
+_OUTSIDE = "a tensor from outside the observed calls"
+
 #: What wrappers add to the names of modules.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -142,7 +145,7 @@ def _are_several() -> bool:
 
 
 def _place_in(model: nn.Module, batch: MicroBatch, index: int, until: float) -> Place | None:
-    with _Observer(model, index, until) as observer:
+    with _Observer(model, batch.batch, index, until) as observer:
         loss = batch.loss()
         if loss is None:
             return None
@@ -249,15 +252,17 @@ class _Made(NamedTuple):
 class _Observer(TorchFunctionMode):
     """Notes the calls of a forward, and the gradients of the backward after it."""
 
-    def __init__(self, model: nn.Module, index: int, until: float) -> None:
+    def __init__(self, model: nn.Module, batch: object, index: int, until: float) -> None:
         super().__init__()
         self._index, self._until = index, until  # of the micro-batch; nothing is observed later
         # By identity: the hash of a torchmetric is that of what it has measured.
         self._modules = {id(one): (_plain(name), one) for name, one in model.named_modules()}
         named = (*model.named_buffers(), *model.named_parameters())
-        self._names = {id(tensor): (_plain(name), tensor) for name, tensor in named}
+        self._names = {id(tensor): ("the batch", tensor) for tensor in _tensors(batch)}
+        self._names |= {id(tensor): (_plain(name), tensor) for name, tensor in named}
         self._running: list[str] = []  # modules, outermost first
         self._made: dict[int, _Made] = {}
+        self._stored: dict[int, _Made] = {}  # the same, by where the numbers lie: of other views
         self._ran: dict[Node, _Call] = {}
         self._backward: list[Node] = []  # nodes that are running: of a checkpoint, others inside it
         self._source: dict[Node, Node] = {}  # which other node first gave a node bad gradients
@@ -305,19 +310,26 @@ class _Observer(TorchFunctionMode):
             return function(*args, **kwargs)
         if name == "__get__":  # of a property: few are tensors, and these are views
             found, name = function(*args, **kwargs), owner
-            bad = _bad(args) if _tensors(found) else []
+            bad, written = _bad(args) if _tensors(found) else [], []
         else:
-            bad = _bad(args, kwargs)  # before the function, which may write to them
-            for tensor in _tensors(args, kwargs):
+            given = _tensors(args, kwargs)
+            bad = _bad(given)  # before the function, which may write to them
+            for tensor in given:
                 self._find_maker(tensor)
+            versions = [*map(_version, given)]
             found = function(*args, **kwargs)
+            pairs = zip(given, versions, strict=True)
+            written = [each for each, version in pairs if _version(each) != version]
         numbers = private.tree_leaves((args, kwargs))
         takes_infinity = any(isinstance(x, float) and math.isinf(x) for x in numbers)
-        self._note(_Call(name, self._module, tuple(bad), takes_infinity), found)
+        self._note(_Call(name, self._module, tuple(bad), takes_infinity), (found, written))
         return found
 
     def _note(self, call: _Call, found: Any) -> None:
+        stored = {*map(_storage, call.bad)}
         for tensor in _bad(found):
+            if any(tensor is each for each in call.bad):
+                continue
             # A constant is a mask, as a logarithm of zeros and ones; in a reentrant checkpoint
             # all look so.
             is_constant = torch.is_grad_enabled() and not tensor.requires_grad
@@ -325,8 +337,13 @@ class _Observer(TorchFunctionMode):
             is_meant = is_meant or (bool(call.bad) and all(map(self._is_meant, call.bad)))
             made = _Made(call, tensor, is_meant and _is_masked(tensor))
             self._made.setdefault(id(tensor), made)
+            if _storage(tensor) not in stored:
+                self._stored.setdefault(_storage(tensor), made)
         for tensor in _tensors(found):
             self._follow(tensor.grad_fn, call)
+
+    def _maker(self, tensor: Tensor) -> _Made | None:
+        return self._made.get(id(tensor)) or self._stored.get(_storage(tensor))
 
     def _find_maker(self, tensor: Tensor) -> None:
         """Notes a function that modes do not see, as those of `torch.autograd.Function`."""
@@ -341,6 +358,9 @@ class _Observer(TorchFunctionMode):
                 elif following is not None and following not in passed:
                     passed.add(following)
                     waiting.append(following)
+        if self._maker(tensor) is not None:
+            self._follow(node, _Call(node.name(), self._module, ()))
+            return
         leaves = [getattr(each, "variable", None) for each in reached]
         before = [each.tensor for each in self._made.values() if each.tensor.grad_fn in reached]
         self._note(_Call(node.name(), self._module, (*before, *_bad(leaves))), tensor)
@@ -392,19 +412,19 @@ class _Observer(TorchFunctionMode):
             return None
         self._find_maker(loss)
         tensor, call, passed = loss, _Call("the loss", "", ()), set[int]()
-        while id(tensor) in self._made and id(tensor) not in passed:
+        while (made := self._maker(tensor)) is not None and id(tensor) not in passed:
             passed.add(id(tensor))
-            call = self._made[id(tensor)].call
+            call = made.call
             inputs = [each for each in call.bad if not self._is_meant(each)]
             if not inputs:
                 return self._place(call, "output", _kind(tensor))
             tensor = min(inputs, key=lambda each: not bool(each.isnan().any()))
-        name, _ = self._names.get(id(tensor), ("the batch", None))
+        name, _ = self._names.get(id(tensor), (_OUTSIDE, None))
         return self._place(call, name, _kind(tensor), is_made=False)
 
     def _is_meant(self, tensor: Tensor) -> bool:
         """Whether only -inf stands in a tensor, and comes from a mask or from outside."""
-        made = self._made.get(id(tensor))
+        made = self._maker(tensor)
         if made is not None:
             return made.is_meant
         return not isinstance(tensor, nn.Parameter) and _is_masked(tensor)
@@ -439,6 +459,19 @@ def _plain(name: str) -> str:
 
 def _tensors(*found: Any) -> list[Tensor]:
     return [each for each in private.tree_leaves(found) if isinstance(each, Tensor)]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the numbers of a tensor lie; its identity, if it does not say so."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
 
 
 def _bad(*found: Any) -> list[Tensor]:

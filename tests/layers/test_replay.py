@@ -136,8 +136,8 @@ def loss_of(model, batch=None):
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-def located(model, *losses):
-    return first_nonfinite(model, [MicroBatch(one, RandomState.now()) for one in losses])
+def located(model, *losses, batch=None):
+    return first_nonfinite(model, [MicroBatch(one, RandomState.now(), batch) for one in losses])
 
 
 def spoilt(model, name, value=math.nan):
@@ -158,6 +158,45 @@ def overflow(y):
     return (y.half() * 60000 * 60000).float()
 
 
+def through_a_view(y):
+    y = y * 1
+    y.select(1, 0).fill_(-1).log_()
+    return y
+
+
+def through_views(y):
+    y = y * 1
+    part = y[:, 0]
+    part.sub_(part.abs() + 1).sqrt_()
+    return y
+
+
+def through_data(y):
+    out = torch.zeros_like(y)
+    out.data.copy_((y - y) / (y - y))
+    return y + out
+
+
+def through_an_item(y):
+    y = y * 1
+    y[:, 0] /= 0 * y[:, 0]
+    return y
+
+
+def through_a_constant(y):
+    with torch.no_grad():
+        weights = torch.ones(WIDTH)
+        weights[1:2] = torch.log(torch.zeros(1)) * 0
+    return y * weights
+
+
+def through_another_view(y):
+    y = y * 1
+    other = y[:, :2]
+    y[:, 0].fill_(-1).log_()
+    return y + other.sum()
+
+
 def underflow(y):
     return ((y * 2**-20).half() * 2**15).float() * 2**24
 
@@ -173,6 +212,12 @@ PLACES = {
     "mlp": (lambda: [Part(), Part(log0), Part()], "layers.1: output of log infinite"),
     "no mode sees it": (lambda: [Part(unseen(True))], "layers.0: output of UnseenBackward NaN"),
     "nor backward": (lambda: [Part(unseen(False))], f"layers.0: {INPUT} UnseenBackward NaN"),
+    "a view": (lambda: [Part(through_a_view)], "layers.0: output of log_ NaN"),
+    "views": (lambda: [Part(through_views)], "layers.0: output of sqrt_ NaN"),
+    "data": (lambda: [Part(through_data)], "layers.0: output of div NaN"),
+    "item": (lambda: [Part(through_an_item)], "layers.0: output of div_ infinite"),
+    "constant": (lambda: [Part(through_a_constant)], "layers.0: output of log infinite"),
+    "another view": (lambda: [Part(through_another_view)], "layers.0: output of log_ NaN"),
     "norm": (lambda: [Part(), Part(lambda y: Norm()(y * 0))], f"layers.1: {INPUT} sqrt NaN"),
     "expert": (lambda: [Experts(log0)], "layers.0.experts.1: output of log infinite"),
     "FP16": (lambda: [Part(), Part(overflow)], "layers.1: output of mul infinite"),
@@ -223,8 +268,15 @@ def test_a_value_of_the_batch_is_said_to_come_with_it():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     x = torch.ones(2, WIDTH)
     x[1, 3] = math.nan
-    found = located(model, lambda: model(x).mean())
+    found = located(model, lambda: model(x).mean(), batch=[{"x": x}])
     assert str(found) == "the batch that linear gets in module '0' is NaN already"
+
+
+def test_a_value_that_no_call_made_is_not_put_down_to_the_batch():
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.ones(2, WIDTH)
+    scale = torch.full((1,), math.nan)
+    found = located(model, lambda: (model(x) * scale).mean(), batch=x)
+    assert found.tensor == "a tensor from outside the observed calls" and found.function == "mul"
 
 
 def test_a_value_of_the_loss_stands_outside_all_modules():
