@@ -3,20 +3,21 @@
 The repetition runs uncompiled, with the random numbers of the step. A function mode notes what each
 call takes and makes, module hooks where it runs, and hooks on autograd's nodes the gradients. From
 a loss, or the gradient of a parameter, that is not finite the way leads back to the first call
-whose inputs are finite. Afterwards gradients, generators and what modules hold are as before.
+whose inputs are finite. Afterwards gradients, generators, buffers, frozen parameters and what
+modules hold in attributes and containers are as before; iterators, files and arrays are not.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import sys
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,8 +41,14 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 #: Seconds after which a replay looks at nothing more and runs to its end.
 MOST_SECONDS = 300.0
 
-#: What a module may hold tensors in.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
+#: Frozen parameters are kept up to this size in all; a forward may write to them.
+MOST_FROZEN_BYTES = 2**28
+
+#: Longer lists are not looked into.
+MOST_ENTRIES = 1000
+
+#: What is put back, or looked into, where modules hold it.
+_KEPT = (nn.Module, Tensor, torch.Generator, random.Random, dict, tuple, list, deque, set)
 
 
 class RandomState(NamedTuple):
@@ -126,13 +133,13 @@ def first_nonfinite(
         if any(places) and not _are_several():
             break
         with (
-            _as_before(model, beside),
+            _as_before(model, beside) as undo,
             torch.compiler.set_stance("force_eager"),
             torch.enable_grad(),
         ):
             if batch.random is not None:
                 batch.random.restore()
-            places.append(_place_in(model, batch, index, until))
+            places.append(_place_in(model, batch, index, until, undo))
     place = next(filter(None, places), None)
     if place is None and time.monotonic() > until:
         raise TimeoutError(f"no place was found within {MOST_SECONDS:.0f} s")
@@ -144,7 +151,9 @@ def _are_several() -> bool:
     return is_distributed and torch.distributed.get_world_size() > 1
 
 
-def _place_in(model: nn.Module, batch: MicroBatch, index: int, until: float) -> Place | None:
+def _place_in(
+    model: nn.Module, batch: MicroBatch, index: int, until: float, undo: ExitStack
+) -> Place | None:
     with _Observer(model, batch.batch, index, until) as observer:
         loss = batch.loss()
         if loss is None:
@@ -153,6 +162,8 @@ def _place_in(model: nn.Module, batch: MicroBatch, index: int, until: float) -> 
             raise TypeError(f"the loss must be a tensor, and is of type {type(loss).__name__}")
         place = observer.of_forward(loss)
         if loss.requires_grad and (place is None or _are_several()):
+            for leaf in observer.others():
+                _keep_gradient(leaf, undo)
             ones = torch.ones_like(loss)
             how = {"allow_unreachable": True, "accumulate_grad": True}
             private.run_backward((loss,), (ones,), False, False, (), **how)
@@ -164,18 +175,22 @@ def _place_in(model: nn.Module, batch: MicroBatch, index: int, until: float) -> 
 
 
 @contextmanager
-def _as_before(model: nn.Module, beside: object) -> Iterator[None]:
+def _as_before(model: nn.Module, beside: object) -> Iterator[ExitStack]:
     """Puts gradients, generators and what modules hold back afterwards."""
     with ExitStack() as undo:
         undo.callback(RandomState.now().restore)
-        undo.callback(_Held([*map(vars, model.modules()), beside]).restore)
+        undo.callback(_Held([*model.modules(), beside]).restore)
         for parameter in model.parameters():
-            undo.callback(setattr, parameter, "grad", parameter.grad)
-            if parameter.grad is not None and _is_part(parameter.grad):
-                undo.callback(_copy_back, parameter.grad, parameter.grad.clone())
-            parameter.grad = None
-            _keep_hooks_out(parameter, undo)
-        yield
+            _keep_gradient(parameter, undo)
+        yield undo
+
+
+def _keep_gradient(leaf: Tensor, undo: ExitStack) -> None:
+    undo.callback(setattr, leaf, "grad", leaf.grad)
+    if leaf.grad is not None and _is_part(leaf.grad):
+        undo.callback(_copy_back, leaf.grad, leaf.grad.clone())
+    leaf.grad = None
+    _keep_hooks_out(leaf, undo)
 
 
 def _is_part(gradient: Tensor) -> bool:
@@ -199,34 +214,78 @@ def _copy_back(tensor: Tensor, content: Tensor) -> None:
 
 
 class _Held:
-    """What modules hold besides parameters: buffers, and metrics and counters in attributes."""
+    """What modules hold besides trained parameters: buffers, metrics, counters and generators."""
 
-    def __init__(self, containers: Sequence[object]) -> None:
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        waiting: list[Any] = [*containers]
+    def __init__(self, found: Sequence[object]) -> None:
+        self._undo: list[Callable[[], object]] = []
+        self._room = MOST_FROZEN_BYTES
+        passed: dict[int, object] = {}  # held, because an id may come again
+        waiting: list[Any] = [*found]
         while waiting:
             held = waiting.pop()
-            if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
-                if not held.is_inference():  # nobody may change these
-                    self._tensors.setdefault(id(held), (held, held.detach().clone()))
-            elif type(held) in _CONTAINERS and id(held) not in self._containers:
-                self._containers[id(held)] = held, copy.copy(held)
-                # Lists grow; what is in them may be a whole data set.
-                waiting += held.values() if isinstance(held, dict) else ()
+            is_kept = isinstance(held, _KEPT) or hasattr(type(held), "bit_generator")
+            if not is_kept or id(held) in passed:
+                continue
+            passed[id(held)] = held
+            with suppress(Exception):  # what cannot be copied cannot be put back
+                waiting += self._keep(held)
 
     def restore(self) -> None:
-        for held, before in self._containers.values():
-            if isinstance(held, dict):
-                for key in [key for key in held if key not in before]:
-                    del held[key]
-                held.update(before)
-            else:
-                held.clear()
-                held.extend(before)
-        for tensor, content in self._tensors.values():
-            if not torch.equal(tensor, content):  # a normalization's do not count their changes
-                _copy_back(tensor, content)
+        for undo in self._undo:
+            with suppress(Exception):  # nothing of it may hide a place that was found
+                undo()
+
+    def _keep(self, held: Any) -> Iterable[Any]:
+        """Keeps what something is now; returns what is in it."""
+        if isinstance(held, nn.Module):
+            return [vars(held)]
+        if isinstance(held, Tensor):
+            if self._may_change(held):
+                self._undo.append(partial(_put_back, held, held.detach().clone()))
+        elif isinstance(held, torch.Generator):
+            self._undo.append(partial(held.set_state, held.get_state()))
+        elif isinstance(held, random.Random):
+            self._undo.append(partial(held.setstate, held.getstate()))
+        elif isinstance(held, dict):
+            self._undo.append(partial(_refill, held, {**held}))
+            return held.values()
+        elif isinstance(held, tuple):
+            return held
+        elif hasattr(held, "bit_generator"):
+            generator = held.bit_generator
+            self._undo.append(partial(setattr, generator, "state", generator.state))
+        else:
+            self._undo.append(partial(_exchange, held, [*held]))
+            # What is in a long one may be a whole data set.
+            return held if len(held) <= MOST_ENTRIES else ()
+        return ()
+
+    def _may_change(self, tensor: Tensor) -> bool:
+        if not isinstance(tensor, nn.Parameter):
+            return not tensor.is_inference()  # nobody may change these
+        if tensor.requires_grad:
+            return False
+        self._room -= tensor.nbytes
+        return self._room >= 0
+
+
+def _put_back(tensor: Tensor, content: Tensor) -> None:
+    if not torch.equal(tensor, content):  # a normalization's do not count their changes
+        _copy_back(tensor, content)
+
+
+def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for key in [key for key in held if key not in before]:
+        del held[key]
+    for key, value in before.items():
+        if held.get(key, held) is not value:
+            held[key] = value
+
+
+def _exchange(held: Any, before: list[Any]) -> None:
+    held.clear()
+    add = held.update if isinstance(held, set) else held.extend
+    add(before)
 
 
 # --- what is observed -----------------------------------------------------------------------------
@@ -403,6 +462,11 @@ class _Observer(TorchFunctionMode):
         for (following, _), gradient in zip(node.next_functions, made, strict=False):
             if following is not None and _bad(gradient):
                 self._source.setdefault(following, node)
+
+    def others(self) -> list[Tensor]:
+        """The leaves of the graph that are no parameters of the model, as of a criterion."""
+        leaves: list[Any] = [getattr(node, "variable", None) for node in self._ran]
+        return [leaf for leaf in leaves if leaf is not None and id(leaf) not in self._names]
 
     # --- the first place ------------------------------------------------------------------------
 

@@ -43,7 +43,8 @@ def locate_nonfinite(model: nn.Module, function: Loss | Sequence[Loss]) -> Place
     >>> print(locate_nonfinite(model, lambda: (model(torch.ones(2)) * 0).log().sum()))
     output of log is made infinite outside all modules
 
-    Gradients, buffers, metrics and random numbers are as before when it returns. It reads every
+    Gradients, buffers, metrics, counters and random numbers are as before when it returns; what
+    else the forward changes (iterators, files, arrays, hooks that count) is not. It reads every
     result of the forward and every gradient, so it takes as long as ten steps or more. Compiled
     code runs uncompiled. On several ranks all call it alike, and an error of the function on one
     of them may leave the others waiting.

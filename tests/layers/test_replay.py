@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections import Counter
 from contextlib import nullcontext
 
 import numpy as np
@@ -409,3 +410,79 @@ def test_all_is_as_before(error):
     for name, parameter in model.named_parameters():
         assert parameter.grad is before["gradients"][name][0]
     assert not any(model._forward_hooks) and not any(model._forward_pre_hooks)
+
+
+class Holder(nn.Module):
+    """Changes, in each forward, what it holds."""
+
+    def __init__(self, held, change):
+        super().__init__()
+        self.norm, self.fc, self.change = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), change
+        is_buffer = isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
+        (self.register_buffer if is_buffer else self.__setattr__)("held", held)
+
+    def forward(self, x):
+        self.change(self.held)
+        return self.fc(self.norm(x))
+
+
+def leave(held):
+    pass
+
+
+#: What a module may hold -> that, how its forward changes it, and what is then looked at.
+HOLDERS = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), leave, lambda x: x.to_dense()),
+    "meta": (lambda: torch.empty(3, device="meta"), leave, lambda x: x.shape),
+    "expanded": (lambda: torch.tensor([math.nan]).expand(4), leave, lambda x: x.isnan().all()),
+    "frozen": (
+        lambda: nn.Parameter(torch.ones(4), requires_grad=False),
+        lambda x: x.data.mul_(0.9), lambda x: x.clone(),
+    ),
+    "counter": (Counter, lambda c: c.update("a"), dict),
+    "set": (set, lambda c: c.add(len(c)), sorted),
+    "tensors": (lambda: [torch.zeros(1)], lambda c: c[0].add_(1), lambda c: c[0].clone()),
+    "lists": (lambda: [[0]], lambda c: c[0].append(1), lambda c: [*c[0]]),
+    "generator": (torch.Generator, lambda g: torch.rand(1, generator=g), lambda g: g.get_state()),
+    "NumPy": (
+        lambda: np.random.default_rng(0), lambda g: g.random(),
+        lambda g: g.bit_generator.state["state"]["state"] % 2**60,
+    ),
+    "Python": (lambda: random.Random(0), lambda g: g.random(), lambda g: g.getstate()),
+    "metrics": (
+        lambda: {"a": torchmetrics.MeanMetric()}, lambda c: c["a"].update(1.0),
+        lambda c: (c["a"].update_count, c["a"].weight.clone()),
+    ),
+    "modules": (
+        lambda: [nn.BatchNorm1d(4)], lambda c: c[0](torch.randn(3, 4)),
+        lambda c: c[0].running_mean.clone(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOLDERS)
+def test_what_a_module_holds_is_as_before_and_hides_no_place(case):
+    make, change, look = HOLDERS[case]
+    model = Holder(make(), change)
+    before = look(model.held), model.norm.running_mean.clone()
+    found = located(model, lambda: (model(torch.ones(2, WIDTH)) * 0).log().sum())
+    assert found.function == "log"
+    after = look(model.held), model.norm.running_mean
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("spoil", [log0, root0])
+def test_gradients_outside_the_model_are_as_before(spoil):
+    model, outside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+
+    def run():
+        y = model(x)
+        return outside(y).sum() + spoil(y).sum()
+
+    outside(x).sum().backward()
+    kept = [outside.weight.grad, x.grad]
+    before = [gradient.clone() for gradient in kept]
+    assert located(model, run) is not None
+    assert outside.weight.grad is kept[0] and x.grad is kept[1]
+    torch.testing.assert_close(kept, before, rtol=0, atol=0)
