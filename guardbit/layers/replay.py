@@ -92,10 +92,10 @@ class Place:
     """Where values that are not finite appear first.
 
     >>> str(Place("h.3.attn", "softmax", "gradient of the input", "NaN", is_made=True))
-    "gradient of the input of softmax is made NaN in module 'h.3.attn'"
+    "softmax makes NaN in the gradient of the input, in module 'h.3.attn'"
     """
 
-    module: str  # dotted name; "" outside every module
+    module: str | None  # dotted name; "" in the model's own forward, None outside of it
     function: str  # what was called there, such as "softmax"
     tensor: str  # "output", "gradient of the input", "gradient of fc.weight", "fc.weight"
     kind: Literal["NaN", "infinite"]
@@ -103,10 +103,18 @@ class Place:
     micro_batch: int = 0
 
     def __str__(self) -> str:
-        where = f"in module '{self.module}'" if self.module else "outside all modules"
-        if self.is_made:
-            return f"{self.tensor} of {self.function} is made {self.kind} {where}"
-        return f"{self.tensor} that {self.function} gets {where} is {self.kind} already"
+        where = f"in module '{self.module}'"
+        if not self.module:
+            where = "outside the model" if self.module is None else "in the model's own forward"
+        kind = "NaN" if self.kind == "NaN" else "infinity"
+        name = self.function.rpartition("::")[2]
+        if name in ("CopySlices", "grad") or name.rstrip("0123456789").endswith("Backward"):
+            name = f"a function of autograd ({name})"
+        if not self.is_made:
+            return f"{self.tensor} that {name} gets, {where}, holds {kind} already"
+        if self.tensor.startswith("sum"):
+            return f"autograd makes {kind} in the {self.tensor} of {name}, {where}"
+        return f"{name} makes {kind} in the {self.tensor}, {where}"
 
 
 def first_nonfinite(
@@ -295,7 +303,7 @@ class _Call(NamedTuple):
     """A call of a function: what it is, where it ran, and its inputs that were not finite."""
 
     function: str
-    module: str
+    module: str | None
     bad: tuple[Tensor, ...]
     takes_infinity: bool = False  # as a number, as those that write masks do
 
@@ -356,8 +364,8 @@ class _Observer(TorchFunctionMode):
         return time.monotonic() > self._until
 
     @property
-    def _module(self) -> str:
-        return self._running[-1] if self._running else ""
+    def _module(self) -> str | None:
+        return self._running[-1] if self._running else None
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -475,7 +483,7 @@ class _Observer(TorchFunctionMode):
         if self._is_late or not _bad(loss):
             return None
         self._find_maker(loss)
-        tensor, call, passed = loss, _Call("the loss", "", ()), set[int]()
+        tensor, call, passed = loss, _Call("the loss", None, ()), set[int]()
         while (made := self._maker(tensor)) is not None and id(tensor) not in passed:
             passed.add(id(tensor))
             call = made.call

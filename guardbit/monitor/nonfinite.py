@@ -31,8 +31,7 @@ MOST_SKIPPED = 10
 SMALL_SCALE = 128.0
 
 _NOT_AGAIN = (
-    "the loss or gradients are not finite, but were when the step ran once more: its data, random"
-    " numbers or kernels differ from call to call"
+    "when the step's batches ran once more, loss and gradients were finite: no place is known"
 )
 
 
@@ -41,7 +40,7 @@ def locate_nonfinite(model: nn.Module, function: Loss | Sequence[Loss]) -> Place
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> print(locate_nonfinite(model, lambda: (model(torch.ones(2)) * 0).log().sum()))
-    output of log is made infinite outside all modules
+    log makes infinity in the output, outside the model
 
     Gradients, buffers, metrics, counters and random numbers are as before when it returns; what
     else the forward changes (iterators, files, arrays, hooks that count) is not. It reads every
@@ -127,8 +126,9 @@ class NonfiniteSteps:
         if place is not None and len(again) > 1:
             why += f", in micro-batch {place.micro_batch + 1} of {len(again)}"
         why += f", on rank {rank}" * (len(found) > 1)
-        site = place.module if place is not None else ""
-        self._record(Event(step, "advisory", site, (), why, rule="nonfinite"))
+        site = "" if place is None else place.module or ""
+        rule = "not_again" if place is None else "nonfinite"
+        self._record(Event(step, "advisory", site, (), why, rule=rule))
 
     def must_skip(
         self,

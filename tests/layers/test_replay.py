@@ -270,7 +270,7 @@ def test_a_value_of_the_batch_is_said_to_come_with_it():
     x = torch.ones(2, WIDTH)
     x[1, 3] = math.nan
     found = located(model, lambda: model(x).mean(), batch=[{"x": x}])
-    assert str(found) == "the batch that linear gets in module '0' is NaN already"
+    assert str(found) == "the batch that linear gets, in module '0', holds NaN already"
 
 
 def test_a_value_that_no_call_made_is_not_put_down_to_the_batch():
@@ -280,10 +280,28 @@ def test_a_value_that_no_call_made_is_not_put_down_to_the_batch():
     assert found.tensor == "a tensor from outside the observed calls" and found.function == "mul"
 
 
-def test_a_value_of_the_loss_stands_outside_all_modules():
+def test_a_value_of_the_loss_or_of_the_models_own_forward_is_said_to_stand_there():
     model = made(Part())
     found = located(model, lambda: torch.log(loss_of(model) * 0))
-    assert str(found) == "output of log is made infinite outside all modules"
+    assert str(found) == "log makes infinity in the output, outside the model"
+    model = Part(log0)
+    found = located(model, lambda: model(torch.ones(2, WIDTH)).sum())
+    assert str(found) == "log makes infinity in the output, in the model's own forward"
+
+
+@pytest.mark.parametrize(
+    ("function", "tensor", "said"),
+    [
+        ("linear", "gradient of fc.weight", "linear makes NaN in the gradient of fc.weight"),
+        ("half", "sum of gradients of the output",
+         "autograd makes NaN in the sum of gradients of the output of half"),
+        ("torch::autograd::CopySlices", "output",
+         "a function of autograd (CopySlices) makes NaN in the output"),
+        ("LogBackward0", "output", "a function of autograd (LogBackward0) makes NaN in the output"),
+    ],
+)  # fmt: skip
+def test_a_place_reads_as_a_sentence(function, tensor, said):
+    assert str(Place("h.0", function, tensor, "NaN", True)) == f"{said}, in module 'h.0'"
 
 
 def test_a_sum_of_finite_gradients_that_overflows_is_named():
