@@ -30,7 +30,7 @@ from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
 from guardbit.judgement.evidence import LOSS_SAMPLES
-from guardbit.layers.replay import MicroBatch
+from guardbit.layers.replay import MicroBatch, versions_of
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
 from guardbit.monitor.stages import log
@@ -72,6 +72,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         with refusing():
             self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
         self.strict = self.settings.strict
+        self._versions: list[tuple[int, ...]] = []  # of the step's micro-batches
 
     @guard.method()
     def on_train_begin(
@@ -135,10 +136,17 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     def on_step_begin(
         self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Begins a micro-batch of the session's step."""
+        """Begins a step of the session's."""
         session.begin_batch(state.global_step)
+        if session.keeps_batches:
+            self._versions = [versions_of([*x.values()]) for x in _batches_of(_loop(), session)]
 
-    on_substep_end = on_step_begin
+    @guarded
+    def on_substep_end(
+        self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        """Begins a further micro-batch."""
+        session.begin_batch(state.global_step)
 
     @guard.method()
     def on_pre_optimizer_step(self, *_: Any, optimizer: Optimizer, **__: Any) -> None:
@@ -147,13 +155,13 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self._take_scale(scaler)
         session = self.session
         if session is not None and session.watches_nonfinite:
-            of_trainer = (each for each in _callers() if isinstance(each.get("self"), Trainer))
-            loop = next((each for each in of_trainer if "batch_samples" in each), {})
+            loop = _loop()
             losses = [x for x in (loop.get("tr_loss_step"),) if isinstance(x, Tensor)]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            run, batches = partial(_loss_again, loop), _batches_of(loop, session)
-            again = [MicroBatch(partial(run, one), batch=[*one.values()]) for one in batches]
+            run = partial(_loss_again, loop)
+            pairs = zip(_batches_of(loop, session), self._versions, strict=False)
+            again = [MicroBatch(partial(run, x), None, [*x.values()], was) for x, was in pairs]
             # Trainers of TRL keep what they will log.
             metrics = getattr(loop.get("self"), "_metrics", None)
             if session.must_skip(losses, parameters, scale, again, metrics):
@@ -246,6 +254,12 @@ def _batches_of(loop: Mapping[str, Any], session: Session) -> Sequence[Any]:
     return []
 
 
+def _loop() -> Mapping[str, Any]:
+    """The variables of the Trainer's loop, none where it does not show its batches."""
+    of_trainer = (each for each in _callers() if isinstance(each.get("self"), Trainer))
+    return next((each for each in of_trainer if "batch_samples" in each), {})
+
+
 def _loss_again(loop: Mapping[str, Any], inputs: Any) -> Tensor:
     """Runs the forward of a micro-batch once more."""
     trainer, model = loop["self"], loop["model"]
@@ -253,7 +267,13 @@ def _loss_again(loop: Mapping[str, Any], inputs: Any) -> Tensor:
     with trainer.compute_loss_context_manager():
         inputs = trainer._prepare_inputs(copy.copy(inputs))  # noqa: SLF001
         count = loop.get("num_items_in_batch")
-        return trainer.compute_loss(model, inputs, num_items_in_batch=count)
+        loss = trainer.compute_loss(model, inputs, num_items_in_batch=count)
+    # As the Trainer does.
+    is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if is_divided is None:
+        is_divided = trainer.compute_loss_func is not None
+        is_divided = is_divided or (trainer.model_accepts_loss_kwargs and count is not None)
+    return loss if is_divided else loss / trainer.current_gradient_accumulation_steps
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from guardbit import guard, private
 from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
-from guardbit.layers.replay import MicroBatch
+from guardbit.layers.replay import MicroBatch, versions_of
 from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
@@ -86,6 +86,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             sampled step; None for never, as drawing takes about 0.2 s.
         log_layers: Log the largest value of each layer too, as ``guardbit/max_logit/layer_02``.
         **settings: The other `guardbit.monitor.settings.Settings`, except `AutoStabilizer`'s.
+            `locate_nonfinite` takes batches and random numbers before this callback's
+            `on_train_batch_start`: callbacks that change them belong before it.
             Without `dirpath` the telemetry goes to ``guardbit`` in the run's log directory, or,
             where the logger has none, in the folder of Lightning's checkpoints.
 
@@ -119,9 +121,9 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         # Of the step's micro-batches, the first for a replay, unless that is not possible.
-        self._batches: list[tuple[Any, int]] = []
+        self._batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self._keeps_batches = False
+        self._can_replay = False
         self._val_loss: Tensor | None = None
         self._logged = LoggedRun()
 
@@ -155,7 +157,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         )
         self._batches, self._losses = [], []
         why_not = _why_no_replay(trainer, pl_module)
-        self._keeps_batches = self.settings.locate_nonfinite and not why_not
+        self._can_replay = not why_not
         if self.session is not None:
             self.session.warn_no_replay(why_not)
             with suppress(Exception):  # of a handler of the user's
@@ -186,13 +188,15 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ) -> None:
         """Tells the session which optimizer step the batch belongs to."""
         if trainer.global_step != self._step:
-            self._batches.clear()
+            self._batches = []
         self._step = trainer.global_step
         self._grad_norms.clear()
         session.begin_batch(self._step)
-        if self._keeps_batches:
+        if self._can_replay and session.keeps_batches:
             # A step may take parts out of it.
-            self._batches.append((private.tree_map(lambda x: x, batch), index))
+            kept = private.tree_map(lambda x: x, batch)
+            run = partial(_loss_again, trainer, pl_module, kept, index)
+            self._batches.append(MicroBatch(run, None, kept, versions_of(kept)))
 
     @guarded
     def on_before_backward(
@@ -214,9 +218,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             losses, self._losses = self._losses, []
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            run = partial(_loss_again, trainer, pl_module)
-            again = [MicroBatch(partial(run, *one), batch=one) for one in self._batches]
-            if session.must_skip(losses, parameters, scale, again):
+            if session.must_skip(losses, parameters, scale, self._batches):
                 for parameter in parameters:
                     parameter.grad = None
 
@@ -242,7 +244,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             session.loss(loss, factor)
         if trainer.global_step != self._step:
-            self._batches.clear()
+            self._batches = []
             session.end_step()
             if session.sampled_step is None:
                 session.catch_up()  # a callback may look for the first values before the next step
@@ -290,10 +292,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the session out: it belongs to this process's model."""
-        return {**vars(self), "session": None, "_state_of": None}
+        return {**vars(self), "session": None, "_state_of": None, "_batches": []}
 
     def _close(self, pl_module: pl.LightningModule, how: RunEnd = "finished") -> None:
-        session = self.session
+        session, self._batches = self.session, []
         if session is None:
             return
         try:
@@ -403,6 +405,8 @@ def _why_no_replay(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
         return "the module optimizes by hand"
     if "DeepSpeed" in type(trainer.strategy).__name__:
         return "DeepSpeed takes gradients out of the backward"
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        return "training_step(dataloader_iter) takes its batches itself"
     return ""
 
 

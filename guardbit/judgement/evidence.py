@@ -195,8 +195,8 @@ class Evidence:
         self.indicators: set[str] = set()  # what was measured of heads
         # How often heads were measured, when last, and where most steps lie between two times.
         self.head_steps: tuple[int, int | None, tuple[int, int]] = 0, None, (0, 0)
-        # How often calls were measured, when last, and when before.
-        self.call_steps: tuple[int, int, int] = 0, -1, -1
+        # How often calls were measured, and when last.
+        self.call_steps = 0, -1
         # Steps at which the gradients' norm was not finite.
         self.bad_norms = _Streak()
         self.norm_steps = -1, -1  # at which that norm was measured, last and before
@@ -247,7 +247,7 @@ class Evidence:
                 hole = last, step
             self.head_steps = count + 1, step, hole
         if is_of_call and step > self.call_steps[1]:
-            self.call_steps = self.call_steps[0] + 1, step, self.call_steps[1]
+            self.call_steps = self.call_steps[0] + 1, step
         if name in SHARES:
             for head in measured:
                 known = self.shares.get((layer, head))

@@ -85,6 +85,12 @@ class MicroBatch(NamedTuple):
     loss: Callable[[], Tensor | None]
     random: RandomState | None = None  # before its forward; None to take the present one
     batch: object = None  # what the forward takes, if that is known
+    versions: tuple[int, ...] = ()  # of the batch's tensors before the forward, see `versions_of`
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the forward has written to its batch, so that it cannot run once more."""
+        return self.versions not in ((), versions_of(self.batch))
 
 
 @dataclass(frozen=True)
@@ -531,6 +537,11 @@ def _plain(name: str) -> str:
 
 def _tensors(*found: Any) -> list[Tensor]:
     return [each for each in private.tree_leaves(found) if isinstance(each, Tensor)]
+
+
+def versions_of(batch: object) -> tuple[int, ...]:
+    """How often each tensor of a batch was written to."""
+    return tuple(map(_version, _tensors(batch)))
 
 
 def _version(tensor: Tensor) -> int:

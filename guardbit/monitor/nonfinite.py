@@ -17,6 +17,11 @@ from guardbit.monitor.settings import Settings
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event
 
+_WRITTEN = (
+    "the step is not finite and cannot run once more, because it has written to its batch: copy the"
+    " batch there first"
+)
+
 #: Runs the forward of a micro-batch again and returns its loss; None if it has none.
 Loss = Callable[[], Tensor | None]
 
@@ -87,10 +92,15 @@ class NonfiniteSteps:
     ) -> None:
         self._model, self._stages, self._record = model, stages, record
         policy = settings.policy
-        self.locates, self._dry_run = settings.locate_nonfinite, settings.dry_run
+        self._locates, self._dry_run = settings.locate_nonfinite, settings.dry_run
         self._skips = policy is not None and policy.on_nonfinite == "skip"
         self._states: list[RandomState] = []  # before each micro-batch of the step
         self._replays = self._in_a_row = 0
+
+    @property
+    def locates(self) -> bool:
+        """Whether batches must be kept."""
+        return self._locates and self._replays < MOST_REPLAYS
 
     @property
     def is_wanted(self) -> bool:
@@ -106,6 +116,9 @@ class NonfiniteSteps:
 
     def _locate(self, step: int, again: Sequence[MicroBatch], beside: object) -> None:
         """Runs a step's micro-batches once more, on all ranks, and records the first place."""
+        if self._is_anywhere(any(one.is_written for one in again)):
+            self._record(Event(step, "advisory", "", (), _WRITTEN, rule="not_again"))
+            return
         place = None
         # The last ones, if not all are given.
         states = self._states[-len(again) :]
@@ -148,7 +161,7 @@ class NonfiniteSteps:
         if not self._is_anywhere(not is_finite):
             self._in_a_row = 0
             return False
-        can = self.locates and len(again) > 0 and self._replays < MOST_REPLAYS
+        can = self.locates and len(again) > 0
         if not self._is_anywhere(not can or "replay" in self._stages.off):
             self._replays += 1
             scaled = [one._replace(loss=partial(_scaled, one.loss, scale)) for one in again]

@@ -265,6 +265,12 @@ class Session(Guarded):
         """Whether `must_skip` is wanted: steps that are not finite are located or skipped."""
         return self._nonfinite.is_wanted and self._phase < Phase.OFF
 
+    @property
+    @guard.method(lambda _: False)
+    def keeps_batches(self) -> bool:
+        """Whether a step may have to run once more."""
+        return self._nonfinite.locates and self._phase < Phase.OFF
+
     @guard.method(lambda *_: False)
     def must_skip(
         self,

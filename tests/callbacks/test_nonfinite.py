@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, HuggingFaceMonitor, MonitorSession, Policy
@@ -115,6 +115,31 @@ def test_in_lightning_optimization_by_hand_is_refused_once(trains, caplog):
     assert "by hand" in line and "guardbit.locate_nonfinite(model, function)" in line
 
 
+def test_in_lightning_a_step_that_takes_its_batches_itself_is_named(trains, caplog):
+    class Takes(trains.TinyGPT):
+        def training_step(self, dataloader_iter):
+            batch, *_ = next(dataloader_iter)
+            return self.loss(batch)
+
+    trains.fit(AttentionMonitor(2, locate_nonfinite=True, strict=True), model=Takes(), max_steps=2)
+    (line,) = [line for line in caplog.messages if "locate_nonfinite" in line]
+    assert "training_step(dataloader_iter)" in line
+
+
+def test_in_lightning_a_batch_that_was_written_to_does_not_run_once_more(trains):
+    class Writes(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            batch.zero_()
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    monitor = AttentionMonitor(2, locate_nonfinite=True, dirpath=trains.folder / "run", strict=True)
+    trains.fit(monitor, model=Writes(), max_steps=MOST_REPLAYS + 2)
+    rows = rows_of(trains.folder / "run", "not_again")
+    assert [step for step, *_ in rows] == [*range(MOST_REPLAYS)]
+    assert all("written to its batch" in why for *_, why in rows)
+    assert monitor._batches == []
+
+
 def test_in_lightning_an_error_of_the_replay_ends_nothing(trains, caplog):
     model = spoilt_gpt(trains, {2, 3, 4, 5})
     once = model.training_step
@@ -163,6 +188,40 @@ def test_in_the_trainer_the_place_is_named_and_a_skipped_step_costs_no_bit(
     run = tmp_path / "guardbit"
     assert rows_of(run) == [(BAD, "transformer.h.1.mlp", found + part)]
     assert [step for step, *_ in rows_of(run, "skipped")] == [BAD]
+
+
+def test_in_the_trainer_the_loss_of_a_micro_batch_is_divided_as_there(tmp_path):
+    """A gradient of the first micro-batch would overflow if it were not divided."""
+
+    def loss(outputs, labels, **_):
+        loss = outputs["logits"].square().mean()
+        weight = loss_model.transformer.h[0].mlp.c_fc.weight[0, 0]
+        seen.append(loss)
+        if len(seen) in (1, 3):
+            for _ in range(2):
+                loss = loss + (weight - weight.detach()) * 3e38
+        return loss if len(seen) in (1, 3) else loss * (loss * 0).log()
+
+    seen, loss_model = [], gpt2(bos_token_id=None, eos_token_id=None)
+    model = loss_model
+
+    class Own(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return loss(model(input_ids=inputs["input_ids"]), None)
+
+    args = TrainingArguments(
+        tmp_path, max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 4
+    monitor = HuggingFaceMonitor(4, locate_nonfinite=True)
+    Own(model, args, train_dataset=rows, callbacks=[monitor]).train()
+    ((_, _, why),) = rows_of(tmp_path / "guardbit")
+    assert why.startswith("log makes infinity") and why.endswith("in micro-batch 2 of 2")
 
 
 def test_in_a_trainer_without_its_batches_the_reason_is_said_once(tmp_path, caplog, monkeypatch):
