@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from guardbit import guard
 from guardbit.guard import Guarded, undo_all
@@ -52,6 +55,39 @@ def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
         first = [session._schedule.close] if how == "finished" else []
         undo_all([lambda: session.close(how), session.abandon_step, *first])
         callback.session = None
+
+
+class StepsLeftOut:
+    """Leaves out optimizers' steps: their gradients go once nothing but the step reads them."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.parameters: Sequence[Tensor] = ()  # those of the step to be left out
+        self._handles = [one.register_step_pre_hook(self._before) for one in optimizers]
+
+    def remove(self) -> None:
+        """Takes the hooks off the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        own, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            return self._drop()
+
+        def run() -> Any:  # Lightning's backward and callbacks run in it
+            loss = closure()
+            self._drop()
+            return loss
+
+        if rest:
+            return (own, run, *rest[1:]), kwargs
+        return args, {**kwargs, "closure": run}
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.parameters = ()
 
 
 def guarded(event: Callable[..., None]) -> Callable[..., None]:

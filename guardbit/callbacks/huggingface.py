@@ -26,7 +26,7 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import TrainingArguments
 
 from guardbit import guard
-from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
+from guardbit.callbacks.base import GuardedCallback, StepsLeftOut, end, guarded, watched
 from guardbit.callbacks.plain_loop import MonitorSession
 from guardbit.guard import refusing
 from guardbit.judgement.evidence import LOSS_SAMPLES
@@ -73,6 +73,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             self.settings = Settings(every_n_train_steps=every_n_train_steps, **settings)
         self.strict = self.settings.strict
         self._versions: list[tuple[int, ...]] = []  # of the step's micro-batches
+        self._left_out = StepsLeftOut(())
 
     @guard.method()
     def on_train_begin(
@@ -165,8 +166,9 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             # Trainers of TRL keep what they will log.
             metrics = getattr(loop.get("self"), "_metrics", None)
             if session.must_skip(losses, parameters, scale, again, metrics):
-                for parameter in parameters:
-                    parameter.grad = None
+                # Beneath Accelerate's wrapper.
+                self._left_out = StepsLeftOut([getattr(optimizer, "optimizer", optimizer)])
+                self._left_out.parameters = parameters
 
     @guarded
     def _take_scale(self, session: MonitorSession, scaler: Any) -> None:
@@ -176,6 +178,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     @guarded
     def on_step_end(self, session: MonitorSession, *_: Any, **__: Any) -> None:
         """Ends the session's step: on sampled steps it measures, judges, reports and acts."""
+        self._left_out.remove()
         session.end_step()
 
     @guarded

@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from guardbit import guard, private
-from guardbit.callbacks.base import GuardedCallback, end, guarded, watched
+from guardbit.callbacks.base import GuardedCallback, StepsLeftOut, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
 from guardbit.layers.replay import MicroBatch, versions_of
@@ -123,7 +123,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         # Of the step's micro-batches, the first for a replay, unless that is not possible.
         self._batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self._can_replay = False
+        self._can_replay, self._left_out = False, StepsLeftOut(())
         self._val_loss: Tensor | None = None
         self._logged = LoggedRun()
 
@@ -169,6 +169,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         _publish(trainer, self._logged.latest)  # callbacks that find no value end the training
         if self.session is None:
             return  # the next checkpoint then holds the same state as the last one
+        if self.session.watches_nonfinite:
+            self._left_out = StepsLeftOut(trainer.optimizers)
         state, self._restored = self._restored, {}
         if not state:
             return
@@ -219,8 +221,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
             if session.must_skip(losses, parameters, scale, self._batches):
-                for parameter in parameters:
-                    parameter.grad = None
+                self._left_out.parameters = parameters
 
     @guarded
     def _take_gradients(self, session: Session, optimizer: Optimizer, scaler: Any) -> None:
@@ -292,10 +293,17 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the session out: it belongs to this process's model."""
-        return {**vars(self), "session": None, "_state_of": None, "_batches": []}
+        return {
+            **vars(self),
+            "session": None,
+            "_state_of": None,
+            "_batches": [],
+            "_left_out": StepsLeftOut(()),
+        }
 
     def _close(self, pl_module: pl.LightningModule, how: RunEnd = "finished") -> None:
         session, self._batches = self.session, []
+        self._left_out.remove()
         if session is None:
             return
         try:

@@ -1,5 +1,7 @@
 """Steps that are not finite: their first place is named, and on request they are not taken."""
 
+import math
+
 import lightning.pytorch as pl
 import pandas as pd
 import pytest
@@ -65,6 +67,16 @@ def spoilt_gpt(trains, batches):
     return model
 
 
+class ReadsGradients(pl.Callback):
+    """Stands behind the monitor and reads all gradients, as loggers of norms do."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen.append(float(sum(p.grad.norm() for p in pl_module.parameters())))
+
+
 class SkipsByHand(pl.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if not all(p.grad.isfinite().all() for p in pl_module.parameters()):
@@ -80,7 +92,8 @@ def test_in_lightning_the_place_is_named_and_a_skipped_step_costs_no_bit(
     how = {"accumulate_grad_batches": accumulate}
     plain, unwatched = trains.fit(SkipsByHand(), model=spoilt_gpt(trains, batches), **how)
     monitor = AttentionMonitor(2, locate_nonfinite=True, dirpath=trains.folder / "run", strict=True)
-    callbacks = monitor, AutoStabilizer(on_nonfinite="skip")
+    reads = ReadsGradients()
+    callbacks = monitor, AutoStabilizer(on_nonfinite="skip"), reads
     watched, trainer = trains.fit(*callbacks, model=spoilt_gpt(trains, batches), **how)
     assert same_weights(plain, watched)
     assert all(x.isfinite().all() for x in watched.state_dict().values())
@@ -89,6 +102,7 @@ def test_in_lightning_the_place_is_named_and_a_skipped_step_costs_no_bit(
     assert rows_of(trains.folder / "run") == [(BAD, "net.h.1.mlp", found + part)]
     ((step, _, why),) = rows_of(trains.folder / "run", "skipped")
     assert step == BAD and "not taken" in why
+    assert [n for n, norm in enumerate(reads.seen) if not math.isfinite(norm)] == [BAD]
     assert trainer.callback_metrics["steps"] == unwatched.callback_metrics["steps"]
 
 
@@ -167,11 +181,16 @@ class SkipsByHandToo(TrainerCallback):
         SkipsByHand().on_before_optimizer_step(None, model, None)
 
 
-def train_spoilt(folder, callback, batches, accumulate=1):
+class ReadsGradientsToo(TrainerCallback):
+    def on_pre_optimizer_step(self, *_, model, **__):
+        ReadsGradients().on_before_optimizer_step(None, model, None)
+
+
+def train_spoilt(folder, callback, batches, accumulate=1, more=()):
     model = gpt2(bos_token_id=None, eos_token_id=None)
     model.transformer.h[1].mlp = Spoilt(32, batches).follow(model)
     how = {"gradient_accumulation_steps": accumulate, "save_strategy": "no"}
-    return train(folder, callback, model=model, steps=8, **how)
+    return train(folder, callback, *more, model=model, steps=8, **how)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -182,7 +201,8 @@ def test_in_the_trainer_the_place_is_named_and_a_skipped_step_costs_no_bit(
     plain = train_spoilt(tmp_path, SkipsByHandToo(), batches, accumulate)
     how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip"), "strict": True}
     monitor = HuggingFaceMonitor(4, **how)
-    assert same_weights(plain, train_spoilt(tmp_path, monitor, batches, accumulate))
+    watched = train_spoilt(tmp_path, monitor, batches, accumulate, [ReadsGradientsToo()])
+    assert same_weights(plain, watched)
     found = "log makes infinity in the output, in module 'transformer.h.1.mlp'"
     part = ", in micro-batch 2 of 2" if accumulate == 2 else ""
     run = tmp_path / "guardbit"
