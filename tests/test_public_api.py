@@ -67,7 +67,7 @@ MEMBERS = {
 
 NAMES = sorted({*PARAMETERS, *MEMBERS, "INDICATORS", "LayoutUnavailable", "STABILIZERS"})
 #: What GuardBit's own callbacks call besides.
-INTERNAL = {"always", "attempt", "must_skip", "keeps_batches", "warn_no_replay", "watches_nonfinite"}
+INTERNAL = {"always", "attempt", "nonfinite", "warn_no_replay"}
 
 
 def test_the_public_names_are_these():

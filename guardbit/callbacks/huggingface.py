@@ -137,35 +137,32 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     def on_step_begin(
         self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Begins a step of the session's."""
+        """Begins a micro-batch of the session's step."""
         session.begin_batch(state.global_step)
-        if session.keeps_batches:
+        steps = session.nonfinite
+        if not self._versions and steps is not None and steps.locates:
             self._versions = [versions_of([*x.values()]) for x in _batches_of(_loop(), session)]
 
-    @guarded
-    def on_substep_end(
-        self, session: MonitorSession, args: Any, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
-        """Begins a further micro-batch."""
-        session.begin_batch(state.global_step)
+    on_substep_end = on_step_begin
 
     @guard.method()
     def on_pre_optimizer_step(self, *_: Any, optimizer: Optimizer, **__: Any) -> None:
         """Takes the scale of the loss in FP16 training; may skip the step."""
         scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
         self._take_scale(scaler)
-        session = self.session
-        if session is not None and session.watches_nonfinite:
+        session, versions, self._versions = self.session, self._versions, []
+        steps = session and session.nonfinite
+        if session is not None and steps is not None:
             loop = _loop()
             losses = [x for x in (loop.get("tr_loss_step"),) if isinstance(x, Tensor)]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
             run = partial(_loss_again, loop)
-            pairs = zip(_batches_of(loop, session), self._versions, strict=False)
+            pairs = zip(_batches_of(loop, session), versions, strict=False)
             again = [MicroBatch(partial(run, x), None, [*x.values()], was) for x, was in pairs]
             # Trainers of TRL keep what they will log.
             metrics = getattr(loop.get("self"), "_metrics", None)
-            if session.must_skip(losses, parameters, scale, again, metrics):
+            if steps.must_skip(losses, parameters, scale, again, metrics):
                 # Beneath Accelerate's wrapper.
                 self._left_out = StepsLeftOut([getattr(optimizer, "optimizer", optimizer)])
                 self._left_out.parameters = parameters

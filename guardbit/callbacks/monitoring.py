@@ -169,7 +169,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         _publish(trainer, self._logged.latest)  # callbacks that find no value end the training
         if self.session is None:
             return  # the next checkpoint then holds the same state as the last one
-        if self.session.watches_nonfinite:
+        if self.session.nonfinite is not None:
             self._left_out = StepsLeftOut(trainer.optimizers)
         state, self._restored = self._restored, {}
         if not state:
@@ -194,7 +194,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._step = trainer.global_step
         self._grad_norms.clear()
         session.begin_batch(self._step)
-        if self._can_replay and session.keeps_batches:
+        steps = session.nonfinite
+        if self._can_replay and steps is not None and steps.locates:
             # A step may take parts out of it.
             kept = private.tree_map(lambda x: x, batch)
             run = partial(_loss_again, trainer, pl_module, kept, index)
@@ -205,7 +206,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self, session: Session, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         """Keeps the loss of a micro-batch until the optimizer's step."""
-        if session.watches_nonfinite:
+        if session.nonfinite is not None:
             self._losses.append(loss.detach())
 
     @guard.method()
@@ -215,12 +216,12 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Takes the gradient norm of a sampled step, before Lightning clips; may skip the step."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._take_gradients(optimizer, scaler)
-        session = self.session
-        if session is not None and session.watches_nonfinite:
+        steps = self.session and self.session.nonfinite
+        if steps is not None:
             losses, self._losses = self._losses, []
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             scale = None if scaler is None else scaler.get_scale()
-            if session.must_skip(losses, parameters, scale, self._batches):
+            if steps.must_skip(losses, parameters, scale, self._batches):
                 self._left_out.parameters = parameters
 
     @guarded

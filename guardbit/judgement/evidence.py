@@ -77,20 +77,6 @@ class Change(NamedTuple):
     is_fall: bool  # whether it has fallen since, and by more than the samples scatter
 
 
-class _Streak:
-    """The last steps in a row at which a condition held."""
-
-    def __init__(self) -> None:
-        self.first, self.last, self.count = -1, -1, 0
-
-    def add(self, step: int, before: int) -> None:
-        """Takes a step at which it held; `before` is the one measured before it."""
-        if step != self.last:
-            goes_on = self.last == before and self.count
-            self.first, self.count = (self.first, self.count + 1) if goes_on else (step, 1)
-            self.last = step
-
-
 class _Kept:
     """Values of a module's heads at evenly spread samples, the first and the latest among them."""
 
@@ -197,9 +183,8 @@ class Evidence:
         self.head_steps: tuple[int, int | None, tuple[int, int]] = 0, None, (0, 0)
         # How often calls were measured, and when last.
         self.call_steps = 0, -1
-        # Steps at which the gradients' norm was not finite.
-        self.bad_norms = _Streak()
-        self.norm_steps = -1, -1  # at which that norm was measured, last and before
+        # The latest steps, in a row, at which the gradients' norm was not finite.
+        self.bad_norms: list[int] = []
         self.loss = Losses()
         self.logits: dict[int, float] = {}  # step -> the largest of all heads
         # Head -> step of the latest measured share of rounding, and that with its interval.
@@ -220,10 +205,10 @@ class Evidence:
             elif sample.indicator == "loss":
                 self.loss.add(sample.step, sample.values[0] if sample.values else math.nan)
             elif sample.indicator == "grad_norm" and sample.values:
-                if sample.step != self.norm_steps[0]:
-                    self.norm_steps = sample.step, self.norm_steps[0]
-                if not math.isfinite(sample.values[0]):
-                    self.bad_norms.add(*self.norm_steps)
+                if math.isfinite(sample.values[0]):
+                    self.bad_norms.clear()
+                elif sample.step not in self.bad_norms[-1:]:
+                    self.bad_norms.append(sample.step)
 
     def _add_heads(self, sample: Sample) -> None:
         step, layer, name = sample.step, sample.layer, sample.indicator

@@ -215,8 +215,7 @@ def _works_again(failure: Event, events: Iterable[Event]) -> int | None:
 
 def _bad_gradients(evidence: Evidence) -> int | None:
     bad = evidence.bad_norms
-    is_lasting = bad.count >= BAD_IN_A_ROW and bad.last == evidence.norm_steps[0]
-    return bad.first if is_lasting else None
+    return bad[0] if len(bad) >= BAD_IN_A_ROW else None
 
 
 def severities(

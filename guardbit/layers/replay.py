@@ -277,10 +277,10 @@ class _Held:
     def _may_change(self, tensor: Tensor) -> bool:
         if not isinstance(tensor, nn.Parameter):
             return not tensor.is_inference()  # nobody may change these
-        if tensor.requires_grad:
+        if tensor.requires_grad or tensor.nbytes > self._room:
             return False
         self._room -= tensor.nbytes
-        return self._room >= 0
+        return True
 
 
 def _put_back(tensor: Tensor, content: Tensor) -> None:
@@ -423,6 +423,9 @@ class _Observer(TorchFunctionMode):
         node = tensor.grad_fn
         if node is None or node in self._ran:
             return
+        if self._maker(tensor) is not None:
+            self._follow(node, _Call(node.name(), self._module, ()))
+            return
         reached, passed, waiting = set[Node](), {node}, [node]
         while waiting:
             for following, _ in waiting.pop().next_functions:
@@ -431,9 +434,6 @@ class _Observer(TorchFunctionMode):
                 elif following is not None and following not in passed:
                     passed.add(following)
                     waiting.append(following)
-        if self._maker(tensor) is not None:
-            self._follow(node, _Call(node.name(), self._module, ()))
-            return
         leaves = [getattr(each, "variable", None) for each in reached]
         before = [each.tensor for each in self._made.values() if each.tensor.grad_fn in reached]
         self._note(_Call(node.name(), self._module, (*before, *_bad(leaves))), tensor)

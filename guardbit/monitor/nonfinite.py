@@ -95,7 +95,7 @@ class NonfiniteSteps:
         self._locates, self._dry_run = settings.locate_nonfinite, settings.dry_run
         self._skips = policy is not None and policy.on_nonfinite == "skip"
         self._states: list[RandomState] = []  # before each micro-batch of the step
-        self._replays = self._in_a_row = 0
+        self._step = self._replays = self._in_a_row = 0
 
     @property
     def locates(self) -> bool:
@@ -107,17 +107,18 @@ class NonfiniteSteps:
         """Whether steps must be looked at."""
         return self.locates or self._skips
 
-    def begin_batch(self, is_new: bool) -> None:
+    def begin_batch(self, step: int, is_new: bool) -> None:
         """Keeps the random numbers of a micro-batch, of a new step or not."""
+        self._step = step
         if is_new:
             self._states.clear()
         if self.locates:
             self._states.append(RandomState.now())
 
-    def _locate(self, step: int, again: Sequence[MicroBatch], beside: object) -> None:
+    def _locate(self, again: Sequence[MicroBatch], beside: object) -> None:
         """Runs a step's micro-batches once more, on all ranks, and records the first place."""
         if self._is_anywhere(any(one.is_written for one in again)):
-            self._record(Event(step, "advisory", "", (), _WRITTEN, rule="not_again"))
+            self._record(Event(self._step, "advisory", "", (), _WRITTEN, rule="not_again"))
             return
         place = None
         # The last ones, if not all are given.
@@ -141,11 +142,10 @@ class NonfiniteSteps:
         why += f", on rank {rank}" * (len(found) > 1)
         site = "" if place is None else place.module or ""
         rule = "not_again" if place is None else "nonfinite"
-        self._record(Event(step, "advisory", site, (), why, rule=rule))
+        self._record(Event(self._step, "advisory", site, (), why, rule=rule))
 
     def must_skip(
         self,
-        step: int,
         losses: Iterable[Tensor | float],
         parameters: Iterable[Tensor],
         scale: float | None = None,
@@ -165,15 +165,15 @@ class NonfiniteSteps:
         if not self._is_anywhere(not can or "replay" in self._stages.off):
             self._replays += 1
             scaled = [one._replace(loss=partial(_scaled, one.loss, scale)) for one in again]
-            self._locate(step, scaled, beside)
+            self._locate(scaled, beside)
         # The scaler leaves out such steps itself.
-        return self._skips and scale is None and self._leave_out(step)
+        return self._skips and scale is None and self._leave_out()
 
     def _is_anywhere(self, is_so: bool) -> bool:
         """Whether something is so on any rank; False once ranks have lost each other."""
         return self._stages.attempt("ranks", lambda: not ranks.all_agree(not is_so, "step")) is True
 
-    def _leave_out(self, step: int) -> bool:
+    def _leave_out(self) -> bool:
         self._in_a_row += 1
         if self._in_a_row > MOST_SKIPPED + 1:
             return False
@@ -186,7 +186,7 @@ class NonfiniteSteps:
             )
         if self._dry_run:
             why = f"dry run, else {why}"
-        self._record(Event(step, "advisory", "", (), why, rule="skipped"))
+        self._record(Event(self._step, "advisory", "", (), why, rule="skipped"))
         return not (is_last or self._dry_run)
 
 

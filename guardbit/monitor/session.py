@@ -167,7 +167,7 @@ class Session(Guarded):
         is_resumed = self._schedule.last_ended is not None
         events = partial(self._sampled.switching.events, step, is_resumed)
         self._journal.open(step, events, is_resumed)
-        self._nonfinite.begin_batch(is_new)
+        self._nonfinite.begin_batch(step, is_new)
         if is_new:
             self.instrumentation.clock.follows_session = True
         if is_new and self._schedule.is_sampled:
@@ -257,32 +257,15 @@ class Session(Guarded):
         losses, parameters = [] if loss is None else [loss], [*self._model.parameters()]
         with refusing():
             batches = [MicroBatch(one) for one in as_functions(again)]
-        return self.watches_nonfinite and self.must_skip(losses, parameters, scale, batches)
+        steps = self.nonfinite
+        return steps is not None and steps.must_skip(losses, parameters, scale, batches)
 
     @property
-    @guard.method(lambda _: False)
-    def watches_nonfinite(self) -> bool:
-        """Whether `must_skip` is wanted: steps that are not finite are located or skipped."""
-        return self._nonfinite.is_wanted and self._phase < Phase.OFF
-
-    @property
-    @guard.method(lambda _: False)
-    def keeps_batches(self) -> bool:
-        """Whether a step may have to run once more."""
-        return self._nonfinite.locates and self._phase < Phase.OFF
-
-    @guard.method(lambda *_: False)
-    def must_skip(
-        self,
-        losses: Sequence[Tensor | float],
-        parameters: Sequence[Tensor],
-        scale: float | None,
-        again: Sequence[MicroBatch],
-        beside: object = None,
-    ) -> bool:
-        """Looks at the current step, see `NonfiniteSteps`."""
-        look = self._nonfinite.must_skip
-        return look(self._latest_step, losses, parameters, scale, again, beside)
+    @guard.method()
+    def nonfinite(self) -> NonfiniteSteps | None:
+        """What looks at steps that are not finite; None if nobody wants that, or it is off."""
+        is_wanted = self._nonfinite.is_wanted and self._phase < Phase.OFF
+        return self._nonfinite if is_wanted else None
 
     @guard.method()
     def warn_no_replay(self, why: str) -> None:

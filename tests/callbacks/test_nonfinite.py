@@ -390,9 +390,9 @@ def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
         nn.Linear(1, 1), Settings(locate_nonfinite=True), Stages(True, print), recorded.append
     )
     again = [MicroBatch(lambda: torch.log(torch.zeros(())))]
-    assert not steps.must_skip(0, [torch.tensor(loss)], [weight], scale, again)
+    assert not steps.must_skip([torch.tensor(loss)], [weight], scale, again)
     assert len(recorded) == is_bad
-    steps.must_skip(1, [float("nan")], [], None, [MicroBatch(lambda: torch.zeros(()))])
+    steps.must_skip([float("nan")], [], None, [MicroBatch(lambda: torch.zeros(()))])
     assert recorded[-1].rule == "not_again" and "no place is known" in recorded[-1].why
 
 
