@@ -48,7 +48,7 @@ MOST_FROZEN_BYTES = 2**28
 MOST_ENTRIES = 1000
 
 #: What is put back, or looked into, where modules hold it.
-_KEPT = (nn.Module, Tensor, torch.Generator, random.Random, dict, tuple, list, deque, set)
+_KEPT = (nn.Module, Tensor, torch.Generator, dict, tuple, list, deque, set)
 
 
 class RandomState(NamedTuple):
@@ -224,7 +224,8 @@ def _keep_hooks_out(parameter: Tensor, undo: ExitStack) -> None:
 
 @torch.no_grad()
 def _copy_back(tensor: Tensor, content: Tensor) -> None:
-    tensor.copy_(content)
+    if not torch.equal(tensor, content):  # a normalization's do not count their changes
+        tensor.copy_(content)
 
 
 class _Held:
@@ -255,11 +256,9 @@ class _Held:
             return [vars(held)]
         if isinstance(held, Tensor):
             if self._may_change(held):
-                self._undo.append(partial(_put_back, held, held.detach().clone()))
+                self._undo.append(partial(_copy_back, held, held.detach().clone()))
         elif isinstance(held, torch.Generator):
             self._undo.append(partial(held.set_state, held.get_state()))
-        elif isinstance(held, random.Random):
-            self._undo.append(partial(held.setstate, held.getstate()))
         elif isinstance(held, dict):
             self._undo.append(partial(_refill, held, {**held}))
             return held.values()
@@ -281,11 +280,6 @@ class _Held:
             return False
         self._room -= tensor.nbytes
         return True
-
-
-def _put_back(tensor: Tensor, content: Tensor) -> None:
-    if not torch.equal(tensor, content):  # a normalization's do not count their changes
-        _copy_back(tensor, content)
 
 
 def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:

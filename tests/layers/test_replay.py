@@ -466,7 +466,6 @@ HOLDERS = {
         lambda: np.random.default_rng(0), lambda g: g.random(),
         lambda g: g.bit_generator.state["state"]["state"] % 2**60,
     ),
-    "Python": (lambda: random.Random(0), lambda g: g.random(), lambda g: g.getstate()),
     "metrics": (
         lambda: {"a": torchmetrics.MeanMetric()}, lambda c: c["a"].update(1.0),
         lambda c: (c["a"].update_count, c["a"].weight.clone()),
