@@ -396,6 +396,21 @@ def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
     assert recorded[-1].rule == "not_again" and "no place is known" in recorded[-1].why
 
 
+def test_with_a_scaler_no_step_is_left_out_and_the_loss_of_a_replay_is_scaled(tmp_path):
+    """Gradients of 3e35 overflow only at this scale."""
+    skipped = []
+
+    def use(session, model, run, loss):
+        skips = session.skips_step(float("nan"), lambda: run() * 3e35, scale=SMALL_SCALE * 128)
+        skipped.append(skips)
+
+    how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
+    looped(tmp_path, (), use, steps=1, **how)
+    assert skipped == [False]
+    ((_, _, why),) = rows_of(tmp_path)
+    assert why == "mul makes infinity in the output, outside the model"
+
+
 def two_ranks(folder, accelerator):
     """Only rank 1's batch is bad: DDP spreads the gradient, and each rank names what it sees."""
 
