@@ -141,7 +141,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         session.begin_batch(state.global_step)
         steps = session.nonfinite
         if not self._versions and steps is not None and steps.locates:
-            self._versions = [versions_of([*x.values()]) for x in _batches_of(_loop(), session)]
+            self._versions = [versions_of(x) for x in _batches_of(_loop(), session)]
 
     on_substep_end = on_step_begin
 
@@ -159,7 +159,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             scale = None if scaler is None else scaler.get_scale()
             run = partial(_loss_again, loop)
             pairs = zip(_batches_of(loop, session), versions, strict=False)
-            again = [MicroBatch(partial(run, x), None, [*x.values()], was) for x, was in pairs]
+            again = [MicroBatch(partial(run, x), None, x, was) for x, was in pairs]
             # Trainers of TRL keep what they will log.
             metrics = getattr(loop.get("self"), "_metrics", None)
             if steps.must_skip(losses, parameters, scale, again, metrics):

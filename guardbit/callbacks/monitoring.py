@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from guardbit import guard, private
+from guardbit import guard
 from guardbit.callbacks.base import GuardedCallback, StepsLeftOut, end, guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
-from guardbit.layers.replay import MicroBatch, versions_of
+from guardbit.layers.replay import MicroBatch, copied, versions_of
 from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
@@ -196,8 +196,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         session.begin_batch(self._step)
         steps = session.nonfinite
         if self._can_replay and steps is not None and steps.locates:
-            # A step may take parts out of it.
-            kept = private.tree_map(lambda x: x, batch)
+            kept = copied(batch)
             run = partial(_loss_again, trainer, pl_module, kept, index)
             self._batches.append(MicroBatch(run, None, kept, versions_of(kept)))
 
@@ -426,7 +425,7 @@ def _loss_again(
     # Until the replay has ended.
     vars(pl_module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
     takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
-    args = (private.tree_map(lambda x: x, batch), *[index] * takes_index)
+    args = (copied(batch), *[index] * takes_index)
     outermost = trainer.strategy.model
     if outermost is pl_module or isinstance(outermost, DistributedDataParallel):
         with trainer.precision_plugin.train_step_context():

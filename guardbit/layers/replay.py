@@ -3,18 +3,19 @@
 The repetition runs uncompiled, with the random numbers of the step. A function mode notes what each
 call takes and makes, module hooks where it runs, and hooks on autograd's nodes the gradients. From
 a loss, or the gradient of a parameter, that is not finite the way leads back to the first call
-whose inputs are finite. Afterwards gradients, generators, buffers, frozen parameters and what
-modules hold in attributes and containers are as before; iterators, files and arrays are not.
+whose inputs are finite. Afterwards gradients, generators, buffers, parameters (256 MiB of them) and
+what modules hold in attributes and containers are as before; iterators, files and arrays are not.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,10 +42,10 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 #: Seconds after which a replay looks at nothing more and runs to its end.
 MOST_SECONDS = 300.0
 
-#: Frozen parameters are kept up to this size in all; a forward may write to them.
-MOST_FROZEN_BYTES = 2**28
+#: Parameters are kept up to this size in all; a forward may write to them.
+MOST_WEIGHT_BYTES = 2**28
 
-#: Longer lists are not looked into.
+#: Longer containers are not looked into.
 MOST_ENTRIES = 1000
 
 #: What is put back, or looked into, where modules hold it.
@@ -119,7 +120,9 @@ class Place:
         if not self.is_made:
             return f"{self.tensor} that {name} gets, {where}, holds {kind} already"
         if self.tensor.startswith("sum"):
-            return f"autograd makes {kind} in the {self.tensor} of {name}, {where}"
+            # No sum of finite numbers is NaN, and nothing else runs between two functions.
+            who = "a hook makes NaN" if kind == "NaN" else "a hook or a sum makes infinity"
+            return f"{who} in the gradient of the output of {name}, {where}"
         return f"{name} makes {kind} in the {self.tensor}, {where}"
 
 
@@ -216,7 +219,8 @@ def _is_part(gradient: Tensor) -> bool:
 def _keep_hooks_out(parameter: Tensor, undo: ExitStack) -> None:
     """Takes off what a loop does with a gradient that is complete, such as an optimizer's step."""
     hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    undo.callback(hooks.update, dict(hooks))
+    undo.callback(hooks.update, dict(hooks))  # in their order
+    undo.callback(hooks.clear)
     for key, hook in list(hooks.items()):
         if not str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
             del hooks[key]
@@ -224,8 +228,8 @@ def _keep_hooks_out(parameter: Tensor, undo: ExitStack) -> None:
 
 @torch.no_grad()
 def _copy_back(tensor: Tensor, content: Tensor) -> None:
-    if not torch.equal(tensor, content):  # a normalization's do not count their changes
-        tensor.copy_(content)
+    if not torch.equal(tensor, content):
+        tensor.data.copy_(content)  # uncounted: a backward to come may have saved it
 
 
 class _Held:
@@ -233,7 +237,7 @@ class _Held:
 
     def __init__(self, found: Sequence[object]) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._room = MOST_FROZEN_BYTES
+        self._room = MOST_WEIGHT_BYTES
         passed: dict[int, object] = {}  # held, because an id may come again
         waiting: list[Any] = [*found]
         while waiting:
@@ -261,9 +265,9 @@ class _Held:
             self._undo.append(partial(held.set_state, held.get_state()))
         elif isinstance(held, dict):
             self._undo.append(partial(_refill, held, {**held}))
-            return held.values()
+            return held.values() if len(held) <= MOST_ENTRIES else ()
         elif isinstance(held, tuple):
-            return held
+            return held if len(held) <= MOST_ENTRIES else ()
         elif hasattr(held, "bit_generator"):
             generator = held.bit_generator
             self._undo.append(partial(setattr, generator, "state", generator.state))
@@ -274,9 +278,12 @@ class _Held:
         return ()
 
     def _may_change(self, tensor: Tensor) -> bool:
+        if tensor.is_inference() or _is_freed(tensor):  # nobody may change these
+            return False
         if not isinstance(tensor, nn.Parameter):
-            return not tensor.is_inference()  # nobody may change these
-        if tensor.requires_grad or tensor.nbytes > self._room:
+            return True
+        is_sharded = tensor.requires_grad and type(tensor) is not nn.Parameter
+        if is_sharded or tensor.nbytes > self._room:
             return False
         self._room -= tensor.nbytes
         return True
@@ -330,6 +337,7 @@ class _Observer(TorchFunctionMode):
         self._running: list[str] = []  # modules, outermost first
         self._made: dict[int, _Made] = {}
         self._stored: dict[int, _Made] = {}  # the same, by where the numbers lie: of other views
+        self._kinds: dict[int, Literal["NaN", "infinite"]] = {}  # of weights
         self._ran: dict[Node, _Call] = {}
         self._backward: list[Node] = []  # nodes that are running: of a checkpoint, others inside it
         self._source: dict[Node, Node] = {}  # which other node first gave a node bad gradients
@@ -394,12 +402,16 @@ class _Observer(TorchFunctionMode):
 
     def _note(self, call: _Call, found: Any) -> None:
         stored = {*map(_storage, call.bad)}
+        weights = (each for each in call.bad if isinstance(each, nn.Parameter))
+        # Now, because gathered weights are given back.
+        self._kinds |= {id(weight): _kind(weight) for weight in weights if not _is_freed(weight)}
         for tensor in _bad(found):
             if any(tensor is each for each in call.bad):
                 continue
-            # A constant is a mask, as a logarithm of zeros and ones; in a reentrant checkpoint
-            # all look so.
+            # A constant of -inf and one number is a mask, as a logarithm of zeros and ones; in a
+            # reentrant checkpoint all look constant.
             is_constant = torch.is_grad_enabled() and not tensor.requires_grad
+            is_constant = is_constant and _is_of_one_number(tensor)
             is_meant = call.takes_infinity or is_constant
             is_meant = is_meant or (bool(call.bad) and all(map(self._is_meant, call.bad)))
             made = _Made(call, tensor, is_meant and _is_masked(tensor))
@@ -489,10 +501,13 @@ class _Observer(TorchFunctionMode):
             call = made.call
             inputs = [each for each in call.bad if not self._is_meant(each)]
             if not inputs:
-                return self._place(call, "output", _kind(tensor))
-            tensor = min(inputs, key=lambda each: not bool(each.isnan().any()))
+                return self._place(call, "output", self._kind_of(tensor))
+            tensor = min(inputs, key=lambda each: self._kind_of(each) != "NaN")
         name, _ = self._names.get(id(tensor), (_OUTSIDE, None))
-        return self._place(call, name, _kind(tensor), is_made=False)
+        return self._place(call, name, self._kind_of(tensor), is_made=False)
+
+    def _kind_of(self, tensor: Tensor) -> Literal["NaN", "infinite"]:
+        return self._kinds.get(id(tensor)) or _kind(tensor)
 
     def _is_meant(self, tensor: Tensor) -> bool:
         """Whether only -inf stands in a tensor, and comes from a mask or from outside."""
@@ -530,7 +545,18 @@ def _plain(name: str) -> str:
 
 
 def _tensors(*found: Any) -> list[Tensor]:
-    return [each for each in private.tree_leaves(found) if isinstance(each, Tensor)]
+    tensors: list[Tensor] = []
+    for each in private.tree_leaves(found):
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, Mapping):  # of a class that PyTorch does not know
+            tensors += _tensors(*each.values())
+    return tensors
+
+
+def copied(batch: Any) -> Any:
+    """Returns a batch in containers of its own, of which a step may take parts."""
+    return private.tree_map(lambda x: copy.copy(x) if isinstance(x, Mapping) else x, batch)
 
 
 def versions_of(batch: object) -> tuple[int, ...]:
@@ -560,9 +586,21 @@ def _is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     try:
-        return bool(tensor.detach().isfinite().all())
+        return _is_freed(tensor) or bool(tensor.detach().isfinite().all())
     except (RuntimeError, NotImplementedError):
         return True  # of a kind that cannot say so, such as sparse ones
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether memory was given back, as that of gathered weights; to read it ends the process."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _is_of_one_number(tensor: Tensor) -> bool:
+    """Whether all finite entries are equal."""
+    finite = tensor[tensor.isfinite()]
+    return bool((finite == finite[:1]).all())
 
 
 def _is_masked(tensor: Tensor) -> bool:

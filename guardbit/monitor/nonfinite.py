@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -28,6 +29,9 @@ Loss = Callable[[], Tensor | None]
 #: Steps of a run that are run once more unasked; each takes as long as ten or more others.
 MOST_REPLAYS = 3
 
+#: How long a rank whose replay has ended waits for the others.
+REPLAY_SECONDS = 900.0
+
 #: Steps in a row that are not taken; a run that needs more is lost in any case.
 MOST_SKIPPED = 10
 
@@ -47,8 +51,9 @@ def locate_nonfinite(model: nn.Module, function: Loss | Sequence[Loss]) -> Place
     >>> print(locate_nonfinite(model, lambda: (model(torch.ones(2)) * 0).log().sum()))
     log makes infinity in the output, outside the model
 
-    Gradients, buffers, metrics, counters and random numbers are as before when it returns; what
-    else the forward changes (iterators, files, arrays, hooks that count) is not. It reads every
+    Gradients, buffers, parameters (256 MiB of them), random numbers, and metrics and counters that
+    modules hold are as before when it returns; what else the forward changes (iterators, files,
+    arrays, objects, hooks that count) is not. It reads every
     result of the forward and every gradient, so it takes as long as ten steps or more. Compiled
     code runs uncompiled. On several ranks all call it alike, and an error of the function on one
     of them may leave the others waiting.
@@ -131,18 +136,19 @@ class NonfiniteSteps:
         except Exception as error:
             error.add_note("while the step ran once more, to find where it is first not finite")
             self._stages.fail("replay", error)
-        gather = partial(ranks.of_each_part, "places", place, ranks.rank())
+        gather = partial(ranks.of_each_part, "places", place, ranks.rank(), REPLAY_SECONDS)
         found = self._stages.attempt("ranks", gather) or [place]
         rank, place = next((x for x in enumerate(found) if x[1] is not None), (0, None))
-        if place is None and "replay" in self._stages.off:
+        if place is None:
+            failed = "replay" in self._stages.off
+            if not (self._is_anywhere(failed) or failed):
+                self._record(Event(self._step, "advisory", "", (), _NOT_AGAIN, rule="not_again"))
             return
-        why = _NOT_AGAIN if place is None else str(place)
-        if place is not None and len(again) > 1:
+        why = str(place)
+        if len(again) > 1:
             why += f", in micro-batch {place.micro_batch + 1} of {len(again)}"
         why += f", on rank {rank}" * (len(found) > 1)
-        site = "" if place is None else place.module or ""
-        rule = "not_again" if place is None else "nonfinite"
-        self._record(Event(self._step, "advisory", site, (), why, rule=rule))
+        self._record(Event(self._step, "advisory", place.module or "", (), why, rule="nonfinite"))
 
     def must_skip(
         self,
@@ -206,9 +212,13 @@ def _are_finite(
     # A scaler lowers its scale where gradients overflow, which is no fault of the step's.
     if scale is not None and scale > SMALL_SCALE:
         norm = torch.zeros_like(norm)
-    there = {"dtype": torch.float32, "device": norm.device}
-    found = [torch.as_tensor(loss, **there).sum() for loss in losses]
-    return bool(torch.stack([norm.float(), *found]).isfinite().all())
+    found = [norm.isfinite()]
+    for loss in losses:
+        if isinstance(loss, Tensor):
+            found.append(loss.isfinite().all().to(norm.device))
+        elif not math.isfinite(loss):
+            return False
+    return bool(torch.stack(found).all())
 
 
 def _here(gradient: Tensor) -> Tensor:

@@ -55,12 +55,13 @@ def all_agree(holds: bool, about: object) -> bool:
     return all(holds == 1 and about == answers[0][1] for holds, about in answers)
 
 
-def of_each_part(what: str, value: T, part: object) -> list[T]:
-    """Returns one value, `what` it is, for each part of a model, on all ranks."""
+def of_each_part(what: str, value: T, part: object, seconds: float | None = None) -> list[T]:
+    """Returns one value, `what` it is, for each part of a model, on all ranks; waits so long."""
     if world_size() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    parts, sizes = zip(*gathered(what, zlib.crc32(repr(part).encode()), len(mine)), strict=True)
+    answers = gathered(what, zlib.crc32(repr(part).encode()), len(mine), seconds=seconds)
+    parts, sizes = zip(*answers, strict=True)
     said: list[Tensor] = []
     with _own_group() as own:
         # The first rank of each part speaks for it.
@@ -88,13 +89,15 @@ def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     return found.view_as(sums), larger.masked_fill(is_nan.view_as(larger) > 0, torch.nan)
 
 
-def gathered(what: str, *numbers: float) -> list[tuple[float, ...]]:
+def gathered(what: str, *numbers: float, seconds: float | None = None) -> list[tuple[float, ...]]:
     """Returns the numbers of each rank, which must all take part in the same exchange."""
+    options = c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
+    options.timeout = timedelta(seconds=seconds or EXCHANGE_SECONDS)
     sent = [zlib.crc32(what.encode()), *numbers, *[0.0] * (_ROOM - len(numbers))]
     mine = torch.tensor(sent, dtype=torch.float64, device="cpu")
     found = [torch.empty_like(mine) for _ in range(world_size())]
     with _own_group() as own:
-        own.allgather(found, mine).wait()
+        own.allgather([found], [mine], options).wait()
         answers = [other.tolist() for other in found]
         if any(other[0] != mine[0] for other in answers):
             raise RuntimeError("it takes part in another exchange")

@@ -1,6 +1,8 @@
 """Steps that are not finite: their first place is named, and on request they are not taken."""
 
 import math
+import time
+from collections import UserDict
 
 import lightning.pytorch as pl
 import pandas as pd
@@ -13,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, HuggingFaceMonitor, MonitorSession, Policy
 from guardbit.layers.replay import MicroBatch
+from guardbit.monitor import ranks
 from guardbit.monitor.nonfinite import MOST_REPLAYS, MOST_SKIPPED, SMALL_SCALE, NonfiniteSteps
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.stages import Stages
@@ -152,6 +155,20 @@ def test_in_lightning_a_batch_that_was_written_to_does_not_run_once_more(trains)
     assert [step for step, *_ in rows] == [*range(MOST_REPLAYS)]
     assert all("written to its batch" in why for *_, why in rows)
     assert monitor._batches == []
+
+
+def test_in_lightning_a_batch_of_the_users_own_class_is_kept_whole(trains):
+    class Takes(trains.TinyGPT):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return UserDict(batch=batch)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch.pop("batch"), batch_idx) * float("nan")
+
+    monitor = AttentionMonitor(2, locate_nonfinite=True, dirpath=trains.folder / "run", strict=True)
+    trains.fit(monitor, model=Takes(), max_steps=1)
+    ((_, _, why),) = rows_of(trains.folder / "run")
+    assert why.startswith("mul makes NaN in the output")
 
 
 def test_in_lightning_an_error_of_the_replay_ends_nothing(trains, caplog):
@@ -391,6 +408,8 @@ def test_an_overflow_at_a_large_scale_is_the_scalers(scale, loss, is_bad):
     )
     again = [MicroBatch(lambda: torch.log(torch.zeros(())))]
     assert not steps.must_skip([torch.tensor(loss)], [weight], scale, again)
+    # Beyond FP32's largest number.
+    steps.must_skip([1e39, torch.tensor(1e39, dtype=torch.float64)], [], None, again)
     assert len(recorded) == is_bad
     steps.must_skip([float("nan")], [], None, [MicroBatch(lambda: torch.zeros(()))])
     assert recorded[-1].rule == "not_again" and "no place is known" in recorded[-1].why
@@ -430,6 +449,42 @@ def two_ranks(folder, accelerator):
 
     begin(accelerator)
     keep(folder, ["run"], train)
+
+
+def two_ranks_of_which_one_fails(folder, accelerator):
+    """Rank 1's replay fails at once, rank 0's takes longer than ranks wait for each other."""
+
+    def train(path, way):
+        ranks.EXCHANGE_SECONDS = 2.0
+        rank, runs = torch.distributed.get_rank(), []
+        model = Net({0} if rank == 1 else ())
+        how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
+        session = MonitorSession(model, every_n_train_steps=1, dirpath=path / "run", **how)
+
+        def loss_of():
+            runs.append(0)
+            if len(runs) == 2 and rank == 1:
+                raise ValueError("planted")
+            if len(runs) == 2:
+                time.sleep(4.0)
+            return model(torch.ones(2, 8, 32)).square().mean()
+
+        with session.step(0):
+            loss = loss_of()
+            loss.backward()
+            skips = session.skips_step(loss, loss_of)
+        session.close()
+        return skips
+
+    begin(accelerator)
+    keep(folder, ["run"], train)
+
+
+def test_a_replay_that_fails_on_one_rank_is_no_replay(tmp_path):
+    launch(two_ranks_of_which_one_fails, 2, tmp_path, "cpu")
+    assert seen(tmp_path / "run") == [True, True]
+    assert rows_of(tmp_path / "run" / "run", "not_again") == []
+    assert rows_of(tmp_path / "run" / "run") == []
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS)

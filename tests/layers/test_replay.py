@@ -294,7 +294,7 @@ def test_a_value_of_the_loss_or_of_the_models_own_forward_is_said_to_stand_there
     [
         ("linear", "gradient of fc.weight", "linear makes NaN in the gradient of fc.weight"),
         ("half", "sum of gradients of the output",
-         "autograd makes NaN in the sum of gradients of the output of half"),
+         "a hook makes NaN in the gradient of the output of half"),
         ("torch::autograd::CopySlices", "output",
          "a function of autograd (CopySlices) makes NaN in the output"),
         ("LogBackward0", "output", "a function of autograd (LogBackward0) makes NaN in the output"),
@@ -312,6 +312,62 @@ def test_a_sum_of_finite_gradients_that_overflows_is_named():
     model = nn.Sequential(Part(twice))
     found = located(model, lambda: model(torch.ones(2, WIDTH)).sum())
     assert found == Place("0", "half", "sum of gradients of the output", "infinite", True, 0)
+
+
+def test_a_hook_that_makes_nan_of_a_gradient_is_named():
+    model = made()
+    model.head.register_forward_hook(
+        lambda module, args, y: y.register_hook(lambda g: g * math.nan) and None
+    )
+    said = "a hook makes NaN in the gradient of the output of linear, in module 'head'"
+    assert str(located(model, lambda: loss_of(model))) == said
+
+
+@pytest.mark.parametrize("value", [-3e38, 3e38])
+def test_infinity_of_a_frozen_layer_is_no_mask(value):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model[0].requires_grad_(False).weight[0] = value
+    x = torch.full((8, 4), 10.0)
+    assert located(model, lambda: model(x).sum()).module == "0"
+
+
+def test_infinite_weights_of_classes_are_put_down_to_their_logarithm():
+    model, counts = nn.Linear(4, 3), torch.tensor([0.0, 2.0, 5.0])
+    y = torch.tensor([0, 1, 2])
+
+    def run():
+        losses = F.cross_entropy(model(torch.ones(3, 4)), y, reduction="none")
+        return (losses * counts.log()[y]).mean()
+
+    assert located(model, run).function == "log"
+
+
+def test_memory_that_was_given_back_is_not_read():
+    """As that of gathered weights; reading it ends the process."""
+    model, gathered = nn.Linear(4, 4), torch.zeros(10**6)
+    gathered.untyped_storage().resize_(0)
+
+    def run():
+        gathered.numel()
+        gathered.view(-1)
+        return (model(torch.ones(2, 4)) * 0).log().sum()
+
+    assert located(model, run).function == "log"
+
+
+def test_a_backward_that_has_begun_before_a_replay_goes_on():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        loss = model(x).square().sum()
+        if replays:
+            assert located(model, lambda model=model: (model(x) * 0).log().sum()) is not None
+        loss.backward()
+        gradients.append(model[0].weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_a_long_recursion_from_masks_ends_soon():
@@ -413,6 +469,10 @@ def test_all_is_as_before(error):
     weight.grad = bucket[0]
     weight.register_hook(lambda _: bucket.fill_(7.0) is None or None)
     weight.register_post_accumulate_grad_hook(stepped.append)
+    # One that stays, as of a wrapper, after one that does not.
+    reduces = lambda _: None  # noqa: E731
+    reduces.__module__ = "torch.distributed"
+    weight.register_post_accumulate_grad_hook(reduces)
     before, hooks = held(model), weight._post_accumulate_grad_hooks.copy()
 
     def once_more():
@@ -423,7 +483,7 @@ def test_all_is_as_before(error):
 
     with nullcontext() if error is None else pytest.raises(error):
         assert located(model, once_more).function == "sqrt"
-    assert stepped == [] and weight._post_accumulate_grad_hooks == hooks
+    assert stepped == [] and [*weight._post_accumulate_grad_hooks.items()] == [*hooks.items()]
     torch.testing.assert_close(held(model), before, rtol=0, atol=0)
     for name, parameter in model.named_parameters():
         assert parameter.grad is before["gradients"][name][0]
@@ -456,6 +516,9 @@ HOLDERS = {
     "frozen": (
         lambda: nn.Parameter(torch.ones(4), requires_grad=False),
         lambda x: x.data.mul_(0.9), lambda x: x.clone(),
+    ),
+    "trained": (
+        lambda: nn.Parameter(torch.ones(4)), lambda x: x.data.mul_(0.9), lambda x: x.data.clone(),
     ),
     "counter": (Counter, lambda c: c.update("a"), dict),
     "set": (set, lambda c: c.add(len(c)), sorted),
