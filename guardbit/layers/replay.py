@@ -3,8 +3,9 @@
 The repetition runs uncompiled, with the random numbers of the step. A function mode notes what each
 call takes and makes, module hooks where it runs, and hooks on autograd's nodes the gradients. From
 a loss, or the gradient of a parameter, that is not finite the way leads back to the first call
-whose inputs are finite. Afterwards gradients, generators, buffers, parameters (256 MiB of them) and
-what modules hold in attributes and containers are as before; iterators, files and arrays are not.
+whose inputs are finite. Afterwards gradients, generators, buffers, parameters (256 MiB of frozen
+and of trained ones) and what modules hold in attributes and containers are as before; iterators,
+files and arrays are not.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 #: Seconds after which a replay looks at nothing more and runs to its end.
 MOST_SECONDS = 300.0
 
-#: Parameters are kept up to this size in all; a forward may write to them.
+#: Frozen and trained parameters are each kept up to this size; a forward may write to them.
 MOST_WEIGHT_BYTES = 2**28
 
 #: Longer containers are not looked into.
@@ -233,11 +234,11 @@ def _copy_back(tensor: Tensor, content: Tensor) -> None:
 
 
 class _Held:
-    """What modules hold besides trained parameters: buffers, metrics, counters and generators."""
+    """What modules hold: parameters, buffers, metrics, counters and generators."""
 
     def __init__(self, found: Sequence[object]) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._room = MOST_WEIGHT_BYTES
+        self._room = dict.fromkeys((False, True), MOST_WEIGHT_BYTES)  # of frozen, of trained ones
         passed: dict[int, object] = {}  # held, because an id may come again
         waiting: list[Any] = [*found]
         while waiting:
@@ -282,10 +283,11 @@ class _Held:
             return False
         if not isinstance(tensor, nn.Parameter):
             return True
-        is_sharded = tensor.requires_grad and type(tensor) is not nn.Parameter
-        if is_sharded or tensor.nbytes > self._room:
+        is_trained = tensor.requires_grad
+        is_sharded = is_trained and type(tensor) is not nn.Parameter
+        if is_sharded or tensor.nbytes > self._room[is_trained]:
             return False
-        self._room -= tensor.nbytes
+        self._room[is_trained] -= tensor.nbytes
         return True
 
 

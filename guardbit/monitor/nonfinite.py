@@ -51,9 +51,9 @@ def locate_nonfinite(model: nn.Module, function: Loss | Sequence[Loss]) -> Place
     >>> print(locate_nonfinite(model, lambda: (model(torch.ones(2)) * 0).log().sum()))
     log makes infinity in the output, outside the model
 
-    Gradients, buffers, parameters (256 MiB of them), random numbers, and metrics and counters that
-    modules hold are as before when it returns; what else the forward changes (iterators, files,
-    arrays, objects, hooks that count) is not. It reads every
+    Gradients, buffers, parameters (256 MiB of frozen and of trained ones), random numbers, and
+    metrics and counters that modules hold are as before when it returns; what else the forward
+    changes (iterators, files, arrays, objects, hooks that count) is not. It reads every
     result of the forward and every gradient, so it takes as long as ten steps or more. Compiled
     code runs uncompiled. On several ranks all call it alike, and an error of the function on one
     of them may leave the others waiting.

@@ -56,7 +56,10 @@ def all_agree(holds: bool, about: object) -> bool:
 
 
 def of_each_part(what: str, value: T, part: object, seconds: float | None = None) -> list[T]:
-    """Returns one value, `what` it is, for each part of a model, on all ranks; waits so long."""
+    """Returns one value, `what` it is, for each part of a model, on all ranks.
+
+    It waits `seconds` for the others, else `EXCHANGE_SECONDS`.
+    """
     if world_size() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

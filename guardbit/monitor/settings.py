@@ -90,7 +90,8 @@ class Settings:
             `guardbit diagnose`; 0 for nothing.
         locate_nonfinite: If the loss or a gradient is not finite, run the step's batches once more
             and name the first place, at most 3 times a run. Keeps a step's batches, each with 32 KB
-            of random state, and waits for the device once a step.
+            of random state, and waits for the device once a step. `guardbit.locate_nonfinite` says
+            what is as before afterwards.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
             a mail or a message; training waits for it. Its errors end nothing: the first is
             recorded, and it is called again at the next alarm.

@@ -551,6 +551,15 @@ def test_what_a_module_holds_is_as_before_and_hides_no_place(case):
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
+def test_trained_parameters_leave_frozen_ones_their_room(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_WEIGHT_BYTES", 4 * WIDTH * WIDTH)
+    make, change, _ = HOLDERS["frozen"]
+    model = Holder(make(), change)
+    model.named = nn.ParameterList([nn.Parameter(torch.ones(WIDTH, WIDTH))])
+    located(model, lambda: (model(torch.ones(2, WIDTH)) * 0).log().sum())
+    assert torch.equal(model.held, make())
+
+
 @pytest.mark.parametrize("spoil", [log0, root0])
 def test_gradients_outside_the_model_are_as_before(spoil):
     model, outside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
