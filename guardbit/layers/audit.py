@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from guardbit import private
 from guardbit.numerics import ieee_products
-from guardbit.records import ModuleRow
 
 #: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
 MOST_NUMBERS = 1 << 20
@@ -216,7 +215,7 @@ def compared(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return gain.masked_fill(is_none, 0.0), relative.masked_fill(is_none, 0.0)
 
 
-def audit(call: Call) -> dict[tuple[str, str], Tensor]:
+def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     """Compares a call with FP32: (tensor, statistic) -> value, 0-dim FP64 on its device.
 
     Tensors are "output", "input" and names of weights, which stand for the gradients of these.
@@ -248,7 +247,7 @@ def audit(call: Call) -> dict[tuple[str, str], Tensor]:
             found[name, GAIN], found[name, ERROR] = compared(of_low[name], gradient)
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
-    for which, gradients in (("input", inputs), ("weights", weights)):
+    for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
         slope = _slope(call, gradients)
         if slope is not None:
             found[which, SLOPE] = slope
@@ -396,9 +395,3 @@ class _Wide(TorchFunctionMode):
 
     def _widened(self, each: Any) -> Any:
         return self._wide if isinstance(each, torch.dtype) and each in self._low else each
-
-
-def is_beyond(row: ModuleRow) -> bool:
-    """Whether a number is larger than sound modules show; NaN is."""
-    limit = limit_of(row.kind, row.tensor, row.statistic)
-    return limit < math.inf and not abs(row.value) <= limit

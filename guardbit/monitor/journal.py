@@ -258,6 +258,9 @@ class Journal:
             self._failures += 1  # unless it succeeds
             self._try_to_write()
 
+    def add_modules(self, rows: list[ModuleRow]) -> None:
+        """Takes rows of modules, written with the next samples."""
+
     def _is_kept(self) -> bool:
         is_open = self._dirpath is not None and not self._is_closed
         return is_open and "store" not in self._stages.off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from guardbit import private
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
 from guardbit.layers.audit import Call, NotMeasured
-from guardbit.layers.replay import plain_name
+from guardbit.layers.replay import plain_name, put_back
 from guardbit.monitor import ranks
 from guardbit.monitor.measure import Transfer
 from guardbit.monitor.stages import Stages, text_of
 from guardbit.records import Event, ModuleRow
 
-#: A sampled step audits every eighth module, in turn.
+#: Modules that a sampled step audits, in turn; the first audits all.
+MODULES_A_SAMPLE = 4
+#: Of the weights that an optimizer changes, a sampled step looks at every eighth.
 TURNS = 8
 
 #: Calls of a module that a step audits; a module may be called more often.
@@ -45,7 +48,7 @@ class ModuleAudits:
         self, model: nn.Module, is_on: bool, stages: Stages, record: Callable[[Event], None]
     ) -> None:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
-        self._is_whole = self._has_begun = self._is_inside = False
+        self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
@@ -71,15 +74,14 @@ class ModuleAudits:
         is_whole = self._is_whole or bool(self._suspects - self._told)
         self._step, self._is_whole = step, False
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun = is_whole = True
             self._compare_peers()
+        self._is_sloped = is_whole
+        modules = [(module, name) for name, module in _named(self._model)]
+        first = self._turn * MODULES_A_SAMPLE % len(modules)
+        taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
         self._turn += not is_whole
-        taken = [
-            (module, name)
-            for index, (name, module) in enumerate(_named(self._model))
-            if index % TURNS in turns
-        ]
         self._inside = _inside_compiled(self._model)
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
@@ -170,8 +172,12 @@ class ModuleAudits:
 
     def _audit(self, name: str, call: Call) -> None:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
-        with runtime.unobserved(), torch.compiler.set_stance("force_eager"):
-            found = audit.audit(call)
+        with (
+            runtime.unobserved(),
+            torch.compiler.set_stance("force_eager"),
+            put_back(*call.module.modules(), with_tensors=False),
+        ):
+            found = audit.audit(call, self._is_sloped)
             for (tensor, statistic), value in found.items():
                 self._found.append((name, call.kind, tensor, statistic, value))
             if inner:
@@ -245,13 +251,21 @@ class ModuleAudits:
             numbers = Transfer([value for *_, value in found])
             self._sent = self._step, [tuple(of) for *of, _ in found], numbers
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether numbers may still be on their way from the device."""
+        return self._sent is not None and self._sent[2].is_under_way
+
     def judge(self) -> list[ModuleRow]:
         """Returns what was sent, once it has come, and records what no sound module shows."""
         if self._sent is None:
             return []
         (step, of, numbers), self._sent = self._sent, None
         values = map(float, numbers.read())
-        rows = [ModuleRow(step, *each, value) for each, value in zip(of, values, strict=True)]
+        rows = [
+            ModuleRow(step, *each, value, audit.limit_of(*each[1:]))
+            for each, value in zip(of, values, strict=True)
+        ]
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
         for name in unlike:
@@ -262,7 +276,7 @@ class ModuleAudits:
 
     def _suspect(self) -> None:
         """Records what is beyond its limit twice, in the innermost modules."""
-        beyond = [row for row in self.rows if audit.is_beyond(row)]
+        beyond = [row for row in self.rows if row.excess > 1]
         names = {row.module for row in beyond}
         news = []
         for row in beyond:
@@ -277,7 +291,7 @@ class ModuleAudits:
                 news.append(row)
         for name in dict.fromkeys(row.module for row in news):
             of_module = [row for row in news if row.module == name]
-            worst = max(of_module, key=lambda row: abs(row.value) / audit.limit_of(*row[2:5]))
+            worst = max(of_module, key=attrgetter("excess"))
             if worst.kind != "optimizer" or ("optimizer", "", "") not in self._told:
                 self._told.add(("optimizer", "", "") if worst.kind == "optimizer" else (name, "", ""))
                 self._tell(name, sentence(worst))
@@ -287,10 +301,11 @@ class ModuleAudits:
 
     def _compare_peers(self) -> None:
         """Looks, once, for weights that are begun or trained unlike others of their shape."""
-        for name in optimizer.frozen(self._model):
+        for name in map(plain_name, optimizer.frozen(self._model)):
             self._tell(name.rpartition(".")[0], f"{name} is not trained; the others like it are")
         for name, size, middle in optimizer.unlike(self._model):
             if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
+                name = plain_name(name)
                 why = f"{name} is {float(size):.2g} in size (root mean square), the others like it"
                 self._tell(name.rpartition(".")[0], f"{why} {float(middle):.2g}")
 
@@ -303,7 +318,7 @@ def sentence(row: ModuleRow) -> str:
         return f"rounding takes {-value:.0%} of {what} {row.tensor}: keep it in FP32"
     names = {"output": "the output", "input": "the gradient of the input"}
     what = names.get(row.tensor, f"the gradient of {row.tensor}")
-    usual = f"sound modules of its kind ({row.kind}) stay below {audit.limit_of(*row[2:5]):g}"
+    usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:g}"
     if row.statistic == audit.SLOPE:
         return (
             f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"
