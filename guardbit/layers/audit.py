@@ -76,7 +76,8 @@ class NotMeasured(Exception):
 def autocast_now() -> dict[str, torch.dtype]:
     """The devices for which autocast is on, and the dtypes it casts to."""
     devices = ("cpu", "cuda", "xpu", "mps")
-    return {each: torch.get_autocast_dtype(each) for each in devices if torch.is_autocast_enabled(each)}
+    on = filter(torch.is_autocast_enabled, devices)
+    return {each: torch.get_autocast_dtype(each) for each in on}
 
 
 def kind_of(module: nn.Module) -> str:
@@ -242,9 +243,13 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         if call.kind == "block" and given and given[0].shape == exact.shape:
             added = exact.double() - given[0].double()
             found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added)[1]
+    # Weights of modules inside a block are these modules' own.
+    own = {name for name, _ in call.module.named_parameters(recurse=False)}
     for name, gradient in of_high.items():
-        if gradient is not None and of_low[name] is not None:
-            found[name, GAIN], found[name, ERROR] = compared(of_low[name], gradient)
+        given = of_low[name]
+        is_own = name.startswith("input") or name in own
+        if is_own and gradient is not None and given is not None:
+            found[name, GAIN], found[name, ERROR] = compared(given, gradient)
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():

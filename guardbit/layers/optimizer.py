@@ -1,4 +1,4 @@
-"""What rounding takes from an optimizer's step, and weights that are unlike others of their shape."""
+"""What rounding takes from an optimizer's step, and weights that are unlike their peers."""
 
 from __future__ import annotations
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as of_torch
 
 from guardbit import private
 from guardbit.kernels.runtime import is_recomputing, runtime
@@ -41,6 +38,16 @@ _LOCAL = ("torch.nn.modules.", "transformers.")
 MOST_UNLIKE = 8.0
 
 
+class _Found(NamedTuple):
+    """A number of an audit, 0-dim on its device; else as in `ModuleRow`."""
+
+    module: str
+    kind: str
+    tensor: str
+    statistic: str
+    value: Tensor
+
+
 class ModuleAudits:
     """Audits some modules at each sampled step: the stage "modules"."""
 
@@ -54,8 +61,10 @@ class ModuleAudits:
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
         self._calls: dict[str, int] = {}
         self._inside: dict[nn.Module, dict[nn.Module, str]] = {}  # of compiled modules
-        self._found: list[tuple[str, str, str, str, Tensor]] = []
-        self._sent: tuple[int, list[tuple[str, str, str, str]], Transfer] | None = None
+        self._weights: dict[Tensor, str] = {}  # whose updates are still to be looked at
+        self._kept: list[optimizer.Before] = []
+        self._found: list[_Found] = []
+        self._sent: tuple[int, list[_Found], Transfer] | None = None
         self._suspects: set[tuple[str, str, str]] = set()
         self._told: set[tuple[str, str, str]] = set()
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
@@ -88,16 +97,14 @@ class ModuleAudits:
             self._hook(module, self._name_of(module))
         for unit, inner in self._inside.items():
             self._inside[unit] = {m: name for m, name in taken if m in inner}
-        numbers = [
-            (name, weight)
+        self._weights = {
+            weight: plain_name(name)
             for index, (name, weight) in enumerate(self._model.named_parameters())
             if index % TURNS in turns
-        ]
-        names = {id(weight): plain_name(name) for name, weight in numbers}
-        kept: list[optimizer.Before] = []
+        }
         self._undo += (
-            register_optimizer_step_pre_hook(partial(self._before_step, names, numbers, kept)).remove,
-            register_optimizer_step_post_hook(partial(self._after_step, names, kept)).remove,
+            of_torch.register_optimizer_step_pre_hook(self._before_step).remove,
+            of_torch.register_optimizer_step_post_hook(self._after_step).remove,
         )
 
     def _name_of(self, module: nn.Module) -> str:
@@ -130,7 +137,7 @@ class ModuleAudits:
         """Takes the hooks off, and forgets what was found in the step."""
         while self._undo:
             self._undo.pop()()
-        for kept in (self._open, self._calls, self._found):
+        for kept in (self._open, self._calls, self._found, self._weights, self._kept):
             kept.clear()
 
     # --- in the step -----------------------------------------------------------------------------
@@ -172,14 +179,15 @@ class ModuleAudits:
 
     def _audit(self, name: str, call: Call) -> None:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
+        is_taken = not inner or call.module in inner
         with (
             runtime.unobserved(),
             torch.compiler.set_stance("force_eager"),
             put_back(*call.module.modules(), with_tensors=False),
         ):
-            found = audit.audit(call, self._is_sloped)
+            found = audit.audit(call, self._is_sloped) if is_taken else {}
             for (tensor, statistic), value in found.items():
-                self._found.append((name, call.kind, tensor, statistic, value))
+                self._found.append(_Found(name, call.kind, tensor, statistic, value))
             if inner:
                 self._audit_inside(call, inner)
 
@@ -212,34 +220,22 @@ class ModuleAudits:
 
         return self._stages.attempt("modules", measured)
 
-    def _before_step(
-        self,
-        names: dict[int, str],
-        weights: list[tuple[str, Tensor]],
-        kept: list[optimizer.Before],
-        stepping: Optimizer,
-        *_: Any,
-    ) -> None:
-        if kept or not names:
-            return
-        keep = partial(optimizer.before, stepping, [weight for _, weight in weights])
-        kept += self._stages.attempt("modules", keep) or []
+    def _before_step(self, stepping: Optimizer, *_: Any) -> None:
+        keep = partial(optimizer.before, stepping, self._weights)
+        self._kept = self._stages.attempt("modules", keep) or []
 
-    def _after_step(
-        self, names: dict[int, str], kept: list[optimizer.Before], stepping: Optimizer, *_: Any
-    ) -> None:
-        ours, kept[:] = [*kept], []
-        names = {**names} if ours else {}
-        for one in ours:
-            name = names[id(one.weight)]
-            find = partial(self._lost, stepping, one, name)
-            self._attempt(name, find)
+    def _after_step(self, stepping: Optimizer, *_: Any) -> None:
+        kept, self._kept = self._kept, []  # first, because an FP32 step comes here as well
+        for one in kept:
+            name = self._weights.pop(one.weight)
+            self._attempt(name, partial(self._lost, stepping, one, name))
 
     def _lost(self, stepping: Optimizer, kept: optimizer.Before, name: str) -> None:
         with torch.no_grad():
             for state, statistic, value in optimizer.lost(stepping, kept):
                 tensor = f"{state} of {name}" if state else name
-                self._found.append((name.rpartition(".")[0], "optimizer", tensor, statistic, value))
+                module = name.rpartition(".")[0]
+                self._found.append(_Found(module, "optimizer", tensor, statistic, value))
 
     # --- after the step --------------------------------------------------------------------------
 
@@ -248,8 +244,7 @@ class ModuleAudits:
         found = [*self._found]
         self.forget()
         if found:
-            numbers = Transfer([value for *_, value in found])
-            self._sent = self._step, [tuple(of) for *of, _ in found], numbers
+            self._sent = self._step, found, Transfer([one.value for one in found])
 
     @property
     def is_under_way(self) -> bool:
@@ -260,11 +255,10 @@ class ModuleAudits:
         """Returns what was sent, once it has come, and records what no sound module shows."""
         if self._sent is None:
             return []
-        (step, of, numbers), self._sent = self._sent, None
-        values = map(float, numbers.read())
+        (step, found, numbers), self._sent = self._sent, None
         rows = [
-            ModuleRow(step, *each, value, audit.limit_of(*each[1:]))
-            for each, value in zip(of, values, strict=True)
+            ModuleRow(step, *of, float(value), audit.limit_of(*of[1:]))
+            for (*of, _), value in zip(found, numbers.read(), strict=True)
         ]
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
@@ -292,8 +286,10 @@ class ModuleAudits:
         for name in dict.fromkeys(row.module for row in news):
             of_module = [row for row in news if row.module == name]
             worst = max(of_module, key=attrgetter("excess"))
-            if worst.kind != "optimizer" or ("optimizer", "", "") not in self._told:
-                self._told.add(("optimizer", "", "") if worst.kind == "optimizer" else (name, "", ""))
+            # Of the optimizer's it is the same in all modules.
+            key = ("", "", worst.kind) if worst.kind == "optimizer" else (name, "", "")
+            if key not in self._told:
+                self._told.add(key)
                 self._tell(name, sentence(worst))
 
     def _tell(self, name: str, why: str) -> None:
