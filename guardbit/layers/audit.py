@@ -55,7 +55,11 @@ class Limits(NamedTuple):
     error: float
 
 
-_DEFAULT = {"output": Limits(1e-3, 0.007), "input": Limits(2e-3, 0.006), "weight": Limits(4e-3, 0.006)}
+_DEFAULT = {
+    "output": Limits(1e-3, 0.007),
+    "input": Limits(2e-3, 0.006),
+    "weight": Limits(4e-3, 0.006),
+}
 LIMITS: dict[str, dict[str, Limits]] = {
     "linear": _DEFAULT,
     "activation": _DEFAULT,

@@ -20,6 +20,7 @@ from guardbit.monitor.stages import Stages, log
 from guardbit.records import (
     Alarm,
     Event,
+    ModuleRow,
     Role,
     RunEnd,
     Sample,

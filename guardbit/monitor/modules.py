@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.optim.optimizer as of_torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_torch
 
 from guardbit import private
 from guardbit.kernels.runtime import is_recomputing, runtime
@@ -30,6 +31,9 @@ TURNS = 8
 
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
+
+#: Where `nn.Module.compile` keeps what it made.
+_COMPILED_CALL = "_compiled_call_impl"
 
 #: On several ranks only modules of these packages are audited: others may wait for other ranks.
 _LOCAL = ("torch.nn.modules.", "transformers.")
@@ -67,6 +71,7 @@ class ModuleAudits:
         self._sent: tuple[int, list[_Found], Transfer] | None = None
         self._suspects: set[tuple[str, str, str]] = set()
         self._told: set[tuple[str, str, str]] = set()
+        self._has_told_of_optimizer = False
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
         self.rows: list[ModuleRow] = []  # of the latest audit
 
@@ -113,11 +118,10 @@ class ModuleAudits:
     def _hook(self, module: nn.Module, name: str) -> None:
         if (why := _why_not(module)) is not None:
             self.unmeasured[name] = why
-        elif (compiled := module._compiled_call_impl) is not None:
+        elif (compiled := _compiled_call(module)) is not None:
             # Hooks of a module that is compiled in place would be traced.
-            around = partial(self._around, module, name, compiled)
-            self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
-            module._compiled_call_impl = around
+            self._undo.append(partial(setattr, module, _COMPILED_CALL, compiled))
+            setattr(module, _COMPILED_CALL, partial(self._around, module, name, compiled))
         else:
             enter, leave = partial(self._enter, name), partial(self._leave, name)
             self._undo += (
@@ -257,8 +261,8 @@ class ModuleAudits:
             return []
         (step, found, numbers), self._sent = self._sent, None
         rows = [
-            ModuleRow(step, *of, float(value), audit.limit_of(*of[1:]))
-            for (*of, _), value in zip(found, numbers.read(), strict=True)
+            ModuleRow(step, *one[:4], float(value), audit.limit_of(*one[1:4]))
+            for one, value in zip(found, numbers.read(), strict=True)
         ]
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
@@ -269,28 +273,22 @@ class ModuleAudits:
         return self.rows
 
     def _suspect(self) -> None:
-        """Records what is beyond its limit twice, in the innermost modules."""
+        """Records what is beyond its limit for the second time, of the innermost modules."""
         beyond = [row for row in self.rows if row.excess > 1]
-        names = {row.module for row in beyond}
-        news = []
-        for row in beyond:
-            key = row.module, row.tensor, row.statistic
-            is_again = key in self._suspects and key not in self._told
-            inside = f"{row.module}." if row.module else ""
-            is_inner = not any(name != row.module and name.startswith(inside) for name in names)
-            self._suspects.add(key)
-            if is_again:
-                self._told.add(key)
-            if is_again and is_inner:
-                news.append(row)
-        for name in dict.fromkeys(row.module for row in news):
-            of_module = [row for row in news if row.module == name]
-            worst = max(of_module, key=attrgetter("excess"))
-            # Of the optimizer's it is the same in all modules.
-            key = ("", "", worst.kind) if worst.kind == "optimizer" else (name, "", "")
-            if key not in self._told:
-                self._told.add(key)
-                self._tell(name, sentence(worst))
+        keys = {(row.module, row.tensor, row.statistic): row for row in beyond}
+        news = [row for key, row in keys.items() if key in self._suspects - self._told]
+        self._suspects |= keys.keys()
+        self._told |= {key for key in keys if keys[key] in news}
+        of_optimizer = [row for row in news if row.kind == "optimizer"]
+        if of_optimizer and not self._has_told_of_optimizer:
+            self._has_told_of_optimizer = True
+            self._tell("", _of_optimizer(self.rows))
+        names = {row.module for row in beyond if row.kind != "optimizer"}
+        for name in dict.fromkeys(row.module for row in news if row.kind != "optimizer"):
+            inside = f"{name}." if name else ""
+            if not any(other != name and other.startswith(inside) for other in names):
+                of_module = [row for row in news if row.module == name and row not in of_optimizer]
+                self._tell(name, sentence(max(of_module, key=attrgetter("excess"))))
 
     def _tell(self, name: str, why: str) -> None:
         self._record(Event(self._step, "advisory", name, (), why, rule="module"))
@@ -306,12 +304,20 @@ class ModuleAudits:
                 self._tell(name.rpartition(".")[0], f"{why} {float(middle):.2g}")
 
 
+def _of_optimizer(rows: list[ModuleRow]) -> str:
+    """How much rounding takes from the optimizer's updates, over weights."""
+    lost = {row.tensor: -row.value for row in rows if row.kind == "optimizer"
+            if row.statistic == audit.GAIN and " of " not in row.tensor}  # fmt: skip
+    worst = max(lost, key=lost.__getitem__)
+    return (
+        f"rounding to BF16 or FP16 takes {median(lost.values()):.0%} of what the optimizer adds to"
+        f" a weight (median of {len(lost)}), and {lost[worst]:.0%} in {worst}; FP32 weights lose none"
+    )
+
+
 def sentence(row: ModuleRow) -> str:
     """What a value beyond its limit means, in one sentence."""
     value, exact = row.value, "the same code in FP32"
-    if row.kind == "optimizer":
-        what = "what the optimizer adds to"
-        return f"rounding takes {-value:.0%} of {what} {row.tensor}: keep it in FP32"
     names = {"output": "the output", "input": "the gradient of the input"}
     what = names.get(row.tensor, f"the gradient of {row.tensor}")
     usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:g}"
@@ -342,11 +348,15 @@ def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
     found: dict[nn.Module, dict[nn.Module, str]] = {}
     passed = set[nn.Module]()
     for module in model.modules():
-        is_compiled = module._compiled_call_impl is not None
-        if module not in passed and (is_compiled or isinstance(module, private.optimized_module)):
+        is_wrapper = isinstance(module, private.optimized_module)
+        if module not in passed and (is_wrapper or _compiled_call(module) is not None):
             found[module] = {inner: name for name, inner in module.named_modules()}
             passed |= found[module].keys()
     return found
+
+
+def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    return vars(module).get(_COMPILED_CALL)
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -354,7 +364,7 @@ def _why_not(module: nn.Module) -> str | None:
     if isinstance(module, nn.Dropout | nn.ModuleList | nn.ModuleDict):
         return "there is nothing to compare"
     for part in module.modules():
-        if {type(each) for each in part._parameters.values() if each is not None} - {nn.Parameter}:
+        if {*map(type, part.parameters(recurse=False))} - {nn.Parameter}:
             return "its weights are of another class, such as sharded ones"
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         if part is not module and not all(map(_is_own, hooks)):
