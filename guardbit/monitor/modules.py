@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
-from guardbit import private
+from guardbit import guard, private
+from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
 from guardbit.layers.audit import Call, NotMeasured
@@ -40,6 +41,23 @@ _LOCAL = ("torch.nn.modules.", "transformers.")
 
 #: How much larger or smaller than the median of its peers a matrix may begin.
 MOST_UNLIKE = 8.0
+
+
+class _Hook:
+    """A hook that copies of a module do not have, and that compilers trace as nothing."""
+
+    def __init__(
+        self, function: Callable[..., Any], otherwise: Callable[..., Any] = guard.nothing
+    ) -> None:
+        self._function, self._otherwise = function, otherwise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._otherwise(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (guard.nothing,)
 
 
 class _Found(NamedTuple):
@@ -108,8 +126,8 @@ class ModuleAudits:
             if index % TURNS in turns
         }
         self._undo += (
-            of_torch.register_optimizer_step_pre_hook(self._before_step).remove,
-            of_torch.register_optimizer_step_post_hook(self._after_step).remove,
+            of_torch.register_optimizer_step_pre_hook(self._guarded(self._before_step)).remove,
+            of_torch.register_optimizer_step_post_hook(self._guarded(self._after_step)).remove,
         )
 
     def _name_of(self, module: nn.Module) -> str:
@@ -121,9 +139,11 @@ class ModuleAudits:
         elif (compiled := _compiled_call(module)) is not None:
             # Hooks of a module that is compiled in place would be traced.
             self._undo.append(partial(setattr, module, _COMPILED_CALL, compiled))
-            setattr(module, _COMPILED_CALL, partial(self._around, module, name, compiled))
+            around = partial(self._around, module, name, compiled)
+            setattr(module, _COMPILED_CALL, _Hook(around, otherwise=compiled))
         else:
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            enter = _Hook(self._guarded(partial(self._enter, name)))
+            leave = _Hook(self._guarded(partial(self._leave, name)))
             self._undo += (
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove,
                 module.register_forward_hook(leave, with_kwargs=True).remove,
@@ -132,22 +152,24 @@ class ModuleAudits:
     def _around(
         self, module: nn.Module, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        self._enter(name, module, args, kwargs)
+        self._guarded(self._enter)(name, module, args, kwargs)
         output = compiled(*args, **kwargs)
-        self._leave(name, module, args, kwargs, output)
+        self._guarded(self._leave)(name, module, args, kwargs, output)
         return output
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return guard.function(partial(self._stages.fail, "modules"))(function)
 
     def forget(self) -> None:
         """Takes the hooks off, and forgets what was found in the step."""
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
         for kept in (self._open, self._calls, self._found, self._weights, self._kept):
             kept.clear()
 
     # --- in the step -----------------------------------------------------------------------------
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or "_is_replica" in vars(module):
+        if "_is_replica" in vars(module):
             return
         is_first = not is_recomputing() and not runtime.is_unobserved
         is_wanted = (is_first or self._is_inside) and torch.is_grad_enabled()
@@ -159,7 +181,7 @@ class ModuleAudits:
         self._open.append((module, call))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or "_is_replica" in vars(module):
+        if "_is_replica" in vars(module):
             return
         # What is above has raised an error that the user's code caught.
         while self._open and self._open[-1][0] is not module:
@@ -168,7 +190,8 @@ class ModuleAudits:
         made = call and self._attempt(name, partial(call.take_outputs, output))
         if call and made is not None:
             self._calls[name] = self._calls.get(name, 0) + 1
-            receive = partial(self._receive, name, call, [each.requires_grad for each in made])
+            takes = [each.requires_grad for each in made]
+            receive = self._guarded(partial(self._receive, name, call, takes))
             wanted = [each for each in made if each.requires_grad]
             self._undo.append(register_multi_grad_hook(wanted, receive).remove)
 
@@ -207,8 +230,7 @@ class ModuleAudits:
         finally:
             self._is_inside = False
             after, self._undo = self._undo, before
-            for undo in reversed(after):
-                undo()
+            undo_all(after)
 
     def _attempt(self, name: str, function: Callable[[], Any]) -> Any:
         """Runs a part of an audit; a module that cannot be audited is left out, and why is kept."""
@@ -311,7 +333,8 @@ def _of_optimizer(rows: list[ModuleRow]) -> str:
     worst = max(lost, key=lost.__getitem__)
     return (
         f"rounding to BF16 or FP16 takes {median(lost.values()):.0%} of what the optimizer adds to"
-        f" a weight (median of {len(lost)}), and {lost[worst]:.0%} in {worst}; FP32 weights lose none"
+        f" a weight (median of {len(lost)}), and {lost[worst]:.0%} in {worst}; FP32 weights lose"
+        " none"
     )
 
 
@@ -375,6 +398,4 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _is_own(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("guardbit")

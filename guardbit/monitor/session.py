@@ -609,7 +609,9 @@ class Session(Guarded):
             self._let_go()
 
     def _let_go(self) -> None:
-        self._stages.always("close", partial(undo_all, [self.instrumentation.remove]))
+        self._stages.always(
+            "close", partial(undo_all, [self.instrumentation.remove, self._modules.forget])
+        )
 
     # --- state -----------------------------------------------------------------------------------
 
