@@ -440,6 +440,7 @@ class Session(Guarded):
             self._write_what_is_left,
             partial(self.attempt, "metrics", self._sampled.record_never_met),
             self._report_what_ran_last,
+            self._judge_modules,
             self._drop_calls,
             self._sampled.switching.remember,  # gone from the model in a moment
             self.catch_up,
@@ -457,8 +458,6 @@ class Session(Guarded):
         self.instrumentation.observe(None)
         self._measurement.discard()
         self._notices.outside.stop()
-        self._modules.forget()
-        self._judge_modules()
 
     def _write_what_is_left(self) -> None:
         """Writes the scalars of steps since the last sampled one."""
