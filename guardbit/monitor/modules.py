@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -33,6 +35,9 @@ TURNS = 8
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
 
+#: Files of code that calls no modules of the user's, such as what dataclasses generate.
+_NO_USER = re.compile(r"^<string>|[/\\\\](torch|guardbit)[/\\\\]")
+
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
 
@@ -49,7 +54,10 @@ class _Hook:
     def __init__(
         self, function: Callable[..., Any], otherwise: Callable[..., Any] = guard.nothing
     ) -> None:
-        self._function, self._otherwise = function, otherwise
+        # A compiler would take it for a part of the model.
+        is_compiler_there = "torch._dynamo" in sys.modules
+        self._function = torch.compiler.disable(function) if is_compiler_there else function
+        self._otherwise = otherwise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -58,6 +66,9 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (guard.nothing,)
+
+
+private.skip_code(_Hook.__call__.__code__)
 
 
 class _Found(NamedTuple):
@@ -77,6 +88,7 @@ class ModuleAudits:
         self, model: nn.Module, is_on: bool, stages: Stages, record: Callable[[Event], None]
     ) -> None:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
+        self._is_first = True
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
@@ -100,7 +112,10 @@ class ModuleAudits:
     def begin(self, step: int, is_sampled: bool) -> None:
         """Begins to audit a step, if it is its turn."""
         self.forget()
-        if not (self._is_whole or (is_sampled and self._is_on)) or ranks.rank() > 0:
+        is_wanted = self._is_whole or (is_sampled and self._is_on)
+        # The first step is left alone: in it models are compiled.
+        is_first, self._is_first = self._is_first, False
+        if is_first or not is_wanted or ranks.rank() > 0:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
         is_whole = self._is_whole or bool(self._suspects - self._told)
@@ -114,7 +129,11 @@ class ModuleAudits:
         taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
         self._turn += not is_whole
-        self._inside = _inside_compiled(self._model)
+        try:
+            self._inside = _inside_compiled(self._model)
+        except NotMeasured as why:
+            self.unmeasured[""] = str(why)
+            return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
             self._hook(module, self._name_of(module))
@@ -367,15 +386,34 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
-    """The outermost compiled modules, each with what is inside it."""
+    """The outermost compiled modules, each with what is inside it.
+
+    Raises:
+        NotMeasured: Compiled code may call modules, and it is not known which.
+    """
+    graphs_of: Callable[[Any], Any] = lambda _: ()  # noqa: E731
+    if "torch._dynamo" in sys.modules:
+        graphs_of, _, known = private.graphs_of
+        codes = {_forward_code(module) for module in model.modules()}
+        for code in filter(None, [seen() for seen in getattr(known, "seen", ())]):
+            is_rest = code.co_name.startswith("torch_dynamo_resume") or code in codes
+            if not is_rest and not _NO_USER.search(code.co_filename) and graphs_of(code):
+                raise NotMeasured(f"{code.co_name} is compiled, which is no module's forward")
     found: dict[nn.Module, dict[nn.Module, str]] = {}
     passed = set[nn.Module]()
     for module in model.modules():
-        is_wrapper = isinstance(module, private.optimized_module)
-        if module not in passed and (is_wrapper or _compiled_call(module) is not None):
+        is_compiled = isinstance(module, private.optimized_module)
+        is_compiled = is_compiled or _compiled_call(module) is not None
+        code = _forward_code(module)
+        is_compiled = is_compiled or (code is not None and bool(graphs_of(code)))
+        if is_compiled and module not in passed:
             found[module] = {inner: name for name, inner in module.named_modules()}
             passed |= found[module].keys()
     return found
+
+
+def _forward_code(module: nn.Module) -> Any:
+    return getattr(type(module).forward, "__code__", None)
 
 
 def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
