@@ -7,6 +7,10 @@ same entries.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -118,3 +122,25 @@ def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
         steps = steps * torch.ones_like(wide).copysign(wide)
         residual = steps.where(wide.abs() <= _FP16_SMALLEST_NORMAL, residual)
     return residual.where(rounded.isfinite(), 0)
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Runs FP32 matrix products and convolutions in FP32, whatever the program's settings."""
+    # Per backend, because PyTorch refuses `get_float32_matmul_precision` after a use of these. The
+    # module proxy of oneDNN hides `matmul` from type checkers.
+    one_dnn: Any = torch.backends.mkldnn
+    backends = (
+        one_dnn.matmul,
+        one_dnn.conv,
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

@@ -91,6 +91,17 @@ class Sample:
             yield self.step, self.site, self.layer, head, self.indicator, value
 
 
+class ModuleRow(NamedTuple):
+    """One number of the audit of a module at one optimizer step, see `guardbit.layers.audit`."""
+
+    step: int
+    module: str  # dotted name; "" is the model
+    kind: str  # "linear", "norm", "embedding", "activation", "loss", "block", "optimizer"
+    tensor: str  # "output", "input" (its gradient), or the name of a weight (its gradient)
+    statistic: str  # "gain", "relative_error", "slope" or "residual_error"
+    value: float
+
+
 class Role(NamedTuple):
     """What a rule judges; policy and verdict go by this, never by a rule's name."""
 

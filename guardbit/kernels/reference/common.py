@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guardbit import private
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import random_halves
+from guardbit.numerics import ieee_products, random_halves
 
 
 class Dropout(NamedTuple):
@@ -55,19 +55,8 @@ class Dropout(NamedTuple):
 @contextmanager
 def float32_products() -> Iterator[None]:
     """Runs FP32 matrix products in FP32, whatever the program's settings and autocast; no graph."""
-    # Per backend, because PyTorch refuses `get_float32_matmul_precision` after a use of these. The
-    # module proxy of oneDNN hides `matmul` from type checkers.
-    one_dnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    backends = (one_dnn, torch.backends.cuda.matmul)
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.no_grad(), private.autocast[1]():
-            yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+    with ieee_products(), torch.no_grad(), private.autocast[1]():
+        yield
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:

@@ -1,0 +1,389 @@
+"""Runs modules once more, as the run did and in FP32, and compares: the audit of modules.
+
+A part of a call's inputs is kept, with the gradients that came to its outputs. The module's forward
+then runs from them twice: as it ran, and in FP32, which is the same code without casts to lower
+precision. Compared are the output, the gradients of the inputs and those of the weights. `slope`
+compares the backward with FP64 differences of its own forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from guardbit import private
+from guardbit.numerics import ieee_products
+
+#: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
+MOST_NUMBERS = 1 << 20
+
+#: Fewest rows of a call whose rows can be taken apart.
+FEWEST_ROWS = 64
+
+#: Largest relative difference, of the run's output and of its repetition, that is rounding.
+REPEATED = 0.05
+
+#: Step of the differences, relative to the size of the tensor.
+DIFFERENCE = 1e-4
+
+_LOW = frozenset({torch.bfloat16, torch.float16})
+_CASTS = {"bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32}
+
+#: Kinds whose rows do not see each other.
+_BY_ROWS = (nn.Linear, nn.Embedding)
+
+#: What kinds of modules may show before it is called a fault: kind -> tensor -> limits of gain and
+#: relative error. Of sound ones; see docs/modules.md.
+GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
+
+
+class Limits(NamedTuple):
+    """The largest gain and relative error of a sound module."""
+
+    gain: float
+    error: float
+
+
+_DEFAULT = {"output": Limits(1e-3, 0.007), "input": Limits(2e-3, 0.006), "weight": Limits(4e-3, 0.006)}
+LIMITS: dict[str, dict[str, Limits]] = {
+    "linear": _DEFAULT,
+    "activation": _DEFAULT,
+    "norm": _DEFAULT | {"input": Limits(8e-3, 0.055), "weight": Limits(4e-3, 0.02)},
+    "embedding": _DEFAULT | {"weight": Limits(4e-3, 0.06)},
+    "loss": _DEFAULT | {"output": Limits(1e-3, 0.025), "input": Limits(8e-3, 0.025)},
+    "block": {"output": Limits(1e-2, 0.1), "input": Limits(5e-2, 0.3), "weight": Limits(5e-2, 0.3)},
+}
+SLOPE_LIMIT = 0.02
+RESIDUAL_LIMIT = 0.5
+
+
+class NotMeasured(Exception):
+    """Raised with the reason, in words, why a call cannot be compared."""
+
+
+def autocast_now() -> dict[str, torch.dtype]:
+    """The devices for which autocast is on, and the dtypes it casts to."""
+    devices = ("cpu", "cuda", "xpu", "mps")
+    return {each: torch.get_autocast_dtype(each) for each in devices if torch.is_autocast_enabled(each)}
+
+
+def kind_of(module: nn.Module) -> str:
+    """The kind of a module, by which its limits go."""
+    if next(module.children(), None) is not None:
+        return "block"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    name = type(module).__name__.lower()
+    if "norm" in name:
+        return "norm"
+    if "loss" in name or "entropy" in name:
+        return "loss"
+    return "linear" if next(module.parameters(), None) is not None else "activation"
+
+
+def limit_of(kind: str, tensor: str, statistic: str) -> float:
+    """What a sound module stays below, in size."""
+    if statistic in (SLOPE, RESIDUAL):
+        return SLOPE_LIMIT if statistic == SLOPE else RESIDUAL_LIMIT
+    part = tensor if tensor in ("output", "input") else "weight"
+    limits = LIMITS[kind][part]
+    return limits.gain if statistic == GAIN else limits.error
+
+
+class Part(NamedTuple):
+    """Which part of a call is kept: rows, or items of the batch; of tensors of this length."""
+
+    length: int
+    taken: int
+    is_rows: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A copy of the part."""
+        tensor = tensor.detach()
+        if self.is_rows:
+            rows = tensor.flatten(0, -2) if tensor.is_floating_point() else tensor.flatten()
+            return rows[:: max(1, len(rows) // self.taken)][: self.taken].clone()
+        is_batch = tensor.dim() > 0 and tensor.shape[0] == self.length
+        return (tensor[: self.taken] if is_batch else tensor).clone()
+
+
+class Call:
+    """A call of a module in the run, of which a part is kept.
+
+    Args:
+        module: The module.
+        args: Of the call, before its forward.
+        kwargs: Likewise.
+        autocast: The devices of autocast in force, and their dtypes.
+
+    Raises:
+        NotMeasured: The inputs are no tensors and numbers.
+    """
+
+    def __init__(
+        self, module: nn.Module, args: Any, kwargs: Any, autocast: Mapping[str, torch.dtype]
+    ) -> None:
+        self.module, self.kind = module, kind_of(module)
+        args, kwargs = private.tree_map(_without_cache, (args, kwargs))
+        given = private.tree_leaves((args, kwargs))
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        plain = (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
+        if not tensors or not all(isinstance(each, plain) for each in given):
+            raise NotMeasured("its inputs are not tensors and numbers alone")
+        if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+            raise NotMeasured("its inputs are tensors of another class")
+        self.part = _part(module, next(filter(Tensor.is_floating_point, tensors), tensors[0]))
+        self.inputs = private.tree_map(
+            lambda each: self.part.of(each) if isinstance(each, Tensor) else each, (args, kwargs)
+        )
+        self.autocast = autocast
+        self.outputs: list[Tensor] = []
+        self.gradients: Sequence[Tensor | None] = ()
+
+    def take_outputs(self, output: Any) -> list[Tensor]:
+        """Keeps what a forward returned; returns the tensors whose gradients are wanted."""
+        made = _floats(output)
+        if not made or not any(each.requires_grad for each in made):
+            raise NotMeasured("its output takes no gradient")
+        self.outputs = [self._taken(each) for each in made]
+        if self.kind != "block" and all(each.dim() == 0 for each in made):
+            self.kind = "loss"
+        return made
+
+    def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keeps the gradients of the outputs."""
+        self.gradients = [None if each is None else self._taken(each) for each in gradients]
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        return self.part.of(tensor) if tensor.dim() else tensor.detach().clone()
+
+
+def _without_cache(each: Any) -> Any:
+    """Leaves out a cache of keys and values, which a forward would fill once more."""
+    return None if "Cache" in type(each).__name__ else each
+
+
+def _part(module: nn.Module, first: Tensor) -> Part:
+    width = max([first.shape[-1] if first.dim() else 1, *_widths(module)])
+    if (isinstance(module, _BY_ROWS) or _is_conv1d(module)) and first.dim() > 1:
+        return Part(0, max(FEWEST_ROWS, MOST_NUMBERS // width), is_rows=True)
+    length = first.shape[0] if first.dim() else 0
+    item = first.numel() // max(1, length)
+    fewest = FEWEST_ROWS if first.dim() == 2 else 1
+    return Part(length, max(fewest, MOST_NUMBERS // max(1, item)), is_rows=False)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _widths(module: nn.Module) -> Iterator[int]:
+    for parameter in module.parameters(recurse=False):
+        yield from parameter.shape if isinstance(module, nn.Linear) else parameter.shape[1:]
+
+
+def _floats(found: Any) -> list[Tensor]:
+    leaves = private.tree_leaves(found)
+    return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def compared(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Signed gain of the error along the reference, and its relative size; 0-dim, FP64.
+
+    With e = low - high: <e, high> / <high, high>, and |e| / |high|; 0 where both are 0.
+    """
+    high = high.double()
+    error = low.double() - high
+    size = high.square().sum()
+    gain = (error * high).sum() / size
+    relative = (error.square().sum() / size).sqrt()
+    is_none = (size == 0) & (error.abs().amax() == 0) if error.numel() else size == 0
+    return gain.masked_fill(is_none, 0.0), relative.masked_fill(is_none, 0.0)
+
+
+def audit(call: Call) -> dict[tuple[str, str], Tensor]:
+    """Compares a call with FP32: (tensor, statistic) -> value, 0-dim FP64 on its device.
+
+    Tensors are "output", "input" and names of weights, which stand for the gradients of these.
+    Statistics are `gain`, `relative_error`, `slope` (of "input" and "weights"), and of blocks that
+    add to their input `residual_error`: the error relative to what is added.
+
+    Raises:
+        NotMeasured: The call does not repeat itself, as with dropout.
+    """
+    low, of_low = _run(call, None)
+    high, of_high = _run(call, torch.float32)
+    found: dict[tuple[str, str], Tensor] = {}
+    for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
+        if call.gradients[index] is None:
+            continue
+        if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
+            _, difference = compared(again, seen)
+            found["output", "repeated"] = difference
+        else:
+            seen = again
+        name = "output" if index == 0 else f"output {index}"
+        found[name, GAIN], found[name, ERROR] = compared(seen, exact)
+        given = _floats(call.inputs)[:1]
+        if call.kind == "block" and given and given[0].shape == exact.shape:
+            added = exact.double() - given[0].double()
+            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added)[1]
+    for name, gradient in of_high.items():
+        if gradient is not None and of_low[name] is not None:
+            found[name, GAIN], found[name, ERROR] = compared(of_low[name], gradient)
+    inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
+    weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
+    for which, gradients in (("input", inputs), ("weights", weights)):
+        slope = _slope(call, gradients)
+        if slope is not None:
+            found[which, SLOPE] = slope
+    return found
+
+
+def _run(
+    call: Call, wide: torch.dtype | None, moved: Mapping[str, Tensor] | None = None
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Runs a call's forward again; returns its outputs and the gradients of inputs and weights.
+
+    `moved` is added to inputs and weights, by name; then there are no gradients.
+    """
+    needs_gradient = moved is None
+    leaves: dict[str, Tensor] = {}
+
+    def taken(name: str, tensor: Tensor, is_trained: bool = True) -> Tensor:
+        kept = tensor.detach().to(wide or tensor.dtype, copy=True)
+        if moved is not None and name in moved:
+            kept = kept + moved[name].to(kept.dtype)
+        if is_trained and needs_gradient:
+            leaves[name] = kept.requires_grad_()
+        return kept
+
+    count = 0
+
+    def of_input(each: Any) -> Any:
+        nonlocal count
+        if not isinstance(each, Tensor):
+            return each
+        if not each.is_floating_point():
+            return each.clone()
+        count += 1
+        return taken("input" if count == 1 else f"input {count - 1}", each)
+
+    args, kwargs = private.tree_map(of_input, call.inputs)
+    values: dict[str, Tensor] = {}
+    for name, parameter in call.module.named_parameters():
+        is_float = parameter.is_floating_point()
+        kept = taken(name, parameter, parameter.requires_grad) if is_float else parameter.detach()
+        values[f"of.{name}"] = kept
+    for name, buffer in call.module.named_buffers():
+        is_wide = wide is not None and buffer.is_floating_point()
+        values[f"of.{name}"] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
+    with _as_it_ran(call) if wide is None else _in(wide), torch.set_grad_enabled(needs_gradient):
+        output = functional_call(_Forward(call.module), values, args, kwargs)
+        outputs = _floats(output)
+        if not needs_gradient:
+            return outputs, {}
+        pairs = [
+            (out, gradient.to(out.dtype))
+            for out, gradient in zip(outputs, call.gradients, strict=True)
+            if gradient is not None and out.requires_grad
+        ]
+        made = torch.autograd.grad(
+            [out for out, _ in pairs], [*leaves.values()], [g for _, g in pairs], allow_unused=True
+        )
+    return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
+
+
+def _slope(call: Call, gradients: Mapping[str, Tensor | None]) -> Tensor | None:
+    """How much steeper the backward is than the forward, along its own gradient; signed."""
+    along: dict[str, Tensor] = {}
+    expected: Tensor | float = 0.0
+    sizes = dict(_sizes(call))
+    for name, gradient in gradients.items():
+        if gradient is None:
+            continue
+        gradient = gradient.double()
+        size = gradient.square().mean().sqrt()
+        # A tensor without gradient stays where it is.
+        step = DIFFERENCE * sizes[name] / size.clamp_min(torch.finfo(torch.float64).tiny)
+        along[name] = gradient * step * (size > 0)
+        expected = expected + (along[name] * gradient).sum()
+    if not along:
+        return None
+    ends = []
+    for sign in (1.0, -1.0):
+        outputs, _ = _run(call, torch.float64, {name: sign * d for name, d in along.items()})
+        ends.append(
+            sum(
+                (out.double() * gradient.double()).sum()
+                for out, gradient in zip(outputs, call.gradients, strict=True)
+                if gradient is not None
+            )
+        )
+    difference = (ends[0] - ends[1]) / 2
+    return expected / difference - 1
+
+
+def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
+    inputs = _floats(call.inputs)
+    names = ["input", *(f"input {index}" for index in range(1, len(inputs)))]
+    for name, tensor in [*zip(names, inputs, strict=False), *call.module.named_parameters()]:
+        size = tensor.detach().double().square().mean().sqrt()
+        yield name, torch.where(size > 0, size, 1.0)
+
+
+class _Forward(nn.Module):
+    """Calls a module's forward without the hooks of the module."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.of.forward(*args, **kwargs)
+
+
+@contextmanager
+def _as_it_ran(call: Call) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, dtype in call.autocast.items():
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+        yield
+
+
+@contextmanager
+def _in(wide: torch.dtype) -> Iterator[None]:
+    with ieee_products(), _Wide(wide):
+        yield
+
+
+class _Wide(TorchFunctionMode):
+    """Turns casts to lower precision into casts to `wide`."""
+
+    def __init__(self, wide: torch.dtype) -> None:
+        super().__init__()
+        self._wide = wide
+        self._low = _LOW | {torch.float32} if wide == torch.float64 else _LOW
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = private.tree_map(self._widened, (args, kwargs or {}))
+        if _CASTS.get(getattr(function, "__name__", "")) in self._low:
+            return args[0].to(self._wide)
+        return function(*args, **kwargs)
+
+    def _widened(self, each: Any) -> Any:
+        return self._wide if isinstance(each, torch.dtype) and each in self._low else each
+
+
+def is_beyond(kind: str, tensor: str, statistic: str, value: float) -> bool:
+    """Whether a statistic is larger than sound modules show; NaN is."""
+    return not math.isfinite(value) or abs(value) > limit_of(kind, tensor, statistic)
