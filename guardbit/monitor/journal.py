@@ -118,6 +118,7 @@ class Journal:
         self._is_closed = False
         # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
+        self._modules: list[ModuleRow] = []
         self._events: list[Event] = []
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
@@ -260,7 +261,9 @@ class Journal:
             self._try_to_write()
 
     def add_modules(self, rows: list[ModuleRow]) -> None:
-        """Takes rows of modules, written with the next samples."""
+        """Takes what audits of modules found, which is written with the next samples."""
+        if self._is_kept():
+            self._modules += rows
 
     def _is_kept(self) -> bool:
         is_open = self._dirpath is not None and not self._is_closed
@@ -279,6 +282,7 @@ class Journal:
                 self._is_closed, self._writer = True, None
                 self._events.clear()
                 self._samples.clear()
+                self._modules.clear()
                 raise
             if not self._is_failing:
                 log.warning(
@@ -292,6 +296,8 @@ class Journal:
         # The writer keeps what it has taken in.
         samples, self._samples = self._samples, []
         writer.add(samples)
+        rows, self._modules = self._modules, []
+        writer.add_modules(rows)
         writer.flush()
         if samples:
             self._look_around(writer)

@@ -301,10 +301,14 @@ class ModuleAudits:
         if self._sent is None:
             return []
         (step, found, numbers), self._sent = self._sent, None
-        rows = [
-            ModuleRow(step, *one[:4], float(value), audit.limit_of(*one[1:4]))
-            for one, value in zip(found, numbers.read(), strict=True)
-        ]
+        places = {name: place for place, (name, _) in enumerate(_named(self._model))}
+        by_key: dict[tuple[str, ...], ModuleRow] = {}
+        for one, value in zip(found, numbers.read(), strict=True):
+            row = ModuleRow(step, *one[:4], float(value), audit.limit_of(*one[1:4]))
+            # Of several calls of a module, the worst.
+            if one[:4] not in by_key or row.excess > by_key[one[:4]].excess:
+                by_key[one[:4]] = row
+        rows = sorted(by_key.values(), key=lambda row: places.get(row.module, 0))
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
         for name in unlike:

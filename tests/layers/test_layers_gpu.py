@@ -55,7 +55,9 @@ def test_replay_names_the_module_that_makes_nan(is_compiled):
     with torch.no_grad():
         model.blocks[1].up.weight[3, 5] = 1e38
     forward = torch.compile(model) if is_compiled else model
-    place = guardbit.locate_nonfinite(model, lambda: forward(batch(0).cuda()).square().mean() * 1e30)
+    place = guardbit.locate_nonfinite(
+        model, lambda: forward(batch(0).cuda()).square().mean() * 1e30
+    )
     assert place is not None
     assert place.kind == "infinite"
     assert "blocks.1" in (place.module or "") or place.module is None
