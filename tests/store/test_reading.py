@@ -124,6 +124,7 @@ _ROWS = st.builds(
     tensor=st.sampled_from(["output", "gewicht é"]),
     statistic=st.just("gain"),
     value=st.floats(allow_nan=False),
+    limit=st.sampled_from([0.5, math.inf]),
 )
 
 
@@ -136,11 +137,11 @@ def test_rows_of_modules_come_back_in_their_order(tmp_path_factory, rows, size):
             writer.add_modules(rows[start : start + size])
             writer.flush()
     frame = read_modules(folder)
-    assert list(frame.columns) == ["step", "module", "kind", "tensor", "statistic", "value"]
+    assert list(frame.columns) == [*ModuleRow._fields]
     assert (frame["step"].dtype, frame["value"].dtype) == ("int64", "float64")
     found = [ModuleRow(*row) for row in frame.itertuples(index=False, name=None)]
     # Of equal keys the last one, where it stands.
-    last = [row for at, row in enumerate(rows) if row[:-1] not in [r[:-1] for r in rows[at + 1 :]]]
+    last = [row for at, row in enumerate(rows) if row[:5] not in [r[:5] for r in rows[at + 1 :]]]
     assert found == sorted(last, key=lambda row: row.step)
 
 

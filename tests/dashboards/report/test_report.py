@@ -227,7 +227,7 @@ def layers(page):
 
 
 def test_the_map_of_layers_marks_the_first_innermost_module_beyond_its_limit(tmp_path):
-    far, near = 10.0, 1e-9  # of any limit
+    far, near = 10.0, 1e-9  # of the limit
     rows = [
         (10, "", "block", "output", "gain", far),
         (10, "h", "block", "output", "gain", near),
@@ -240,8 +240,8 @@ def test_the_map_of_layers_marks_the_first_innermost_module_beyond_its_limit(tmp
         (10, "h.2.ln", "norm", "input", "gain", -far),
         (10, "h.2.ln", "norm", "weight", "slope", near),
         (10, "head", "linear", "output 1", "gain", far),
-        (10, "head", "a later kind", "output", "gain", far),
-        (10, "later", "a later kind", "output", "gain", far),
+        (10, "head", "linear", "weight", "relative_error", far, math.inf),
+        (10, "later", "optimizer", "weight", "relative_error", far, math.inf),
     ]
     page = write(tmp_path, run_without_figures(), None, None, modules=modules(*rows))
     assert "Layers" in page.of("h2")
@@ -260,7 +260,7 @@ def test_the_map_of_layers_marks_the_first_innermost_module_beyond_its_limit(tmp
     }
     assert list(cells)[5:8] == ["h.2", "h.2.ln", "h.10"]
     assert first == "h.2.ln" and "h.2.ln" in page.of("a")
-    assert any(text.endswith("gain −1,000 %, limit 0.8 %, step 10") for text in page.of("b"))
+    assert any(text.endswith("gain −1,000 %, limit 0.1 %, step 10") for text in page.of("b"))
 
 
 def test_the_map_of_layers_shows_the_largest_of_the_latest_audits(tmp_path):
