@@ -104,8 +104,8 @@ class ModuleRow(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How many times the value is as large as its limit; infinite if it is NaN."""
-        return math.inf if math.isnan(self.value) else abs(self.value) / self.limit
+        """How many times the value is as large as its limit; 0 if it is NaN."""
+        return 0.0 if math.isnan(self.value) else abs(self.value) / self.limit
 
 
 class Role(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +33,22 @@ MOST_REPEATED = 0.05
 #: Larger weights are not run in FP32, and smaller ones take part in `slope`.
 MOST_WEIGHTS, MOST_MOVED = 1 << 27, 1 << 23
 
-#: Step of the differences, relative to the size of the tensor.
-DIFFERENCE = 1e-4
+#: Standard deviations of a gain that roundings without bias may show.
+CHANCE = 4.0
+
+#: Largest relative difference of a derived class from PyTorch's that is the same function.
+AS_DEFINED = 0.02
+
+#: Step of the differences, relative to the size of the tensor; some code does not take FP64.
+DIFFERENCE = {torch.float64: 1e-4, torch.float32: 3e-3}
 
 _LOW = frozenset({torch.bfloat16, torch.float16})
+_WITH_BITS = {torch.int16: torch.bfloat16, torch.int32: torch.float32, torch.int64: torch.float64}
+_BY_BITS = 2**-6  # a change by rounding to BF16, or by cutting off, is smaller
 _CASTS = {"bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32}
+
+#: Where modules without weights are functions of each number.
+_PLAIN = ("torch.nn.", "transformers.activations")
 
 #: Kinds whose rows do not see each other.
 _BY_ROWS = (nn.Linear, nn.Embedding)
@@ -45,7 +56,8 @@ _BY_ROWS = (nn.Linear, nn.Embedding)
 #: What kinds of modules may show before it is called a fault: kind -> tensor -> limits of gain and
 #: relative error. Of sound ones; see docs/modules.md.
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
-REPEATED = "repeated"  # the run's output and its repetition; it is not stored
+# Not stored: the run's output and its repetition; what of a gain chance explains.
+REPEATED, BY_CHANCE = "repeated", "by_chance"
 
 
 class Limits(NamedTuple):
@@ -57,16 +69,22 @@ class Limits(NamedTuple):
 
 _DEFAULT = {
     "output": Limits(1e-3, 0.007),
-    "input": Limits(2e-3, 0.006),
-    "weight": Limits(4e-3, 0.006),
+    "input": Limits(2e-3, 0.009),
+    "weight": Limits(4e-3, 0.009),
 }
 LIMITS: dict[str, dict[str, Limits]] = {
     "linear": _DEFAULT,
     "activation": _DEFAULT,
-    "norm": _DEFAULT | {"input": Limits(8e-3, 0.055), "weight": Limits(4e-3, 0.02)},
-    "embedding": _DEFAULT | {"weight": Limits(4e-3, 0.06)},
+    # The input's gradient is what is left of three terms.
+    "norm": _DEFAULT | {"input": Limits(4e-3, 0.03), "weight": Limits(1e-2, 0.02)},
+    # On CPUs, gradients of a BF16 token are summed in BF16.
+    "embedding": _DEFAULT | {"weight": Limits(0.03, 0.08)},
     "loss": _DEFAULT | {"output": Limits(1e-3, 0.025), "input": Limits(8e-3, 0.025)},
-    "block": {"output": Limits(1e-2, 0.1), "input": Limits(5e-2, 0.3), "weight": Limits(5e-2, 0.3)},
+    "block": {
+        "output": Limits(2e-3, 0.03),
+        "input": Limits(1e-2, 0.15),
+        "weight": Limits(1e-2, 0.15),
+    },
 }
 SLOPE_LIMIT = 0.02
 RESIDUAL_LIMIT = 0.5
@@ -95,7 +113,13 @@ def kind_of(module: nn.Module) -> str:
         return "norm"
     if "loss" in name or "entropy" in name:
         return "loss"
-    return "linear" if next(module.parameters(), None) is not None else "activation"
+    if isinstance(module, (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)) or _is_conv1d(module):
+        return "linear"
+    has_weights = next(module.parameters(), None) is not None
+    # Code of one's own may do as much as a block.
+    return (
+        "block" if has_weights or not type(module).__module__.startswith(_PLAIN) else "activation"
+    )
 
 
 def limit_of(kind: str, tensor: str, statistic: str) -> float:
@@ -104,8 +128,8 @@ def limit_of(kind: str, tensor: str, statistic: str) -> float:
         return OPTIMIZER_LIMIT if statistic == GAIN else math.inf
     if statistic in (SLOPE, RESIDUAL):
         return SLOPE_LIMIT if statistic == SLOPE else RESIDUAL_LIMIT
-    part = tensor if tensor in ("output", "input") else "weight"
-    limits = LIMITS[kind][part]
+    part = tensor.split(" ")[0]  # "output 1" is the second output
+    limits = LIMITS[kind][part if part in ("output", "input") else "weight"]
     return limits.gain if statistic == GAIN else limits.error
 
 
@@ -152,10 +176,13 @@ class Call:
         if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
             raise NotMeasured("its inputs are tensors of another class")
         self.part = _part(module, next(filter(Tensor.is_floating_point, tensors), tensors[0]))
+        # A mask takes no gradient in the run: none is compared.
+        self.is_trained = [each.requires_grad for each in _floats((args, kwargs))]
         self.inputs = private.tree_map(
             lambda each: self.part.of(each) if isinstance(each, Tensor) else each, (args, kwargs)
         )
         self.autocast = autocast
+        self.choices = _Choices()
         self.outputs: list[Tensor] = []
         self.gradients: Sequence[Tensor | None] = ()
 
@@ -184,7 +211,8 @@ def _without_cache(each: Any) -> Any:
 
 def _part(module: nn.Module, first: Tensor) -> Part:
     width = max([first.shape[-1] if first.dim() else 1, *_widths(module)])
-    if (isinstance(module, _BY_ROWS) or _is_conv1d(module)) and first.dim() > 1:
+    # Code of a class derived from these may need the shape.
+    if (type(module) in _BY_ROWS or _is_conv1d(module)) and first.dim() > 1:
         return Part(0, max(FEWEST_ROWS, MOST_NUMBERS // width), is_rows=True)
     length = first.shape[0] if first.dim() else 0
     item = first.numel() // max(1, length)
@@ -206,18 +234,39 @@ def _floats(found: Any) -> list[Tensor]:
     return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
 
 
-def compared(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Signed gain of the error along the reference, and its relative size; 0-dim, FP64.
+class Compared(NamedTuple):
+    """How a tensor differs from its reference; 0-dim, FP64.
 
-    With e = low - high: <e, high> / <high, high>, and |e| / |high|; 0 where both are 0.
+    With e = low - high. 0 if both tensors are, inf if `low` alone is not finite, and NaN, which
+    says nothing, if `high` is not.
     """
+
+    gain: Tensor  # signed, <e, high> / <high, high>
+    error: Tensor  # |e| / |high|
+    chance: Tensor  # the largest gain that chance explains: CHANCE |e * high| / <high, high>
+
+
+def compared(low: Tensor, high: Tensor) -> Compared:
+    """Compares a tensor with its reference of the same shape."""
     high = high.double()
     error = low.double() - high
     size = high.square().sum()
-    gain = (error * high).sum() / size
-    relative = (error.square().sum() / size).sqrt()
+    along = error * high
     is_none = (size == 0) & (error.abs().amax() == 0) if error.numel() else size == 0
-    return gain.masked_fill(is_none, 0.0), relative.masked_fill(is_none, 0.0)
+    no_reference = ~size.isfinite()
+    found = (
+        along.sum() / size,
+        (error.square().sum() / size).sqrt(),
+        CHANCE * along.square().sum().sqrt() / size,
+    )
+    return Compared(
+        *(
+            each.masked_fill(is_none, 0.0)
+            .nan_to_num(math.inf, math.inf, -math.inf)
+            .masked_fill(no_reference, math.nan)
+            for each in found
+        )
+    )
 
 
 def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
@@ -232,35 +281,70 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     """
     low, of_low = _run(call, None)
     high, of_high = _run(call, torch.float32)
+    if (defined := _as_defined(call, high)) is not None:
+        high, of_high = defined
     found: dict[tuple[str, str], Tensor] = {}
     for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
         if call.gradients[index] is None:
             continue
         if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
-            _, difference = compared(again, seen)
+            difference = compared(again, seen).error
             found["output", REPEATED] = difference
         else:
             seen = again
         name = "output" if index == 0 else f"output {index}"
-        found[name, GAIN], found[name, ERROR] = compared(seen, exact)
+        found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(seen, exact)
         given = _floats(call.inputs)[:1]
         if call.kind == "block" and given and given[0].shape == exact.shape:
             added = exact.double() - given[0].double()
-            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added)[1]
-    # Weights of modules inside a block are these modules' own.
+            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added).error
+    # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
     own = {name for name, _ in call.module.named_parameters(recurse=False)}
     for name, gradient in of_high.items():
         given = of_low[name]
-        is_own = name.startswith("input") or name in own
-        if is_own and gradient is not None and given is not None:
-            found[name, GAIN], found[name, ERROR] = compared(given, gradient)
+        is_weight = not name.startswith("input")
+        if gradient is None or given is None or (is_weight and name not in own):
+            continue
+        if not (is_weight and _sums_in_low(call)):
+            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(
+                given, gradient
+            )
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
-        slope = _slope(call, gradients)
+        try:
+            slope = _slope(call, gradients, torch.float64)
+        except (RuntimeError, NotImplementedError):
+            slope = _slope(call, gradients, torch.float32)
         if slope is not None:
             found[which, SLOPE] = slope
     return found
+
+
+def _sums_in_low(call: Call) -> bool:
+    """Whether PyTorch sums the gradients of weights in BF16, as it does for norms on CPUs."""
+    weight = next(call.module.parameters(recurse=False), None)
+    return call.kind == "norm" and weight is not None and weight.is_cpu and weight.dtype in _LOW
+
+
+def _as_defined(call: Call, own: list[Tensor]) -> Any:
+    """Runs the forward of PyTorch's class that a module's class derives from, if it does the same.
+
+    What rounds by its own arithmetic, such as on bits, rounds in FP32 as well.
+    """
+    classes = type(call.module).__mro__
+    base = next(each for each in classes if each.__module__.startswith(_PLAIN))
+    if base in (nn.Module, classes[0]):
+        return None
+    try:
+        found = _run(call, torch.float32, base=base)
+        is_same = len(found[0]) == len(own) and all(
+            compared(mine, theirs).error < AS_DEFINED
+            for mine, theirs in zip(own, found[0], strict=True)
+        )
+    except Exception:  # it has another signature
+        return None
+    return found if is_same else None
 
 
 def run_again(call: Call) -> None:
@@ -269,11 +353,15 @@ def run_again(call: Call) -> None:
 
 
 def _run(
-    call: Call, wide: torch.dtype | None, moved: Mapping[str, Tensor] | None = None
+    call: Call,
+    wide: torch.dtype | None,
+    moved: Mapping[str, Tensor] | None = None,
+    base: type[nn.Module] | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Runs a call's forward again; returns its outputs and the gradients of inputs and weights.
 
-    `moved` is added to inputs and weights, by name; then there are no gradients.
+    `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
+    class whose forward runs, if not the module's own.
     """
     needs_gradient = moved is None
     leaves: dict[str, Tensor] = {}
@@ -295,7 +383,8 @@ def _run(
         if not each.is_floating_point():
             return each.clone()
         count += 1
-        return taken("input" if count == 1 else f"input {count - 1}", each)
+        name = "input" if count == 1 else f"input {count - 1}"
+        return taken(name, each, call.is_trained[count - 1])
 
     args, kwargs = private.tree_map(of_input, call.inputs)
     values: dict[str, Tensor] = {}
@@ -306,8 +395,10 @@ def _run(
     for name, buffer in call.module.named_buffers():
         is_wide = wide is not None and buffer.is_floating_point()
         values[f"of.{name}"] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
-    with _as_it_ran(call) if wide is None else _in(wide), torch.set_grad_enabled(needs_gradient):
-        output = functional_call(_Forward(call.module), values, args, kwargs)
+    call.choices.begin(is_first=wide is None)
+    context = _as_it_ran(call) if wide is None else _in(wide)
+    with context, call.choices, torch.set_grad_enabled(needs_gradient):
+        output = functional_call(_Forward(call.module, base), values, args, kwargs)
         outputs = _floats(output)
         if not needs_gradient:
             return outputs, {}
@@ -323,7 +414,7 @@ def _run(
     return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
 
 
-def _slope(call: Call, gradients: Mapping[str, Tensor | None]) -> Tensor | None:
+def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype) -> Tensor | None:
     """How much steeper the backward is than the forward, along its own gradient; signed."""
     along: dict[str, Tensor] = {}
     expected: Tensor | float = 0.0
@@ -334,14 +425,14 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None]) -> Tensor | None:
         gradient = gradient.double()
         size = gradient.square().mean().sqrt()
         # A tensor without gradient stays where it is.
-        step = DIFFERENCE * sizes[name] / size.clamp_min(torch.finfo(torch.float64).tiny)
+        step = DIFFERENCE[wide] * sizes[name] / size.clamp_min(torch.finfo(torch.float64).tiny)
         along[name] = gradient * step * (size > 0)
         expected = expected + (along[name] * gradient).sum()
     if not along:
         return None
     ends = []
     for sign in (1.0, -1.0):
-        outputs, _ = _run(call, torch.float64, {name: sign * d for name, d in along.items()})
+        outputs, _ = _run(call, wide, {name: sign * d for name, d in along.items()})
         ends.append(
             sum(
                 (out.double() * gradient.double()).sum()
@@ -350,7 +441,8 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None]) -> Tensor | None:
             )
         )
     difference = (ends[0] - ends[1]) / 2
-    return expected / difference - 1
+    # Both are 0 where gradients came that are 0, as after an underflow.
+    return (expected / difference - 1).masked_fill((expected == 0) & (difference == 0), 0.0)
 
 
 def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
@@ -364,11 +456,13 @@ def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
 class _Forward(nn.Module):
     """Calls a module's forward without the hooks of the module."""
 
-    def __init__(self, of: nn.Module) -> None:
+    def __init__(self, of: nn.Module, base: type[nn.Module] | None) -> None:
         super().__init__()
-        self.of = of
+        self.of, self._base = of, base
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._base is not None:
+            return self._base.forward(self.of, *args, **kwargs)
         return self.of.forward(*args, **kwargs)
 
 
@@ -386,21 +480,72 @@ def _in(wide: torch.dtype) -> Iterator[None]:
         yield
 
 
+class _Choices(TorchFunctionMode):
+    """Repeats what the first run chose, as experts: rounding may turn a choice and what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Tensor] = []
+        self._is_first, self._next = True, 0
+
+    def begin(self, is_first: bool) -> None:
+        """Begins a run, which chooses if it is the first."""
+        self._is_first, self._next = is_first, 0
+        if is_first:
+            self._made.clear()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if name not in ("topk", "argmax") or not isinstance(args[0], Tensor):
+            return found
+        if self._is_first:
+            self._made.append(found if name == "argmax" else found[1])
+            return found
+        chosen, self._next = self._made[self._next], self._next + 1
+        if name == "argmax":
+            return chosen
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        return type(found)((args[0].gather(dim, chosen), chosen))
+
+
 class _Wide(TorchFunctionMode):
-    """Turns casts to lower precision into casts to `wide`."""
+    """Turns casts to lower precision into casts to `wide`: by dtype, by autocast, and on bits."""
 
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()
         self._wide = wide
         self._low = _LOW | {torch.float32} if wide == torch.float64 else _LOW
+        self._with_bits: list[Tensor] = []  # whose bits were looked at
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = private.tree_map(self._widened, (args, kwargs or {}))
-        if _CASTS.get(getattr(function, "__name__", "")) in self._low:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        dtype = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
+        if name == "view" and dtype:
+            return self._of_bits(args[0], dtype[0])
+        args, kwargs = private.tree_map(self._widened, (args, kwargs))
+        if _CASTS.get(name) in self._low:
             return args[0].to(self._wide)
-        return function(*args, **kwargs)
+        is_autocast, no_autocast = private.autocast
+        with no_autocast() if is_autocast() else nullcontext():
+            return function(*args, **kwargs)
 
     def _widened(self, each: Any) -> Any:
         return self._wide if isinstance(each, torch.dtype) and each in self._low else each
+
+    def _of_bits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A view as another dtype; a number that comes back nearly as it was is as it was."""
+        if tensor.is_floating_point():
+            self._with_bits.append(tensor.detach())
+            return tensor.to(_WITH_BITS.get(dtype, tensor.dtype)).view(dtype)
+        number = tensor.view(dtype).to(self._wide)
+        for before in self._with_bits:
+            if before.shape == number.shape:
+                is_near = ((number - before).abs() <= before.abs() * _BY_BITS).all()
+                number = torch.where(is_near, before, number)
+        return number

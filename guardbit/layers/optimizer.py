@@ -72,7 +72,7 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
     for name, (was, low, high) in changed.items():
         if was.dtype in _LOW:
             was = was.double()
-            gain, error = compared(low.double() - was, high.double() - was)
+            gain, error, _ = compared(low.double() - was, high.double() - was)
             yield name, GAIN, gain
             yield name, ERROR, error
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -303,37 +303,58 @@ class ModuleAudits:
         (step, found, numbers), self._sent = self._sent, None
         places = {name: place for place, (name, _) in enumerate(_named(self._model))}
         by_key: dict[tuple[str, ...], ModuleRow] = {}
-        for one, value in zip(found, numbers.read(), strict=True):
-            row = ModuleRow(step, *one[:4], float(value), audit.limit_of(*one[1:4]))
+        values = [*map(float, numbers.read())]
+        chances = {one[:3]: value for one, value in zip(found, values, strict=True)
+                   if one.statistic == audit.BY_CHANCE}  # fmt: skip
+        for one, value in zip(found, values, strict=True):
+            more = chances.get(one[:3], 0.0) if one.statistic == audit.GAIN else 0.0
+            row = ModuleRow(step, *one[:4], value, audit.limit_of(*one[1:4]) + more)
             # Of several calls of a module, the worst.
             if one[:4] not in by_key or row.excess > by_key[one[:4]].excess:
                 by_key[one[:4]] = row
         rows = sorted(by_key.values(), key=lambda row: places.get(row.module, 0))
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
-        unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
+        unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
+        # What encloses such a module does not repeat itself either, however little it shows.
+        unlike |= {row.module for row in rows if any(map(_is_in(row.module), unlike))}
         for name in unlike:
             self.unmeasured[name] = "its forward does not repeat itself, as with dropout"
-        self.rows = [x for x in rows if x.module not in unlike and x.statistic != audit.REPEATED]
+        self.rows = [
+            row
+            for row in rows
+            if row.module not in unlike
+            and row.statistic not in (audit.REPEATED, audit.BY_CHANCE)
+            and not math.isnan(row.value)
+        ]
         self._suspect()
         return self.rows
 
     def _suspect(self) -> None:
         """Records what is beyond its limit for the second time, of the innermost modules."""
         beyond = [row for row in self.rows if row.excess > 1]
+        # Modules come as in the backward. What forwards show is first in the forward's order: the
+        # gradients of what is wrong may be anything.
+        beyond.sort(key=_is_of_forward, reverse=True)
         keys = {(row.module, row.tensor, row.statistic): row for row in beyond}
-        news = [row for key, row in keys.items() if key in self._suspects - self._told]
+        # What overflows needs no second time, and may get none.
+        sure = {key for key, row in keys.items() if math.isinf(row.value)} | self._suspects
+        news = [row for key, row in keys.items() if key in sure - self._told]
         self._suspects |= keys.keys()
-        self._told |= {key for key in keys if keys[key] in news}
+        self._told |= sure & keys.keys()
         of_optimizer = [row for row in news if row.kind == "optimizer"]
         if of_optimizer and not self._has_told_of_optimizer:
             self._has_told_of_optimizer = True
             self._tell("", _of_optimizer(self.rows))
-        names = {row.module for row in beyond if row.kind != "optimizer"}
-        for name in dict.fromkeys(row.module for row in news if row.kind != "optimizer"):
-            inside = f"{name}." if name else ""
-            if not any(other != name and other.startswith(inside) for other in names):
-                of_module = [row for row in news if row.module == name and row not in of_optimizer]
-                self._tell(name, sentence(max(of_module, key=attrgetter("excess"))))
+        news = [
+            row
+            for row in news
+            if row.kind != "optimizer"
+            and not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
+        ]
+        for name in dict.fromkeys(row.module for row in news):
+            # A backward that does not fit its forward is off FP32's as well.
+            of_module = [row for row in news if row.module == name]
+            self._tell(name, sentence(max(of_module, key=_weight_of)))
 
     def _tell(self, name: str, why: str) -> None:
         self._record(Event(self._step, "advisory", name, (), why, rule="module"))
@@ -361,12 +382,36 @@ def _of_optimizer(rows: list[ModuleRow]) -> str:
     )
 
 
+def _weight_of(row: ModuleRow) -> tuple[bool, float]:
+    return row.statistic == audit.SLOPE, row.excess
+
+
+def _is_in(outer: str) -> Callable[[str], bool]:
+    inside = f"{outer}." if outer else ""
+    return lambda name: name != outer and name.startswith(inside)
+
+
+def _is_of_forward(row: ModuleRow) -> bool:
+    return row.tensor.split(" ")[0] == "output" and row.kind != "optimizer"
+
+
+def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
+    """Whether what a module shows may come from what one inside it shows."""
+    if inner.kind == "optimizer":
+        return False
+    if audit.RESIDUAL in (inner.statistic, outer.statistic):
+        return inner.statistic == outer.statistic
+    return _is_of_forward(inner) or not _is_of_forward(outer)
+
+
 def sentence(row: ModuleRow) -> str:
     """What a value beyond its limit means, in one sentence."""
     value, exact = row.value, "the same code in FP32"
     names = {"output": "the output", "input": "the gradient of the input"}
     what = names.get(row.tensor, f"the gradient of {row.tensor}")
     usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:g}"
+    if math.isinf(value):
+        return f"{what} is not finite; that of {exact} is"
     if row.statistic == audit.SLOPE:
         return (
             f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"
@@ -440,4 +485,4 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("guardbit")
+    return str(getattr(hook, "__module__", "")).startswith(("guardbit", "transformers."))
