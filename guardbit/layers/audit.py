@@ -53,6 +53,11 @@ _PLAIN = ("torch.nn.", "transformers.activations")
 #: Kinds whose rows do not see each other.
 _BY_ROWS = (nn.Linear, nn.Embedding)
 
+_LINEAR = (
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
 #: What kinds of modules may show before it is called a fault: kind -> tensor -> limits of gain and
 #: relative error. Of sound ones; see docs/modules.md.
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
@@ -113,7 +118,7 @@ def kind_of(module: nn.Module) -> str:
         return "norm"
     if "loss" in name or "entropy" in name:
         return "loss"
-    if isinstance(module, (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)) or _is_conv1d(module):
+    if isinstance(module, _LINEAR) or _is_conv1d(module):
         return "linear"
     has_weights = next(module.parameters(), None) is not None
     # Code of one's own may do as much as a block.

@@ -406,22 +406,22 @@ def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
 
 def sentence(row: ModuleRow) -> str:
     """What a value beyond its limit means, in one sentence."""
-    value, exact = row.value, "the same code in FP32"
+    value = row.value
     names = {"output": "the output", "input": "the gradient of the input"}
     what = names.get(row.tensor, f"the gradient of {row.tensor}")
-    usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:g}"
+    usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:.2g}"
     if math.isinf(value):
-        return f"{what} is not finite; that of {exact} is"
+        return f"{what} is not finite, and it is in FP32"
     if row.statistic == audit.SLOPE:
         return (
             f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"
             f" the forward in FP64 give; {usual}"
         )
     if row.statistic == audit.RESIDUAL:
-        return f"rounding changes what it adds to its input by {value:.0%} ({exact}); {usual}"
+        return f"rounding changes what it adds to its input by {value:.0%}; {usual}"
     if row.statistic == audit.GAIN:
-        return f"{what} is {value:+.2%} off {exact} in size; {usual}"
-    return f"{what} is {value:.2%} off {exact}; {usual}"
+        return f"{what} is {value:+.2%} off what FP32 gives, in size; {usual}"
+    return f"{what} is {value:.2%} off what FP32 gives; {usual}"
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
