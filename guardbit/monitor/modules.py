@@ -90,6 +90,7 @@ class ModuleAudits:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
         self._is_first = True
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
+        self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
@@ -99,7 +100,8 @@ class ModuleAudits:
         self._kept: list[optimizer.Before] = []
         self._found: list[_Found] = []
         self._sent: tuple[int, list[_Found], Transfer] | None = None
-        self._suspects: set[tuple[str, str, str]] = set()
+        self._suspects: set[tuple[str, str, str]] = set()  # beyond in their modules' latest audit
+        self._doubted: set[tuple[str, str, str]] = set()  # in any audit
         self._told: set[tuple[str, str, str]] = set()
         self._has_told_of_optimizer = False
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
@@ -118,7 +120,7 @@ class ModuleAudits:
         if is_first or not is_wanted or ranks.rank() > 0:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
-        is_whole = self._is_whole or bool(self._suspects - self._told)
+        is_whole = self._is_whole or self._is_doubtful
         self._step, self._is_whole = step, False
         if not self._has_begun:
             self._has_begun = is_whole = True
@@ -234,7 +236,7 @@ class ModuleAudits:
             found = audit.audit(call, self._is_sloped) if is_taken else {}
             for (tensor, statistic), value in found.items():
                 self._found.append(_Found(name, call.kind, tensor, statistic, value))
-            if inner:
+            if inner.keys() - {call.module}:
                 self._audit_inside(call, inner)
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
@@ -336,11 +338,15 @@ class ModuleAudits:
         # gradients of what is wrong may be anything.
         beyond.sort(key=_is_of_forward, reverse=True)
         keys = {(row.module, row.tensor, row.statistic): row for row in beyond}
+        audited = {row.module for row in self.rows}
+        before = {key for key in self._suspects if key[0] in audited}
+        self._suspects = (self._suspects - before) | keys.keys()
+        self._is_doubtful = bool(keys.keys() - self._doubted)
+        self._doubted |= keys.keys()
         # What overflows needs no second time, and may get none.
-        sure = {key for key, row in keys.items() if math.isinf(row.value)} | self._suspects
-        news = [row for key, row in keys.items() if key in sure - self._told]
-        self._suspects |= keys.keys()
-        self._told |= sure & keys.keys()
+        sure = {key for key, row in keys.items() if math.isinf(row.value) or key in before}
+        news = [keys[key] for key in keys if key in sure - self._told]
+        self._told |= sure
         of_optimizer = [row for row in news if row.kind == "optimizer"]
         if of_optimizer and not self._has_told_of_optimizer:
             self._has_told_of_optimizer = True
