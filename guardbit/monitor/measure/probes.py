@@ -119,15 +119,14 @@ def per_head(rows: Tensor) -> Tensor:
 def norm_of(
     x: Tensor,
     starts: Tensor | None,
-    order: float = 2,
     dim: tuple[int, ...] = (0, 2, 3),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns the norm over some dimensions of `(B, H, N, D)`, tokens in no document left out."""
     if starts is not None:
-        by_token = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True, dtype=dtype)
+        by_token = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
         x = in_documents(by_token, starts)
-    return torch.linalg.vector_norm(x, order, dim=dim, dtype=dtype)
+    return torch.linalg.vector_norm(x, dim=dim, dtype=dtype)
 
 
 def counted_rows(row_max: Tensor) -> Tensor:
