@@ -466,10 +466,6 @@ def diagnose(
         list[str] | None,
         typer.Option(metavar="SITE:NUMBER", help="Such as net.h.3.attn:7; may be repeated."),
     ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Print what each rounding and stabilizer leaves."),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
@@ -499,7 +495,7 @@ def diagnose(
             told.append(text.as_json(kept, found))
             if as_json:
                 continue
-            for line in text.page(kept, found, verbose=verbose):
+            for line in text.page(kept, found):
                 typer.echo(printable(line))
             target = figures / text.file_name(kept[-1])
             head_diagnosis(
