@@ -104,14 +104,6 @@ def _never_began(error: Exception) -> bool:
     return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
 
 
-def _is_no_object(method: Callable[..., Any], given: object) -> str:
-    kind = method.__qualname__.partition(".")[0]
-    return (
-        f"{method.__qualname__} was called on the class, with a {type(given).__name__}, and not on"
-        f" an object: make one, {kind}(...), and use that"
-    )
-
-
 def _tried(
     contains: tuple[Contain, ...],
     otherwise: Callable[..., Any],
@@ -147,8 +139,6 @@ def method(
 
         @functools.wraps(inside)
         def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(self, Guarded):
-                raise TypeError(_is_no_object(inside, self))
             if self._is_void:
                 return otherwise(self)
             contains = (functools.partial(contain, self),)
