@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from guardbit.catalog import SUMS, Probe, of_probe
+from guardbit.doctor.attention import spread
 from guardbit.kernels import dispatch
 from guardbit.kernels.mask import in_documents, seen_keys
 from guardbit.kernels.reference import RowMaxima, Shadow, gradient_error
@@ -43,11 +44,7 @@ class CallView:
         q = self.call.q
         if self.num_rows is None or self.num_rows >= q.size(2):
             return None
-        return (
-            torch.linspace(0, q.size(2) - 1, self.num_rows, dtype=torch.float32, device=q.device)
-            .round()
-            .long()
-        )
+        return spread(q.size(2), self.num_rows, q.device)
 
     @cached_property
     def shadow(self) -> Shadow:
