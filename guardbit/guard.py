@@ -13,7 +13,6 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -298,15 +297,6 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
         return function()
 
 
-class _Records(threading.local):
-    """Whether `apart` hides what runs from profilers, which PyTorch does not tell."""
-
-    are_off = False
-
-
-_records = _Records()
-
-
 def apart(function: Callable[[], T]) -> T:
     """Calls a function of GuardBit's without the modes and hooks in force in the user's code."""
     to_restore: list[Callable[[], object]] = []
@@ -325,12 +315,6 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
         context.__enter__()
         later(context.__exit__, None, None, None)
 
-    is_profiled, record = private.profiler_records
-    if is_profiled() and not _records.are_off:
-        later(setattr, _records, "are_off", False)
-        later(record, True)
-        _records.are_off = True
-        record(False)
     is_autocast, no_autocast = private.autocast
     if is_autocast():
         enter(no_autocast())
@@ -348,10 +332,6 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
     if torch.is_anomaly_enabled():
         later(torch.set_anomaly_enabled, True, torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(False)
-    is_filled, fill = private.deterministic_fill
-    if is_filled():
-        fill(False)
-        later(fill, True)
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
