@@ -118,7 +118,10 @@ class LiveRun:
         try:
             files = self._follower.event_files()
             if files != self._event_files:
-                self._take_events(events_of(read_events(self.path)))
+                events = events_of(read_events(self.path))
+                with self.lock:
+                    self._run.events = events
+                    self._alarms = [event for event, mark in marked(events) if mark == "alarm"]
                 self._event_files, has_changed = files, True
         finally:
             # Samples are shown whatever is wrong with the events.
@@ -178,11 +181,6 @@ class LiveRun:
         finally:
             self._is_reading = False
         return has_changed
-
-    def _take_events(self, events: list[Event]) -> None:
-        with self.lock:
-            self._run.events = events
-            self._alarms = [event for event, mark in marked(events) if mark == "alarm"]
 
     def _update_state(self) -> None:
         with self.lock:
