@@ -285,7 +285,7 @@ class Runtime:
         self.keeps_residuals = True  # see `keep_residuals`
         self._wishes: dict[Hashable, bool] = {}
         self.is_at_rest = False  # see `rest`
-        self.is_unobserved = False  # see `unobserved`
+        self.is_unobserved = self.is_left_alone = False  # see `unobserved`
         self._resting: dict[Hashable, bool] = {}
         self._has_warned_frozen = False
         # Called with the errors that the op contains.
@@ -325,16 +325,20 @@ class Runtime:
         return torch.tensor(_QUIET - number, dtype=torch.int64, device="cpu")
 
     @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Runs calls as they would run now, and leaves them out of what is observed and counted."""
+    def unobserved(self, by_pytorch: bool = False) -> Iterator[None]:
+        """Runs calls as they would run now, and leaves them out of what is observed and counted.
+
+        With `by_pytorch` stand-ins hand all calls on, those of switched heads among them.
+        """
         before = [(state, state.copied(), replace(state.clock)) for state in self._sites.values()]
-        self.is_unobserved = True
+        flags = self.is_unobserved, self.is_left_alone
+        self.is_unobserved, self.is_left_alone = True, by_pytorch
         try:
             for state, _, _ in before:
                 state.observer = None
             yield
         finally:
-            self.is_unobserved = False
+            self.is_unobserved, self.is_left_alone = flags
             for state, kept, clock in before:
                 state.take_over(kept)
                 state.clock.now, state.clock.done = clock.now, clock.done

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from guardbit import private
@@ -559,7 +560,11 @@ class _Wide(TorchFunctionMode):
         if _CASTS.get(name) in self._low:
             return args[0].to(self._wide)
         is_autocast, no_autocast = private.autocast
-        with no_autocast() if is_autocast() else nullcontext():
+        with ExitStack() as stack:
+            if is_autocast():
+                stack.enter_context(no_autocast())
+            if name == "scaled_dot_product_attention":  # most kernels take no FP32
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             return function(*args, **kwargs)
 
     def _widened(self, each: Any) -> Any:

@@ -229,7 +229,7 @@ class ModuleAudits:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
         is_taken = not inner or call.module in inner
         with (
-            runtime.unobserved(),
+            runtime.unobserved(by_pytorch=True),
             torch.compiler.set_stance("force_eager"),
             put_back(*call.module.modules(), with_tensors=False),
         ):
