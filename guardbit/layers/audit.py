@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from guardbit import private
 from guardbit.numerics import ieee_products
+from guardbit.records import ModuleRow
 
 #: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
 MOST_NUMBERS = 1 << 20
@@ -28,7 +29,10 @@ MOST_NUMBERS = 1 << 20
 FEWEST_ROWS = 64
 
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
-REPEATED = 0.05
+MOST_REPEATED = 0.05
+
+#: Larger weights are not run in FP32, and smaller ones take part in `slope`.
+MOST_WEIGHTS, MOST_MOVED = 1 << 27, 1 << 23
 
 #: Step of the differences, relative to the size of the tensor; some code does not take FP64.
 DIFFERENCE = {torch.float64: 1e-4, torch.float32: 3e-3}
@@ -42,6 +46,7 @@ _BY_ROWS = (nn.Linear, nn.Embedding)
 #: What kinds of modules may show before it is called a fault: kind -> tensor -> limits of gain and
 #: relative error. Of sound ones; see docs/modules.md.
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
+REPEATED = "repeated"  # the run's output and its repetition; it is not stored
 
 
 class Limits(NamedTuple):
@@ -62,6 +67,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
 }
 SLOPE_LIMIT = 0.02
 RESIDUAL_LIMIT = 0.5
+OPTIMIZER_LIMIT = 0.1
 
 
 class NotMeasured(Exception):
@@ -90,6 +96,8 @@ def kind_of(module: nn.Module) -> str:
 
 def limit_of(kind: str, tensor: str, statistic: str) -> float:
     """What a sound module stays below, in size."""
+    if kind == "optimizer":
+        return OPTIMIZER_LIMIT if statistic == GAIN else math.inf
     if statistic in (SLOPE, RESIDUAL):
         return SLOPE_LIMIT if statistic == SLOPE else RESIDUAL_LIMIT
     part = tensor.split(" ")[0]  # "output 1" is the second output
@@ -229,7 +237,7 @@ def audit(call: Call) -> dict[tuple[str, str], Tensor]:
             continue
         if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
             _, difference = compared(again, seen)
-            found["output", "repeated"] = difference
+            found["output", REPEATED] = difference
         else:
             seen = again
         name = "output" if index == 0 else f"output {index}"
@@ -253,6 +261,11 @@ def audit(call: Call) -> dict[tuple[str, str], Tensor]:
         if slope is not None:
             found[which, SLOPE] = slope
     return found
+
+
+def run_again(call: Call) -> None:
+    """Runs a call's part forward and backward, as it ran."""
+    _run(call, None)
 
 
 def _run(
@@ -302,7 +315,8 @@ def _run(
         if not needs_gradient:
             return outputs, {}
         pairs = [
-            (out, gradient.to(out.dtype))
+            # As a view, because hooks of what a backward begins with do not run.
+            (out.view_as(out), gradient.to(out.dtype))
             for out, gradient in zip(outputs, call.gradients, strict=True)
             if gradient is not None and out.requires_grad
         ]
@@ -429,6 +443,7 @@ class _Wide(TorchFunctionMode):
         return self._wide if isinstance(each, torch.dtype) and each in self._low else each
 
 
-def is_beyond(kind: str, tensor: str, statistic: str, value: float) -> bool:
-    """Whether a statistic is larger than sound modules show; NaN is."""
-    return not math.isfinite(value) or abs(value) > limit_of(kind, tensor, statistic)
+def is_beyond(row: ModuleRow) -> bool:
+    """Whether a number is larger than sound modules show; NaN is."""
+    limit = limit_of(row.kind, row.tensor, row.statistic)
+    return limit < math.inf and not abs(row.value) <= limit

@@ -279,7 +279,7 @@ class _Held:
         return ()
 
     def _may_change(self, tensor: Tensor) -> bool:
-        if tensor.is_inference() or _is_freed(tensor):  # nobody may change these
+        if tensor.is_inference() or is_freed(tensor):  # nobody may change these
             return False
         if not isinstance(tensor, nn.Parameter):
             return True
@@ -332,10 +332,10 @@ class _Observer(TorchFunctionMode):
         super().__init__()
         self._index, self._until = index, until  # of the micro-batch; nothing is observed later
         # By identity: the hash of a torchmetric is that of what it has measured.
-        self._modules = {id(one): (_plain(name), one) for name, one in model.named_modules()}
+        self._modules = {id(one): (plain_name(name), one) for name, one in model.named_modules()}
         named = (*model.named_buffers(), *model.named_parameters())
         self._names = {id(tensor): ("the batch", tensor) for tensor in _tensors(batch)}
-        self._names |= {id(tensor): (_plain(name), tensor) for name, tensor in named}
+        self._names |= {id(tensor): (plain_name(name), tensor) for name, tensor in named}
         self._running: list[str] = []  # modules, outermost first
         self._made: dict[int, _Made] = {}
         self._stored: dict[int, _Made] = {}  # the same, by where the numbers lie: of other views
@@ -406,7 +406,7 @@ class _Observer(TorchFunctionMode):
         stored = {*map(_storage, call.bad)}
         weights = (each for each in call.bad if isinstance(each, nn.Parameter))
         # Now, because gathered weights are given back.
-        self._kinds |= {id(weight): _kind(weight) for weight in weights if not _is_freed(weight)}
+        self._kinds |= {id(weight): _kind(weight) for weight in weights if not is_freed(weight)}
         for tensor in _bad(found):
             if any(tensor is each for each in call.bad):
                 continue
@@ -542,7 +542,8 @@ class _Observer(TorchFunctionMode):
         return Place(call.module, call.function, tensor, kind, is_made, self._index)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name of a module without those of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -588,12 +589,12 @@ def _is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     try:
-        return _is_freed(tensor) or bool(tensor.detach().isfinite().all())
+        return is_freed(tensor) or bool(tensor.detach().isfinite().all())
     except (RuntimeError, NotImplementedError):
         return True  # of a kind that cannot say so, such as sparse ones
 
 
-def _is_freed(tensor: Tensor) -> bool:
+def is_freed(tensor: Tensor) -> bool:
     """Whether memory was given back, as that of gathered weights; to read it ends the process."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

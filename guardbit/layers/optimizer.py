@@ -1,0 +1,126 @@
+"""What rounding takes from an optimizer's step, and weights that are unlike others of their shape."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guardbit.layers.audit import ERROR, GAIN, compared
+
+#: Larger weights are left out.
+MOST_NUMBERS = 1 << 22
+
+#: Fewest weights of one shape and name, besides the one that is looked at.
+FEWEST_PEERS = 3
+
+_LOW = (torch.bfloat16, torch.float16)
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class Before(NamedTuple):
+    """A weight before the optimizer's step, with what the step reads."""
+
+    weight: nn.Parameter
+    group: dict[str, Any]
+    value: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+
+
+def before(optimizer: Optimizer, weights: Iterable[Tensor]) -> list[Before]:
+    """Keeps those of some weights that the optimizer is about to change and that may lose bits."""
+    wanted = {id(weight) for weight in weights}
+    return [
+        Before(weight, group, weight.detach().clone(), weight.grad.clone(), _copied(state))
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if id(weight) in wanted and weight.grad is not None and weight.numel() <= MOST_NUMBERS
+        if _is_low(weight, state := optimizer.state.get(weight, {}))
+    ]
+
+
+def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]]:
+    """Compares a step with the same step in FP32: what changes, the statistic, its value, 0-dim.
+
+    What changes is "" for the weight, or the name of a state of the optimizer. A gain of -0.56
+    says that rounding took 56 % of the change.
+    """
+    weight = nn.Parameter(kept.value.float())
+    weight.grad = kept.gradient.float()
+    state = {name: _wide(value) for name, value in kept.state.items()}
+    twin = copy.copy(optimizer)
+    twin.param_groups = [{**kept.group, "params": [weight]}]
+    twin.state = defaultdict(dict, {weight: state} if state else {})
+    for hooks in _HOOKS:  # the user's
+        setattr(twin, hooks, OrderedDict())
+    type(optimizer).step(twin)
+    now, exact = optimizer.state.get(kept.weight, {}), twin.state[weight]
+    changed = {"": (kept.value, kept.weight.detach(), weight.detach())}
+    changed |= {
+        name: (value, now[name], exact[name])
+        for name, value in kept.state.items()
+        if isinstance(value, Tensor) and value.dtype in _LOW and name in now and name in exact
+    }
+    for name, (was, low, high) in changed.items():
+        if was.dtype in _LOW:
+            was = was.double()
+            gain, error = compared(low.double() - was, high.double() - was)
+            yield name, GAIN, gain
+            yield name, ERROR, error
+
+
+def _is_low(weight: Tensor, state: dict[str, Any]) -> bool:
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    is_plain = type(weight) in (Tensor, nn.Parameter)
+    return is_plain and any(each.dtype in _LOW for each in (weight, *tensors))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        for name, value in state.items()
+    }
+
+
+def _wide(value: Any) -> Any:
+    is_low = isinstance(value, Tensor) and value.dtype in _LOW
+    return value.float() if is_low else value.clone() if isinstance(value, Tensor) else value
+
+
+def unlike(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Compares matrices with others of their shape and last names: name, its size, the others'.
+
+    Sizes are the root mean square of a matrix, and the median of the others', 0-dim.
+    """
+    alike: dict[object, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and type(weight) is nn.Parameter and weight.is_floating_point():
+            alike[_last_names(name), weight.shape].append((name, weight.detach()))
+    for group in alike.values():
+        if len(group) > FEWEST_PEERS:
+            sizes = torch.stack([weight.float().square().mean().sqrt() for _, weight in group])
+            middle = sizes.median()
+            yield from ((name, size, middle) for (name, _), size in zip(group, sizes, strict=True))
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """The weights that alone among those of their shape and last names are not trained."""
+    alike: dict[object, list[tuple[str, bool]]] = defaultdict(list)
+    for name, weight in model.named_parameters():
+        alike[_last_names(name), weight.shape].append((name, weight.requires_grad))
+    found = []
+    for group in alike.values():
+        still = [name for name, is_trained in group if not is_trained]
+        if len(still) == 1 and len(group) > FEWEST_PEERS:
+            found += still
+    return found
+
+
+def _last_names(name: str) -> tuple[str, ...]:
+    return tuple(part for part in name.split(".")[-3:] if not part.isdecimal())
