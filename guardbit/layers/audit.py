@@ -40,6 +40,9 @@ DIFFERENCE = {torch.float64: 1e-4, torch.float32: 3e-3}
 _LOW = frozenset({torch.bfloat16, torch.float16})
 _CASTS = {"bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32}
 
+#: Where modules without weights are functions of each number.
+_PLAIN = ("torch.nn.", "transformers.activations")
+
 #: Kinds whose rows do not see each other.
 _BY_ROWS = (nn.Linear, nn.Embedding)
 
@@ -91,7 +94,11 @@ def kind_of(module: nn.Module) -> str:
         return "norm"
     if "loss" in name or "entropy" in name:
         return "loss"
-    return "linear" if next(module.parameters(), None) is not None else "activation"
+    if isinstance(module, (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)) or _is_conv1d(module):
+        return "linear"
+    has_weights = next(module.parameters(), None) is not None
+    # Code of one's own may do as much as a block.
+    return "block" if has_weights or not type(module).__module__.startswith(_PLAIN) else "activation"
 
 
 def limit_of(kind: str, tensor: str, statistic: str) -> float:

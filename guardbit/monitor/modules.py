@@ -356,4 +356,4 @@ def _why_not(module: nn.Module) -> str | None:
 def _is_own(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith("guardbit")
+    return str(getattr(hook, "__module__", "")).startswith(("guardbit", "transformers."))
