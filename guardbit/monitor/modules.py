@@ -254,6 +254,8 @@ class ModuleAudits:
         rows = [ModuleRow(step, *each, value) for each, value in zip(of, values, strict=True)]
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
+        # What encloses such a module does not repeat itself either, however little it shows.
+        unlike |= {row.module for row in rows if any(map(_is_in(row.module), unlike))}
         for name in unlike:
             self.unmeasured[name] = "its forward does not repeat itself, as with dropout"
         self.rows = [x for x in rows if x.module not in unlike and x.statistic != audit.REPEATED]
@@ -263,13 +265,15 @@ class ModuleAudits:
     def _suspect(self) -> None:
         """Records what is beyond its limit twice, in the innermost modules."""
         beyond = [row for row in self.rows if audit.is_beyond(row)]
-        names = {row.module for row in beyond}
+        # Modules come as in the backward. What forwards show is first in the forward's order: the
+        # gradients of what is wrong may be anything.
+        of_forward = [row for row in beyond if _is_of_forward(row)]
+        beyond = [*reversed(of_forward), *(row for row in beyond if not _is_of_forward(row))]
         news = []
         for row in beyond:
             key = row.module, row.tensor, row.statistic
             is_again = key in self._suspects and key not in self._told
-            inside = f"{row.module}." if row.module else ""
-            is_inner = not any(name != row.module and name.startswith(inside) for name in names)
+            is_inner = not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
             self._suspects.add(key)
             if is_again:
                 self._told.add(key)
@@ -293,6 +297,24 @@ class ModuleAudits:
             if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
                 why = f"{name} is {float(size):.2g} in size (root mean square), the others like it"
                 self._tell(name.rpartition(".")[0], f"{why} {float(middle):.2g}")
+
+
+def _is_in(outer: str) -> Callable[[str], bool]:
+    inside = f"{outer}." if outer else ""
+    return lambda name: name != outer and name.startswith(inside)
+
+
+def _is_of_forward(row: ModuleRow) -> bool:
+    return row.tensor.split(" ")[0] == "output" and row.kind != "optimizer"
+
+
+def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
+    """Whether what a module shows may come from what one inside it shows."""
+    if inner.kind == "optimizer" or outer.kind == "optimizer":
+        return inner.kind == outer.kind
+    if audit.RESIDUAL in (inner.statistic, outer.statistic):
+        return inner.statistic == outer.statistic
+    return _is_of_forward(inner) or not _is_of_forward(outer)
 
 
 def sentence(row: ModuleRow) -> str:
