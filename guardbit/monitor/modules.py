@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -94,7 +95,9 @@ class ModuleAudits:
         names = {id(weight): plain_name(name) for name, weight in numbers}
         kept: list[optimizer.Before] = []
         self._undo += (
-            register_optimizer_step_pre_hook(partial(self._before_step, names, numbers, kept)).remove,
+            register_optimizer_step_pre_hook(
+                partial(self._before_step, names, numbers, kept)
+            ).remove,
             register_optimizer_step_post_hook(partial(self._after_step, names, kept)).remove,
         )
 
@@ -253,12 +256,18 @@ class ModuleAudits:
         values = map(float, numbers.read())
         rows = [ModuleRow(step, *each, value) for each, value in zip(of, values, strict=True)]
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
-        unlike = {row.module for row in repeated if not row.value < audit.MOST_REPEATED}
+        unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
         # What encloses such a module does not repeat itself either, however little it shows.
         unlike |= {row.module for row in rows if any(map(_is_in(row.module), unlike))}
         for name in unlike:
             self.unmeasured[name] = "its forward does not repeat itself, as with dropout"
-        self.rows = [x for x in rows if x.module not in unlike and x.statistic != audit.REPEATED]
+        self.rows = [
+            row
+            for row in rows
+            if row.module not in unlike
+            and row.statistic != audit.REPEATED
+            and not math.isnan(row.value)
+        ]
         self._suspect()
         return self.rows
 
@@ -272,7 +281,9 @@ class ModuleAudits:
         news = []
         for row in beyond:
             key = row.module, row.tensor, row.statistic
-            is_again = key in self._suspects and key not in self._told
+            # What overflows needs no second time, and may get none.
+            is_sure = key in self._suspects or math.isinf(row.value)
+            is_again = is_sure and key not in self._told
             is_inner = not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
             self._suspects.add(key)
             if is_again:
@@ -283,7 +294,9 @@ class ModuleAudits:
             of_module = [row for row in news if row.module == name]
             worst = max(of_module, key=lambda row: abs(row.value) / audit.limit_of(*row[2:5]))
             if worst.kind != "optimizer" or ("optimizer", "", "") not in self._told:
-                self._told.add(("optimizer", "", "") if worst.kind == "optimizer" else (name, "", ""))
+                self._told.add(
+                    ("optimizer", "", "") if worst.kind == "optimizer" else (name, "", "")
+                )
                 self._tell(name, sentence(worst))
 
     def _tell(self, name: str, why: str) -> None:
@@ -326,6 +339,8 @@ def sentence(row: ModuleRow) -> str:
     names = {"output": "the output", "input": "the gradient of the input"}
     what = names.get(row.tensor, f"the gradient of {row.tensor}")
     usual = f"sound modules of its kind ({row.kind}) stay below {audit.limit_of(*row[2:5]):g}"
+    if math.isinf(value):
+        return f"{what} is not finite; that of {exact} is"
     if row.statistic == audit.SLOPE:
         return (
             f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"
