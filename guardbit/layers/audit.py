@@ -42,7 +42,7 @@ CHANCE = 4.0
 AS_DEFINED = 0.02
 
 #: Step of the differences, relative to the size of the tensor; some code does not take FP64.
-DIFFERENCE = {torch.float64: 1e-4, torch.float32: 3e-3}
+DIFFERENCE = {torch.float64: 1e-5, torch.float32: 3e-4}
 
 _LOW = frozenset({torch.bfloat16, torch.float16})
 _WITH_BITS = {torch.int16: torch.bfloat16, torch.int32: torch.float32, torch.int64: torch.float64}
@@ -51,6 +51,13 @@ _CASTS = {"bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.floa
 
 #: Where modules without weights are functions of each number.
 _PLAIN = ("torch.nn.", "transformers.activations")
+
+_LINEAR = (
+    nn.Linear,
+    nn.Bilinear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 #: Kinds whose rows do not see each other.
 _BY_ROWS = (nn.Linear, nn.Embedding)
@@ -115,7 +122,7 @@ def kind_of(module: nn.Module) -> str:
         return "norm"
     if "loss" in name or "entropy" in name:
         return "loss"
-    if isinstance(module, (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)) or _is_conv1d(module):
+    if isinstance(module, _LINEAR) or _is_conv1d(module):
         return "linear"
     has_weights = next(module.parameters(), None) is not None
     # Code of one's own may do as much as a block.
@@ -302,13 +309,12 @@ def audit(call: Call) -> dict[tuple[str, str], Tensor]:
             added = exact.double() - given[0].double()
             found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added)[1]
     for name, gradient in of_high.items():
-        # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
+        # Weights of modules inside are compared there. Here they may cancel, as a bias of keys.
         is_inside = call.kind == "block" and "." in name
         is_weight = not name.startswith("input")
-        if gradient is None or is_inside or (is_weight and _sums_in_low(call)):
-            continue
-        if of_low[name] is not None:
-            found[name, GAIN], found[name, ERROR] = compared(of_low[name], gradient)
+        of_run = None if is_inside or (is_weight and _sums_in_low(call)) else of_low[name]
+        if gradient is not None and of_run is not None:
+            found[name, GAIN], found[name, ERROR] = compared(of_run, gradient)
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     for which, gradients in (("input", inputs), ("weights", weights)):
@@ -482,7 +488,7 @@ def _in(wide: torch.dtype) -> Iterator[None]:
 
 
 class _Choices(TorchFunctionMode):
-    """Repeats what the first run chose, as experts: rounding may turn a choice, and all after it."""
+    """Repeats what the first run chose, such as experts: rounding may turn a choice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -540,7 +546,7 @@ class _Wide(TorchFunctionMode):
         return self._wide if isinstance(each, torch.dtype) and each in self._low else each
 
     def _of_bits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A view as another dtype; one that gives back a number nearly as it was gives it as it was."""
+        """A view as another dtype; a number that comes back nearly as it was comes back exactly."""
         if tensor.is_floating_point():
             self._with_bits.append(tensor.detach())
             return tensor.to(_WITH_BITS.get(dtype, tensor.dtype)).view(dtype)

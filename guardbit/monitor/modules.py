@@ -325,8 +325,8 @@ def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
     """Whether what a module shows may come from what one inside it shows."""
     if inner.kind == "optimizer" or outer.kind == "optimizer":
         return inner.kind == outer.kind
-    if audit.RESIDUAL in (inner.statistic, outer.statistic):
-        return inner.statistic == outer.statistic
+    if inner.statistic == audit.RESIDUAL:
+        return outer.statistic == audit.RESIDUAL
     return _is_of_forward(inner) or not _is_of_forward(outer)
 
 
