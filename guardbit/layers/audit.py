@@ -328,6 +328,71 @@ def audit(call: Call) -> dict[tuple[str, str], Tensor]:
 
 
 def _sums_in_low(call: Call) -> bool:
+    """Whether PyTorch sums the gradients of weights in BF16, as norms of BF16 do on CPUs."""
+    first = _floats(call.inputs)[:1]
+    return call.kind == "norm" and bool(first) and first[0].is_cpu and first[0].dtype in _LOW
+
+
+@contextmanager
+def _beside_the_run() -> Iterator[None]:
+    """Leaves the run its random numbers."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@_beside_the_run()
+def audit(call: Call) -> dict[tuple[str, str], Tensor]:
+    """Compares a call with FP32: (tensor, statistic) -> value, 0-dim FP64 on its device.
+
+    Tensors are "output", "input" and names of weights, which stand for the gradients of these.
+    Statistics are `gain`, `relative_error`, `slope` (of "input" and "weights"), and of blocks that
+    add to their input `residual_error`: the error relative to what is added.
+
+    Raises:
+        NotMeasured: The call does not repeat itself, as with dropout.
+    """
+    low, of_low = _run(call, None)
+    high, of_high = _run(call, torch.float32)
+    if (defined := _as_defined(call, high)) is not None:
+        high, of_high = defined
+    found: dict[tuple[str, str], Tensor] = {}
+    for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
+        if call.gradients[index] is None:
+            continue
+        if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
+            _, difference = compared(again, seen)
+            found["output", REPEATED] = difference
+        else:
+            seen = again
+        name = "output" if index == 0 else f"output {index}"
+        found[name, GAIN], found[name, ERROR] = compared(seen, exact)
+        given = _floats(call.inputs)[:1]
+        if call.kind == "block" and given and given[0].shape == exact.shape:
+            added = exact.double() - given[0].double()
+            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added)[1]
+    for name, gradient in of_high.items():
+        # Weights of modules inside are compared there. Here they may cancel, as a bias of keys.
+        is_inside = call.kind == "block" and "." in name
+        is_weight = not name.startswith("input")
+        of_run = None if is_inside or (is_weight and _sums_in_low(call)) else of_low[name]
+        if gradient is not None and of_run is not None:
+            found[name, GAIN], found[name, ERROR] = compared(of_run, gradient)
+    inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
+    weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
+    for which, gradients in (("input", inputs), ("weights", weights)):
+        try:
+            slope = _slope(call, gradients, torch.float64)
+        except (RuntimeError, NotImplementedError):
+            slope = _slope(call, gradients, torch.float32)
+        if slope is not None:
+            found[which, SLOPE] = slope
+    return found
+
+
+def _sums_in_low(call: Call) -> bool:
     """Whether PyTorch sums the gradients of weights in BF16, as it does for norms on CPUs."""
     weight = next(call.module.parameters(recurse=False), None)
     return call.kind == "norm" and weight is not None and weight.is_cpu and weight.dtype in _LOW

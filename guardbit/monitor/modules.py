@@ -160,7 +160,12 @@ class ModuleAudits:
             self._calls[name] = self._calls.get(name, 0) + 1
             receive = partial(self._receive, name, call, [each.requires_grad for each in made])
             wanted = [each for each in made if each.requires_grad]
-            self._undo.append(register_multi_grad_hook(wanted, receive).remove)
+            if len(wanted) == 1:
+                # Hooks of several do not see where a backward begins, which is often a loss.
+                handle = wanted[0].register_hook(lambda gradient: receive([gradient]))
+            else:
+                handle = register_multi_grad_hook(wanted, receive)
+            self._undo.append(handle.remove)
 
     def _receive(
         self, name: str, call: Call, wanted: list[bool], gradients: Sequence[Tensor | None]
