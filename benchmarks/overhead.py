@@ -52,19 +52,21 @@ class Arm(NamedTuple):
         switched_layers: Number of layers whose heads are all switched.
         stabilizer: What they are switched to, also that of the monitor's policy; "" for no policy.
         measured_heads: Heads of the first layer in which rounding's share is measured at each step.
+        audit_modules: Whether modules are audited.
     """
 
     every_n_train_steps: int
     switched_layers: int
     stabilizer: str
     measured_heads: int = 0
+    audit_modules: bool = False
 
 
 #: The others are compared with the first.
 ARMS = [
     Arm(0, 0, ""), Arm(50, 0, ""), Arm(10, 0, ""), Arm(50, 1, "exact_delta"),
     Arm(50, 12, "exact_delta"), Arm(50, 1, "compensated"), Arm(50, 12, "compensated"),
-    Arm(50, 0, "", 1), Arm(50, 1, "exact_delta", 1),
+    Arm(50, 0, "", 1), Arm(50, 1, "exact_delta", 1), Arm(50, 0, "", 0, True),
 ]  # fmt: skip
 
 
@@ -182,6 +184,7 @@ def attached(training: Training, arm: Arm) -> Iterator[tuple[MonitorSession | No
         training.model,
         every_n_train_steps=arm.every_n_train_steps,
         strict=True,
+        audit_modules=arm.audit_modules,
         policy=Policy(arm.stabilizer) if arm.stabilizer else None,
     )
     try:
@@ -298,7 +301,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, str | int]]:
     """All arms: a row each."""
     neutrality(options)
     training = Training(options)
-    arms = [arm for arm in ARMS if arm.switched_layers <= options.layers]
+    chosen = [ARMS[number] for number in options.arms or range(len(ARMS))]
+    arms = [arm for arm in chosen if arm.switched_layers <= options.layers]
     kernels = waiting(training, arms)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     blocks: dict[Arm, list[Timed]] = {arm: [] for arm in arms}
@@ -354,7 +358,8 @@ def table(rows: list[dict[str, str]]) -> str:
     for entry in rows:
         cadence = entry["every_n_train_steps"]
         cells = [
-            "none" if cadence == "0" else f"every {cadence} steps",
+            ("none" if cadence == "0" else f"every {cadence} steps")
+            + ", and modules" * (entry.get("audit_modules") == "True"),
             f"{entry['switched_layers']} {entry['stabilizer']}".strip(),
             entry.get("measured_heads", "0"),
             entry["mean"],
@@ -379,6 +384,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=100, help="steps a block, a multiple of 50")
+    parser.add_argument("--arms", type=int, nargs="+", help="numbers of arms, 0 first; else all")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--csv", metavar="FILE", help="where to write the rows")
     parser.add_argument("--table", metavar="FILE", help="print a written file's table, run nothing")

@@ -90,7 +90,8 @@ def _is_in_the_way(error: Exception) -> bool:
     return (kind.__module__, kind.__name__) == (_CHECKPOINTS, "_StopRecomputationError")
 
 
-def _nothing(*_: object, **__: object) -> None: ...
+def nothing(*_: object, **__: object) -> None:
+    """Does nothing, whatever it gets."""
 
 
 def _raise(error: Exception) -> None:
@@ -134,7 +135,7 @@ def _tried(
 
 
 def method(
-    otherwise: Callable[[Any], Any] = _nothing, at_last: Callable[[Any], None] | None = None
+    otherwise: Callable[[Any], Any] = nothing, at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
     """Guards a method of a `Guarded`; after an error it returns what `otherwise` makes of self."""
 
@@ -158,21 +159,21 @@ def method(
             finally:
                 if at_last is not None:
                     contains = (functools.partial(self._contain, where=at_last.__name__),)
-                    _tried(contains, _nothing, undo_all, ([functools.partial(at_last, self)],), {})
+                    _tried(contains, nothing, undo_all, ([functools.partial(at_last, self)],), {})
 
         return _marked(guarded)
 
     return decorate
 
 
-def function(contain: Contain, otherwise: Callable[..., Any] = _nothing) -> Callable[[F], F]:
+def function(contain: Contain, otherwise: Callable[..., Any] = nothing) -> Callable[[F], F]:
     """Guards a function, as of a backward; after an error `otherwise` gets its arguments."""
     return _guarded((contain,), otherwise)
 
 
 def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
     """Guards a function, which is tried a second time; after that it raises or returns None."""
-    return _guarded((contain, _raise if is_needed else contain), _nothing)
+    return _guarded((contain, _raise if is_needed else contain), nothing)
 
 
 def _guarded(contains: tuple[Contain, ...], otherwise: Callable[..., Any]) -> Callable[[F], F]:
@@ -196,7 +197,7 @@ def hook(
             # An exported program must hold the model's operations alone. PyTorch 2.11's compiler
             # takes `is_exporting()` for true, whatever it compiles for.
             return None if private.is_exporting() else traced(*args, **kwargs)
-        return _tried((contain, contain), _nothing, eager, args, kwargs)
+        return _tried((contain, contain), nothing, eager, args, kwargs)
 
     return _marked(guarded)
 
@@ -220,7 +221,7 @@ def stand_in(
         if _SAYS_TOO_LITTLE and private.tracing_context() is not None:
             return place.original(*args, **kwargs)
         contains = (contain, give_up)
-        taken = _tried(contains, _nothing, before, (args, kwargs), {})
+        taken = _tried(contains, nothing, before, (args, kwargs), {})
         if taken is None:
             return place.original(*args, **kwargs)
         if isinstance(taken, Result):
@@ -298,7 +299,7 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
 
 def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
     """Calls a function, then another with its result; only the latter is tried twice."""
-    return _tried((contain, _raise), _nothing, finish, (function(),), {})
+    return _tried((contain, _raise), nothing, finish, (function(),), {})
 
 
 def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:

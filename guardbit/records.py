@@ -100,6 +100,12 @@ class ModuleRow(NamedTuple):
     tensor: str  # "output", "input" (its gradient), or the name of a weight (its gradient)
     statistic: str  # "gain", "relative_error", "slope" or "residual_error"
     value: float
+    limit: float  # sound modules stay below it in size; infinite if there is none
+
+    @property
+    def excess(self) -> float:
+        """How many times the value is as large as its limit; 0 if it is NaN."""
+        return 0.0 if math.isnan(self.value) else abs(self.value) / self.limit
 
 
 class Role(NamedTuple):

@@ -12,16 +12,19 @@ import guardbit
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, image_every_n_samples=None, log_layers=False,"
     " sites=None, indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
-    " snapshot_megabytes=64, locate_nonfinite=False, on_alarm=None, strict=False",
+    " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
+    " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
     " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None,"
     " on_nonfinite='keep'",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, locate_nonfinite=False, on_alarm=None, strict=False",
+    " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
+    " strict=False",
     "MonitorSession": "model, *, writer=None, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, locate_nonfinite=False, on_alarm=None, strict=False",
+    " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
+    " strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
@@ -42,6 +45,7 @@ MEMBERS = {
     "MonitorSession": [
         "abandon_step",
         "alarmed_heads",
+        "audit",
         "begin_batch",
         "catch_up",
         "close",
@@ -52,6 +56,7 @@ MEMBERS = {
         "load_state_dict",
         "loss",
         "judgement",
+        "modules",
         "num_alarmed_heads",
         "record",
         "skips_step",

@@ -175,6 +175,10 @@ class LiveRun:
                 if time.monotonic() - updated > UPDATE_SECONDS:
                     self._update_state()
                     updated = time.monotonic()
+            for batch in self._follower.batches("modules"):
+                with self.lock:
+                    self._run.take_modules(batch.to_pandas())
+                has_changed = True
         finally:
             self._is_reading = False
         return has_changed

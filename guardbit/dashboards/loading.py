@@ -55,12 +55,13 @@ def read(path: str | os.PathLike[str]) -> LoadedRun:
         reading.read_metadata(path),
         reading.read_end(path) or ("not closed" if files.is_run(folder) else None),
         read_diagnosed(folder),
+        reading.read_modules(path),
     )
 
 
 @dataclass(eq=False, repr=False)
 class LoadedRun:
-    """A run that was read, with tables as `guardbit.read_run` and `read_events` return them."""
+    """A run that was read, with tables as functions of `guardbit.store` return them."""
 
     name: str
     samples: pd.DataFrame
@@ -68,6 +69,7 @@ class LoadedRun:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     ended: Ended | None = None  # None where that is not known, as of a CSV
     diagnosed: Diagnosed = field(default_factory=Diagnosed)
+    modules: pd.DataFrame = field(default_factory=lambda: files.MODULES.empty_table().to_pandas())
 
     @property
     def plot(self) -> Plots:
@@ -81,7 +83,9 @@ class LoadedRun:
     @cached_property
     def recorded(self) -> Recorded:
         """What figures and reports are made from."""
-        return Recorded(self.samples, self.events, self.metadata, self.ended, self.diagnosed)
+        return Recorded(
+            self.samples, self.events, self.metadata, self.ended, self.diagnosed, self.modules
+        )
 
     @property
     def judgement(self) -> Judgement:

@@ -19,7 +19,7 @@ from guardbit.dashboards.history import Floats, History, Integers, farthest
 from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.judgement.evidence import Head as Head
 from guardbit.records import Event
-from guardbit.store.files import COLUMNS, EVENT_COLUMNS
+from guardbit.store.files import COLUMNS, EVENT_COLUMNS, MODULES
 from guardbit.store.reading import resumptions, samples_of
 
 #: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
@@ -27,6 +27,8 @@ from guardbit.store.reading import resumptions, samples_of
 SAMPLES_AVERAGED = 5
 #: An excess below this is nothing to watch, as in the pages.
 NOTABLE = 1.5
+#: Audits of a module, the latest, that the page shows the largest values of.
+AUDITS = 8
 #: Steps that reports and figures resolve where they compare heads with their baselines, even.
 BUCKETS = 300
 
@@ -56,6 +58,9 @@ class RunSoFar:
         """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
         self.history, self.evidence = History(self._buckets), Evidence()
         self._latest = pd.DataFrame(columns=COLUMNS)
+        #: The rows of the latest audits of each module, as `guardbit.store.read_modules` has them.
+        self.modules = MODULES.empty_table().to_pandas()
+        self.module_names: dict[str, None] = {}  # in the order of their first rows
 
     def forget_conclusions(self) -> None:
         """So that they are drawn anew, from all that was read."""
@@ -73,6 +78,14 @@ class RunSoFar:
         self._latest = (
             latest if self._latest.empty else latest_rows(pd.concat([self._latest, latest]))
         )
+
+    def take_modules(self, rows: pd.DataFrame) -> None:
+        self.module_names |= dict.fromkeys(rows["module"].unique())
+        rows = pd.concat([self.modules, rows.astype(self.modules.dtypes)])
+        # What was merged from read and new segments comes once more.
+        rows = rows.drop_duplicates(MODULES.names[:-2], keep="last")
+        audits = rows[["module", "step"]].drop_duplicates()
+        self.modules = rows.merge(audits.groupby("module").tail(AUDITS))
 
     @cached_property
     def judgement(self) -> Judgement:
@@ -175,11 +188,13 @@ class Recorded(RunSoFar):
         metadata: Mapping[str, Any] | None = None,
         ended: Ended | None = None,
         diagnosed: Diagnosed | None = None,
+        modules: pd.DataFrame | None = None,
     ) -> None:
         super().__init__(BUCKETS)
         self.samples, self.diagnosed = samples, diagnosed or Diagnosed()
         self.events, self.metadata, self.ended = events_of(events), metadata or {}, ended
         self.take(self.samples)
+        self.take_modules(self.modules if modules is None else modules)
         self._rows = self.samples.groupby("indicator", observed=True).indices
 
     def by_head(self, indicator: str) -> pd.DataFrame:

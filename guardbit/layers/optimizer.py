@@ -1,4 +1,4 @@
-"""What rounding takes from an optimizer's step, and weights that are unlike others of their shape."""
+"""What rounding takes from an optimizer's step, and weights that are unlike their peers."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ class Before(NamedTuple):
     weight: nn.Parameter
     group: dict[str, Any]
     value: Tensor
-    gradient: Tensor
     state: dict[str, Any]
 
 
 def before(optimizer: Optimizer, weights: Iterable[Tensor]) -> list[Before]:
-    """Keeps those of some weights that the optimizer is about to change and that may lose bits."""
+    """Keeps those of some weights that the optimizer may change and that may lose bits."""
     wanted = {id(weight) for weight in weights}
     return [
-        Before(weight, group, weight.detach().clone(), weight.grad.clone(), _copied(state))
+        Before(weight, group, weight.detach().clone(), _copied(state))
         for group in optimizer.param_groups
         for weight in group["params"]
-        if id(weight) in wanted and weight.grad is not None and weight.numel() <= MOST_NUMBERS
+        if id(weight) in wanted and weight.numel() <= MOST_NUMBERS
         if _is_low(weight, state := optimizer.state.get(weight, {}))
     ]
 
 
 def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]]:
-    """Compares a step with the same step in FP32: what changes, the statistic, its value, 0-dim.
+    """Compares a step that was taken with the same in FP32: what changes, statistic, value, 0-dim.
 
     What changes is "" for the weight, or the name of a state of the optimizer. A gain of -0.56
     says that rounding took 56 % of the change.
     """
+    if kept.weight.grad is None:
+        return
     weight = nn.Parameter(kept.value.float())
-    weight.grad = kept.gradient.float()
+    # After the step, because a closure makes the gradient within it.
+    weight.grad = kept.weight.grad.float().clone()
     state = {name: _wide(value) for name, value in kept.state.items()}
     twin = copy.copy(optimizer)
     twin.param_groups = [{**kept.group, "params": [weight]}]
@@ -70,7 +72,7 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
     for name, (was, low, high) in changed.items():
         if was.dtype in _LOW:
             was = was.double()
-            gain, error = compared(low.double() - was, high.double() - was)
+            gain, error, _ = compared(low.double() - was, high.double() - was)
             yield name, GAIN, gain
             yield name, ERROR, error
 

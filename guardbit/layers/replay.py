@@ -193,11 +193,18 @@ def _place_in(
 
 
 @contextmanager
-def _as_before(model: nn.Module, beside: object) -> Iterator[ExitStack]:
-    """Puts gradients, generators and what modules hold back afterwards."""
+def put_back(*held: object, with_tensors: bool) -> Iterator[ExitStack]:
+    """Puts generators back afterwards, and what modules hold; tensors that change only if asked."""
     with ExitStack() as undo:
         undo.callback(RandomState.now().restore)
-        undo.callback(_Held([*model.modules(), beside]).restore)
+        undo.callback(_Held(held, with_tensors).restore)
+        yield undo
+
+
+@contextmanager
+def _as_before(model: nn.Module, beside: object) -> Iterator[ExitStack]:
+    """Puts gradients, generators and what modules hold back afterwards."""
+    with put_back(*model.modules(), beside, with_tensors=True) as undo:
         for parameter in model.parameters():
             _keep_gradient(parameter, undo)
         yield undo
@@ -236,7 +243,8 @@ def _copy_back(tensor: Tensor, content: Tensor) -> None:
 class _Held:
     """What modules hold: parameters, buffers, metrics, counters and generators."""
 
-    def __init__(self, found: Sequence[object]) -> None:
+    def __init__(self, found: Sequence[object], with_tensors: bool) -> None:
+        self._with_tensors = with_tensors
         self._undo: list[Callable[[], object]] = []
         self._room = dict.fromkeys((False, True), MOST_WEIGHT_BYTES)  # of frozen, of trained ones
         passed: dict[int, object] = {}  # held, because an id may come again
@@ -279,7 +287,8 @@ class _Held:
         return ()
 
     def _may_change(self, tensor: Tensor) -> bool:
-        if tensor.is_inference() or is_freed(tensor):  # nobody may change these
+        is_fixed = tensor.is_inference() or is_freed(tensor)  # nobody may change these
+        if is_fixed or not self._with_tensors:
             return False
         if not isinstance(tensor, nn.Parameter):
             return True

@@ -20,6 +20,7 @@ from guardbit.monitor.stages import Stages, log
 from guardbit.records import (
     Alarm,
     Event,
+    ModuleRow,
     Role,
     RunEnd,
     Sample,
@@ -117,6 +118,7 @@ class Journal:
         self._is_closed = False
         # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
+        self._modules: list[ModuleRow] = []
         self._events: list[Event] = []
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
@@ -258,6 +260,11 @@ class Journal:
             self._failures += 1  # unless it succeeds
             self._try_to_write()
 
+    def add_modules(self, rows: list[ModuleRow]) -> None:
+        """Takes what audits of modules found, which is written with the next samples."""
+        if self._is_kept():
+            self._modules += rows
+
     def _is_kept(self) -> bool:
         is_open = self._dirpath is not None and not self._is_closed
         return is_open and "store" not in self._stages.off
@@ -275,6 +282,7 @@ class Journal:
                 self._is_closed, self._writer = True, None
                 self._events.clear()
                 self._samples.clear()
+                self._modules.clear()
                 raise
             if not self._is_failing:
                 log.warning(
@@ -288,6 +296,8 @@ class Journal:
         # The writer keeps what it has taken in.
         samples, self._samples = self._samples, []
         writer.add(samples)
+        rows, self._modules = self._modules, []
+        writer.add_modules(rows)
         writer.flush()
         if samples:
             self._look_around(writer)

@@ -3,40 +3,82 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
+import torch.optim.optimizer as of_torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from guardbit import private
+from guardbit import guard, private
+from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
 from guardbit.layers.audit import Call, NotMeasured
-from guardbit.layers.replay import plain_name
+from guardbit.layers.replay import plain_name, put_back
 from guardbit.monitor import ranks
 from guardbit.monitor.measure import Transfer
 from guardbit.monitor.stages import Stages, text_of
 from guardbit.records import Event, ModuleRow
 
-#: A sampled step audits every eighth module, in turn.
+#: Modules that a sampled step audits, in turn; the first audits all.
+MODULES_A_SAMPLE = 4
+#: Of the weights that an optimizer changes, a sampled step looks at every eighth.
 TURNS = 8
 
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
+
+#: Files of code that calls no modules of the user's, such as what dataclasses generate.
+_NO_USER = re.compile(r"^<string>|[/\\\\](torch|guardbit)[/\\\\]")
+
+#: Where `nn.Module.compile` keeps what it made.
+_COMPILED_CALL = "_compiled_call_impl"
 
 #: On several ranks only modules of these packages are audited: others may wait for other ranks.
 _LOCAL = ("torch.nn.modules.", "transformers.")
 
 #: How much larger or smaller than the median of its peers a matrix may begin.
 MOST_UNLIKE = 8.0
+
+
+class _Hook:
+    """A hook that copies of a module do not have, and that compilers trace as nothing."""
+
+    def __init__(
+        self, function: Callable[..., Any], otherwise: Callable[..., Any] = guard.nothing
+    ) -> None:
+        # A compiler would take it for a part of the model.
+        is_compiler_there = "torch._dynamo" in sys.modules
+        self._function = torch.compiler.disable(function) if is_compiler_there else function
+        self._otherwise = otherwise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._otherwise(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (guard.nothing,)
+
+
+private.skip_code(_Hook.__call__.__code__)
+
+
+class _Found(NamedTuple):
+    """A number of an audit, 0-dim on its device; else as in `ModuleRow`."""
+
+    module: str
+    kind: str
+    tensor: str
+    statistic: str
+    value: Tensor
 
 
 class ModuleAudits:
@@ -46,16 +88,22 @@ class ModuleAudits:
         self, model: nn.Module, is_on: bool, stages: Stages, record: Callable[[Event], None]
     ) -> None:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
-        self._is_whole = self._has_begun = self._is_inside = False
+        self._is_first = True
+        self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
+        self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
         self._calls: dict[str, int] = {}
         self._inside: dict[nn.Module, dict[nn.Module, str]] = {}  # of compiled modules
-        self._found: list[tuple[str, str, str, str, Tensor]] = []
-        self._sent: tuple[int, list[tuple[str, str, str, str]], Transfer] | None = None
-        self._suspects: set[tuple[str, str, str]] = set()
+        self._weights: dict[Tensor, str] = {}  # whose updates are still to be looked at
+        self._kept: list[optimizer.Before] = []
+        self._found: list[_Found] = []
+        self._sent: tuple[int, list[_Found], Transfer] | None = None
+        self._suspects: set[tuple[str, str, str]] = set()  # beyond in their modules' latest audit
+        self._doubted: set[tuple[str, str, str]] = set()  # in any audit
         self._told: set[tuple[str, str, str]] = set()
+        self._has_told_of_optimizer = False
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
         self.rows: list[ModuleRow] = []  # of the latest audit
 
@@ -66,39 +114,41 @@ class ModuleAudits:
     def begin(self, step: int, is_sampled: bool) -> None:
         """Begins to audit a step, if it is its turn."""
         self.forget()
-        if not (self._is_whole or (is_sampled and self._is_on)) or ranks.rank() > 0:
+        is_wanted = self._is_whole or (is_sampled and self._is_on)
+        # The first step is left alone: in it models are compiled.
+        is_first, self._is_first = self._is_first, False
+        if is_first or not is_wanted or ranks.rank() > 0:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
-        is_whole = self._is_whole or bool(self._suspects - self._told)
+        is_whole = self._is_whole or self._is_doubtful
         self._step, self._is_whole = step, False
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun = is_whole = True
             self._compare_peers()
+        self._is_sloped = is_whole
+        modules = [(module, name) for name, module in _named(self._model)]
+        first = self._turn * MODULES_A_SAMPLE % len(modules)
+        taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
         self._turn += not is_whole
-        taken = [
-            (module, name)
-            for index, (name, module) in enumerate(_named(self._model))
-            if index % TURNS in turns
-        ]
-        self._inside = _inside_compiled(self._model)
+        try:
+            self._inside = _inside_compiled(self._model)
+        except NotMeasured as why:
+            self.unmeasured[""] = str(why)
+            return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
             self._hook(module, self._name_of(module))
         for unit, inner in self._inside.items():
             self._inside[unit] = {m: name for m, name in taken if m in inner}
-        numbers = [
-            (name, weight)
+        self._weights = {
+            weight: plain_name(name)
             for index, (name, weight) in enumerate(self._model.named_parameters())
             if index % TURNS in turns
-        ]
-        names = {id(weight): plain_name(name) for name, weight in numbers}
-        kept: list[optimizer.Before] = []
+        }
         self._undo += (
-            register_optimizer_step_pre_hook(
-                partial(self._before_step, names, numbers, kept)
-            ).remove,
-            register_optimizer_step_post_hook(partial(self._after_step, names, kept)).remove,
+            of_torch.register_optimizer_step_pre_hook(self._guarded(self._before_step)).remove,
+            of_torch.register_optimizer_step_post_hook(self._guarded(self._after_step)).remove,
         )
 
     def _name_of(self, module: nn.Module) -> str:
@@ -107,13 +157,14 @@ class ModuleAudits:
     def _hook(self, module: nn.Module, name: str) -> None:
         if (why := _why_not(module)) is not None:
             self.unmeasured[name] = why
-        elif (compiled := module._compiled_call_impl) is not None:
+        elif (compiled := _compiled_call(module)) is not None:
             # Hooks of a module that is compiled in place would be traced.
+            self._undo.append(partial(setattr, module, _COMPILED_CALL, compiled))
             around = partial(self._around, module, name, compiled)
-            self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
-            module._compiled_call_impl = around
+            setattr(module, _COMPILED_CALL, _Hook(around, otherwise=compiled))
         else:
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            enter = _Hook(self._guarded(partial(self._enter, name)))
+            leave = _Hook(self._guarded(partial(self._leave, name)))
             self._undo += (
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove,
                 module.register_forward_hook(leave, with_kwargs=True).remove,
@@ -122,22 +173,24 @@ class ModuleAudits:
     def _around(
         self, module: nn.Module, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        self._enter(name, module, args, kwargs)
+        self._guarded(self._enter)(name, module, args, kwargs)
         output = compiled(*args, **kwargs)
-        self._leave(name, module, args, kwargs, output)
+        self._guarded(self._leave)(name, module, args, kwargs, output)
         return output
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return guard.function(partial(self._stages.fail, "modules"))(function)
 
     def forget(self) -> None:
         """Takes the hooks off, and forgets what was found in the step."""
-        while self._undo:
-            self._undo.pop()()
-        for kept in (self._open, self._calls, self._found):
+        undo_all(self._undo)
+        for kept in (self._open, self._calls, self._found, self._weights, self._kept):
             kept.clear()
 
     # --- in the step -----------------------------------------------------------------------------
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or "_is_replica" in vars(module):
+        if "_is_replica" in vars(module):
             return
         is_first = not is_recomputing() and not runtime.is_unobserved
         is_wanted = (is_first or self._is_inside) and torch.is_grad_enabled()
@@ -149,7 +202,7 @@ class ModuleAudits:
         self._open.append((module, call))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or "_is_replica" in vars(module):
+        if "_is_replica" in vars(module):
             return
         # What is above has raised an error that the user's code caught.
         while self._open and self._open[-1][0] is not module:
@@ -158,14 +211,10 @@ class ModuleAudits:
         made = call and self._attempt(name, partial(call.take_outputs, output))
         if call and made is not None:
             self._calls[name] = self._calls.get(name, 0) + 1
-            receive = partial(self._receive, name, call, [each.requires_grad for each in made])
+            takes = [each.requires_grad for each in made]
+            receive = self._guarded(partial(self._receive, name, call, takes))
             wanted = [each for each in made if each.requires_grad]
-            if len(wanted) == 1:
-                # Hooks of several do not see where a backward begins, which is often a loss.
-                handle = wanted[0].register_hook(lambda gradient: receive([gradient]))
-            else:
-                handle = register_multi_grad_hook(wanted, receive)
-            self._undo.append(handle.remove)
+            self._undo.append(register_multi_grad_hook(wanted, receive).remove)
 
     def _receive(
         self, name: str, call: Call, wanted: list[bool], gradients: Sequence[Tensor | None]
@@ -178,11 +227,16 @@ class ModuleAudits:
 
     def _audit(self, name: str, call: Call) -> None:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
-        with runtime.unobserved(), torch.compiler.set_stance("force_eager"):
-            found = audit.audit(call)
+        is_taken = not inner or call.module in inner
+        with (
+            runtime.unobserved(),
+            torch.compiler.set_stance("force_eager"),
+            put_back(*call.module.modules(), with_tensors=False),
+        ):
+            found = audit.audit(call, self._is_sloped) if is_taken else {}
             for (tensor, statistic), value in found.items():
-                self._found.append((name, call.kind, tensor, statistic, value))
-            if inner:
+                self._found.append(_Found(name, call.kind, tensor, statistic, value))
+            if inner.keys() - {call.module}:
                 self._audit_inside(call, inner)
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
@@ -197,8 +251,7 @@ class ModuleAudits:
         finally:
             self._is_inside = False
             after, self._undo = self._undo, before
-            for undo in reversed(after):
-                undo()
+            undo_all(after)
 
     def _attempt(self, name: str, function: Callable[[], Any]) -> Any:
         """Runs a part of an audit; a module that cannot be audited is left out, and why is kept."""
@@ -214,34 +267,22 @@ class ModuleAudits:
 
         return self._stages.attempt("modules", measured)
 
-    def _before_step(
-        self,
-        names: dict[int, str],
-        weights: list[tuple[str, Tensor]],
-        kept: list[optimizer.Before],
-        stepping: Optimizer,
-        *_: Any,
-    ) -> None:
-        if kept or not names:
-            return
-        keep = partial(optimizer.before, stepping, [weight for _, weight in weights])
-        kept += self._stages.attempt("modules", keep) or []
+    def _before_step(self, stepping: Optimizer, *_: Any) -> None:
+        keep = partial(optimizer.before, stepping, self._weights)
+        self._kept = self._stages.attempt("modules", keep) or []
 
-    def _after_step(
-        self, names: dict[int, str], kept: list[optimizer.Before], stepping: Optimizer, *_: Any
-    ) -> None:
-        ours, kept[:] = [*kept], []
-        names = {**names} if ours else {}
-        for one in ours:
-            name = names[id(one.weight)]
-            find = partial(self._lost, stepping, one, name)
-            self._attempt(name, find)
+    def _after_step(self, stepping: Optimizer, *_: Any) -> None:
+        kept, self._kept = self._kept, []  # first, because an FP32 step comes here as well
+        for one in kept:
+            name = self._weights.pop(one.weight)
+            self._attempt(name, partial(self._lost, stepping, one, name))
 
     def _lost(self, stepping: Optimizer, kept: optimizer.Before, name: str) -> None:
         with torch.no_grad():
             for state, statistic, value in optimizer.lost(stepping, kept):
                 tensor = f"{state} of {name}" if state else name
-                self._found.append((name.rpartition(".")[0], "optimizer", tensor, statistic, value))
+                module = name.rpartition(".")[0]
+                self._found.append(_Found(module, "optimizer", tensor, statistic, value))
 
     # --- after the step --------------------------------------------------------------------------
 
@@ -250,16 +291,30 @@ class ModuleAudits:
         found = [*self._found]
         self.forget()
         if found:
-            numbers = Transfer([value for *_, value in found])
-            self._sent = self._step, [tuple(of) for *of, _ in found], numbers
+            self._sent = self._step, found, Transfer([one.value for one in found])
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether numbers may still be on their way from the device."""
+        return self._sent is not None and self._sent[2].is_under_way
 
     def judge(self) -> list[ModuleRow]:
         """Returns what was sent, once it has come, and records what no sound module shows."""
         if self._sent is None:
             return []
-        (step, of, numbers), self._sent = self._sent, None
-        values = map(float, numbers.read())
-        rows = [ModuleRow(step, *each, value) for each, value in zip(of, values, strict=True)]
+        (step, found, numbers), self._sent = self._sent, None
+        places = {name: place for place, (name, _) in enumerate(_named(self._model))}
+        by_key: dict[tuple[str, ...], ModuleRow] = {}
+        values = [*map(float, numbers.read())]
+        chances = {one[:3]: value for one, value in zip(found, values, strict=True)
+                   if one.statistic == audit.BY_CHANCE}  # fmt: skip
+        for one, value in zip(found, values, strict=True):
+            more = chances.get(one[:3], 0.0) if one.statistic == audit.GAIN else 0.0
+            row = ModuleRow(step, *one[:4], value, audit.limit_of(*one[1:4]) + more)
+            # Of several calls of a module, the worst.
+            if one[:4] not in by_key or row.excess > by_key[one[:4]].excess:
+                by_key[one[:4]] = row
+        rows = sorted(by_key.values(), key=lambda row: places.get(row.module, 0))
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
         # What encloses such a module does not repeat itself either, however little it shows.
@@ -270,51 +325,71 @@ class ModuleAudits:
             row
             for row in rows
             if row.module not in unlike
-            and row.statistic != audit.REPEATED
+            and row.statistic not in (audit.REPEATED, audit.BY_CHANCE)
             and not math.isnan(row.value)
         ]
         self._suspect()
         return self.rows
 
     def _suspect(self) -> None:
-        """Records what is beyond its limit twice, in the innermost modules."""
-        beyond = [row for row in self.rows if audit.is_beyond(row)]
+        """Records what is beyond its limit for the second time, of the innermost modules."""
+        beyond = [row for row in self.rows if row.excess > 1]
         # Modules come as in the backward. What forwards show is first in the forward's order: the
         # gradients of what is wrong may be anything.
-        of_forward = [row for row in beyond if _is_of_forward(row)]
-        beyond = [*reversed(of_forward), *(row for row in beyond if not _is_of_forward(row))]
-        news = []
-        for row in beyond:
-            key = row.module, row.tensor, row.statistic
-            # What overflows needs no second time, and may get none.
-            is_sure = key in self._suspects or math.isinf(row.value)
-            is_again = is_sure and key not in self._told
-            is_inner = not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
-            self._suspects.add(key)
-            if is_again:
-                self._told.add(key)
-            if is_again and is_inner:
-                news.append(row)
+        beyond.sort(key=_is_of_forward, reverse=True)
+        keys = {(row.module, row.tensor, row.statistic): row for row in beyond}
+        audited = {row.module for row in self.rows}
+        before = {key for key in self._suspects if key[0] in audited}
+        self._suspects = (self._suspects - before) | keys.keys()
+        self._is_doubtful = bool(keys.keys() - self._doubted)
+        self._doubted |= keys.keys()
+        # What overflows needs no second time, and may get none.
+        sure = {key for key, row in keys.items() if math.isinf(row.value) or key in before}
+        news = [keys[key] for key in keys if key in sure - self._told]
+        self._told |= sure
+        of_optimizer = [row for row in news if row.kind == "optimizer"]
+        if of_optimizer and not self._has_told_of_optimizer:
+            self._has_told_of_optimizer = True
+            self._tell("", _of_optimizer(self.rows))
+        news = [
+            row
+            for row in news
+            if row.kind != "optimizer"
+            and not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
+        ]
         for name in dict.fromkeys(row.module for row in news):
+            # A backward that does not fit its forward is off FP32's as well.
             of_module = [row for row in news if row.module == name]
-            worst = max(of_module, key=lambda row: abs(row.value) / audit.limit_of(*row[2:5]))
-            if worst.kind != "optimizer" or ("optimizer", "", "") not in self._told:
-                self._told.add(
-                    ("optimizer", "", "") if worst.kind == "optimizer" else (name, "", "")
-                )
-                self._tell(name, sentence(worst))
+            self._tell(name, sentence(max(of_module, key=_weight_of)))
 
     def _tell(self, name: str, why: str) -> None:
         self._record(Event(self._step, "advisory", name, (), why, rule="module"))
 
     def _compare_peers(self) -> None:
         """Looks, once, for weights that are begun or trained unlike others of their shape."""
-        for name in optimizer.frozen(self._model):
+        for name in map(plain_name, optimizer.frozen(self._model)):
             self._tell(name.rpartition(".")[0], f"{name} is not trained; the others like it are")
         for name, size, middle in optimizer.unlike(self._model):
             if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
+                name = plain_name(name)
                 why = f"{name} is {float(size):.2g} in size (root mean square), the others like it"
                 self._tell(name.rpartition(".")[0], f"{why} {float(middle):.2g}")
+
+
+def _of_optimizer(rows: list[ModuleRow]) -> str:
+    """How much rounding takes from the optimizer's updates, over weights."""
+    lost = {row.tensor: -row.value for row in rows if row.kind == "optimizer"
+            if row.statistic == audit.GAIN and " of " not in row.tensor}  # fmt: skip
+    worst = max(lost, key=lost.__getitem__)
+    return (
+        f"rounding to BF16 or FP16 takes {median(lost.values()):.0%} of what the optimizer adds to"
+        f" a weight (median of {len(lost)}), and {lost[worst]:.0%} in {worst}; FP32 weights lose"
+        " none"
+    )
+
+
+def _weight_of(row: ModuleRow) -> tuple[bool, float]:
+    return row.statistic == audit.SLOPE, row.excess
 
 
 def _is_in(outer: str) -> Callable[[str], bool]:
@@ -328,34 +403,31 @@ def _is_of_forward(row: ModuleRow) -> bool:
 
 def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
     """Whether what a module shows may come from what one inside it shows."""
-    if inner.kind == "optimizer" or outer.kind == "optimizer":
-        return inner.kind == outer.kind
-    if inner.statistic == audit.RESIDUAL:
-        return outer.statistic == audit.RESIDUAL
+    if inner.kind == "optimizer":
+        return False
+    if audit.RESIDUAL in (inner.statistic, outer.statistic):
+        return inner.statistic == outer.statistic
     return _is_of_forward(inner) or not _is_of_forward(outer)
 
 
 def sentence(row: ModuleRow) -> str:
     """What a value beyond its limit means, in one sentence."""
-    value, exact = row.value, "the same code in FP32"
-    if row.kind == "optimizer":
-        what = "what the optimizer adds to"
-        return f"rounding takes {-value:.0%} of {what} {row.tensor}: keep it in FP32"
+    value = row.value
     names = {"output": "the output", "input": "the gradient of the input"}
     what = names.get(row.tensor, f"the gradient of {row.tensor}")
-    usual = f"sound modules of its kind ({row.kind}) stay below {audit.limit_of(*row[2:5]):g}"
+    usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:.2g}"
     if math.isinf(value):
-        return f"{what} is not finite; that of {exact} is"
+        return f"{what} is not finite, and it is in FP32"
     if row.statistic == audit.SLOPE:
         return (
             f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"
             f" the forward in FP64 give; {usual}"
         )
     if row.statistic == audit.RESIDUAL:
-        return f"rounding changes what it adds to its input by {value:.0%} ({exact}); {usual}"
+        return f"rounding changes what it adds to its input by {value:.0%}; {usual}"
     if row.statistic == audit.GAIN:
-        return f"{what} is {value:+.2%} off {exact} in size; {usual}"
-    return f"{what} is {value:.2%} off {exact}; {usual}"
+        return f"{what} is {value:+.2%} off what FP32 gives, in size; {usual}"
+    return f"{what} is {value:.2%} off what FP32 gives; {usual}"
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -369,15 +441,38 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
-    """The outermost compiled modules, each with what is inside it."""
+    """The outermost compiled modules, each with what is inside it.
+
+    Raises:
+        NotMeasured: Compiled code may call modules, and it is not known which.
+    """
+    graphs_of: Callable[[Any], Any] = lambda _: ()  # noqa: E731
+    if "torch._dynamo" in sys.modules:
+        graphs_of, _, known = private.graphs_of
+        codes = {_forward_code(module) for module in model.modules()}
+        for code in filter(None, [seen() for seen in getattr(known, "seen", ())]):
+            is_rest = code.co_name.startswith("torch_dynamo_resume") or code in codes
+            if not is_rest and not _NO_USER.search(code.co_filename) and graphs_of(code):
+                raise NotMeasured(f"{code.co_name} is compiled, which is no module's forward")
     found: dict[nn.Module, dict[nn.Module, str]] = {}
     passed = set[nn.Module]()
     for module in model.modules():
-        is_compiled = module._compiled_call_impl is not None
-        if module not in passed and (is_compiled or isinstance(module, private.optimized_module)):
+        is_compiled = isinstance(module, private.optimized_module)
+        is_compiled = is_compiled or _compiled_call(module) is not None
+        code = _forward_code(module)
+        is_compiled = is_compiled or (code is not None and bool(graphs_of(code)))
+        if is_compiled and module not in passed:
             found[module] = {inner: name for name, inner in module.named_modules()}
             passed |= found[module].keys()
     return found
+
+
+def _forward_code(module: nn.Module) -> Any:
+    return getattr(type(module).forward, "__code__", None)
+
+
+def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    return vars(module).get(_COMPILED_CALL)
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -385,7 +480,7 @@ def _why_not(module: nn.Module) -> str | None:
     if isinstance(module, nn.Dropout | nn.ModuleList | nn.ModuleDict):
         return "there is nothing to compare"
     for part in module.modules():
-        if {type(each) for each in part._parameters.values() if each is not None} - {nn.Parameter}:
+        if {*map(type, part.parameters(recurse=False))} - {nn.Parameter}:
             return "its weights are of another class, such as sharded ones"
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         if part is not module and not all(map(_is_own, hooks)):
@@ -396,6 +491,4 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _is_own(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(("guardbit", "transformers."))

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.interception import of_call, unchanged
 from guardbit.monitor.journal import Journal, leave_word
 from guardbit.monitor.measure import Burst, Measurement, Sent, is_number
+from guardbit.monitor.modules import ModuleAudits
 from guardbit.monitor.nonfinite import Loss, NonfiniteSteps, as_functions
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.sampled import Judged, SampledSteps
@@ -41,7 +43,7 @@ from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import Settings, warn_of_settings
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.stages import WATCHING, Stages, log, text_of
-from guardbit.records import RUN_ENDS, Alarm, Event, RunEnd, Sample, from_zero
+from guardbit.records import RUN_ENDS, Alarm, Event, ModuleRow, RunEnd, Sample, from_zero
 
 T = TypeVar("T")
 
@@ -116,6 +118,9 @@ class Session(Guarded):
         self._journal = Journal(settings, self._stages)
         self._notices = Notices(self.instrumentation, self._journal, settings)
         self._nonfinite = NonfiniteSteps(model, settings, self._stages, self._journal.record)
+        self._modules = ModuleAudits(
+            model, settings.audit_modules, self._stages, self._journal.record
+        )
         self._sampled = SampledSteps(
             self.instrumentation, settings, self._stages, self._journal, self._notices,
             self._measurement, self._burst, self._schedule,
@@ -172,6 +177,9 @@ class Session(Guarded):
             self.instrumentation.clock.follows_session = True
         if is_new and self._schedule.is_sampled:
             self._stages.begin_sample()
+        if is_new:
+            is_sampled = self._schedule.is_sampled and self._phase is Phase.OPEN
+            self.attempt("modules", partial(self._modules.begin, step, is_sampled))
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
             self._measurement.begin()
             self._had_backward = False
@@ -311,6 +319,10 @@ class Session(Guarded):
         if ended is None:
             return []
         step, was_sampled = ended
+        self._judge_modules()
+        self.attempt("modules", self._modules.end)
+        if not self._modules.is_under_way:
+            self._judge_modules()
         if not self._is_closed:
             self._stages.always("switch", self.instrumentation.clock.end_session_step)
             if was_sampled:
@@ -336,6 +348,9 @@ class Session(Guarded):
             return alarms
         self._measure(step)
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
+
+    def _judge_modules(self) -> None:
+        self._journal.add_modules(self.attempt("modules", self._modules.judge) or [])
 
     def _measure(self, step: int) -> None:
         """Sends what a sampled step shows to the host; on all ranks, or on none."""
@@ -399,6 +414,7 @@ class Session(Guarded):
             ("burst", self._burst.forget_step),
             ("coverage", self._notices.outside.stop),
             ("snapshots", self._sampled.snapshots.discard),
+            ("modules", self._modules.forget),
             ("samples", partial(self._measurement.run.forget_step, step)),
         )
         self._stages.run(forgetting)
@@ -424,6 +440,7 @@ class Session(Guarded):
             self._write_what_is_left,
             partial(self.attempt, "metrics", self._sampled.record_never_met),
             self._report_what_ran_last,
+            self._judge_modules,
             self._drop_calls,
             self._sampled.switching.remember,  # gone from the model in a moment
             self.catch_up,
@@ -481,6 +498,17 @@ class Session(Guarded):
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
         self._sampled.switching.switch(site, stabilizer, heads, why, self._latest_step)
         self._rest_between_steps()
+
+    @guard.method()
+    def audit(self) -> None:
+        """Audits all modules at the next step; `modules` holds what was found when it has ended."""
+        self._modules.ask()
+
+    @property
+    @guard.method(lambda _: [])
+    def modules(self) -> list[ModuleRow]:
+        """The numbers of the latest audit of modules, those furthest beyond their limits first."""
+        return sorted(self._modules.rows, key=attrgetter("excess"), reverse=True)
 
     @guard.method()
     def record(self, event: Event) -> None:
@@ -580,7 +608,9 @@ class Session(Guarded):
             self._let_go()
 
     def _let_go(self) -> None:
-        self._stages.always("close", partial(undo_all, [self.instrumentation.remove]))
+        self._stages.always(
+            "close", partial(undo_all, [self.instrumentation.remove, self._modules.forget])
+        )
 
     # --- state -----------------------------------------------------------------------------------
 

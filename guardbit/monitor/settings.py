@@ -60,6 +60,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "indicators": (_are_names, "a list of names, at least one, or None for all"),
     "dry_run": (lambda flag: isinstance(flag, bool), "True or False"),
     "locate_nonfinite": (lambda flag: isinstance(flag, bool), "True or False"),
+    "audit_modules": (lambda flag: isinstance(flag, bool), "True or False"),
     "policy": (lambda p: p is None or isinstance(p, Policy), "a guardbit.Policy, or None"),
     "on_alarm": (lambda f: f is None or takes(f, 1), "a function of one alarm, or None"),
     "dirpath": (
@@ -92,6 +93,8 @@ class Settings:
             and name the first place, at most 3 times a run. Keeps a step's batches, each with 32 KB
             of random state, and waits for the device once a step. `guardbit.locate_nonfinite` says
             what is as before afterwards.
+        audit_modules: Run a part of modules' calls once more, as they ran and in FP32, and compare
+            outputs and gradients: of all modules at the first sampled step, then of four, in turn.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
             a mail or a message; training waits for it. Its errors end nothing: the first is
             recorded, and it is called again at the next alarm.
@@ -109,6 +112,7 @@ class Settings:
     dirpath: str | os.PathLike[str] | None = None
     snapshot_megabytes: float = 64
     locate_nonfinite: bool = False
+    audit_modules: bool = False
     on_alarm: Callable[[Alarm], object] | None = None
     strict: bool = False
 
@@ -144,7 +148,7 @@ class Settings:
         """Returns what is kept of them with a run, as plain data."""
         names = "every_n_train_steps", "num_rows", "num_audited_heads", "dry_run"
         return {
-            **{name: getattr(self, name) for name in (*names, "locate_nonfinite")},
+            **{name: getattr(self, name) for name in (*names, "locate_nonfinite", "audit_modules")},
             "indicators": list(self.measured),
             "rules": [str(rule) for rule in self.rules],
             "heads_judged_by": heads_judged_by(self.rules),

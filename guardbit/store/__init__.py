@@ -6,6 +6,7 @@ The folder of a run holds:
 session-0001-5e0c9a41.json                         one writer: its start step and its metadata
 samples-0001-5e0c9a41-00000000-00000007.parquet    what its flushes 0 to 7 wrote, merged
 samples-0001-5e0c9a41-00000008-00000008.parquet    what its flush 8 wrote
+modules-0001-5e0c9a41-00000000-00000008.parquet    the same for what audits of modules found
 events-0001-5e0c9a41-00000000-00000000.jsonl       the same for events, one JSON object a line
 ```
 
@@ -20,12 +21,19 @@ it covers are removed, and the reader skips segments that another one covers.
 
 A session that continues from step s hides what earlier sessions recorded after step s, because the
 run repeats those steps. A session that continues from no step hides everything. Hiding begins with
-its first sample or event: a run that dies before it has recorded anything hides nothing. The files
+its first row or event: a run that dies before it has recorded anything hides nothing. The files
 of hidden steps stay on disk.
 """
 
 from guardbit.store.files import RUN_FOLDER, folder_of_run, is_run, runs_below
-from guardbit.store.reading import RunFollower, read_end, read_events, read_metadata, read_run
+from guardbit.store.reading import (
+    RunFollower,
+    read_end,
+    read_events,
+    read_metadata,
+    read_modules,
+    read_run,
+)
 from guardbit.store.writing import RunWriter
 
 __all__ = [
@@ -37,6 +45,7 @@ __all__ = [
     "read_end",
     "read_events",
     "read_metadata",
+    "read_modules",
     "read_run",
     "runs_below",
 ]

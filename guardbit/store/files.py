@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.compute
 
-from guardbit.records import RUN_ENDS, Event, RunEnd
+from guardbit.records import RUN_ENDS, Event, ModuleRow, RunEnd
 
 SCHEMA = pa.schema(
     [
@@ -31,6 +31,10 @@ SCHEMA = pa.schema(
         ("value", pa.float64()),
     ]
 )
+_NAMES = [(name, pa.string()) for name in ModuleRow._fields[1:-2]]
+MODULES = pa.schema([SCHEMA.field("step"), *_NAMES, SCHEMA.field("value"), ("limit", pa.float64())])
+#: Kind of segments -> the columns of its tables.
+TABLES = {"samples": SCHEMA, "modules": MODULES}
 COLUMNS: list[str] = SCHEMA.names
 KEY = ["step", "layer", "site", "indicator", "head"]
 EVENT_COLUMNS = [field.name for field in dataclasses.fields(Event)]
@@ -67,7 +71,7 @@ _NAMED_RUNS = 5  # in an error
 #: Names that Lightning's loggers give to a folder of any run.
 _NUMBERED = re.compile(r"(version_\d+|lightning_logs)(/|$)")
 _SEGMENT_NAME = re.compile(
-    r"(?P<kind>samples|events)-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})"
+    r"(?P<kind>samples|modules|events)-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})"
     r"-(?P<first>\d{8,12})-(?P<last>\d{8,12})\.(parquet|jsonl)"
 )
 _SESSION_NAME = re.compile(r"session-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})\.json")
@@ -91,7 +95,7 @@ class Segment(NamedTuple):
     """A file with what the flushes `first` to `last` of one session wrote."""
 
     path: Path
-    kind: str  # samples or events
+    kind: str  # samples, modules or events
     session: SessionKey
     first: int
     last: int
@@ -239,17 +243,20 @@ def check_columns(names: Iterable[str], required: Sequence[str], what: object) -
 
 
 def good_rows(rows: Rows) -> Rows:
-    """The rows of samples that are within the bounds; rows of the whole run have no head."""
+    """The rows that are within the bounds; samples of the whole run have no head."""
     rows.validate(full=True)
 
     def from_0(name: str, most: int) -> Any:
         column = rows[name]
         return compute.and_(compute.greater_equal(column, 0), compute.less_equal(column, most))
 
-    of_head = compute.and_(from_0("layer", MAX_LAYERS - 1), from_0("head", MAX_HEADS - 1))
-    of_run = compute.equal(rows["site"], "")
-    good = compute.and_(from_0("step", MAX_STEP), compute.or_(of_head, of_run))
-    return rows.filter(compute.and_(good, compute.is_valid(rows["indicator"])))
+    good = from_0("step", MAX_STEP)
+    if "head" in rows.schema.names:
+        of_head = compute.and_(from_0("layer", MAX_LAYERS - 1), from_0("head", MAX_HEADS - 1))
+        good = compute.and_(good, compute.or_(of_head, compute.equal(rows["site"], "")))
+    for name in rows.schema.names[:-1]:
+        good = compute.and_(good, compute.is_valid(rows[name]))
+    return rows.filter(good)
 
 
 def check_rows(rows: int, size: int) -> None:

@@ -12,6 +12,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from guardbit.records import RunEnd, Sample
 from guardbit.store import files
 from guardbit.store.files import COLUMNS, EVENT_COLUMNS, KEY, SCHEMA, Segment, Session, SessionKey
 
-#: Columns of batches: names are dictionary-encoded, so that a batch holds each of them once.
-BATCHES = pa.schema(
-    (name, pa.dictionary(pa.int32(), pa.string()) if kind == pa.string() else kind)
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)
-)
+#: Kind -> columns of batches: names are dictionary-encoded, so that a batch holds each once.
+_NAMES = pa.dictionary(pa.int32(), pa.string())
+BATCHES = {
+    kind: pa.schema((one.name, _NAMES if one.type == pa.string() else one.type) for one in schema)
+    for kind, schema in files.TABLES.items()
+}
 _BATCH = 1 << 16  # rows
 #: Stands for a session's file that is broken or missing: it hides no steps.
 _UNKNOWN = Session(None, {}, None)
@@ -81,15 +83,15 @@ class RunFollower:
     def event_files(self) -> tuple[str, ...]:
         return tuple(segment.path.name for segment in self._of("events"))
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields the new samples in the order they were written, columns as in the store."""
+    def batches(self, kind: str = "samples") -> Iterator[pa.RecordBatch]:
+        """Yields new rows of a kind in the order they were written, columns as in the store."""
         # The next look finds what a live writer has merged meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            yield from self.read("samples")
+            yield from self.read(kind)
 
     def read(self, kind: str) -> Iterator[Any]:
         """Yields what is new of a kind, of each session up to the last step that counts."""
-        load = _LOADERS[kind]
+        load = _load_events if kind == "events" else partial(_load_rows, kind)
         for key, last_step in self._last_steps:
             while segment := self._next(kind, key):
                 try:
@@ -118,18 +120,16 @@ class RunFollower:
         return max(bringing, key=lambda segment: segment.last, default=None)
 
 
-def _load_samples(path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
-    """Yields the samples of a segment that are within the bounds, up to a step."""
-    read, left_out = 0, 0
+def _load_rows(kind: str, path: Path, last_step: float) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a segment that are within the bounds, up to a step."""
+    read, left_out, columns = 0, 0, files.TABLES[kind].names
     # Opened here, as pyarrow takes a path like `gpt:small/...` for an address.
-    with (
-        open(path, "rb") as source,
-        pq.ParquetFile(source, read_dictionary=["site", "indicator"]) as file,
-    ):
+    with open(path, "rb") as source:
+        files.check_columns(pq.read_schema(source).names, columns, path)
+        file = pq.ParquetFile(source, read_dictionary=columns)
         files.check_rows(file.metadata.num_rows, os.fstat(source.fileno()).st_size)
-        files.check_columns(file.schema_arrow.names, COLUMNS, path)
-        for batch in file.iter_batches(_BATCH, columns=COLUMNS):
-            good = files.good_rows(batch.select(COLUMNS).cast(BATCHES))
+        for batch in file.iter_batches(_BATCH, columns=columns):
+            good = files.good_rows(batch.select(columns).cast(BATCHES[kind]))
             read, left_out = read + len(batch), left_out + len(batch) - len(good)
             yield good.filter(files.compute.less_equal(good["step"], last_step))
     files.warn_of_rows(left_out, read, path)
@@ -158,9 +158,6 @@ def _load_events(path: Path, last_step: float) -> list[dict[str, Any]]:
             stacklevel=2,
         )
     return [event for event in events if event["step"] <= last_step]
-
-
-_LOADERS = {"samples": _load_samples, "events": _load_events}
 
 
 def _load_session(path: Path) -> Session:
@@ -220,7 +217,23 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
         good = files.good_rows(table)
         files.warn_of_rows(len(table) - len(good), len(table), path)
         return _sorted_frame(good)
-    return _sorted_frame(pa.Table.from_batches(_read_all(path, "samples"), BATCHES).cast(SCHEMA))
+    return _sorted_frame(_read_table(path, "samples"))
+
+
+def read_modules(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """Reads what audits of a run's modules found; see `read_run` for errors and warnings.
+
+    Args:
+        path: Folder of a run; or a CSV file, which holds no modules.
+
+    Returns:
+        One row a number, with the columns of `guardbit.records.ModuleRow`, sorted by step and,
+        within one, in the order they were written; of rows that differ in value, the last.
+    """
+    path = files.existing(path)
+    table = _read_table(path, "modules") if path.is_dir() else files.MODULES.empty_table()
+    frame = table.to_pandas().drop_duplicates(files.MODULES.names[:-2], keep="last")
+    return frame.sort_values("step", kind="stable", ignore_index=True)
 
 
 def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -285,6 +298,10 @@ def _read_all(folder: Path, kind: str, attempts: int = _READ_ATTEMPTS) -> list[A
         named = f"the {len(follower.broken)} segments of {kind} in {folder}"
         raise ValueError(f"none of {named} can be read")
     return parts
+
+
+def _read_table(folder: Path, kind: str) -> pa.Table:
+    return pa.Table.from_batches(_read_all(folder, kind), BATCHES[kind]).cast(files.TABLES[kind])
 
 
 def _sorted_frame(table: pa.Table) -> pd.DataFrame:

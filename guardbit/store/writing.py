@@ -10,17 +10,21 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from guardbit.records import Event, RunEnd, Sample
+from guardbit.records import Event, ModuleRow, RunEnd, Sample
 from guardbit.store import files
 from guardbit.store.files import Segment, SessionKey
 
-_PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": files.KEY}
+_PARQUET: dict[str, Any] = {
+    "compression": "zstd",
+    "use_dictionary": [*files.KEY, *files.MODULES.names[1:-2]],
+}
 
 #: This many neighbouring segments of one width become one segment, so n flushes leave at most
 #: (_FAN_OUT - 1) * log(n, _FAN_OUT) + 1 of them.
@@ -29,12 +33,12 @@ _FAN_OUT = 8
 _ROW_GROUP = 1 << 16
 
 
-def _merge_samples(sources: Sequence[Path], stream: BinaryIO) -> None:
-    with pq.ParquetWriter(stream, files.SCHEMA, **_PARQUET) as writer:
+def _merge_rows(schema: pa.Schema, sources: Sequence[Path], stream: BinaryIO) -> None:
+    with pq.ParquetWriter(stream, schema, **_PARQUET) as writer:
         held: list[pa.RecordBatch] = []
         for source in sources:
             with open(source, "rb") as opened, pq.ParquetFile(opened) as file:
-                for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=files.COLUMNS):
+                for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=schema.names):
                     held.append(batch)
                     if sum(map(len, held)) >= _ROW_GROUP:
                         writer.write_table(pa.Table.from_batches(held))
@@ -50,7 +54,8 @@ def _merge_events(sources: Sequence[Path], stream: BinaryIO) -> None:
 
 
 #: Kind of segments -> how their files end, and what merges them.
-_KINDS = {"samples": (".parquet", _merge_samples), "events": (".jsonl", _merge_events)}
+_KINDS = {kind: (".parquet", partial(_merge_rows, of)) for kind, of in files.TABLES.items()}
+_KINDS |= {"events": (".jsonl", _merge_events)}
 
 
 class _SegmentSeries:
@@ -105,7 +110,7 @@ class _SegmentSeries:
 class RunWriter:
     """Writes one session of a run (`guardbit.store`); rank 0 in general, and one process at most.
 
-    A kill loses the samples that were not flushed yet, and nothing else. Keys of earlier sessions'
+    A kill loses the rows that were not flushed yet, and nothing else. Keys of earlier sessions'
     JSON-able `metadata` stay unless they are given again.
     """
 
@@ -130,10 +135,9 @@ class RunWriter:
         # -1: it continues no earlier session, so their steps do not count.
         self._start_step = -1 if start_step is None else start_step
         self._metadata: dict[str, Any] = {}
-        self._rows: list[tuple[int, str, int, int, str, float]] = []
+        self._rows: dict[str, list[Sequence[Any]]] = {kind: [] for kind in files.TABLES}
         self._closed = False
-        self._samples = _SegmentSeries(folder, "samples", session)
-        self._events = _SegmentSeries(folder, "events", session)
+        self._series = {kind: _SegmentSeries(folder, kind, session) for kind in _KINDS}
         self.update_metadata(metadata or {})
 
     def __enter__(self) -> RunWriter:
@@ -166,33 +170,40 @@ class RunWriter:
     def add(self, samples: Iterable[Sample]) -> None:
         self._check_open()
         for sample in samples:
-            self._rows += [*dataclasses.replace(sample, site=_encodable(sample.site)).rows()]
+            named = dataclasses.replace(sample, site=_encodable(sample.site))
+            self._rows["samples"] += named.rows()
+
+    def add_modules(self, rows: Iterable[ModuleRow]) -> None:
+        self._check_open()
+        self._rows["modules"] += map(_encodable, rows)
 
     def event(self, event: Event) -> None:
         """Writes an event; it is on disk when this returns."""
         self._check_open()
         line = json.dumps(_encodable(dataclasses.asdict(event)), ensure_ascii=False) + "\n"
-        self._events.append(line.encode())
-        self._events.compact()
+        self._series["events"].append(line.encode())
+        self._series["events"].compact()
 
     def flush(self) -> None:
-        """Writes the samples held in memory, which stay there if that fails."""
+        """Writes the rows held in memory, which stay there if that fails."""
         self._check_open()
-        if self._rows:
-            columns = zip(*self._rows, strict=True)
-            arrays = [pa.array(c, t) for c, t in zip(columns, files.SCHEMA.types, strict=True)]
-            table = pa.Table.from_arrays(arrays, schema=files.SCHEMA)
-            self._samples.append(lambda stream: pq.write_table(table, stream, **_PARQUET))
-            self._rows.clear()
-        self._samples.compact()
+        for kind, rows in self._rows.items():
+            if rows:
+                columns = zip(*rows, strict=True)
+                schema = files.TABLES[kind]
+                arrays = [pa.array(c, t) for c, t in zip(columns, schema.types, strict=True)]
+                table = pa.Table.from_arrays(arrays, schema=schema)
+                self._series[kind].append(partial(pq.write_table, table, **_PARQUET))
+                rows.clear()
+            self._series[kind].compact()
 
     def close(self, end: RunEnd = "finished") -> None:
         """Flushes, merges this session's segments into one file a kind, and notes how it ended."""
         if self._closed:
             return
         self.flush()
-        self._samples.merge()
-        self._events.merge()
+        for series in self._series.values():
+            series.merge()
         self._write_session(self._metadata, end)
         self._closed = True
 

@@ -27,6 +27,9 @@ STAGE_1, STAGE_2 = (101, 102), tuple(range(201, 207))
 #: Nats within which the first interval has to lie for the second decision, and its level.
 NEAR, LEVEL = 0.004, 0.05
 
+#: Held-out loss, nats, from which a run has no place in the figure: others end below 3.5.
+DIVERGED = 4.0
+
 
 def gathered(folders: list[Path]) -> pd.DataFrame:
     """A row a run: what it was, its held-out loss, its first alarm of a head, its largest logit."""
@@ -93,13 +96,21 @@ def decision(found: pd.DataFrame) -> str:
 
 
 def draw(runs: pd.DataFrame) -> plt.Figure:
-    """Held-out loss over rates, both arms, seeds as points."""
+    """Held-out loss over rates, both arms, seeds as points; what diverged stands as text."""
     figure, axes = plt.subplots(figsize=(6, 4))
-    for arm, colour in (("stock", "C3"), ("exact", "C0")):
-        of = runs[runs["arm"] == arm]
-        axes.plot(of["rate"], of["held_out"], "o", color=colour, alpha=0.5, markersize=4)
-        axes.plot(of.groupby("rate")["held_out"].mean(), color=colour, label=arm)
-    axes.set(xscale="log", xlabel="rate", ylabel="held-out loss, nats")
+    names = {"stock": "stock, 8,000 steps", "exact": "exact delta, 7,663 steps"}
+    for arm, colour, aside in (("stock", "C3", 0.99), ("exact", "C0", 1.01)):
+        of = runs[(runs["arm"] == arm) & (runs["held_out"] < DIVERGED)]
+        axes.plot(of["rate"] * aside, of["held_out"], "o", color=colour, alpha=0.5, markersize=5)
+        axes.plot(of.groupby("rate")["held_out"].mean(), color=colour, label=names[arm])
+    gone = runs[runs["held_out"] >= DIVERGED]
+    for rate, losses in gone.groupby("rate")["held_out"]:
+        said = f"{len(losses)} runs diverged: {losses.min():.1f} to {losses.max():.1f}"
+        axes.text(rate, axes.get_ylim()[1], f"{said} ", ha="right", va="top", rotation=90)
+    rates = sorted(runs["rate"].unique())
+    axes.set(xscale="log", xlabel="largest rate of the schedule", ylabel="held-out loss, nats")
+    axes.set_xticks(rates, [f"{rate:.1e}" for rate in rates])
+    axes.set_xticks([], minor=True)
     axes.legend()
     figure.tight_layout()
     return figure

@@ -141,6 +141,7 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, help="other than those of the experiment")
     parser.add_argument("--every", type=int, default=100, help="steps between samples")
+    parser.add_argument("--audit_modules", action="store_true")
     usual = Size(vocabulary=VOCABULARY)
     for field in fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=getattr(usual, field.name))
@@ -154,7 +155,9 @@ def main(arguments: list[str] | None = None) -> Path:
     is_cuda = options.device == "cuda"
     model = Model(size, tokens, options.rate, steps, options.seed, compiled=is_cuda)
     folder = options.folder / run_name(options.arm, options.rate, options.seed)
-    monitor = AttentionMonitor(options.every, dirpath=folder, snapshot_megabytes=0)
+    monitor = AttentionMonitor(
+        options.every, dirpath=folder, snapshot_megabytes=0, audit_modules=options.audit_modules
+    )
     evaluation = HeldOut(held_out.long(), EVALUATE_EVERY, steps)
     callbacks: list[L.Callback] = [monitor, evaluation]
     if options.arm == "exact":

@@ -143,7 +143,7 @@ def trained(name, beside, watch, compiled=False):
     torch.manual_seed(0)
     model = MODELS[name]()
     run = torch.compile(model, backend="aot_eager") if compiled else model
-    session = MonitorSession(model, every_n_train_steps=2) if watch else None
+    session = MonitorSession(model, every_n_train_steps=2, audit_modules=True) if watch else None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found = []
     with BESIDE[beside]():
@@ -226,7 +226,9 @@ def test_a_watched_model_generates_alike(attention):
             num_attention_heads=2, num_key_value_heads=1, attn_implementation=attention,
         ))  # fmt: skip
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        session = MonitorSession(model, every_n_train_steps=2) if watch else None
+        session = None
+        if watch:
+            session = MonitorSession(model, every_n_train_steps=2, audit_modules=True)
         found = generated(model)
         for step in range(4):
             with session.step(step) if session else nullcontext():

@@ -6,6 +6,7 @@ import pandas as pd
 
 from guardbit.dashboards.loading import LoadedRun
 from guardbit.dashboards.report import write_reports
+from guardbit.records import ModuleRow
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
@@ -32,8 +33,13 @@ def journal(*events):
     )
 
 
-def write_report(samples, events, metadata, output, *, title="Training run"):
-    return write_reports([LoadedRun(title, samples, events, metadata or {})], output)
+def modules(*rows):
+    """Rows of modules, columns as in the store; their limit is 0.1 % where none is given."""
+    return pd.DataFrame([(*row, 1e-3)[:7] for row in rows], columns=ModuleRow._fields)
+
+
+def write_report(samples, events, metadata, output, *, title="Training run", **options):
+    return write_reports([LoadedRun(title, samples, events, metadata or {}, **options)], output)
 
 
 def wait(page, expression):

@@ -12,7 +12,7 @@ import guardbit
 from guardbit.dashboards import figures
 from guardbit.dashboards.figures.style import pixels
 from guardbit.dashboards.loading import read_diagnosed
-from guardbit.records import Sample
+from guardbit.records import ModuleRow, Sample
 from guardbit.store import RunWriter
 
 RESULTS = Path(__file__).parents[2] / "studies" / "rescue" / "results"
@@ -97,6 +97,20 @@ def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
     pixels(figure)
     box = note.get_window_extent(figure.canvas.get_renderer())
     assert box.x0 >= 0 and box.y1 <= figure.bbox.height
+
+
+def test_a_run_has_the_rows_of_its_modules(tmp_path):
+    rows = [
+        ModuleRow(2, "lm_head", "linear", "output", "gain", 0.5, 0.1),
+        ModuleRow(4, *"abcd", 1.0, 2.0),
+    ]
+    with RunWriter(tmp_path / "run") as writer:
+        writer.add([Sample(2, "h.0", 0, "max_logit", (1.0, 2.0))])
+        writer.add_modules(rows)
+    found = guardbit.load(tmp_path / "run").modules
+    assert [ModuleRow(*row) for row in found.itertuples(index=False, name=None)] == rows
+    old = guardbit.load(RESULTS / "rescue_all-compensated-cudnn-lr1.5e-03-seed10")
+    assert list(old.modules.columns) == list(ModuleRow._fields) and old.modules.empty
 
 
 ANSWER = {"site": "a", "head": 1, "answer": ["Why."], "steps": [3]}

@@ -293,6 +293,7 @@ def two_processes(run: Run) -> None:
 #: Name -> the run, and how many injections it gets in proportion to the others.
 SCENARIOS: dict[str, tuple[Callable[[Run], None], int]] = {
     "plain loop": (_plain, 20),
+    "audited modules": (partial(_plain, dtype=torch.bfloat16, audit_modules=True), 16),
     "resumed": (resumed, 12),
     "returned weights": (partial(_plain, layer=WithWeights, num_rows=2), 12),
     "checkpointed": (partial(_plain, call_of=_checkpointed), 8),

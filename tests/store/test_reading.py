@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.records import Event, EventKind, Sample
+from guardbit.records import Event, EventKind, ModuleRow, Sample
 from guardbit.store import (
     RunFollower,
     RunWriter,
@@ -22,10 +22,11 @@ from guardbit.store import (
     read_end,
     read_events,
     read_metadata,
+    read_modules,
     read_run,
     runs_below,
 )
-from tests.store.made import alarm, loss, put, write
+from tests.store.made import alarm, gain, loss, put, write
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 
@@ -115,10 +116,60 @@ def test_events_come_back_as_they_were(tmp_path_factory, events):
     assert found == sorted(events, key=lambda event: event.step)
 
 
+_ROWS = st.builds(
+    ModuleRow,
+    step=st.integers(0, 1),  # few keys, of which some are equal
+    module=st.sampled_from(["", "h.0"]),
+    kind=st.just("block"),
+    tensor=st.sampled_from(["output", "gewicht é"]),
+    statistic=st.just("gain"),
+    value=st.floats(allow_nan=False),
+    limit=st.sampled_from([0.5, math.inf]),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.lists(_ROWS, max_size=12), size=st.integers(1, 9))
+def test_rows_of_modules_come_back_in_their_order(tmp_path_factory, rows, size):
+    folder = tmp_path_factory.mktemp("run")
+    with RunWriter(folder) as writer:
+        for start in range(0, len(rows), size):
+            writer.add_modules(rows[start : start + size])
+            writer.flush()
+    frame = read_modules(folder)
+    assert list(frame.columns) == [*ModuleRow._fields]
+    assert (frame["step"].dtype, frame["value"].dtype) == ("int64", "float64")
+    found = [ModuleRow(*row) for row in frame.itertuples(index=False, name=None)]
+    # Of equal keys the last one, where it stands.
+    last = [row for at, row in enumerate(rows) if row[:5] not in [r[:5] for r in rows[at + 1 :]]]
+    assert found == sorted(last, key=lambda row: row.step)
+
+
+def test_rows_of_modules_beyond_the_bounds_are_left_out(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.add_modules([gain(-1), gain(0, "h\udcff"), gain(2**53), gain(2**53 + 1)])
+    with pytest.warns(UserWarning, match="left out 2 of 4 rows"):
+        frame = read_modules(tmp_path)
+    assert frame["step"].tolist() == [0, 2**53]
+    assert frame["module"].tolist() == ["h\\udcff", ""], "what no file can hold is escaped"
+
+
+def test_rows_of_modules_without_a_name_are_left_out(tmp_path):
+    for step in (0, 1):
+        with RunWriter(tmp_path, start_step=step) as writer:
+            writer.add_modules([gain(step)])
+    path = max(tmp_path.glob("modules-*"))
+    pq.write_table(pq.ParquetFile(path).read().drop(["module"]), path)
+    with pytest.warns(UserWarning, match="lacks the columns module: it needs step, module, kind"):
+        assert read_modules(tmp_path)["step"].tolist() == [0]
+
+
 def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path):
     RunWriter(tmp_path, metadata={"lr": 1}).close()
     check_dtypes(read_run(tmp_path))
     assert len(read_run(tmp_path)) == len(read_events(tmp_path)) == 0
+    assert len(read_modules(tmp_path)) == 0
+    assert read_modules(tmp_path)["step"].dtype == "int64"
     assert read_events(tmp_path)["step"].dtype == "int64"
     assert read_metadata(tmp_path) == {"lr": 1}
 
@@ -180,10 +231,14 @@ def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "read"), [("samples", read_run), ("events", read_events)])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [("samples", read_run), ("modules", read_modules), ("events", read_events)],
+)
 def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind, read):
     writer = RunWriter(tmp_path)
     for step in (1, 2):
+        writer.add_modules([gain(step)])
         put(writer, loss(step))
         writer.event(alarm(step))
     covered = {path: path.read_bytes() for path in tmp_path.glob(f"{kind}-*")}
@@ -192,7 +247,7 @@ def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path, kind,
     for path, content in covered.items():
         path.write_bytes(content)
     assert read(tmp_path)["step"].tolist() == [1, 2]
-    merged.write_bytes(merged.read_bytes()[:-7] if kind == "samples" else b"{")
+    merged.write_bytes(merged.read_bytes()[:-7] if kind != "events" else b"{")
     with pytest.warns(UserWarning, match=re.escape(merged.name)):
         assert read(tmp_path)["step"].tolist() == [1, 2]
 
@@ -261,10 +316,11 @@ def test_segments_with_other_columns(tmp_path):
     check_dtypes(frame)
 
 
-@pytest.mark.parametrize("kind", ["samples", "events"])
-def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("read", [read_run, read_modules, read_events])
+def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, read):
     writer = RunWriter(tmp_path)
     for step in range(5):
+        writer.add_modules([gain(step)])
         put(writer, loss(step))
         writer.event(alarm(step))
     look = RunFollower.look
@@ -274,8 +330,7 @@ def test_a_merge_under_the_readers_feet_is_read_again(tmp_path, monkeypatch, kin
         writer.close()
 
     monkeypatch.setattr(RunFollower, "look", look_then_merge)
-    frame = read_run(tmp_path) if kind == "samples" else read_events(tmp_path)
-    assert frame["step"].tolist() == [0, 1, 2, 3, 4]
+    assert read(tmp_path)["step"].tolist() == [0, 1, 2, 3, 4]
 
 
 CSV = """step,site,layer,head,indicator,value,comment
@@ -301,7 +356,7 @@ def test_a_csv_reads_as_a_run(tmp_path, name):
     check_dtypes(frame)
     rows = [(*row[:-1], str(row[-1])) for row in frame.itertuples(index=False, name=None)]
     assert rows == CSV_ROWS
-    assert len(read_events(path)) == 0
+    assert len(read_events(path)) == len(read_modules(path)) == 0
     assert read_metadata(path) == {}
 
 
@@ -328,7 +383,7 @@ def test_what_is_no_run_is_one_clear_sentence(tmp_path, name, content, message):
         read_run(tmp_path / name)
     assert "\n" not in str(caught.value)
     if name == "a.parquet":  # whatever is to be read of it
-        for read in (read_events, read_metadata, read_end):
+        for read in (read_events, read_metadata, read_modules, read_end):
             with pytest.raises(ValueError, match=message):
                 read(tmp_path / name)
 

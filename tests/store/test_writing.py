@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.records import Sample
-from guardbit.store import RunWriter, files, read_events, read_metadata, read_run, writing
-from tests.store.made import alarm, loss, put, write
+from guardbit.store import (
+    RunWriter,
+    files,
+    read_events,
+    read_metadata,
+    read_modules,
+    read_run,
+    writing,
+)
+from tests.store.made import alarm, gain, loss, put, write
 
 
 def steps_and_values(path: Path) -> list[tuple[int, float]]:
@@ -56,6 +64,7 @@ def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(tmp_path, mon
             try:
                 writer = RunWriter(folder)
                 for step in range(5):
+                    writer.add_modules([gain(step)])
                     put(writer, loss(step, step / 2))
                     flushed += 1
                     writer.event(alarm(step))
@@ -68,6 +77,9 @@ def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(tmp_path, mon
             found = steps_and_values(folder)
             assert len(found) in (flushed, flushed + 1)
             assert found == [(step, step / 2) for step in range(len(found))]
+            modules = read_modules(folder)["step"].tolist()
+            assert modules == list(range(len(modules)))
+            assert len(modules) in (flushed, flushed + 1)
             events = read_events(folder)["step"].tolist()
             assert len(events) in (recorded, recorded + 1)
             assert events == list(range(len(events)))
@@ -76,9 +88,10 @@ def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(tmp_path, mon
         write(folder, loss(6), start_step=5)
         assert steps_and_values(folder)[-1] == (6, 0.0)
         call += 1
-    # 11 files published and 7 merges of 2 or 3 segments: each file costs two syncs and a rename.
-    assert call > 3 * 18
+    # 16 files published and 11 merges of 2 or 3 segments: each file costs two syncs and a rename.
+    assert call > 3 * 27
     assert len(file_names(folder, "samples")) == 2  # one of each of the two writers
+    assert len(file_names(folder, "modules")) == 1
     assert len(file_names(folder, "events")) == 1
 
 
@@ -135,6 +148,7 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
         start, hidden = (0, -1) if start_step is None else (start_step, start_step)
         with RunWriter(folder, start_step=start_step) as writer:
             for distance in distances:
+                writer.add_modules([gain(start + distance, "", session)])
                 put(writer, loss(start + distance, session))
                 writer.event(alarm(start + distance, str(session)))
         if distances:
@@ -148,6 +162,8 @@ def test_resumed_sessions_hide_what_they_do_again(tmp_path_factory, sessions):
             read_run(folder)
         return
     assert steps_and_values(folder) == sorted(samples.items())
+    rows = read_modules(folder)
+    assert dict(zip(rows["step"].tolist(), rows["value"].tolist(), strict=True)) == samples
     frame = read_events(folder)
     found = list(zip(frame["step"].tolist(), frame["why"].tolist(), strict=True))
     assert found == sorted(events, key=lambda event: event[0])
@@ -195,6 +211,7 @@ def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path
 def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path)
     writer.add([loss(1), loss(2)])
+    writer.add_modules([gain(1)])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -206,6 +223,7 @@ def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(tmp_path, monkeyp
     assert not list(tmp_path.glob(".*"))
     put(writer, loss(3))
     assert [step for step, _ in steps_and_values(tmp_path)] == [1, 2, 3]
+    assert read_modules(tmp_path)["step"].tolist() == [1]
 
 
 def test_a_merge_that_fails_leaves_the_segments_and_goes_on(tmp_path, monkeypatch):
@@ -243,6 +261,7 @@ def test_a_closed_writer_says_so(tmp_path):
     writer.close()
     calls = (
         lambda: writer.add([loss(1)]),
+        lambda: writer.add_modules([gain(1)]),
         lambda: writer.event(alarm(1)),
         writer.flush,
         lambda: writer.update_metadata({}),

@@ -3,9 +3,11 @@ import json
 
 import numpy as np
 import pytest
+from pandas.testing import assert_frame_equal
 
+import guardbit
 from guardbit.dashboards.live import LiveRun
-from guardbit.records import Event, Sample
+from guardbit.records import Event, ModuleRow, Sample
 from guardbit.store import RunFollower, RunWriter
 
 
@@ -38,7 +40,9 @@ def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path
             self.rows = 0
             followers.append(self)
 
-        def batches(self):
+        def batches(self, kind="samples"):
+            if kind != "samples":
+                return
             self.rows = 0
             for batch in super().batches():
                 self.rows += len(batch)
@@ -175,3 +179,26 @@ def test_first_alarms_switches_and_departures_are_told_however_many_events_follo
     head = watcher.page.head(2, 1)
     assert [(mark["step"], mark["kind"]) for mark in head["marks"]] == [(20, "alarm")]
     assert head["events"][0]["why"] == "first of two heads"
+
+
+def test_rows_of_modules_are_followed_as_a_report_reads_them(tmp_path):
+    watcher = LiveRun(tmp_path)
+    with RunWriter(tmp_path) as writer:
+        for step in range(20):  # merges after every eighth
+            module = "ab"[step % 2]
+            writer.add([Sample(step, "h.0", 0, "max_logit", (1.0, 2.0))])
+            writer.add_modules(
+                ModuleRow(step, module, "linear", "output", name, 1e-9 * step, 1e-3)
+                for name in ("gain", "relative_error")
+            )
+            writer.flush()
+            main = state_of(watcher)["main"]
+            assert f"step {step}" in main[main.index('id="section-layers"') :]
+        live = watcher._run.modules
+    assert_frame_equal(live, guardbit.load(tmp_path).recorded.modules)
+    # A run that goes on from an earlier step hides what came after it.
+    with RunWriter(tmp_path, start_step=10) as writer:
+        writer.add([Sample(11, "h.0", 0, "max_logit", (1.0, 2.0))])
+        writer.flush()
+        watcher.look()
+        assert watcher._run.modules["step"].max() == 10

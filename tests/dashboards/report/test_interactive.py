@@ -6,7 +6,7 @@ from guardbit.dashboards import report as reports
 from guardbit.dashboards.figures import story
 from guardbit.dashboards.loading import LoadedRun as Run
 from guardbit.dashboards.report import write_reports
-from tests.dashboards.made import colour, journal, wait, write_report
+from tests.dashboards.made import colour, journal, modules, wait, write_report
 
 
 @pytest.fixture
@@ -111,6 +111,33 @@ def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_
     assert sentence.is_hidden()
     page.locator(".alarms > details > summary").first.click()
     sentence.wait_for(state="visible")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_modules_cells_tell_apart_what_was_found_and_open_its_numbers(
+    visit, run, without_figures, tmp_path, scheme
+):
+    name = f"model.{'layers.40.' * 3}a_long_name_of_a_projection"
+    rows = [
+        (10, f"h.{n}", "linear", "output", "gain", value)
+        for n, value in enumerate([0.0, 1e-5, 9e-4, 1.0] * 10)
+    ]
+    path = tmp_path / "report.html"
+    rows = modules(*rows, (10, name, "linear", "input", "slope", 0.5))
+    path = write_report(run.frame, run.events, {}, path, modules=rows)
+    page = visit(path, color_scheme=scheme, viewport={"width": 390, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    drawn = page.evaluate(
+        "[...document.querySelectorAll('.layers details:nth-of-type(-n + 4) i')]"
+        ".map((one) => getComputedStyle(one)).map((one) => one.background)"
+    )
+    # Exact, a hundredth of the limit, nearly the limit, beyond it; and not measured.
+    assert len({*drawn[::3], drawn[1]}) == 5 and drawn[1] == drawn[2]
+    numbers = page.locator(".layers p", has_text="limit 0.1 %, step 10").nth(3)
+    assert numbers.is_hidden()
+    page.locator("#section-layers a").click()
+    numbers.wait_for(state="visible")
+    assert numbers.inner_text().split("\n") == ["h.3", "output: gain 100 %, limit 0.1 %, step 10"]
 
 
 def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):

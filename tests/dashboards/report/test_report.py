@@ -1,6 +1,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from html import unescape
@@ -13,7 +14,7 @@ from PIL import Image
 
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.report import fork_of
-from tests.dashboards.made import SAMPLES, journal, samples, write_report
+from tests.dashboards.made import SAMPLES, journal, modules, samples, write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 ATTACK = "</style><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & $title"
@@ -214,6 +215,62 @@ def test_settings_versions_and_sites_are_shown(page):
     assert cells[cells.index("h.1.attn") :][:4] == ["h.1.attn", "12", "–", "W_Q is frozen"]
 
 
+def layers(page):
+    """Name, with what encloses it -> kinds of the three cells; and the name that is marked."""
+    (shown,) = re.findall(r'<div class="layers">(.*?)</div>', page.source, re.DOTALL)
+    cells, first = {}, None
+    for one in shown.split("<details")[1:]:
+        name = re.sub("<.*?>", "", re.findall(r"<b>(.*?)</b>\s*<i", one, re.DOTALL)[0])
+        cells[name] = re.findall(r'<i class="(\w+)"', one)
+        first = name if 'id="first-module"' in one.partition(">")[0] else first
+    return cells, first
+
+
+def test_the_map_of_layers_marks_the_first_innermost_module_beyond_its_limit(tmp_path):
+    far, near = 10.0, 1e-9  # of the limit
+    rows = [
+        (10, "", "block", "output", "gain", far),
+        (10, "h", "block", "output", "gain", near),
+        (10, "h.0", "block", "output", "gain", near),
+        (10, "h.0.mlp", "activation", "output", "gain", 0.0),
+        (10, "h.0.mlp", "activation", "output", "relative_error", 0.0),
+        (10, "h.0.attn", "block", "input", "gain", near),
+        (10, "h.10", "block", "output", "relative_error", math.nan),
+        (10, "h.2", "block", "input", "gain", -far),
+        (10, "h.2.ln", "norm", "input", "gain", -far),
+        (10, "h.2.ln", "norm", "weight", "slope", near),
+        (10, "head", "linear", "output 1", "gain", far),
+        (10, "head", "linear", "weight", "relative_error", far, math.inf),
+        (10, "later", "optimizer", "weight", "relative_error", far, math.inf),
+    ]
+    page = write(tmp_path, run_without_figures(), None, None, modules=modules(*rows))
+    assert "Layers" in page.of("h2")
+    cells, first = layers(page)
+    # Siblings in the order of their rows, and numbers in theirs; "h" alone encloses "h.0".
+    assert cells == {
+        "model": ["beyond", "unmeasured", "unmeasured"],
+        "h": ["within", "unmeasured", "unmeasured"],
+        "h.0": ["within", "unmeasured", "unmeasured"],
+        "h.0.mlp": ["exact", "unmeasured", "unmeasured"],
+        "h.0.attn": ["unmeasured", "within", "unmeasured"],
+        "h.2": ["unmeasured", "beyond", "unmeasured"],
+        "h.2.ln": ["unmeasured", "beyond", "within"],
+        "h.10": ["beyond", "unmeasured", "unmeasured"],
+        "head": ["beyond", "unmeasured", "unmeasured"],
+    }
+    assert list(cells)[5:8] == ["h.2", "h.2.ln", "h.10"]
+    assert first == "h.2.ln" and "h.2.ln" in page.of("a")
+    assert any(text.endswith("gain −1,000 %, limit 0.1 %, step 10") for text in page.of("b"))
+
+
+def test_the_map_of_layers_shows_the_largest_of_the_latest_audits(tmp_path):
+    row = "a", "linear", "output", "gain"
+    for audits, shown in ((8, "beyond"), (9, "within")):
+        rows = [(0, *row, 10.0), *((step, *row, 1e-9) for step in range(1, audits))]
+        page = write(tmp_path, run_without_figures(), None, None, modules=modules(*rows))
+        assert layers(page)[0] == {"a": [shown, "unmeasured", "unmeasured"]}
+
+
 def test_whatever_the_data_says_it_stays_text(tmp_path):
     frame = small_run(site=ATTACK)
     events = journal(
@@ -221,7 +278,8 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
         (20, "switch", ATTACK, (1,), ATTACK, "", ATTACK),
     )
     metadata = {ATTACK: ATTACK, "sites": {ATTACK: {ATTACK: ATTACK}}, "more": {ATTACK: [ATTACK]}}
-    page = write(tmp_path, frame, events, metadata, title=ATTACK)
+    rows = modules((10, ATTACK, "linear", ATTACK, ATTACK, 1.0))
+    page = write(tmp_path, frame, events, metadata, title=ATTACK, modules=rows)
     assert "img" not in {tag for tag, _ in page.tags}
     assert [values for tag, values in page.tags if tag == "script"] == [
         {"type": "application/json", "id": "data"},

@@ -10,8 +10,8 @@ from guardbit.kernels import dispatch
 from guardbit.monitor import journal
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
-from guardbit.records import Event
-from guardbit.store import RunWriter, is_run, read_metadata
+from guardbit.records import Event, ModuleRow
+from guardbit.store import RunWriter, is_run, read_metadata, read_modules
 from tests.monitor.session.plain_loop import (
     NORMS,
     SITES,
@@ -148,10 +148,12 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
         for head in range(200):
             # More than give up would take, of one step.
             loop.session.record(Event(0, "alarm", SITES[0], (head,), "for a test"))
+        loop.session._journal.add_modules([ModuleRow(0, "", "block", "output", "gain", 0.5, 0.1)])
     assert not is_run(tmp_path) or not list(tmp_path.glob("samples-*"))
     loop.run([1], close=False)
     assert list(read_metadata(tmp_path)["sites"]) == SITES
     assert len(events_of(tmp_path, "alarm")) == 201
+    assert read_modules(tmp_path)["value"].tolist() == [0.5]
     with monkeypatch.context() as patch:
         patch.setattr("guardbit.store.files.publish", full_disk)
         loop.run([2], close=False)

@@ -1,0 +1,259 @@
+"""The audit of modules in a session: what it says, and that it leaves a run as it was."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import guardbit
+from guardbit import MonitorSession
+from tests.layers.nets import Net, batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
+
+BF16 = torch.bfloat16
+
+
+def told(folder):
+    """The modules that audits spoke of, and what they said."""
+    events = guardbit.read_events(folder)
+    found = events[events["rule"] == "module"]
+    return list(zip(found["site"], found["why"], strict=True))
+
+
+def trained(model, steps=6, run=None, lr=1e-2, watch=True, autocast=True, before=None, **how):
+    session = None
+    if watch:
+        session = MonitorSession(model, every_n_train_steps=2, audit_modules=True, **how)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
+    losses = []
+    for step in range(steps):
+        with session.step(step) if session else nullcontext():
+            with torch.autocast("cpu", BF16, enabled=autocast):
+                tokens = batch(step)
+                out = (model if run is None else run)(tokens[:, :-1])
+            loss = F.cross_entropy(out.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            if before:
+                before(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    if session:
+        session.close()
+    return session, losses
+
+
+def compiled_in_place(model):
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def compiled_around(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def compiled_as_function(model):
+    return torch.compile(lambda tokens: model(tokens), backend="aot_eager", fullgraph=True)
+
+
+WAYS = {
+    "eager": lambda model: model,
+    "in place": compiled_in_place,
+    "around": compiled_around,
+    "function": compiled_as_function,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_keeps_its_bits_and_compiles_nothing_more(way):
+    def run(watch):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = Net()
+        session, losses = trained(model, run=WAYS[way](model), watch=watch)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return session, losses, [*model.state_dict().values(), torch.rand(3)], graphs
+
+    session, losses, weights, graphs = run(watch=True)
+    _, plain_losses, plain_weights, plain_graphs = run(watch=False)
+    assert losses == plain_losses
+    assert all(map(torch.equal, weights, plain_weights))
+    assert graphs == plain_graphs
+    audited = {row.module for row in session.modules}
+    # What is compiled with code around the model is not looked into.
+    assert bool(audited) == (way != "function")
+    assert ("" in session._modules.unmeasured) == (way == "function")
+
+
+@pytest.mark.parametrize("way", ["in place", "around"])
+def test_modules_inside_compiled_ones_are_audited(way):
+    torch._dynamo.reset()
+    model = Net()
+    session, _ = trained(model, steps=3, run=WAYS[way](model))
+    assert {row.module for row in session.modules} >= {"", "embed", "blocks.0", "blocks.1.up"}
+
+
+def test_the_first_sample_audits_all_modules_and_later_ones_four_in_turn():
+    model = Net()
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    audited = []
+    for step in range(4):
+        with session.step(step):
+            model(batch(step)).float().square().mean().backward()
+        audited.append(dict.fromkeys(row.module for row in session.modules))
+    named = [name for name, part in model.named_modules() if not isinstance(part, nn.ModuleList)]
+    assert not audited[0]  # the first step is left alone
+    assert set(audited[1]) == set(named)
+    assert [len(each) <= 4 for each in audited[2:]] == [True, True]
+    assert not set(audited[2]) & set(audited[3])
+    session.close()
+
+
+def test_audit_asks_for_all_modules_at_the_next_step_only():
+    model = Net()
+    session = MonitorSession(model, every_n_train_steps=100)
+    audited = []
+    for step in range(4):
+        if step == 2:
+            session.audit()
+        with session.step(step):
+            model(batch(step)).float().square().mean().backward()
+        audited.append({row.step for row in session.modules})
+    assert audited == [set(), set(), {2}, {2}]
+    excess = [row.excess for row in session.modules]
+    assert excess == sorted(excess, reverse=True)
+    session.close()
+
+
+class Shrunk(torch.autograd.Function):
+    """x, whose gradient is taken times .8."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 0.8 * gradient
+
+
+class ShrunkLinear(nn.Linear):
+    def forward(self, x):
+        return Shrunk.apply(super().forward(x))
+
+
+class ShrunkGELU(nn.Module):
+    def forward(self, x):
+        return Shrunk.apply(F.gelu(x))
+
+
+def test_a_wrong_backward_is_named_once_in_the_innermost_module(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].act = ShrunkGELU()
+    trained(model, steps=12, dirpath=tmp_path)
+    ((module, why),) = told(tmp_path)
+    assert module == "blocks.1.act"
+    assert why.startswith(
+        "the backward does not fit its forward: the gradient of the input is -20.0%"
+    )
+
+
+def test_a_class_derived_from_pytorchs_is_compared_with_that(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].up = ShrunkLinear(32, 64)
+    trained(model, steps=12, dirpath=tmp_path)
+    ((module, why),) = told(tmp_path)
+    assert module == "blocks.1.up"
+    assert why.startswith("the gradient of ") and "20.0" in why
+
+
+def test_one_finding_is_not_told(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].up = ShrunkLinear(32, 64)
+    session, _ = trained(model, steps=3, dirpath=tmp_path)  # of which one is audited
+    assert told(tmp_path) == []
+    assert max(row.excess for row in session.modules) > 5
+
+
+@pytest.mark.parametrize(("lr", "low", "high"), [(1e-6, 0.9, 1.0), (3e-2, -0.1, 0.1)])
+def test_rounding_takes_small_updates_of_bf16_weights(lr, low, high):
+    torch.manual_seed(0)
+    model = Net().to(BF16)
+    weight, changes = model.blocks[0].up.weight, []
+    exact = None
+
+    def before(step):
+        # AdamW's first step by hand: lr times the sign, and the decay.
+        nonlocal exact
+        if step == 0:
+            exact = -lr * (weight.grad.double().sign() + 0.01 * weight.detach().double())
+            changes.append(weight.detach().double())
+
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    session.audit()
+    session._modules._is_first = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    with session.step(0):
+        model(batch(0)).float().square().mean().backward()
+        before(0)
+        optimizer.step()
+    real = weight.detach().double() - changes[0]
+    share = 1 - (real * exact).sum() / exact.square().sum()
+    (row,) = [
+        row for row in session.modules
+        if (row.tensor, row.statistic) == ("blocks.0.up.weight", "gain")
+    ]  # fmt: skip
+    # Adam's eps, in FP32, and elements whose gradient is 0 make the difference.
+    assert -row.value == pytest.approx(share.item(), abs=0.02)
+    assert low <= share <= high
+    session.close()
+
+
+def test_fp32_weights_lose_nothing():
+    session, _ = trained(Net(), steps=3)
+    assert not [row for row in session.modules if row.kind == "optimizer"]
+
+
+def test_a_layer_that_begins_or_is_trained_unlike_the_others_is_named(tmp_path):
+    model = Net(layers=5)
+    with torch.no_grad():
+        model.blocks[3].up.weight.mul_(30)
+    model.blocks[1].down.weight.requires_grad_(False)
+    trained(model, steps=3, dirpath=tmp_path)
+    modules = [module for module, _ in told(tmp_path)]
+    assert sorted(modules) == ["blocks.1.down", "blocks.3.up"]
+
+
+def test_dropout_and_evaluation_are_not_measured():
+    model = Net()
+    model.blocks[0].act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
+    session, _ = trained(model, steps=3)
+    assert "does not repeat itself" in session._modules.unmeasured["blocks.0"]
+    assert "blocks.1" in {row.module for row in session.modules}
+
+
+def test_a_copy_within_a_step_has_no_hooks_of_ours():
+    model = Net()
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    for step in range(2):
+        with session.step(step):
+            model(batch(step)).float().square().mean().backward()
+            made = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(made(batch(3)), model(batch(3)))
+    assert all(
+        "modules" not in str(getattr(hook, "_function", ""))
+        for part in made.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    )
+    session.close()
+    left = [hook for part in model.modules() for hook in part._forward_hooks.values()]
+    assert left == []
