@@ -214,7 +214,12 @@ class ModuleAudits:
             takes = [each.requires_grad for each in made]
             receive = self._guarded(partial(self._receive, name, call, takes))
             wanted = [each for each in made if each.requires_grad]
-            self._undo.append(register_multi_grad_hook(wanted, receive).remove)
+            if len(wanted) == 1:
+                # Hooks of several do not see where a backward begins, which is often a loss.
+                handle = wanted[0].register_hook(lambda gradient: receive([gradient]))
+            else:
+                handle = register_multi_grad_hook(wanted, receive)
+            self._undo.append(handle.remove)
 
     def _receive(
         self, name: str, call: Call, wanted: list[bool], gradients: Sequence[Tensor | None]
@@ -405,8 +410,8 @@ def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
     """Whether what a module shows may come from what one inside it shows."""
     if inner.kind == "optimizer":
         return False
-    if audit.RESIDUAL in (inner.statistic, outer.statistic):
-        return inner.statistic == outer.statistic
+    if inner.statistic == audit.RESIDUAL:
+        return outer.statistic == audit.RESIDUAL
     return _is_of_forward(inner) or not _is_of_forward(outer)
 
 
