@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.exact import Exact
 from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import LIBRARIES, Engine, choose, library_engine
 from guardbit.kernels.engines.libraries import VarlenCuDNN, varlen_runs_on_cudnn
-from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.tensors import as_given
 
 #: Tensors that an engine returned, by `guardbit.doctor.exact.TENSORS`.
@@ -111,19 +108,3 @@ def backward(engine: Engine, call: ExaminedCall, out: Tensor, lse: Tensor | None
     found = engine.backward(call.inputs, d_out, out, given)
     results = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
     return results if lse is None else {"lse": given, **results}
-
-
-@torch.no_grad()
-def run_carried(
-    engine: Engine, call: ExaminedCall, results: Results, exacts: Sequence[Exact]
-) -> Results:
-    """Runs the backward once more with an O' that carries the exact delta of the units."""
-    out = results["out"]
-    d_out = torch.empty_like(out).copy_(call.d_out)
-    carried = torch.empty_like(out).copy_(out)
-    for exact in exacts:
-        b, own = exact.unit.batch, exact.unit.heads(call.group)
-        delta = exact.delta.float()[None]
-        write_carrier(carried[b : b + 1], d_out[b : b + 1], delta, range(own.start, own.stop))
-    with torch.autocast(call.q.device.type, enabled=False):
-        return backward(engine, call, engine.laid_out(carried, call.q), results["lse"])
