@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -79,7 +79,8 @@ _DEFAULT = {
     "weight": Limits(4e-3, 0.009),
 }
 LIMITS: dict[str, dict[str, Limits]] = {
-    "linear": _DEFAULT,
+    # The gradient of keys' weights is what is left, because a softmax takes what keys share.
+    "linear": _DEFAULT | {"weight": Limits(4e-3, 0.025)},
     "activation": _DEFAULT,
     # The input's gradient is what is left of three terms.
     "norm": _DEFAULT | {"input": Limits(4e-3, 0.03), "weight": Limits(1e-2, 0.02)},
@@ -233,6 +234,10 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _widths(module: nn.Module) -> Iterator[int]:
     for parameter in module.parameters(recurse=False):
         yield from parameter.shape if isinstance(module, nn.Linear) else parameter.shape[1:]
+
+
+def _clone(each: Any) -> Any:
+    return each.clone() if isinstance(each, Tensor) else each
 
 
 def _floats(found: Any) -> list[Tensor]:
@@ -395,20 +400,28 @@ def _run(
         return taken(name, each, call.is_trained[count - 1])
 
     args, kwargs = private.tree_map(of_input, call.inputs)
-    values: dict[str, Tensor] = {}
+    values: dict[Tensor, Tensor] = {}
     own = _own_weights(call) if keeps_gradients else None
     for name, parameter in call.module.named_parameters():
         is_trained = parameter.requires_grad and (own is None or name in own)
         is_float = parameter.is_floating_point()
         kept = taken(name, parameter, is_trained) if is_float else parameter.detach()
-        values[f"of.{name}"] = kept
-    for name, buffer in call.module.named_buffers():
+        values[parameter] = kept
+    for buffer in call.module.buffers():
         is_wide = wide is not None and buffer.is_floating_point()
-        values[f"of.{name}"] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
+        values[buffer] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
     call.choices.begin(is_first=wide is None)
     context = _as_it_ran(call) if wide is None else _in(wide)
-    with context, call.choices, torch.set_grad_enabled(needs_gradient):
-        output = functional_call(_Forward(call.module, base), values, args, kwargs)
+    forward = call.module.forward if base is None else partial(base.forward, call.module)
+    with (
+        context,
+        call.choices,
+        torch.set_grad_enabled(needs_gradient),
+        _exchanged(call.module, values),
+    ):
+        # Clones, because forwards may write to their inputs, but not to leaves.
+        args, kwargs = private.tree_map(_clone, (args, kwargs))
+        output = forward(*args, **kwargs)
         outputs = _floats(output)
         if not needs_gradient:
             return outputs, {}
@@ -481,17 +494,22 @@ def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.where(size > 0, size, 1.0)
 
 
-class _Forward(nn.Module):
-    """Calls a module's forward without the hooks of the module."""
+@contextmanager
+def _exchanged(module: nn.Module, values: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Puts other tensors in the place of parameters and buffers, wherever a module holds them.
 
-    def __init__(self, of: nn.Module, base: type[nn.Module] | None) -> None:
-        super().__init__()
-        self.of, self._base = of, base
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._base is not None:
-            return self._base.forward(self.of, *args, **kwargs)
-        return self.of.forward(*args, **kwargs)
+    `functional_call` leaves some of them if a module that has two names shares its weight.
+    """
+    held = [vars(part)[of] for part in module.modules() for of in ("_parameters", "_buffers")]
+    before = [{**each} for each in held]
+    try:
+        for each in held:
+            each.update({name: values[x] for name, x in each.items() if x is not None})
+        yield
+    finally:
+        for each, content in zip(held, before, strict=True):
+            each.clear()
+            each.update(content)
 
 
 @contextmanager
