@@ -13,8 +13,8 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -289,6 +289,16 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
 def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
     """Calls a function, then another with its result; only the latter is tried twice."""
     return _tried((contain, _raise), nothing, finish, (function(),), {})
+
+
+def within_all(
+    makers: Iterable[Callable[[], AbstractContextManager[Any]]], function: Callable[[], T]
+) -> T:
+    """Calls a function inside context managers, the first one outermost."""
+    with ExitStack() as stack:
+        for make in makers:  # some are in force as soon as they are made
+            stack.enter_context(make())
+        return function()
 
 
 def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:

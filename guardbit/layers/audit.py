@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from guardbit import private
+from guardbit.guard import then_undo, undo_all, within_all
 from guardbit.numerics import ieee_products
+
+T = TypeVar("T")
 
 #: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
 MOST_NUMBERS = 1 << 20
@@ -411,25 +413,17 @@ def _run(
         is_wide = wide is not None and buffer.is_floating_point()
         values[buffer] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
     call.choices.begin(is_first=wide is None)
-    context = _as_it_ran(call) if wide is None else _in(wide)
     forward = call.module.forward if base is None else partial(base.forward, call.module)
-    with (
-        context,
-        call.choices,
-        torch.set_grad_enabled(needs_gradient),
-        _exchanged(call.module, values),
-    ):
+
+    def run() -> tuple[list[Tensor], dict[str, Tensor | None]]:
         # Clones, because forwards may write to their inputs, but not to leaves.
-        args, kwargs = private.tree_map(_clone, (args, kwargs))
-        output = forward(*args, **kwargs)
-        outputs = _floats(output)
-        if not needs_gradient:
-            return outputs, {}
+        own_args, own_kwargs = private.tree_map(_clone, (args, kwargs))
+        outputs = _floats(forward(*own_args, **own_kwargs))
         pairs = [
             # As a view, because hooks of what a backward begins with do not run.
             (out.view_as(out), gradient.to(out.dtype))
             for out, gradient in zip(outputs, call.gradients, strict=True)
-            if gradient is not None and out.requires_grad
+            if needs_gradient and gradient is not None and out.requires_grad
         ]
         if not pairs:
             return outputs, {}
@@ -440,7 +434,13 @@ def _run(
             torch.autograd.backward(outs, given)
             return outputs, {}
         made = torch.autograd.grad(outs, [*leaves.values()], given, allow_unused=True)
-    return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
+        return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
+
+    casts = [partial(torch.autocast, *of, cache_enabled=False) for of in call.autocast.items()]
+    precision = casts if wide is None else [ieee_products, partial(_Wide, wide)]
+    gradients = partial(torch.set_grad_enabled, needs_gradient)
+    makers = (*precision, lambda: call.choices, gradients)
+    return within_all(makers, partial(_exchanged, call.module, values, run))
 
 
 def _drop_gradient(leaf: Tensor) -> None:
@@ -494,36 +494,20 @@ def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.where(size > 0, size, 1.0)
 
 
-@contextmanager
-def _exchanged(module: nn.Module, values: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Puts other tensors in the place of parameters and buffers, wherever a module holds them.
+def _exchanged(module: nn.Module, values: Mapping[Tensor, Tensor], function: Callable[[], T]) -> T:
+    """Calls a function with other tensors in the place of a module's parameters and buffers.
 
     `functional_call` leaves some of them if a module that has two names shares its weight.
     """
     held = [vars(part)[of] for part in module.modules() for of in ("_parameters", "_buffers")]
-    before = [{**each} for each in held]
-    try:
+    undo = [partial(each.update, {**each}) for each in held]
+
+    def exchange() -> T:
         for each in held:
             each.update({name: values[x] for name, x in each.items() if x is not None})
-        yield
-    finally:
-        for each, content in zip(held, before, strict=True):
-            each.clear()
-            each.update(content)
+        return function()
 
-
-@contextmanager
-def _as_it_ran(call: Call) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device, dtype in call.autocast.items():
-            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
-        yield
-
-
-@contextmanager
-def _in(wide: torch.dtype) -> Iterator[None]:
-    with ieee_products(), _Wide(wide):
-        yield
+    return then_undo(exchange, partial(undo_all, undo))
 
 
 class _Choices(TorchFunctionMode):
@@ -578,12 +562,10 @@ class _Wide(TorchFunctionMode):
         if _CASTS.get(name) in self._low:
             return args[0].to(self._wide)
         is_autocast, no_autocast = private.autocast
-        with ExitStack() as stack:
-            if is_autocast():
-                stack.enter_context(no_autocast())
-            if name == "scaled_dot_product_attention":  # most kernels take no FP32
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            return function(*args, **kwargs)
+        makers = [no_autocast] if is_autocast() else []
+        if name == "scaled_dot_product_attention":  # most kernels take no FP32
+            makers.append(partial(sdpa_kernel, SDPBackend.MATH))
+        return within_all(makers, partial(function, *args, **kwargs))
 
     def _widened(self, each: Any) -> Any:
         return self._wide if isinstance(each, torch.dtype) and each in self._low else each

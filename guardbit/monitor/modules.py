@@ -237,16 +237,20 @@ class ModuleAudits:
     def _audit(self, name: str, call: Call) -> None:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
         is_taken = not inner or call.module in inner
-        with (
-            runtime.unobserved(by_pytorch=True),
-            torch.compiler.set_stance("force_eager"),
-            put_back(*call.module.modules(), with_tensors=False),
-        ):
+
+        def find() -> None:
             found = audit.audit(call, self._is_sloped) if is_taken else {}
             for (tensor, statistic), value in found.items():
                 self._found.append(_Found(name, call.kind, tensor, statistic, value))
             if inner.keys() - {call.module}:
                 self._audit_inside(call, inner)
+
+        makers = (
+            partial(runtime.unobserved, by_pytorch=True),
+            partial(torch.compiler.set_stance, "force_eager"),
+            partial(put_back, *call.module.modules(), with_tensors=False),
+        )
+        guard.within_all(makers, find)
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
         """Runs a compiled module once more, uncompiled, to audit modules in it."""
@@ -286,12 +290,12 @@ class ModuleAudits:
             name = self._weights.pop(one.weight)
             self._attempt(name, partial(self._lost, stepping, one, name))
 
+    @torch.no_grad()
     def _lost(self, stepping: Optimizer, kept: optimizer.Before, name: str) -> None:
-        with torch.no_grad():
-            for state, statistic, value in optimizer.lost(stepping, kept):
-                tensor = f"{state} of {name}" if state else name
-                module = name.rpartition(".")[0]
-                self._found.append(_Found(module, "optimizer", tensor, statistic, value))
+        for state, statistic, value in optimizer.lost(stepping, kept):
+            tensor = f"{state} of {name}" if state else name
+            module = name.rpartition(".")[0]
+            self._found.append(_Found(module, "optimizer", tensor, statistic, value))
 
     # --- after the step --------------------------------------------------------------------------
 
