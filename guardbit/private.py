@@ -267,6 +267,11 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
+def is_compiler_loaded() -> bool:
+    """Whether anything may have been compiled in this process."""
+    return "torch._dynamo" in sys.modules
+
+
 def missing() -> list[Private]:
     """What this version of PyTorch lacks; looking for it loads PyTorch's compiler."""
     rows = NAMES.values()

@@ -28,7 +28,7 @@ SLOW = pytest.mark.slow
 STAGES = (
     "capture", "metrics", "samples", "scalars", "judgement", "burst", "notices", "detectors",
     "alarms", "policy", "clip", "switch", "coverage", "proofs", "ranks", "snapshots",
-    "loss", "store", "monitor",
+    "loss", "store", "monitor", "modules",
 )  # fmt: skip
 
 

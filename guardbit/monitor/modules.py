@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -58,8 +57,8 @@ class _Hook:
         self, function: Callable[..., Any], otherwise: Callable[..., Any] = guard.nothing
     ) -> None:
         # A compiler would take it for a part of the model.
-        is_compiler_there = "torch._dynamo" in sys.modules
-        self._function = torch.compiler.disable(function) if is_compiler_there else function
+        is_compiled = private.is_compiler_loaded()
+        self._function = torch.compiler.disable(function) if is_compiled else function
         self._otherwise = otherwise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -472,7 +471,7 @@ def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
         NotMeasured: Compiled code may call modules, and it is not known which.
     """
     graphs_of: Callable[[Any], Any] = lambda _: ()  # noqa: E731
-    if "torch._dynamo" in sys.modules:
+    if private.is_compiler_loaded():
         graphs_of, _, known = private.graphs_of
         codes = {_forward_code(module) for module in model.modules()}
         for code in filter(None, [seen() for seen in getattr(known, "seen", ())]):
