@@ -8,22 +8,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from guardbit import locate_nonfinite
-from guardbit.monitor.modules import ModuleAudits
-from guardbit.monitor.stages import Stages
+from tests.layers.nets import Own, audits
 
 BF16 = torch.bfloat16
 WIDTH, TOKENS, HEADS, LENGTH, BATCH = 64, 64, 4, 32, 8
 
 
-class Core(nn.Module):
-    def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.core = nn.Linear(WIDTH, 3 * WIDTH), Core()
+        self.qkv, self.core = nn.Linear(WIDTH, 3 * WIDTH), Own(attention)
         self.proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -65,9 +63,8 @@ class Block(nn.Module):
         return x + self.mlp(self.n2(x))
 
 
-class Loss(nn.Module):
-    def forward(self, logits, labels):
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 class Gpt(nn.Module):
@@ -76,7 +73,7 @@ class Gpt(nn.Module):
         self.embed, self.place = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block(mlp) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
-        self.loss = Loss()
+        self.loss = Own(cross_entropy)
         self.low, self.scale, self.items, self.repeats, self.copies = BF16, 1.0, BATCH, 0.0, False
 
     def forward(self, tokens, labels):
@@ -142,11 +139,10 @@ class CutLayer(nn.Module):
             return (y + (cut - y).detach()).to(BF16)
 
 
-class LowLoss(nn.Module):
-    def forward(self, logits, labels):
-        with torch.autocast("cpu", enabled=False):
-            p = logits.flatten(0, 1).to(BF16).log_softmax(-1)
-            return -p.gather(1, labels.flatten()[:, None]).mean()
+def low_loss(logits, labels):
+    with torch.autocast("cpu", enabled=False):
+        p = logits.flatten(0, 1).to(BF16).log_softmax(-1)
+        return -p.gather(1, labels.flatten()[:, None]).mean()
 
 
 class Silu(torch.autograd.Function):
@@ -161,11 +157,6 @@ class Silu(torch.autograd.Function):
     def backward(ctx, d):
         s = ctx.saved_tensors[0].sigmoid()
         return d * s * (1 + ctx.saved_tensors[0] * (1 - s)) * 0.8
-
-
-class FusedAct(nn.Module):
-    def forward(self, x):
-        return Silu.apply(x)
 
 
 class Product(torch.autograd.Function):
@@ -200,9 +191,8 @@ class CrossEntropy(torch.autograd.Function):
         return d * (p - F.one_hot(labels, p.shape[-1])) / len(p) * 0.8, None
 
 
-class FusedLoss(nn.Module):
-    def forward(self, logits, labels):
-        return CrossEntropy.apply(logits.flatten(0, 1), labels.flatten())
+def fused_loss(logits, labels):
+    return CrossEntropy.apply(logits.flatten(0, 1), labels.flatten())
 
 
 class Flash(torch.autograd.Function):
@@ -230,14 +220,8 @@ class Flash(torch.autograd.Function):
         return *(each.to(q.dtype) for each in made), None
 
 
-class FlashCore(nn.Module):
-    def __init__(self, off):
-        super().__init__()
-        self.off = off
-
-    def forward(self, q, k, v):
-        with torch.autocast("cpu", enabled=False):
-            return Flash.apply(q, k, v, self.off)
+def flash(off):
+    return Own(torch.autocast("cpu", enabled=False)(lambda *qkv: Flash.apply(*qkv, off)))
 
 
 class LowSum(torch.autograd.Function):
@@ -280,13 +264,8 @@ class Spoilt(torch.autograd.Function):
         return d if ctx.value is None else d + ctx.value, None, None
 
 
-class SpoiltGelu(nn.Module):
-    def __init__(self, value, is_forward=True):
-        super().__init__()
-        self.value, self.is_forward = value, is_forward
-
-    def forward(self, x):
-        return Spoilt.apply(F.gelu(x), self.value, self.is_forward)
+def spoilt(value, is_forward=True):
+    return Own(lambda x: Spoilt.apply(F.gelu(x), value, is_forward))
 
 
 def replace(model, name, module):
@@ -310,7 +289,7 @@ def likely(model):
     for block in model.blocks:
         block.attn.proj.weight.data *= 0.1
         block.mlp.proj.weight.data *= 0.1
-    return replace(model, "loss", LowLoss())
+    return replace(model, "loss", Own(low_loss))
 
 
 def tied(model):
@@ -319,7 +298,7 @@ def tied(model):
     qkv.weight.data[: 2 * WIDTH] *= 0.1
     qkv.weight.data[2 * WIDTH :] *= 0.02
     qkv.bias.data[2 * WIDTH :] = 3
-    return replace(model, "blocks.1.attn.core", FlashCore(0))
+    return replace(model, "blocks.1.attn.core", flash(0))
 
 
 def large(model):
@@ -353,10 +332,10 @@ FAULTS = {
     "a linear layer that cuts off": lambda m: replace(m, FC, CutLinear(WIDTH, 4 * WIDTH)),
     "an own layer that cuts off": lambda m: replace(m, FC, CutLayer(WIDTH, 4 * WIDTH)),
     "a loss in BF16 at p near 1": likely,
-    "an activation's gradient x 0.8": lambda m: replace(m, ACT, FusedAct()),
+    "an activation's gradient x 0.8": lambda m: replace(m, ACT, Own(Silu.apply)),
     "a weight's gradient x 0.8": lambda m: replace(m, FC, FusedLinear(WIDTH, 4 * WIDTH)),
-    "a loss's gradient x 0.8": lambda m: replace(m, "loss", FusedLoss()),
-    "a wrong log-sum-exp": lambda m: replace(m, CORE, FlashCore(0.1)),
+    "a loss's gradient x 0.8": lambda m: replace(m, "loss", Own(fused_loss)),
+    "a wrong log-sum-exp": lambda m: replace(m, CORE, flash(0.1)),
     "O rounded at tied logits": tied,
     "a residual stream of 1000": large,
     "repeated tokens": repeated,
@@ -365,42 +344,25 @@ FAULTS = {
 }
 
 
-def audited(model, steps=2, is_pure=False):
-    """The events of a few steps with all modules audited; steps that are not finite are skipped."""
-    if is_pure:
-        model.to(model.low)
-    events = []
-    watch = ModuleAudits(model, True, Stages(False, print), events.append)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for step in range(steps + 1):
-        watch.ask()
-        watch.begin(step, True)
-        with torch.autocast("cpu", model.low, enabled=not is_pure):
-            loss = model.step()
-        loss.backward()
-        watch.end()
-        if all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
-            optimizer.step()
-        optimizer.zero_grad()
-        watch.judge()
-    return events, watch
-
-
 @pytest.mark.parametrize("is_pure", [False, True], ids=["autocast", "pure"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_module_of_a_fault_is_named_first(fault, is_pure):
     torch.manual_seed(0)
     model = Gpt()
     place = FAULTS[fault](model)
-    events, _ = audited(model, is_pure=is_pure)
+    events = audited(model, is_pure)[0]
     assert [event.site for event in events][:1] == [place], events
 
 
+def audited(model, is_pure, steps=2):
+    return audits(model.to(model.low) if is_pure else model, steps, None if is_pure else model.low)
+
+
 NOT_FINITE = {
-    "NaN in the forward": (SpoiltGelu(math.nan), Mlp),
-    "NaN in the backward": (SpoiltGelu(math.nan, False), Mlp),
-    "NaN in one expert": (SpoiltGelu(math.nan), Experts),
-    "infinite values": (SpoiltGelu(math.inf), Mlp),
+    "NaN in the forward": (spoilt(math.nan), Mlp),
+    "NaN in the backward": (spoilt(math.nan, False), Mlp),
+    "NaN in one expert": (spoilt(math.nan), Experts),
+    "infinite values": (spoilt(math.inf), Mlp),
 }
 
 
@@ -419,14 +381,15 @@ def test_what_is_not_finite_is_located(fault):
 @pytest.mark.parametrize("mlp", [Mlp, Experts])
 def test_a_sound_model_has_no_alarm(mlp, is_pure):
     torch.manual_seed(0)
-    events, watch = audited(Gpt(mlp), 5, is_pure)
+    events, watch = audited(Gpt(mlp), is_pure, 5)
     assert not events
     assert {row.module for row in watch.rows} >= {"", "embed", "loss", "blocks.1.mlp", "norm"}
 
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-    "num_key_value_heads": 2, "vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    "num_key_value_heads": 2, "vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0,
 }  # fmt: skip
 
 
@@ -450,4 +413,4 @@ def test_sound_models_of_transformers_have_no_alarm(kind, is_pure):
         return model(input_ids=tokens, labels=tokens).loss
 
     model.step = step
-    assert not audited(model, 10, is_pure)[0]
+    assert not audited(model, is_pure, 10)[0]
