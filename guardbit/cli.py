@@ -336,13 +336,8 @@ def live(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port on this machine; 0 for any free one.")
     ] = 0,
-    notify: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="A webhook, such as Slack's, that gets new alarms."),
-    ] = None,
 ) -> None:
     """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
-    from guardbit.alerts import Webhook
     from guardbit.store import read_metadata
 
     with user_errors(OSError, ValueError):
@@ -354,7 +349,7 @@ def live(
             raise ValueError(
                 f"live needs the package {error.name}: pip install starlette uvicorn"
             ) from None
-        runs = LiveRuns(path, None if notify is None else Webhook(notify).tell)
+        runs = LiveRuns(path)
         server = LiveServer(runs, port=port)
         if not runs.is_list:
             try:
@@ -471,10 +466,6 @@ def diagnose(
         list[str] | None,
         typer.Option(metavar="SITE:NUMBER", help="Such as net.h.3.attn:7; may be repeated."),
     ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Print what each rounding and stabilizer leaves."),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
@@ -504,7 +495,7 @@ def diagnose(
             told.append(text.as_json(kept, found))
             if as_json:
                 continue
-            for line in text.page(kept, found, verbose=verbose):
+            for line in text.page(kept, found):
                 typer.echo(printable(line))
             target = figures / text.file_name(kept[-1])
             head_diagnosis(

@@ -13,7 +13,6 @@ What is written here is all that runs unguarded, so it must stay short. Compiler
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -104,14 +103,6 @@ def _never_began(error: Exception) -> bool:
     return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
 
 
-def _is_no_object(method: Callable[..., Any], given: object) -> str:
-    kind = method.__qualname__.partition(".")[0]
-    return (
-        f"{method.__qualname__} was called on the class, with a {type(given).__name__}, and not on"
-        f" an object: make one, {kind}(...), and use that"
-    )
-
-
 def _tried(
     contains: tuple[Contain, ...],
     otherwise: Callable[..., Any],
@@ -147,8 +138,6 @@ def method(
 
         @functools.wraps(inside)
         def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(self, Guarded):
-                raise TypeError(_is_no_object(inside, self))
             if self._is_void:
                 return otherwise(self)
             contains = (functools.partial(contain, self),)
@@ -308,15 +297,6 @@ def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T
         return function()
 
 
-class _Records(threading.local):
-    """Whether `apart` hides what runs from profilers, which PyTorch does not tell."""
-
-    are_off = False
-
-
-_records = _Records()
-
-
 def apart(function: Callable[[], T]) -> T:
     """Calls a function of GuardBit's without the modes and hooks in force in the user's code."""
     to_restore: list[Callable[[], object]] = []
@@ -335,12 +315,6 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
         context.__enter__()
         later(context.__exit__, None, None, None)
 
-    is_profiled, record = private.profiler_records
-    if is_profiled() and not _records.are_off:
-        later(setattr, _records, "are_off", False)
-        later(record, True)
-        _records.are_off = True
-        record(False)
     is_autocast, no_autocast = private.autocast
     if is_autocast():
         enter(no_autocast())
@@ -358,10 +332,6 @@ def _take_off(to_restore: list[Callable[[], object]]) -> None:
     if torch.is_anomaly_enabled():
         later(torch.set_anomaly_enabled, True, torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(False)
-    is_filled, fill = private.deterministic_fill
-    if is_filled():
-        fill(False)
-        later(fill, True)
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

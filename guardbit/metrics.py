@@ -159,8 +159,8 @@ class _CallMetric(_HeadMetric):
             q.size(3) ** -0.5 if self.scale is None else self.scale, self.causal, mask
         )
         call = AttentionCall(
-            NO_SITE, q, k, v, **known, residual=None, dk=None, dv=None,
-            spec=spec, stabilizers=("none",) * q.size(1),
+            NO_SITE, q, k, v, **known, residual=None, spec=spec,
+            stabilizers=("none",) * q.size(1),
         )  # fmt: skip
         self._take(self.probe.update(probes.CallView(call, **others)))
 

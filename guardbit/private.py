@@ -70,10 +70,6 @@ _VARLEN_CHOICE = (
 # Name here -> what it stands for.
 NAMES: dict[str, Private] = {
     # Looked at and taken off while GuardBit works: what is in force in the user's code.
-    "profiler_records": Private(
-        (_AUTOGRAD + "_profiler_enabled", _AUTOGRAD + "_enable_record_function"),
-        "profilers record GuardBit's work", (_always(False), _always(None)),
-    ),
     "autocast": Private(
         (_C + "_is_any_autocast_enabled", _C + "_DisableAutocast"),
         "autocast casts what GuardBit computes", (_always(False), nullcontext),
@@ -96,11 +92,6 @@ NAMES: dict[str, Private] = {
          _AUTOGRAD + "_pop_saved_tensors_default_hooks",
          _AUTOGRAD + "_push_saved_tensors_default_hooks"),
         "hooks of saved tensors see GuardBit's", (_always(None), _always(None), _always(None)),
-    ),
-    "deterministic_fill": Private(
-        (_C + "_get_deterministic_fill_uninitialized_memory",
-         _C + "_set_deterministic_fill_uninitialized_memory"),
-        "deterministic mode fills GuardBit's tensors too", (_always(False), _always(None)),
     ),
     "run_backward": Private(  # beneath what function modes see, which leave themselves off in it
         ("torch.autograd.graph._engine_run_backward",),

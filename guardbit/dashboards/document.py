@@ -24,23 +24,12 @@ from guardbit.dashboards.tables import SAMPLES_AVERAGED, Diagnosed, Head, RunSoF
 from guardbit.judgement.sentences import plural
 from guardbit.records import Event, named
 
-#: A wider table of heads does not fit the page.
-HEAD_COLUMNS = (
-    "w_q_spectral_norm",
-    "max_logit",
-    "multiple_maxima",
-    "multiple_maxima_bf16",
-    "delta_bias_cumulative",
-    "dq_relative_error",
-)
 _MOST_ALARMED = 40
 _MOST_DIAGNOSED = 8
 
 #: What the map of layers has columns for; of weights and the input it is the gradient.
 MODULE_PARTS = ("output", "input", "weights")
 
-#: A cell of two texts shows the second small below the first.
-Cell = str | tuple[str, str]
 #: What `page.html` renders: names of its parts -> what they show.
 Document = dict[str, Any]
 
@@ -49,11 +38,9 @@ class Table(NamedTuple):
     """A table, without a header if that is empty."""
 
     header: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[str]]
     #: First of the columns that hold numbers, set flush right.
     numbers_from: int = sys.maxsize
-    #: A kind for each row ("alarmed" or ""), or none.
-    kinds: Sequence[str] = ()
 
 
 class Tile(NamedTuple):
@@ -66,7 +53,7 @@ class Tile(NamedTuple):
 
 
 def document_of(title: str, run: RunSoFar, *, is_over: bool = True) -> Document:
-    """The outcome first, then the alarms and the heads to watch; last the settings."""
+    """The outcome first, then the alarms; last the settings."""
     judgement = run.judgement
     document = {
         "title": title,
@@ -95,7 +82,6 @@ def heads_of(title: str, run: RunSoFar) -> Document:
         "summary": summary(run),
         "alarms": alarms[:_MOST_ALARMED],
         "alarms_note": f"{plural(more, 'head')} that alarmed later not shown." * (more > 0),
-        **_heads_to_watch(run),
     }
 
 
@@ -239,40 +225,6 @@ def _alarms_by_head(run: RunSoFar) -> list[Document]:
         }
         for (name, site, head), alarms in of.items()
     ]
-
-
-def _heads_to_watch(run: RunSoFar) -> Document:
-    """The heads to worry about, worst first, and a note that says which they are."""
-    watched = run.heads_to_watch()
-    if watched.empty:
-        return {"watched": None, "watched_note": "No head has been measured."}
-    alarmed = len(run.first("alarm"))
-    shown = [name for name in HEAD_COLUMNS if name in watched.columns]
-    rows, kinds = [], []
-    for row in watched.to_dict("records"):
-        has_alarm = not math.isnan(row["alarm_step"])
-        step = f"step\N{NO-BREAK SPACE}{int(row['alarm_step']):,}" if has_alarm else ""
-        rows.append(
-            [
-                (run.label((row["layer"], row["head"])), row["site"]),
-                (step, row["rule"]) if has_alarm else "–",
-                row["stabilizer"],
-                times(row["excess"]),
-                *[value_of(name, row[name]) for name in shown],
-            ]
-        )
-        kinds.append("alarmed" if has_alarm else "")
-    note = (
-        f"{plural(alarmed, 'head')} with an alarm, in the order of the first one"
-        if alarmed
-        else "No head has an alarm; these are farthest above their baseline"
-    )
-    total = f"{len(run.history.heads):,}"
-    header = ["Head", "First alarm", "Stabilizer", "Times its baseline"]
-    return {
-        "watched": Table([*header, *[LABELS[name] for name in shown]], rows, 3, kinds),
-        "watched_note": f"{note}. Latest samples; {len(rows)} of {total} shown.",
-    }
 
 
 def times(excess: float) -> str:

@@ -67,8 +67,6 @@ HEADERS = {
 }
 _REFUSAL = "Not found. The address ends in a token and a slash, and is new after every start."
 
-#: Called with the name of a run and its new alarms, the first of each head only.
-Tell = Callable[[str, Sequence[Event]], None]
 Question = Callable[["LiveRun", QueryParams], Any]
 Answer = Callable[[Request], Response]
 
@@ -94,8 +92,8 @@ class LiveRun:
         # A run that is over keeps no samples once it was judged: a long list needs little memory.
         self._is_forgotten = False
 
-    def look(self) -> list[Event]:
-        """Reads what is new; returns the new first alarms of heads."""
+    def look(self) -> None:
+        """Reads what is new."""
         self.looked_at, before = time.monotonic(), self._changed
         try:
             self._changed = os.stat(folder_of_run(self.path)).st_mtime_ns
@@ -103,7 +101,7 @@ class LiveRun:
             if before is not None:
                 raise
         if not self.is_open and self._changed == before and self._ended == self._run.ended:
-            return []
+            return
         if self._is_forgotten:
             self._follower, self._is_forgotten = RunFollower(self.path), False
             self._event_files = None
@@ -117,11 +115,13 @@ class LiveRun:
         run = self._run
         has_changed |= (run.metadata, run.ended, run.diagnosed) != about
         run.diagnosed = diagnosed
-        alarms: list[Event] = []
         try:
             files = self._follower.event_files()
             if files != self._event_files:
-                alarms = self._take_events(events_of(read_events(self.path)))
+                events = events_of(read_events(self.path))
+                with self.lock:
+                    self._run.events = events
+                    self._alarms = [event for event, mark in marked(events) if mark == "alarm"]
                 self._event_files, has_changed = files, True
         finally:
             # Samples are shown whatever is wrong with the events.
@@ -131,7 +131,6 @@ class LiveRun:
                 with self.lock:
                     self._is_forgotten = True
                     self._run.forget_samples()
-        return alarms
 
     def state(self, since: int = -1) -> Json:
         """Returns the page's state, or only the run's status if nothing changed since a version."""
@@ -183,14 +182,6 @@ class LiveRun:
             self._is_reading = False
         return has_changed
 
-    def _take_events(self, events: list[Event]) -> list[Event]:
-        """Replaces the events; returns the new alarms among the first of each head."""
-        known = set(self._alarms)
-        with self.lock:
-            self._run.events = events
-            self._alarms = [event for event, mark in marked(events) if mark == "alarm"]
-        return [alarm for alarm in self._alarms if alarm not in known]
-
     def _update_state(self) -> None:
         with self.lock:
             run = self._run
@@ -223,13 +214,11 @@ class LiveRun:
 class LiveRuns:
     """Follows the run of a folder, or all runs that it holds, in a thread of its own."""
 
-    def __init__(self, folder: str | Path, tell: Tell | None = None) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         is_one = not self.folder.is_dir() or is_run(folder_of_run(self.folder))
         self.is_list = not is_one and bool(runs_below(self.folder))
-        self._tell = tell
         self._runs: list[LiveRun] = [] if self.is_list else [LiveRun(self.folder)]
-        self._old = set(self._runs)  # those of the start, until they are looked at
         self._searched: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="guardbit-live", daemon=True)
@@ -254,12 +243,8 @@ class LiveRuns:
                 if time.monotonic() > until:
                     break
             try:
-                alarms = run.look()
+                run.look()
                 run.problem = ""
-                # Alarms from before the start are not new.
-                if alarms and self._tell is not None and run not in self._old:
-                    self._tell(run.name, alarms)
-                self._old.discard(run)
             # One broken run must not hide the others, and the page must survive a lost folder.
             except Exception as error:
                 problem = str(error) or type(error).__name__
@@ -302,8 +287,6 @@ class LiveRuns:
         self._runs += [
             LiveRun(path, str(path.relative_to(self.folder)), is_open=False) for path in new
         ]
-        if self._searched is None:
-            self._old.update(self._runs)
         self._searched = time.monotonic()
 
 

@@ -19,7 +19,7 @@ from guardbit.dashboards.history import Floats, History, Integers, farthest
 from guardbit.judgement import Ended, Evidence, Judgement, judge
 from guardbit.judgement.evidence import Head as Head
 from guardbit.records import Event
-from guardbit.store.files import COLUMNS, EVENT_COLUMNS, MODULES
+from guardbit.store.files import EVENT_COLUMNS, MODULES
 from guardbit.store.reading import resumptions, samples_of
 
 #: Samples that a run's last loss, and its values before and after a switch, are taken over: enough
@@ -57,7 +57,6 @@ class RunSoFar:
     def forget_samples(self) -> None:
         """Drops the samples, to be read again, as when a run was resumed from an earlier step."""
         self.history, self.evidence = History(self._buckets), Evidence()
-        self._latest = pd.DataFrame(columns=COLUMNS)
         #: The rows of the latest audits of each module, as `guardbit.store.read_modules` has them.
         self.modules = MODULES.empty_table().to_pandas()
         self.module_names: dict[str, None] = {}  # in the order of their first rows
@@ -74,10 +73,6 @@ class RunSoFar:
         for name, chosen in rows.groupby("indicator", observed=True).indices.items():
             chosen = chosen[of_heads[chosen] == (name in HEAD_INDICATORS)]
             self.history.add(str(name), *(column[chosen] for column in columns))
-        latest = latest_rows(rows)
-        self._latest = (
-            latest if self._latest.empty else latest_rows(pd.concat([self._latest, latest]))
-        )
 
     def take_modules(self, rows: pd.DataFrame) -> None:
         self.module_names |= dict.fromkeys(rows["module"].unique())
@@ -158,25 +153,6 @@ class RunSoFar:
     def of_run(self, indicator: str) -> pd.Series:
         return cast(pd.Series, self.history.table(indicator).squeeze(axis=1)).dropna()
 
-    def heads_to_watch(self, count: int = 10) -> pd.DataFrame:
-        """The heads a person should look at, worst first, with their latest values."""
-        table = self._latest.pivot(index=["layer", "head"], columns="indicator", values="value")
-        recorded = [name for name in HEAD_INDICATORS if name in table.columns]
-        latest = table.reindex(columns=recorded).astype(float)
-        alarms, stabilizers = self.first("alarm"), self.stabilizers()
-        heads = latest.index.to_frame()
-        heads["site"] = self._latest.groupby(["layer", "head"])["site"].first()
-        heads["alarm_step"] = [alarms[h].step if h in alarms else np.nan for h in latest.index]
-        heads["rule"] = [alarms[h].rule if h in alarms else "" for h in latest.index]
-        heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
-        if heads.empty:
-            return heads
-        heads["excess"] = [self.worst.get(head, np.nan) for head in latest.index]
-        heads["largest"] = latest.iloc[:, 0].abs()
-        order = ["alarm_step", "excess", "largest"]
-        heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
-        return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)
-
 
 class Recorded(RunSoFar):
     """A run that was read, with every sample."""
@@ -231,6 +207,26 @@ class Recorded(RunSoFar):
         extreme = [(int(layer), int(head)) for layer, head in extremes.head(1).index]
         story = [head for head in self.story if head in table.columns]
         return list(dict.fromkeys([*story, *extreme]))
+
+    def heads_to_watch(self, count: int = 10) -> pd.DataFrame:
+        """The heads a person should look at, worst first, with their latest values."""
+        samples = latest_rows(self.samples)
+        table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
+        recorded = [name for name in HEAD_INDICATORS if name in table.columns]
+        latest = table.reindex(columns=recorded).astype(float)
+        alarms, stabilizers = self.first("alarm"), self.stabilizers()
+        heads = latest.index.to_frame()
+        heads["site"] = samples.groupby(["layer", "head"])["site"].first()
+        heads["alarm_step"] = [alarms[h].step if h in alarms else np.nan for h in latest.index]
+        heads["rule"] = [alarms[h].rule if h in alarms else "" for h in latest.index]
+        heads["stabilizer"] = [stabilizers.get(head, "none") for head in latest.index]
+        if heads.empty:
+            return heads
+        heads["excess"] = [self.worst.get(head, np.nan) for head in latest.index]
+        heads["largest"] = latest.iloc[:, 0].abs()
+        order = ["alarm_step", "excess", "largest"]
+        heads = heads.sort_values(order, ascending=[True, False, False], kind="stable").head(count)
+        return heads.drop(columns=["largest"]).join(latest).reset_index(drop=True)
 
 
 def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
-from functools import cached_property
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.exact import Exact
 from guardbit.doctor.inputs import ExaminedCall
-from guardbit.kernels.attention import flash_attention
-from guardbit.kernels.dispatch import MAX_HEAD_DIM, MIN_HEAD_DIM
-from guardbit.kernels.engines import LIBRARIES, Engine, Gradients, Inputs, choose, library_engine
+from guardbit.kernels.engines import LIBRARIES, Engine, choose, library_engine
 from guardbit.kernels.engines.libraries import VarlenCuDNN, varlen_runs_on_cudnn
-from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.tensors import as_given
 
 #: Tensors that an engine returned, by `guardbit.doctor.exact.TENSORS`.
@@ -35,33 +29,7 @@ _BACKENDS = (
 )
 
 
-class OwnKernels(Engine):
-    """GuardBit's own kernels, with the stabilizer "none"; they take no O'."""
-
-    backend = SDPBackend.OVERRIDEABLE
-    reads_out = False
-
-    @cached_property
-    def name(self) -> str:
-        return "guardbit"
-
-    def _differentiable(self, inputs: Inputs) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        leaves, spec = [x.detach().requires_grad_() for x in inputs[:3]], inputs.spec
-        with torch.enable_grad():
-            return leaves, flash_attention(
-                *leaves, causal=spec.causal, scale=spec.scale, return_lse=True
-            )
-
-    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        _, (out, lse) = self._differentiable(inputs)
-        return out.detach(), lse.detach()
-
-    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        leaves, (own_out, _) = self._differentiable(inputs)
-        return Gradients(*torch.autograd.grad(own_out, leaves, d_out))
-
-
-def sdpa_candidates(call: ExaminedCall, own: bool) -> Candidates:
+def sdpa_candidates(call: ExaminedCall) -> Candidates:
     engines: list[Engine] = []
     refused: dict[str, str] = {}
     for backend in _BACKENDS:
@@ -69,11 +37,6 @@ def sdpa_candidates(call: ExaminedCall, own: bool) -> Candidates:
             engines.append(sdpa_engine(backend, call))
         except ValueError as error:
             refused[backend.name] = str(error)
-    if own and call.spec.mask is None and not call.spec.extras:
-        if MIN_HEAD_DIM <= call.q.size(-1) <= MAX_HEAD_DIM:
-            engines.append(OwnKernels())
-        else:
-            refused["guardbit"] = f"its head sizes are {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     return engines, refused
 
 
@@ -145,19 +108,3 @@ def backward(engine: Engine, call: ExaminedCall, out: Tensor, lse: Tensor | None
     found = engine.backward(call.inputs, d_out, out, given)
     results = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
     return results if lse is None else {"lse": given, **results}
-
-
-@torch.no_grad()
-def run_carried(
-    engine: Engine, call: ExaminedCall, results: Results, exacts: Sequence[Exact]
-) -> Results:
-    """Runs the backward once more with an O' that carries the exact delta of the units."""
-    out = results["out"]
-    d_out = torch.empty_like(out).copy_(call.d_out)
-    carried = torch.empty_like(out).copy_(out)
-    for exact in exacts:
-        b, own = exact.unit.batch, exact.unit.heads(call.group)
-        delta = exact.delta.float()[None]
-        write_carrier(carried[b : b + 1], d_out[b : b + 1], delta, range(own.start, own.stop))
-    with torch.autocast(call.q.device.type, enabled=False):
-        return backward(engine, call, engine.laid_out(carried, call.q), results["lse"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from guardbit.doctor.attention import Chunk
-from guardbit.doctor.engines import Results, backward, run, run_carried
+from guardbit.doctor.engines import Results, backward, run
 from guardbit.doctor.exact import (
     OF_KEYS,
     TENSORS,
@@ -117,7 +117,7 @@ class Examination:
         self._wrong_mask = ""  # in a sentence
         self._truncated: set[str] = set()
         self._delta_fit: DeltaFit | None = None
-        self._carrier: tuple[str, bool] | None = None
+        self._carrier = ""  # why it can take no exact delta, a sentence
 
     def look(self, kind: str, call: ExaminedCall, exacts: Sequence[Exact], units: str) -> None:
         """Runs the engine twice on a kind of inputs and notes what is wrong."""
@@ -150,7 +150,7 @@ class Examination:
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
             self._delta_fit = fit_delta(call, dq, results)
-            self._look_at_carrier(call, results, exacts)
+            self._look_at_carrier(call, results)
 
     def _look_at_mask(self, call: ExaminedCall, unit: Unit) -> None:
         for where in ("forward", "backward"):
@@ -159,31 +159,12 @@ class Examination:
                 self._wrong_mask = f"the mask of its {where} is wrong: {said}."
                 return
 
-    def _look_at_carrier(
-        self, call: ExaminedCall, results: Results, exacts: Sequence[Exact]
-    ) -> None:
-        """Runs the backward with exact delta, if the engine can get one."""
-        engine = self.engine
-        has_dq = any(bool(exact.values["dq"].any()) for exact in exacts)  # not of single keys
-        if not engine.reads_out or "lse" not in results or not has_dq:
-            return
-        carried = run_carried(engine, call, results, exacts)
-        if _same_bits(carried["dq"], results["dq"]) and self._is_of_output:
-            why = "its backward ignores the output that it is given"
-            self._carrier = (f"{why}, so it cannot take an exact delta.", False)
-            return
-        proof = proof_of(engine, call.q, call.k, call.v, call.spec, False)
-        found = gaps(call, carried, exacts, tiles_of(engine, call))
-        off = sorted({gap.tensor for gap in found if gap.largest > 1}, key=TENSORS.index)
-        if proof.failure:
-            self._carrier = (f"it cannot take an exact delta: {proof.failure}.", False)
-        elif off:
-            names = " and ".join(_WORDS[tensor] for tensor in off)
-            self._carrier = (
-                f"it passes the small test of an exact delta, but here {names} are outside their"
-                " bounds with one.",
-                True,
-            )
+    def _look_at_carrier(self, call: ExaminedCall, results: Results) -> None:
+        """Asks whether the backward takes an exact delta, as a run asks before a switch."""
+        if self.engine.reads_out and "lse" in results:
+            proof = proof_of(self.engine, call.q, call.k, call.v, call.spec, False)
+            if proof.failure:
+                self._carrier = f"it cannot take an exact delta: {proof.failure}."
 
     @property
     def _is_of_output(self) -> bool:
@@ -231,9 +212,8 @@ class Examination:
         found += seen
         cause = self._cause_of_off(bool(seen))
         found += [cause] if cause else []
-        if self._carrier is not None and not any(finding.is_broken for finding in found):
-            why, is_broken = self._carrier
-            found.append(self._finding("carrier", (TIED,), (), why, is_broken))
+        if self._carrier and not any(finding.is_broken for finding in found):
+            found.append(self._finding("carrier", (TIED,), (), self._carrier, broken=False))
         if not seen:
             found += self._shown("order", broken=False)
         return found

@@ -118,7 +118,7 @@ class Examiner:
         spec = dense_spec(shape, mask, DTYPES[dtype], self.device)
         first = make("as drawn", shape, spec, DTYPES[dtype], self.device)
         self.result.chosen[case] = choose(*first.inputs[:4], training=True).name
-        candidates = sdpa_candidates(first, own=self._units is None)
+        candidates = sdpa_candidates(first)
         self._examine(candidates, shape, spec, (str(shape), mask, dtype))
         self.packed(shape, mask, dtype)
 

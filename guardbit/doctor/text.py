@@ -167,34 +167,17 @@ def _whence(found: Diagnosis) -> str:
     return f"{where}; {left} leaves {_percent(part)} of the summed error of dQ."
 
 
-def tables(found: Diagnosis) -> Iterator[str]:
-    whole = found.together.summed or 1.0
-    as_it_was = "as it was", found.error, found.error.summed / whole
-    yield from _aligned(
-        ("dQ", "error", "push", "std devs", "sum left"),
-        *(
-            (
-                name, _percent(each.relative_error), f"{each.push_share:+.2g}",
-                f"{each.significance:+.1f}", _percent(left),
-            )
-            for name, each, left in [as_it_was, *_error_left(found)]
-        ),
-    )  # fmt: skip
-
-
-def _error_left(found: Diagnosis) -> Iterator[tuple[str, Measures, float]]:
-    """Yields the error left without each rounding or with each remedy, and its part of the sum."""
+def parts_left(found: Diagnosis) -> dict[str, float]:
+    """What each rounding taken out, or each remedy, leaves of the summed error of dQ."""
     whole, stock = (each.summed or 1.0 for each in (found.together, found.remedies["none"]))
+    left: dict[str, float] = {}
     for name, each in found.without.items():
         label = "exact delta" if name == "delta" else f"{name} not rounded"
-        yield label, each, each.summed / whole
+        left[label] = each.summed / whole
     for name, each in found.remedies.items():
         if name != "none":
-            yield f"remedy {name}", each, each.summed / stock
-
-
-def parts_left(found: Diagnosis) -> dict[str, float]:
-    return {name: left for name, _, left in _error_left(found)}
+            left[f"remedy {name}"] = each.summed / stock
+    return left
 
 
 def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
@@ -205,7 +188,7 @@ def heading(kept: Sequence[KeptHead], found: Diagnosis) -> str:
     return f"{last.site} head {last.head}, {when}: {rows}"
 
 
-def page(kept: Sequence[KeptHead], found: Diagnosis, *, verbose: bool = False) -> Iterator[str]:
+def page(kept: Sequence[KeptHead], found: Diagnosis) -> Iterator[str]:
     yield heading(kept, found)
     yield from sentences(found)
     if kept[-1].stabilizer != "none":
@@ -213,10 +196,6 @@ def page(kept: Sequence[KeptHead], found: Diagnosis, *, verbose: bool = False) -
             f"The head ran {kept[-1].stabilizer}: what its own kernel would have returned is"
             " unknown, and FlashAttention-2's roundings stand in for it."
         )
-    if verbose:
-        yield ""
-        yield from tables(found)
-        yield ""
 
 
 def file_name(one: KeptHead) -> str:

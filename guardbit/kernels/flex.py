@@ -300,7 +300,6 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
     state.launches["backward", KERNEL] += 1
     if observer is None:
         return
-    made = {"dq": dq, "out": call.out}
     try:
         if given is not None:
             # A compiled graph passes zeros where nobody uses LSE. Another gradient makes a part of
@@ -322,12 +321,9 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             residual=None,
             d_out=call.d_out,
             dq=dq,
-            dk=None,
-            dv=None,
             spec=call.spec,
             stabilizers=call.stabilizers,
             kernel=KERNEL,
-            made=made,
         )
     except Exception as error:
         log.warning(

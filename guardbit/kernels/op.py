@@ -521,13 +521,10 @@ def _report(
             saved.residual if keeps_residual else None,
             d_out,
             gradients.dq,
-            gradients.dk,
-            gradients.dv,
             spec=call.spec,
             stabilizers=found.names,
             dropout=heads.dropout_of(call, plan, saved.random),
             kernel="guardbit" if ran.engine is None else ran.engine.name,
-            made={"out": saved.out},
             # Where our forward ran, what the kernel's O and its dropout would have been is unknown.
             uncorrected=uncorrected if heads.OWN_FORWARD.isdisjoint(ran.names) else None,
         )

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from types import FrameType
@@ -44,7 +44,7 @@ class AttentionCall:
 
     site: int  # number of the site
     q: Tensor  # `(B, H, N, D)`, as out, d_out and dq
-    k: Tensor  # `(B, H_kv, M, D)`, as v, dk and dv
+    k: Tensor  # `(B, H_kv, M, D)`, as v
     v: Tensor
     # The tensor that the backward took delta from: the kernel's output, or in stabilized heads an
     # O' that carries another delta. None if it took delta from the probabilities, or if that is
@@ -54,8 +54,6 @@ class AttentionCall:
     d_out: Tensor | None  # None if unknown
     # Gradient of q by the kernel in use; None if unknown, NaN if not only `d_out` made it.
     dq: Tensor | None
-    dk: Tensor | None  # gradient of k by the kernel in use; None if unknown
-    dv: Tensor | None  # gradient of v by the kernel in use; None if unknown
     spec: AttentionSpec  # mask, scale and dropout of the call
     stabilizers: tuple[str, ...]  # one name per head
     # With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel dropped in
@@ -63,8 +61,6 @@ class AttentionCall:
     dropout: Dropout | None = None
     # What ran the backward: an engine's name, "guardbit" for our own kernel, "" if unknown.
     kernel: str = ""
-    # What attention made, or only each head's largest size of it, where "out" or "dq" is not that.
-    made: Mapping[str, Tensor] | None = None
     # Runs the backward as if no head were switched, and returns dq; None if that is impossible.
     uncorrected: Callable[[], Tensor] | None = None
 
@@ -289,7 +285,7 @@ class Runtime:
         self.keeps_residuals = True  # see `keep_residuals`
         self._wishes: dict[Hashable, bool] = {}
         self.is_at_rest = False  # see `rest`
-        self.is_unobserved = False  # see `unobserved`
+        self.is_unobserved = self.is_left_alone = False  # see `unobserved`
         self._resting: dict[Hashable, bool] = {}
         self._has_warned_frozen = False
         # Called with the errors that the op contains.
@@ -329,16 +325,20 @@ class Runtime:
         return torch.tensor(_QUIET - number, dtype=torch.int64, device="cpu")
 
     @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Runs calls as they would run now, and leaves them out of what is observed and counted."""
+    def unobserved(self, by_pytorch: bool = False) -> Iterator[None]:
+        """Runs calls as they would run now, and leaves them out of what is observed and counted.
+
+        With `by_pytorch` stand-ins hand all calls on, those of switched heads among them.
+        """
         before = [(state, state.copied(), replace(state.clock)) for state in self._sites.values()]
-        self.is_unobserved = True
+        flags = self.is_unobserved, self.is_left_alone
+        self.is_unobserved, self.is_left_alone = True, by_pytorch
         try:
             for state, _, _ in before:
                 state.observer = None
             yield
         finally:
-            self.is_unobserved = False
+            self.is_unobserved, self.is_left_alone = flags
             for state, kept, clock in before:
                 state.take_over(kept)
                 state.clock.now, state.clock.done = clock.now, clock.done

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from guardbit import private
@@ -30,8 +31,8 @@ FEWEST_ROWS = 64
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
 MOST_REPEATED = 0.05
 
-#: Larger weights are not run in FP32, and smaller ones take part in `slope`.
-MOST_WEIGHTS, MOST_MOVED = 1 << 27, 1 << 23
+#: Weights of modules inside a block take part in `slope` if they are no more.
+MOST_MOVED = 1 << 23
 
 #: Standard deviations of a gain that roundings without bias may show.
 CHANCE = 4.0
@@ -359,7 +360,7 @@ def _as_defined(call: Call, own: list[Tensor]) -> Any:
 
 def run_again(call: Call) -> None:
     """Runs a call's part forward and backward, as it ran."""
-    _run(call, None)
+    _run(call, None, keeps_gradients=False)
 
 
 def _run(
@@ -367,11 +368,13 @@ def _run(
     wide: torch.dtype | None,
     moved: Mapping[str, Tensor] | None = None,
     base: type[nn.Module] | None = None,
+    keeps_gradients: bool = True,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Runs a call's forward again; returns its outputs and the gradients of inputs and weights.
 
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
-    class whose forward runs, if not the module's own.
+    class whose forward runs, if not the module's own. Gradients that are not kept are made one by
+    one, for hooks.
     """
     needs_gradient = moved is None
     leaves: dict[str, Tensor] = {}
@@ -398,9 +401,11 @@ def _run(
 
     args, kwargs = private.tree_map(of_input, call.inputs)
     values: dict[Tensor, Tensor] = {}
+    own = _own_weights(call) if keeps_gradients else None
     for name, parameter in call.module.named_parameters():
+        is_trained = parameter.requires_grad and (own is None or name in own)
         is_float = parameter.is_floating_point()
-        kept = taken(name, parameter, parameter.requires_grad) if is_float else parameter.detach()
+        kept = taken(name, parameter, is_trained) if is_float else parameter.detach()
         values[parameter] = kept
     for buffer in call.module.buffers():
         is_wide = wide is not None and buffer.is_floating_point()
@@ -426,10 +431,28 @@ def _run(
             for out, gradient in zip(outputs, call.gradients, strict=True)
             if gradient is not None and out.requires_grad
         ]
-        made = torch.autograd.grad(
-            [out for out, _ in pairs], [*leaves.values()], [g for _, g in pairs], allow_unused=True
-        )
+        if not pairs:
+            return outputs, {}
+        outs, given = zip(*pairs, strict=True)
+        if not keeps_gradients:
+            for leaf in leaves.values():
+                leaf.register_post_accumulate_grad_hook(_drop_gradient)
+            torch.autograd.backward(outs, given)
+            return outputs, {}
+        made = torch.autograd.grad(outs, [*leaves.values()], given, allow_unused=True)
     return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
+
+
+def _drop_gradient(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
+def _own_weights(call: Call) -> set[str]:
+    """The weights whose gradients are looked at: a module's own, of a small block all."""
+    named = dict(call.module.named_parameters())
+    if sum(weight.numel() for weight in named.values()) <= MOST_MOVED:
+        return set(named)
+    return {name for name, _ in call.module.named_parameters(recurse=False)}
 
 
 def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype) -> Tensor | None:
@@ -555,7 +578,11 @@ class _Wide(TorchFunctionMode):
         if _CASTS.get(name) in self._low:
             return args[0].to(self._wide)
         is_autocast, no_autocast = private.autocast
-        with no_autocast() if is_autocast() else nullcontext():
+        with ExitStack() as stack:
+            if is_autocast():
+                stack.enter_context(no_autocast())
+            if name == "scaled_dot_product_attention":  # most kernels take no FP32
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             return function(*args, **kwargs)
 
     def _widened(self, each: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -24,7 +25,7 @@ from guardbit.layers.audit import Call, NotMeasured
 from guardbit.layers.replay import plain_name, put_back
 from guardbit.monitor import ranks
 from guardbit.monitor.measure import Transfer
-from guardbit.monitor.stages import Stages, text_of
+from guardbit.monitor.stages import Stages, log, text_of
 from guardbit.records import Event, ModuleRow
 
 #: Modules that a sampled step audits, in turn; the first audits all.
@@ -37,6 +38,8 @@ MOST_CALLS = 2
 
 #: Files of code that calls no modules of the user's, such as what dataclasses generate.
 _NO_USER = re.compile(r"^<string>|[/\\\\](torch|guardbit)[/\\\\]")
+
+_NOTHING = "there is nothing to compare"
 
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
@@ -90,6 +93,7 @@ class ModuleAudits:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
         self._is_first = True
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
+        self._has_described = False
         self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
@@ -234,7 +238,7 @@ class ModuleAudits:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
         is_taken = not inner or call.module in inner
         with (
-            runtime.unobserved(),
+            runtime.unobserved(by_pytorch=True),
             torch.compiler.set_stance("force_eager"),
             put_back(*call.module.modules(), with_tensors=False),
         ):
@@ -295,8 +299,18 @@ class ModuleAudits:
         """Begins to send what a step's audits found to the host."""
         found = [*self._found]
         self.forget()
+        if self._has_begun and not self._has_described:
+            self._has_described = True
+            self._describe({one.module for one in found if one.kind != "optimizer"})
         if found:
             self._sent = self._step, found, Transfer([one.value for one in found])
+
+    def _describe(self, measured: set[str]) -> None:
+        """Says how many modules are audited, and why others are not."""
+        whys = Counter(why for name, why in self.unmeasured.items() if name not in measured)
+        del whys[_NOTHING]
+        said = "".join(f"; {count} not: {why}" for why, count in whys.most_common())
+        log.tell(f"GuardBit audits {len(measured)} modules{said}")
 
     @property
     def is_under_way(self) -> bool:
@@ -333,6 +347,8 @@ class ModuleAudits:
             and row.statistic not in (audit.REPEATED, audit.BY_CHANCE)
             and not math.isnan(row.value)
         ]
+        for row in self.rows:
+            self.unmeasured.pop(row.module, None)
         self._suspect()
         return self.rows
 
@@ -483,7 +499,7 @@ def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 def _why_not(module: nn.Module) -> str | None:
     """Why a module is not audited, None if it can be."""
     if isinstance(module, nn.Dropout | nn.ModuleList | nn.ModuleDict):
-        return "there is nothing to compare"
+        return _NOTHING
     for part in module.modules():
         if {*map(type, part.parameters(recurse=False))} - {nn.Parameter}:
             return "its weights are of another class, such as sharded ones"

@@ -350,7 +350,10 @@ class Session(Guarded):
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     def _judge_modules(self) -> None:
-        self._journal.add_modules(self.attempt("modules", self._modules.judge) or [])
+        rows = self.attempt("modules", self._modules.judge)
+        if rows:
+            self._journal.add_modules(rows)
+            self._journal.note({"unmeasured_modules": {**self._modules.unmeasured}})
 
     def _measure(self, step: int) -> None:
         """Sends what a sampled step shows to the host; on all ranks, or on none."""

@@ -33,7 +33,7 @@ def test_json_holds_machine_rows_and_no_finding():
     assert told["findings"] == [] and told["is_broken"] is False
     assert told["left_out"] == {} and told["is_complete"] is True
     assert told["chosen"] == {"1,2,1,24,16 causal bf16": "FLASH_ATTENTION"}
-    assert {row["engine"] for row in told["rows"]} == {"FLASH_ATTENTION", "MATH", "guardbit"}
+    assert {row["engine"] for row in told["rows"]} == {"FLASH_ATTENTION", "MATH"}
     assert {row["tensor"] for row in told["rows"]} == {"out", "lse", "dq", "dk", "dv"}
 
 
@@ -43,8 +43,6 @@ def test_the_table_ends_with_a_conclusion():
     assert "MATH" in result.stdout
     # PyTorch's own is there; libraries may be, which GPUs alone can run.
     assert "varlen_attn does not serve calls: it runs on GPUs only" in result.stdout
-    # Our own kernels are not broken at head sizes that they do not have.
-    assert "guardbit does not serve calls: its head sizes are 16 to 256" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Sound: all of the 2 examined")
 
 
@@ -82,28 +80,26 @@ def clock(monkeypatch):
 
 
 def test_what_was_examined_in_part_is_not_called_sound(clock):
-    clock.look = 10.0  # the fourth look, FLASH_ATTENTION's second, is the last to begin
-    result = invoke(*SMALL, "--seconds", "39")
+    clock.look = 10.0  # the third look, FLASH_ATTENTION's second, is the last to begin
+    result = invoke(*SMALL, "--seconds", "29")
     assert result.exit_code == 0
     rows = [
         line for line in result.stdout.splitlines() if " 1,2,1,24,16 " in line and "e-03" in line
     ]
-    assert len(rows) == 3 and all(row.endswith("  no fault so far") for row in rows)
-    assert result.stdout.splitlines()[-1].startswith("Incomplete: 3 examined")
+    assert len(rows) == 2 and all(row.endswith("  no fault so far") for row in rows)
+    assert result.stdout.splitlines()[-1].startswith("Incomplete: 2 examined")
     assert "Sound:" not in result.stdout
 
     clock.now = 0.0
-    told = json.loads(invoke(*SMALL, "--seconds", "39", "--json").stdout)
+    told = json.loads(invoke(*SMALL, "--seconds", "29", "--json").stdout)
     assert (told["is_broken"], told["is_complete"]) == (False, False)
     left = {place.split()[0]: kinds for place, kinds in told["left_out"].items()}
     every = list(KINDS)
-    assert left == {
-        "FLASH_ATTENTION": every[2:], "MATH": every[1:], "guardbit": every[1:],
-    }  # fmt: skip
+    assert left == {"FLASH_ATTENTION": every[2:], "MATH": every[1:]}
 
-    clock.now = 0.0  # time for two engines' first inputs
-    told = json.loads(invoke(*SMALL, "--seconds", "15", "--json").stdout)
-    assert (told["examined"], len(told["delta"]), len(told["left_out"])) == (2, 2, 3)
+    clock.now = 0.0  # time for one engine's first inputs
+    told = json.loads(invoke(*SMALL, "--seconds", "5", "--json").stdout)
+    assert (told["examined"], len(told["delta"]), len(told["left_out"])) == (1, 1, 2)
 
 
 def test_what_is_broken_in_part_is_broken(clock, monkeypatch):
@@ -118,9 +114,7 @@ def test_units_of_the_first_inputs_do_not_take_the_time_of_the_others(clock):
     clock.look, clock.unit = 1.5, 1.0  # FP64 alone would take 96 seconds for each of nine inputs
     examiner = Examiner("cpu", seconds=90, all_units=True)
     examiner.shape(parse_shape("8,12,12,8,8"), "causal", "bf16")
-    assert not {"FLASH_ATTENTION", "MATH", "guardbit"} & {
-        x.split()[0] for x in examiner.result.left_out
-    }
+    assert not {"FLASH_ATTENTION", "MATH"} & {x.split()[0] for x in examiner.result.left_out}
     assert len({row.inputs for row in examiner.result.rows}) == 9
 
 

@@ -35,7 +35,7 @@ OPTIONS = {
     "replay": {"--json": False, "--threshold": True},
     "diagnose": {"--head": True, "--json": False},
     "doctor": {"--shape": True, "--mask": True, "--dtype": True, "--json": False},
-    "live": {"--port": True, "--notify": True},
+    "live": {"--port": True},
     "": {"--version": False, "--help": False, "frobnicate": False},
 }
 

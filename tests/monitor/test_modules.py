@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 from guardbit import MonitorSession
 from tests.layers.nets import Net, batch
+from tests.toys import Attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
 
@@ -230,6 +232,26 @@ def test_a_layer_that_begins_or_is_trained_unlike_the_others_is_named(tmp_path):
     trained(model, steps=3, dirpath=tmp_path)
     modules = [module for module, _ in told(tmp_path)]
     assert sorted(modules) == ["blocks.1.down", "blocks.3.up"]
+
+
+@pytest.mark.parametrize("stabilizer", ["none", "exact_delta"])
+def test_attention_of_one_kernel_alone_is_audited_and_still_watched(stabilizer):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention()).to(BF16)
+    policy = None if stabilizer == "none" else guardbit.Policy(stabilizer, always=True)
+    session = MonitorSession(
+        model, every_n_train_steps=1, audit_modules=True, policy=policy, strict=True
+    )
+    for step in range(3):
+        # No kernel of FlashAttention's takes FP32.
+        with session.step(step), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(step)).to(BF16)
+            model(x).float().square().mean().backward()
+        if step == 1:
+            assert {row.module for row in session.modules} >= {"0", "1", "0.qkv"}
+            assert {sample.indicator for sample in session.samples} >= {"delta_bias", "max_logit"}
+    assert not session.stages_off
+    session.close()
 
 
 def test_dropout_and_evaluation_are_not_measured():

@@ -21,22 +21,6 @@ from guardbit.dashboards.figures.heads import (
 from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps, story
 
-__all__ = [
-    "CHARTS",
-    "attention_entropy",
-    "delta_bias",
-    "loss_and_gradient",
-    "max_logit",
-    "model_map",
-    "multiple_maxima",
-    "multiple_maxima_bf16",
-    "runs_over_steps",
-    "spectral_norm_by_layer",
-    "spectral_norm_of_heads",
-    "story",
-]
-
-
 #: Stem of a figure's PNG -> the function that draws it.
 CHARTS: dict[str, Callable[..., Figure | None]] = {
     "story": story,
@@ -50,3 +34,5 @@ CHARTS: dict[str, Callable[..., Figure | None]] = {
     "multiple_maxima_bf16": multiple_maxima_bf16,
     "delta_bias_cumulative": delta_bias,
 }
+
+__all__ = ["CHARTS", "runs_over_steps", *(draw.__name__ for draw in CHARTS.values())]  # pyright: ignore[reportUnsupportedDunderAll]

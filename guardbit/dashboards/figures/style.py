@@ -116,9 +116,9 @@ def canvas(
     return figure, list(grid[:, 0])
 
 
-def finish(all_axes: Sequence[Axes], run: Recorded, steps: tuple[int, int] | None = None) -> None:
-    """Sets the range of steps, by default the run's, and marks its events."""
-    first, last = steps or run.steps
+def finish(all_axes: Sequence[Axes], run: Recorded) -> None:
+    """Sets the range of steps, and marks the run's events."""
+    first, last = run.steps
     set_steps(all_axes[-1], first, last)
     found: list[tuple[int, str]] = [(event.step, mark) for event, mark in marked(run.events)]
     if run.departed is not None:

@@ -43,10 +43,5 @@ from guardbit.kernels.reference.delta import (
     lse_gradient,
     write_carrier,
 )
-from guardbit.kernels.reference.passes import (
-    Forward,
-    Gradients,
-    backward,
-    forward,
-)
+from guardbit.kernels.reference.passes import Forward, Gradients, backward, forward
 from guardbit.kernels.spec import Causal

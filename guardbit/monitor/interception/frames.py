@@ -270,6 +270,8 @@ def stand_in(
     """Makes a stand-in for a function that a model calls, see `guard.stand_in`."""
 
     def counted_once(args: Args, kwargs: Kwargs) -> Any:
+        if runtime.is_left_alone:
+            return None
         running = frame_stack[-1:]
         counts = [frame.calls for frame in running]
         try:

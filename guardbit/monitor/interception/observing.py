@@ -14,11 +14,7 @@ from guardbit.kernels.key_shifts import CENTERED, shift_keys
 from guardbit.kernels.runtime import is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
-from guardbit.monitor.interception.frames import (
-    probe,
-    report,
-    reporting,
-)
+from guardbit.monitor.interception.frames import probe, report, reporting
 from guardbit.monitor.interception.seen import OBSERVE, note_call, note_traced_call
 from guardbit.monitor.interception.watching import gradient_as_it_came, hand_to_observer
 

@@ -40,7 +40,6 @@ class Watch:
         # Filled during the backward: dO, q, k and v.
         self._saved: tuple[Tensor, ...] = ()
         self._spec = AttentionSpec(1.0)
-        self._made: dict[str, Tensor] = {}
 
     def query(self, q: Tensor) -> Tensor:
         """Returns what the call gets as queries, with a hook on their gradient."""
@@ -73,10 +72,6 @@ class Watch:
 
     @reporting
     def _observed_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Not O itself, which the caller may write to.
-        made = self._read(out.detach())
-        size = torch.linalg.vector_norm(made, torch.inf, (0, 2, 3), keepdim=True)
-        self._made = {"out": size}
         return _Output.apply(out, self, *autocast_tensors(q, k, v))
 
     @reporting
@@ -106,7 +101,6 @@ class Watch:
             )
         hand_to_observer(
             self._number, q, k, v, spec, ("none",) * heads, dropout=dropped,
-            made=self._made,
             d_out=d_out.detach().to(q.dtype),
             dq=self._read(dq.detach()) if dq is not None and self._is_dq_of_attention else None,
         )  # fmt: skip
@@ -127,7 +121,7 @@ def hand_to_observer(
     observer = runtime.site(number).observer
     if observer is None:
         return
-    tensors = dict.fromkeys(("out", "residual", "d_out", "dq", "dk", "dv"))
+    tensors = dict.fromkeys(("out", "residual", "d_out", "dq"))
     tensors |= {"q": q.detach(), "k": k.detach(), "v": v.detach()}
     observer(AttentionCall(site=number, spec=spec, stabilizers=stabilizers, **{**tensors, **known}))
 

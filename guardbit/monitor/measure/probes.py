@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from guardbit.catalog import SUMS, Probe, of_probe
+from guardbit.doctor.attention import spread
 from guardbit.kernels import dispatch
 from guardbit.kernels.mask import in_documents, seen_keys
 from guardbit.kernels.reference import RowMaxima, Shadow, gradient_error
@@ -43,11 +44,7 @@ class CallView:
         q = self.call.q
         if self.num_rows is None or self.num_rows >= q.size(2):
             return None
-        return (
-            torch.linspace(0, q.size(2) - 1, self.num_rows, dtype=torch.float32, device=q.device)
-            .round()
-            .long()
-        )
+        return spread(q.size(2), self.num_rows, q.device)
 
     @cached_property
     def shadow(self) -> Shadow:
@@ -119,15 +116,14 @@ def per_head(rows: Tensor) -> Tensor:
 def norm_of(
     x: Tensor,
     starts: Tensor | None,
-    order: float = 2,
     dim: tuple[int, ...] = (0, 2, 3),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns the norm over some dimensions of `(B, H, N, D)`, tokens in no document left out."""
     if starts is not None:
-        by_token = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True, dtype=dtype)
+        by_token = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
         x = in_documents(by_token, starts)
-    return torch.linalg.vector_norm(x, order, dim=dim, dtype=dtype)
+    return torch.linalg.vector_norm(x, dim=dim, dtype=dtype)
 
 
 def counted_rows(row_max: Tensor) -> Tensor:

@@ -81,9 +81,9 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             assert top == sorted(top)
             healthy = colour(page, 1, 2)
             assert min(healthy) > 220  # light
-            assert "12 shown" in text(page, "main")
-            page.locator("summary", has_text="Heads to watch").click()
-            assert "12 shown" not in text(page, "main"), "folded"
+            assert page.get_attribute("#section-timeline", "open") is not None
+            page.locator("summary", has_text="Timeline").click()
+            assert page.get_attribute("#section-timeline", "open") is None, "folded"
 
             writer.record(range(300, 400, 10))
             writer.alarm(300)
@@ -99,7 +99,8 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             page.locator("nav a").all_inner_texts() == page.locator("summary h2").all_inner_texts()
         )
         assert page.locator(".alarms b").all_inner_texts() == ["layer 1, head 2"]
-        assert "12 shown" not in text(page, "main")
+        assert page.get_attribute("#section-timeline", "open") is None
+        page.locator("summary", has_text="Timeline").click()
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
         assert text(page, "#lede").count("left</b> its trend") == 1
         assert guardbit.load(run).judgement.advice in text(page, "#lede")

@@ -7,7 +7,7 @@ import pytest
 
 from guardbit.dashboards import live
 from guardbit.dashboards.live import LiveRuns
-from guardbit.records import Event, Sample
+from guardbit.records import Sample
 
 
 @pytest.fixture(autouse=True)
@@ -121,28 +121,6 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
         runs.overlay([0, 1, 2, 3, 4])
     with pytest.raises(LookupError, match="no run 9"):
         runs.overlay([9])
-
-
-def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
-    told = []
-    with recorder(tmp_path / "old") as old, recorder(tmp_path / "new") as new:
-        old.record([0])
-        old.alarm(0)
-        new.record([0])
-        runs = LiveRuns(
-            tmp_path, lambda name, alarms: told.append((name, [a.step for a in alarms]))
-        )
-        runs.look()
-        assert told == [], "what had happened before is no news"
-        new.alarm(10)
-        runs.look()
-        new.alarm(20)  # the same head again
-        old.record([30])
-        runs.look()
-        assert told == [("new", [10])]
-        new.event(Event(40, "alarm", "", (), "the loss diverged", rule="loss_departure"))
-        runs.look()
-    assert told == [("new", [10]), ("new", [40])]
 
 
 def test_what_no_time_was_left_for_is_read_at_the_next_look(folder, monkeypatch):

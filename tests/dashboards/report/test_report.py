@@ -140,7 +140,6 @@ def test_what_happened_comes_first_and_the_settings_last(page):
         "Model map",
         "Alarms",
         "What the switch did",
-        "Heads to watch",
         "Figures",
         "Timeline",
         "Settings and versions",
@@ -149,7 +148,7 @@ def test_what_happened_comes_first_and_the_settings_last(page):
     assert order[:5] == ["h1", "dl", "canvas", "canvas", "nav"]
     folds = [values for tag, values in page.tags if tag == "details" and "id" in values]
     is_open = ["open" in values for values in folds]
-    assert is_open == [True, True, True, True, False, False], "the appendix is folded"
+    assert is_open == [True, True, True, False, False], "the appendix is folded"
     assert page.of("a") == page.of("h2")[2:]
 
 

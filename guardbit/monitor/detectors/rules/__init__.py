@@ -10,8 +10,7 @@ and "the learning-rate runs" are older ones that recorded only the largest head 
 from guardbit.monitor.detectors.rule import Rule
 from guardbit.monitor.detectors.rules.gradient_error import GradientError, LargeError
 from guardbit.monitor.detectors.rules.head_growth import HeadGrowth
-from guardbit.monitor.detectors.rules.loss_departure import LossDeparture
-from guardbit.monitor.detectors.rules.model_logits import ModelLogits
+from guardbit.monitor.detectors.rules.whole_run import LossDeparture, ModelLogits
 
 #: The rules that `Detectors` uses when none are given, in the order in which they alarm.
 DEFAULT_RULES: tuple[Rule, ...] = (
