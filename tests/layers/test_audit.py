@@ -322,3 +322,20 @@ def test_modules_in_checkpoints_are_audited_as_others_are(reentrant):
     assert not events
     assert {row.module for row in watch.rows} >= {"head", "loss"}
     assert ("layer" in {row.module for row in watch.rows}) is not reentrant
+
+
+def test_weights_that_are_shared_stay_shared():
+    model, x = Net(), random(ROWS, WIDTH)
+    weights, before = [*model.parameters()], model.layer.weight.detach().clone()
+    numbers(model, x)
+    assert model.head.weight is model.body[0].weight is weights[0]
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    torch.testing.assert_close(weights[0].detach(), before, rtol=0, atol=0)
+
+
+def test_sums_in_bf16_of_norms_on_cpus_are_not_compared():
+    for low in (torch.float32, BF16):
+        x = torch.randn(ROWS, WIDTH).to(low).requires_grad_()
+        _, found = numbers(nn.LayerNorm(WIDTH).to(low), x, autocast=False)
+        assert (("weight", ERROR) in found) is (low == torch.float32)
+        assert ("weights", SLOPE) in found
