@@ -376,6 +376,9 @@ class _Observer(TorchFunctionMode):
         self._running.append(self._modules[id(module)][0])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # What modes do not see, and ends a module, is of this module and not of what takes it.
+        for tensor in _tensors(output):
+            self._find_maker(tensor)
         self._running.pop()
 
     @property

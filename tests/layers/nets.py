@@ -3,6 +3,9 @@
 import torch
 from torch import nn
 
+from guardbit.monitor.modules import ModuleAudits
+from guardbit.monitor.stages import Stages
+
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -34,3 +37,37 @@ class Net(nn.Module):
 
 def batch(step):
     return torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(step))
+
+
+class Own(nn.Module):
+    """A module whose forward is a given function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def audits(model, steps=2, low=torch.bfloat16):
+    """Trains on `model.step()` and audits all modules at each step but the first.
+
+    Runs in autocast to `low`, if any. Returns the events and the audits. Steps whose gradients are
+    not finite are skipped.
+    """
+    events = []
+    watch = ModuleAudits(model, True, Stages(True, print), events.append)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(steps + 1):
+        watch.ask()
+        watch.begin(step, True)
+        with torch.autocast("cpu", low, enabled=low is not None):
+            loss = model.step()
+        loss.backward()
+        watch.end()
+        if all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
+            optimizer.step()
+        optimizer.zero_grad()
+        watch.judge()
+    return events, watch

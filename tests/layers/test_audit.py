@@ -10,18 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from guardbit.layers import audit
 from guardbit.layers.audit import ERROR, GAIN, REPEATED, RESIDUAL, SLOPE, Call, compared, limit_of
-from guardbit.monitor.modules import MOST_CALLS, ModuleAudits
-from guardbit.monitor.stages import Stages
+from guardbit.monitor.modules import MOST_CALLS
+from tests.layers.nets import Own, audits
 
 BF16 = torch.bfloat16
 ROWS, WIDTH = 96, 32
 
 # PyTorch warns of reentrant checkpoints.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def fail(stage, why):
-    raise AssertionError(why)
 
 
 def numbers(module, *inputs, autocast=True, gradient=None):
@@ -35,35 +31,8 @@ def numbers(module, *inputs, autocast=True, gradient=None):
     return call, {key: float(value) for key, value in audit.audit(call).items()}
 
 
-def audits(model, step, steps=2, autocast=True):
-    """Trains with all modules audited at each step but the first; returns audits and events."""
-    events = []
-    watch = ModuleAudits(model, True, Stages(False, fail), events.append)
-    for number in range(steps + 1):
-        watch.ask()
-        watch.begin(number, True)
-        with torch.autocast("cpu", BF16, enabled=autocast):
-            loss = step()
-        loss.backward()
-        watch.end()
-        model.zero_grad()
-        watch.judge()
-    return watch, events
-
-
 def random(*shape):
     return torch.randn(*shape).requires_grad_()
-
-
-class Own(nn.Module):
-    """A module whose forward is a given function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 class Scaled(torch.autograd.Function):
@@ -310,7 +279,7 @@ def test_each_call_is_compared_with_its_own_gradients(monkeypatch, uses):
 
     monkeypatch.setattr(audit, "audit", kept)
     model = Net(uses)
-    watch, events = audits(model, model.step)
+    events, watch = audits(model)
     assert audited.count(model.layer) == 2 * min(uses, MOST_CALLS)
     found = {row.module: row for row in watch.rows if row.statistic == ERROR}
     # The weight's gradient in the run is the sum over calls; each call's own is off by rounding.
@@ -322,7 +291,7 @@ def test_each_call_is_compared_with_its_own_gradients(monkeypatch, uses):
 def test_a_loss_that_a_backward_begins_with_is_audited():
     model = Net()
     model.loss = Own(lambda x, y: Scaled.apply(F.mse_loss(x, y), 0.8))
-    _, events = audits(model, model.step)
+    events, _ = audits(model)
     assert [event.site for event in events] == ["loss"]
     assert "-20.0%" in events[0].why
 
@@ -333,7 +302,7 @@ def test_dropout_is_not_measured_and_keeps_its_random_numbers():
         torch.manual_seed(0)
         model = Net(dropout=0.2)
         if is_watched:
-            watch, events = audits(model, model.step)
+            events, watch = audits(model)
         else:
             for _ in range(3):
                 model.step()
@@ -349,7 +318,24 @@ def test_dropout_is_not_measured_and_keeps_its_random_numbers():
 def test_modules_in_checkpoints_are_audited_as_others_are(reentrant):
     torch.manual_seed(0)
     model = Net(reentrant=reentrant)
-    watch, events = audits(model, model.step)
+    events, watch = audits(model)
     assert not events
     assert {row.module for row in watch.rows} >= {"head", "loss"}
     assert ("layer" in {row.module for row in watch.rows}) is not reentrant
+
+
+def test_weights_that_are_shared_stay_shared():
+    model, x = Net(), random(ROWS, WIDTH)
+    weights, before = [*model.parameters()], model.layer.weight.detach().clone()
+    numbers(model, x)
+    assert model.head.weight is model.body[0].weight is weights[0]
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    torch.testing.assert_close(weights[0].detach(), before, rtol=0, atol=0)
+
+
+def test_sums_in_bf16_of_norms_on_cpus_are_not_compared():
+    for low in (torch.float32, BF16):
+        x = torch.randn(ROWS, WIDTH).to(low).requires_grad_()
+        _, found = numbers(nn.LayerNorm(WIDTH).to(low), x, autocast=False)
+        assert (("weight", ERROR) in found) is (low == torch.float32)
+        assert ("weights", SLOPE) in found
