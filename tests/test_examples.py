@@ -66,7 +66,7 @@ trainer:
             init_args: {name: growth_of_mine, norm: 0.25, logit: 5}
           - class_path: guardbit.monitor.detectors.LossDeparture
     - class_path: guardbit.AutoStabilizer
-      init_args: {stabilizer: row_max, agreeing_rules: 2, quiet_steps: null, dry_run: true}
+      init_args: {stabilizer: row_max, quiet_steps: null, dry_run: true}
 """
 
 
@@ -94,7 +94,7 @@ def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     assert settings.dirpath == os.path.abspath("runs/mine")
     assert settings.rules == (HeadGrowth("growth_of_mine", norm=0.25, logit=5), LossDeparture())
     policy = stabilizer.policy
-    assert (policy.stabilizer, policy.agreeing_rules, policy.quiet_steps) == ("row_max", 2, None)
+    assert (policy.stabilizer, policy.quiet_steps) == ("row_max", None)
     assert stabilizer.dry_run
 
 

@@ -15,8 +15,7 @@ PARAMETERS = {
     " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
     " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
-    " agreeing_rules=1, agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None,"
-    " on_nonfinite='keep'",
+    " escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
@@ -25,8 +24,8 @@ PARAMETERS = {
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
     " strict=False",
-    "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
+    "Policy": "stabilizer='exact_delta', *, scope='layer', always=False,"
+    " escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",

@@ -23,6 +23,9 @@ SCOPES: tuple[str, ...] = ("head", "layer", "model")
 #: Steps after an alarm on the whole model in which only a measured cause qualifies heads.
 HOLD_STEPS = 5000
 
+#: Steps for which an alarm qualifies a head that could not be switched at once.
+RECENT_STEPS = 2000
+
 #: Steps that a switch has to show an effect: in all switched copies of the rescue study the median
 #: of the switched heads' logits fell within them (docs/evidence.md).
 SETTLING_STEPS = 1500
@@ -77,8 +80,6 @@ _MUST_BE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "scope": (lambda scope: scope in SCOPES, f"one of {', '.join(SCOPES)}"),
     "always": (lambda flag: isinstance(flag, bool), "True or False"),
     "escalate": (lambda flag: isinstance(flag, bool), "True or False"),
-    "agreeing_rules": (lambda n: is_whole(n, 1), "a whole number, at least 1"),
-    "agreement_steps": (lambda n: is_whole(n, 0), "a whole number, at least 0"),
     "quiet_steps": (lambda n: n is None or is_whole(n, 1), "a whole number, at least 1, or None"),
     "on_nonfinite": (lambda how: how in ("keep", "skip"), "keep or skip"),
     "qk_clip": (
@@ -99,9 +100,8 @@ class Policy:
 
     >>> policy = Policy(scope="model", quiet_steps=2000)
 
-    A head qualifies when `agreeing_rules` different rules have named it within `agreement_steps`.
-    One is enough by default, because a needless switch is cheap. For `HOLD_STEPS` after the logits
-    of all layers ran away at once, a head qualifies only if a rule has measured the cause in it.
+    A head qualifies once a rule has named it, because a needless switch is cheap. For `HOLD_STEPS`
+    after the logits of all layers ran away at once, the rule must have measured the cause in it.
 
     The scope says what is switched when a head qualifies: "head", that head; "layer", all heads of
     its attention module; "model", all heads of the model, including modules that are called later.
@@ -127,8 +127,6 @@ class Policy:
         stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none".
         scope: Which heads, one of `SCOPES`.
         always: Whether to switch all heads from the start, without an alarm.
-        agreeing_rules: Number of different rules that must name a head, at least 1.
-        agreement_steps: Steps within which they must do so.
         escalate: Whether the scope widens where a switch does not help.
         quiet_steps: Steps without an alarm after which a switch is undone; None for never.
         qk_clip: Largest logit that heads keep once no switch has helped; None never clips. Needs
@@ -151,15 +149,12 @@ class Policy:
         *,
         scope: str = "layer",
         always: bool = False,
-        agreeing_rules: int = 1,
-        agreement_steps: int = 2000,
         escalate: bool = True,
         quiet_steps: int | None = None,
         qk_clip: float | None = None,
         on_nonfinite: str = "keep",
     ) -> None:
         self.stabilizer, self.scope, self.always = stabilizer, scope, always
-        self.agreeing_rules, self.agreement_steps = agreeing_rules, agreement_steps
         self.escalate, self.quiet_steps, self.qk_clip = escalate, quiet_steps, qk_clip
         self.on_nonfinite = on_nonfinite
         check_settings(self, _MUST_BE)
@@ -268,11 +263,11 @@ class Policy:
                 continue
             known = self._alarmed.get(alarm.site, {})  # none if the alarm names no head
             since = self._since.get(alarm.site, {})
-            agreed = [head for head in alarm.heads if self._agreeing(known[str(head)], step)]
-            lasting = {head: alarm.step - since.get(str(head), alarm.step) for head in agreed}
-            if again := [head for head in agreed if lasting[head] >= SETTLING_STEPS]:
+            qualified = [head for head in alarm.heads if self._reasons(known[str(head)], step)]
+            lasting = {head: alarm.step - since.get(str(head), alarm.step) for head in qualified}
+            if again := [head for head in qualified if lasting[head] >= SETTLING_STEPS]:
                 self._widen_from(alarm, again[0], step, lasting[again[0]])
-            elif agreed and self.scope == "head" and not self.always:
+            elif qualified and self.scope == "head" and not self.always:
                 recent = [
                     head
                     for head, rules in known.items()
@@ -332,10 +327,10 @@ class Policy:
                 if state in (None, "undone"):
                     if head in taken:
                         rules.clear()  # should it be free again, old alarms do not count
-                    elif agreeing := self._agreeing(rules, step):
+                    elif why := self._reasons(rules, step):
                         states[head] = "on" if state is None else "kept"
                         switch.append(head)
-                        reasons |= agreeing
+                        reasons |= why
                 elif (
                     state == "on"
                     and self._is_quiet([rules], step)
@@ -373,10 +368,10 @@ class Policy:
                 heads = self._switched.pop(site)
                 if self.quiet_steps is not None:
                     yield self._undo(step, site, [h for h in heads if heads[h] != "taken"])
-            agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
+            reasons = set().union(*(self._reasons(rules, step) for rules in alarmed))
             state = "kept" if state else "on"
-            why = f"a head alarmed by {', '.join(sorted(agreeing))}"
-            if not agreeing or not any("none" in names for names in stabilizers.values()):
+            why = f"a head alarmed by {', '.join(sorted(reasons))}"
+            if not reasons or not any("none" in names for names in stabilizers.values()):
                 return
         self._groups[group] = state
         yield from self._switch_all(step, stabilizers, state, why)
@@ -404,11 +399,9 @@ class Policy:
         why = f"no alarm for {self.quiet_steps} steps"
         return Decision(step, site, _ascending(heads), "none", why)
 
-    def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
+    def _reasons(self, rules: dict[str, int], step: int) -> set[str]:
         """Returns the rules that have named a head lately; empty if it does not qualify."""
-        recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
-        if len(recent) < self.agreeing_rules:
-            return set()
+        recent = {rule for rule, at in rules.items() if step - at <= RECENT_STEPS}
         if self._model_alarm is None or recent.intersection(self._causes):
             return recent
         return set() if step - self._model_alarm < HOLD_STEPS else recent

@@ -84,16 +84,6 @@ def test_one_alarm_switches_its_heads_to_compensated_once():
     assert at(policy, 10**9) == [], "by default nothing is undone"
 
 
-@pytest.mark.parametrize("gap, fires", [(500, True), (501, False)])
-def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
-    policy = Policy("compensated", agreeing_rules=2, agreement_steps=500, scope="head")
-    assert at(policy, 100, alarm()) == []
-    assert at(policy, 150, alarm()) == []  # the same rule again
-    assert at(policy, 160, alarm("logit_outlier", heads=(4,))) == []  # another head
-    found = at(policy, 150 + gap, alarm("logit_outlier"))
-    assert found == [("h.2", (3,), "compensated")] * fires
-
-
 def test_a_switch_is_undone_after_the_quiet_period_and_only_once():
     policy = Policy("row_max", quiet_steps=1000, scope="head")
     at(policy, 100, alarm(heads=(3, 4)))
@@ -182,8 +172,8 @@ def test_of_the_scope_layer_one_alarm_switches_its_site_and_quiet_of_that_undoes
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_always_switches_all_heads_without_an_alarm(scope):
-    # Neither agreement nor logits that run away matter.
-    policy = Policy("exact_delta", always=True, scope=scope, agreeing_rules=3)
+    # Logits that run away do not matter.
+    policy = Policy("exact_delta", always=True, scope=scope)
     few = {"h.2": ["none"] * 12, "h.3": ["none"] * 3 + ["row_max"] + ["none"] * 8}
     assert policy.is_due
     assert at(policy, 0, asked={}) == []
@@ -223,12 +213,6 @@ def test_of_the_scope_model_what_is_called_later_is_switched_when_it_is_known(al
     assert at(policy, step + 1010, asked=both) == (of_all("none", both) if alarms == 1 else [])
 
 
-def test_of_the_scope_model_the_rules_must_agree_on_one_head():
-    policy = Policy("compensated", scope="model", agreeing_rules=2)
-    assert at(policy, 100, alarm(), alarm("logit_outlier", heads=(4,))) == []
-    assert at(policy, 200, alarm("logit_outlier")) == of_all("compensated")
-
-
 @pytest.mark.parametrize("scope, other", [("head", "layer"), ("layer", "model"), ("model", "head")])
 def test_of_a_policy_of_another_scope_only_that_all_layers_run_away_is_taken_over(scope, other):
     before = Policy("compensated", scope=scope, quiet_steps=100)
@@ -263,7 +247,7 @@ def test_a_loss_that_departs_switches_nothing_and_stops_nothing():
 
 #: Switched, undone and switched again; widened until only advice is left.
 TO_AND_FRO = (
-    {"agreeing_rules": 2, "agreement_steps": 400, "quiet_steps": 900},
+    {"quiet_steps": 900},
     [(100, [alarm(), alarm("model_logits", "h.0")]),
      (200, [alarm("logit_outlier"), alarm("delta_bias", "h.1", (0, 1))]),
      (900, []),
@@ -296,9 +280,7 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope, settings, script):
         ({"scope": "site"}, "scope is 'site'; it must be one of head, layer, model$"),
         ({"always": 1}, "always is 1; it must be True or False"),
         ({"always": True, "quiet_steps": 5}, "quiet_steps is 5 and always is True: .* remove one"),
-        ({"agreeing_rules": 0}, "agreeing_rules is 0; it must be a whole number, at least 1"),
-        ({"agreeing_rules": True}, "agreeing_rules is True; it must be a whole number"),
-        ({"agreement_steps": -1}, "agreement_steps is -1; it must be a whole number, at least 0"),
+        ({"quiet_steps": True}, "quiet_steps is True; it must be a whole number"),
         ({"quiet_steps": 0}, "quiet_steps is 0; it must be a whole number, at least 1, or None"),
         ({"qk_clip": 100, "escalate": False}, "qk_clip is 100 and escalate is False: heads are"),
         *(
