@@ -78,24 +78,6 @@ FALLBACK: dict[Kernel, dict[int, Tile]] = {
 
 #: By compute capability, then pass, then padded head dimension.
 TILES: dict[tuple[int, int], dict[Kernel, dict[int, Tile]]] = {
-    (8, 0): {
-        "forward": _by_width(
-            (64, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 16, 8, 2)
-        ),
-        "query_gradients": _by_width(
-            (128, 32, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (64, 32, 8, 1)
-        ),
-        "key_gradients": _by_width(
-            (32, 64, 4, 3), (32, 64, 4, 3), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)
-        ),
-        "shadow": _by_width(
-            (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (128, 32, 8, 2), (32, 32, 8, 1)
-        ),
-        "audit": FALLBACK["audit"],
-        "delta": _by_width(
-            (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 2), (32, 64, 8, 1)
-        ),
-    },
     (9, 0): {
         "forward": _by_width(
             (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3, 128), (64, 64, 4, 3), (64, 32, 4, 2)

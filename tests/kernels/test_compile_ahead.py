@@ -25,10 +25,10 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 #: Bytes of local memory that entries may use; all others: 0. For forward and gradients of sm_90,
 #: entries with it were faster than any that need none (benchmarks/tune_tiles.py on an H200); for
-#: the shadow and sm_80 none is known that needs none. The forward needs it where heads of all
-#: stabilizers share a launch, not where all heads have the same.
+#: the shadow none is known that needs none. sm_80 runs the fallback, chosen for sm_89. The forward
+#: needs it where heads of all stabilizers share a launch, not where all heads have the same.
 SPILLS = {
-    (80, "shadow", 64): 8,
+    (80, "key_gradients", 32): 24,
     (90, "forward", 64): 8,
     (90, "forward", 256): 96,
     (90, "key_gradients", 32): 48,
