@@ -36,8 +36,6 @@ def main() -> None:
     shapes = [parse_shape(shape) for shape in COMMON[machine.device]]
     examiner = Examiner(machine.device, arguments.seconds)
     result = examiner.shapes(shapes, COMMON_MASKS, arguments.dtype)
-    for why in UNEXAMINED:
-        result.not_examined[f"not examined: {why}"] = ["all engines"]
     versions = {name: machine.versions.get(name, "") for name in ("torch", "cudnn", "triton")}
     lines = []
     for place, group in groupby(result.rows, attrgetter("case")):
@@ -57,7 +55,8 @@ def main() -> None:
                     "verdict": text.verdict(result, *place), "gpu": machine.gpu or "", **versions,
                 }
             )  # fmt: skip
-    for why, places in result.not_examined.items():
+    unexamined = {f"not examined: {why}": ["all engines"] for why in UNEXAMINED}
+    for why, places in (result.not_examined | unexamined).items():
         lines += [{"shape": place, "verdict": why, "gpu": machine.gpu or ""} for place in places]
     write(arguments.csv, lines)
     for part in (text.describe_machine(machine), text.table(result), text.explain(result)):

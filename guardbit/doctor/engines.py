@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from importlib.util import find_spec
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from guardbit.kernels.tensors import as_given
 #: Tensors that an engine returned, by `guardbit.doctor.exact.TENSORS`.
 Results = dict[str, Tensor]
 
-#: Engines that serve a call, and why others do not, by their names.
-Candidates = tuple[list[Engine], dict[str, str]]
-
 _BACKENDS = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -29,52 +26,33 @@ _BACKENDS = (
 )
 
 
-def sdpa_candidates(call: ExaminedCall) -> Candidates:
-    engines: list[Engine] = []
-    refused: dict[str, str] = {}
-    for backend in _BACKENDS:
-        try:
-            engines.append(sdpa_engine(backend, call))
-        except ValueError as error:
-            refused[backend.name] = str(error)
-    return engines, refused
+def sdpa_engines(call: ExaminedCall) -> list[Engine]:
+    """Returns the engines of PyTorch's backends that serve a call."""
+    return [engine for backend in _BACKENDS if (engine := sdpa_engine(backend, call)) is not None]
 
 
-def sdpa_engine(backend: SDPBackend, call: ExaminedCall) -> Engine:
-    """Returns the engine of one of PyTorch's backends, or raises with PyTorch's own reason."""
-    with warnings.catch_warnings(record=True) as said, sdpa_kernel(backend):
-        warnings.simplefilter("always")
-        try:
+def sdpa_engine(backend: SDPBackend, call: ExaminedCall) -> Engine | None:
+    with warnings.catch_warnings(), sdpa_kernel(backend):
+        warnings.simplefilter("ignore")  # PyTorch's reasons
+        with suppress(RuntimeError):
             return choose(*call.inputs[:4], training=True)
-        except RuntimeError:
-            told = [str(w.message).partition(" (Triggered internally")[0].strip() for w in said]
-            reasons = [one for one in told if one and "kernel not used because" not in one]
-            unknown = "PyTorch says that it does not serve such a call"
-            raise ValueError((reasons or [unknown])[-1]) from None
+    return None
 
 
-def library_candidates(call: ExaminedCall) -> Candidates:
+def library_engines(call: ExaminedCall) -> list[Engine]:
     names = [name for name, one in LIBRARIES.items() if one.home and one.takes_documents]
-    reasons = {name: why_not(name, call) for name in names}
-    served = [name for name, why in reasons.items() if why is None]
-    refused = {name: why for name, why in reasons.items() if why is not None}
-    return [library_engine(name, deterministic=False) for name in served], refused
+    return [library_engine(name, deterministic=False) for name in names if serves(name, call)]
 
 
-def why_not(name: str, call: ExaminedCall) -> str | None:
-    module = LIBRARIES[name].home
+def serves(name: str, call: ExaminedCall) -> bool:
+    """Whether a library is installed and runs a packed call."""
     try:
-        if find_spec(module.partition(".")[0]) is None:
-            return "it is not installed"
-        if not call.q.is_cuda:
-            return "it runs on GPUs only"
-        importlib.import_module(module)
-    except Exception as error:  # broken installations raise anything
-        return f"it cannot be imported: {error}"
-    why = LIBRARIES[name](False).why_missing(is_packed=True)
-    if why is None and LIBRARIES[name] is VarlenCuDNN and not _runs_on_cudnn(call):
-        return "PyTorch runs such a call on its flash kernels"
-    return why
+        importlib.import_module(LIBRARIES[name].home)
+    except Exception:  # broken installations raise anything
+        return False
+    if not call.q.is_cuda or LIBRARIES[name](False).why_missing(is_packed=True) is not None:
+        return False
+    return LIBRARIES[name] is not VarlenCuDNN or _runs_on_cudnn(call)
 
 
 def _runs_on_cudnn(call: ExaminedCall) -> bool:

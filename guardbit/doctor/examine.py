@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from guardbit.doctor.attention import Chunk
@@ -23,7 +22,7 @@ from guardbit.doctor.exact import (
     gaps,
     head_of_unit,
 )
-from guardbit.doctor.inputs import KINDS, ExaminedCall
+from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.engines.proof import proof_of
 
@@ -54,14 +53,10 @@ _SENTENCES = {
     "race": "two runs differ in {named} by more than the order of sums explains: it is a race.",
     "truncation": "{are} too small, as after rounding toward zero.",
     "off": "{are} outside the bounds of rounding",
-    "order": "{are} added in another order each time, within rounding.",
 }
 
-#: What a finding can be. "fails" to "off" break training; "order" is how an engine works; an engine
-#: with a "carrier" finding gets no `exact_delta`.
-FaultName = Literal[
-    "fails", "nonfinite", "race", "mask", "truncation", "delta", "off", "carrier", "order"
-]
+#: What a finding can be. All break training but "carrier": such an engine gets no `exact_delta`.
+FaultName = Literal["fails", "nonfinite", "race", "mask", "truncation", "delta", "off", "carrier"]
 
 
 @dataclass(frozen=True)
@@ -110,8 +105,7 @@ class Examination:
         self.engine, self.advice = engine, advice
         self.case = engine.name, shape, mask, dtype
         self.rows: list[Row] = []
-        self.left_out = list(KINDS)  # kinds of inputs that it has not looked at
-        # The wrong tensors of each kind of inputs, by what is wrong: nonfinite, race, order, off.
+        # The wrong tensors of each kind of inputs, by what is wrong: nonfinite, race, off.
         self._noted: dict[str, dict[str, set[str]]] = {}
         self._failures: dict[str, list[str]] = {}  # a sentence, and on which kinds of inputs
         self._wrong_mask = ""  # in a sentence
@@ -131,10 +125,9 @@ class Examination:
             return
         found = list(gaps(call, results, exacts, tiles_of(self.engine, call)))
         nonfinite = {name for name in results if _is_nonfinite(results, exacts, name)}
-        order = {name for name in results if not _same_bits(results[name], second[name])}
-        race = {gap.tensor for gap in found if gap.tensor in order and _races(gap, results, second)}
+        race = {gap.tensor for gap in found if _races(gap, results, second)}
         off = {gap.tensor for gap in found if gap.largest > 1} - nonfinite
-        self._noted[kind] = {"nonfinite": nonfinite, "race": race, "order": order, "off": off}
+        self._noted[kind] = {"nonfinite": nonfinite, "race": race, "off": off}
         for name in results:
             self._add_row(kind, [gap for gap in found if gap.tensor == name], units)
         if race:
@@ -214,15 +207,11 @@ class Examination:
         found += [cause] if cause else []
         if self._carrier and not any(finding.is_broken for finding in found):
             found.append(self._finding("carrier", (TIED,), (), self._carrier, broken=False))
-        if not seen:
-            found += self._shown("order", broken=False)
         return found
 
-    def _shown(self, what: FaultName, broken: bool = True) -> list[Finding]:
+    def _shown(self, what: FaultName) -> list[Finding]:
         kinds, tensors = self._gathered(what)
-        if not tensors:
-            return []
-        return [self._finding(what, kinds, tensors, _sentence_of(what, tensors), broken)]
+        return [self._finding(what, kinds, tensors, _sentence_of(what, tensors))] if tensors else []
 
     def _cause_of_off(self, is_known: bool) -> Finding | None:
         """Returns the cause of results outside their bounds, or of a bias within them, or None."""
@@ -298,11 +287,6 @@ def _races(gap: Gap, first: Results, second: Results) -> bool:
         allowed = allowed + is_off * eps * size
     beyond = ~((one - other).abs() <= allowed) & ~is_same & exact.judged(tensor)
     return bool(beyond.any())
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors agree bit for bit; NaN is NaN."""
-    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _sentence_of(fault: FaultName, tensors: Sequence[str]) -> str:

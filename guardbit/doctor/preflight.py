@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend
 from torch.torch_version import TorchVersion
 
 from guardbit import private
-from guardbit.doctor.engines import Candidates, library_candidates, sdpa_candidates
+from guardbit.doctor.engines import library_engines, sdpa_engines
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examine import Examination, Finding, Row
 from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
-from guardbit.kernels.engines import choose
+from guardbit.kernels.engines import Engine, choose
 from guardbit.kernels.spec import AttentionSpec
 
 #: Shapes that are examined where none is asked for, by device: GPT-2's, grouped heads of 128, and
@@ -76,23 +76,20 @@ class Preflight:
 
     findings: list[Finding] = field(default_factory=list)  # what was found, broken engines first
     rows: list[Row] = field(default_factory=list)  # the table
-    # Why calls were not examined, as no engine serves them, or time was short -> which.
+    # Why calls were not examined, or in part only: time or memory was short -> which.
     not_examined: dict[str, list[str]] = field(default_factory=dict)
     # Where backwards take delta from, by "engine shape mask dtype".
     delta: dict[str, str] = field(default_factory=dict)
     # The engine that PyTorch chooses, by "shape mask dtype".
     chosen: dict[str, str] = field(default_factory=dict)
     examined: int = 0  # how many pairs of engine and call were examined
-    # Kinds of inputs for which time or memory was short, by "engine shape mask dtype"; by "shape
-    # mask dtype" where a call was not begun.
-    left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_broken(self) -> bool:
         return any(finding.is_broken for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "is_broken": self.is_broken, "is_complete": not self.left_out}
+        return {**asdict(self), "is_broken": self.is_broken, "is_complete": not self.not_examined}
 
 
 class Examiner:
@@ -113,13 +110,14 @@ class Examiner:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
         case = f"{shape} {mask} {dtype}"
-        if self._is_left_out(case, shape, mask):
+        b, h, _, n, d = shape
+        needed = b * h * n * d * 2 * _TENSORS + (n * n * 4 * h if mask == "additive" else 4 * n * n)
+        if self._is_late(case) or self._exceeds(needed, case):
             return
         spec = dense_spec(shape, mask, DTYPES[dtype], self.device)
         first = make("as drawn", shape, spec, DTYPES[dtype], self.device)
         self.result.chosen[case] = choose(*first.inputs[:4], training=True).name
-        candidates = sdpa_candidates(first)
-        self._examine(candidates, shape, spec, (str(shape), mask, dtype))
+        self._examine(sdpa_engines(first), shape, spec, (str(shape), mask, dtype))
         self.packed(shape, mask, dtype)
 
     def packed(self, shape: Shape, mask: str, dtype: str) -> None:
@@ -127,21 +125,20 @@ class Examiner:
         if packed is not None:
             spec, long = packed
             first = make("as drawn", long, spec, DTYPES[dtype], self.device)
-            self._examine(library_candidates(first), long, spec, (str(shape), mask, dtype))
+            self._examine(library_engines(first), long, spec, (str(shape), mask, dtype))
 
     def skip(self, why: str, case: str) -> None:
-        cases = self.result.not_examined.setdefault(why, [])
-        if case not in cases:
-            cases.append(case)
+        self.result.not_examined.setdefault(why, []).append(case)
 
     def _examine(
-        self, candidates: Candidates, sizes: Shape, spec: AttentionSpec, case: tuple[str, str, str]
+        self,
+        engines: Sequence[Engine],
+        sizes: Shape,
+        spec: AttentionSpec,
+        case: tuple[str, str, str],
     ) -> None:
         """Examines engines with tensors of some sizes, and reports them as a case."""
         shape, mask, dtype = case
-        engines, refused = candidates
-        for name, why in refused.items():
-            self.skip(f"{name} does not serve calls: {why}", f"{shape} {mask}")
         examinations: list[Examination] = []
         dense = sizes.batch * sizes.heads * sizes.length**2 * _DENSE_BYTES
         for engine in engines:
@@ -151,30 +148,24 @@ class Examiner:
                 examinations.append(Examination(engine, *case, advice))
         if not examinations:
             return
+        looked: dict[str, Examination] = {}
         for number, kind in enumerate(KINDS):
-            call = make(kind, sizes, spec, DTYPES[dtype], self.device)
             if self._is_late(f"{shape} {mask}, {kind} and what follows"):
                 break
+            call = make(kind, sizes, spec, DTYPES[dtype], self.device)
             exacts, units = self._exacts(call, len(KINDS) - number)
             for examination in examinations:
                 name = examination.engine.name
-                if self._is_late(f"{name}, {shape} {mask}, {kind} and what follows"):
-                    break
                 try:
                     examination.look(kind, call, exacts, units)
-                    examination.left_out.remove(kind)
+                    looked[name] = examination
                 except torch.OutOfMemoryError:
                     self.skip("not examined: out of memory", f"{name}, {shape} {mask}, {kind}")
-        for examination in examinations:
-            case_of_engine = " ".join(examination.case)
-            if examination.left_out:
-                self.result.left_out[case_of_engine] = tuple(examination.left_out)
-            if examination.left_out == list(KINDS):
-                continue
+        for examination in looked.values():
             self.result.examined += 1
             self.result.findings += examination.findings()
             self.result.rows += examination.rows
-            self.result.delta[case_of_engine] = examination.delta
+            self.result.delta[" ".join(examination.case)] = examination.delta
         self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
     def _exacts(self, call: ExaminedCall, kinds_left: int) -> tuple[list[Exact], str]:
@@ -195,14 +186,6 @@ class Examiner:
         if late:
             self.skip(f"not examined: {self._seconds:.0f} s are over", case)
         return late
-
-    def _is_left_out(self, case: str, shape: Shape, mask: str) -> bool:
-        b, h, _, n, d = shape
-        needed = b * h * n * d * 2 * _TENSORS + (n * n * 4 * h if mask == "additive" else 4 * n * n)
-        left_out = self._is_late(case) or self._exceeds(needed, case)
-        if left_out:
-            self.result.left_out[case] = tuple(KINDS)
-        return left_out
 
     def _exceeds(self, needed: int, case: str) -> bool:
         free = _PART * free_memory(self.device)

@@ -57,8 +57,7 @@ def verdict(preflight: Preflight, *case: str) -> str:
     mine = [finding for finding in preflight.findings if finding.case == case]
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
-    so_far = " so far" if " ".join(case) in preflight.left_out else ""
-    said = f"BROKEN: {', '.join(bad)}" if bad else f"no fault{so_far}"
+    said = f"BROKEN: {', '.join(bad)}" if bad else "no fault"
     return said + (f" ({', '.join(other)})" if other else "")
 
 
@@ -88,7 +87,7 @@ def conclusion(preflight: Preflight) -> str:
     broken = {finding.engine for finding in preflight.findings if finding.is_broken}
     if broken:
         return f"Broken: {', '.join(sorted(broken))}."
-    if preflight.left_out:
+    if preflight.not_examined:
         return (
             f"Incomplete: {preflight.examined} examined, within the bounds of their arithmetic so"
             " far; the rest needs more time or memory (* is PyTorch's choice)."

@@ -32,10 +32,10 @@ OTHER_KINDS = [kind for kind in KINDS if kind != "low logsumexp"]
 
 def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
     call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cuda"), dtype, "cuda")
-    try:
-        return sdpa_engine(BACKENDS[name], call)
-    except ValueError as error:
-        pytest.skip(f"PyTorch has no such kernel for these inputs: {error}")
+    engine = sdpa_engine(BACKENDS[name], call)
+    if engine is None:
+        pytest.skip("PyTorch has no such kernel for these inputs")
+    return engine
 
 
 examine = partial(examined_on, shape=SHAPE, device="cuda", most=4)
