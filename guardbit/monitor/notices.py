@@ -105,28 +105,17 @@ class Notices:
 
     # --- attention that is not watched -----------------------------------------------------------
 
-    @interception.unchanged()
     def report_outside(self, step: int) -> None:
-        """Reports, once, attention that a sampled step called outside the model."""
+        """Reports, once, attention that a sampled step called outside the model as it began."""
         outside = self.outside
         outside.stop()
-        added = {} if self._instrumentation.lost() else self._instrumentation.added()
-        names = [n for n, module in added.items() if looks_like_attention(module, n)]
-        names = names or (list(added) if outside.count else [])
-        if new := [name for name in names if self.first(f"added: {name}")]:
+        if outside.count and not self._instrumentation.lost() and self.first("outside"):
             self._tell(
                 step,
-                "modules were added to the model after the monitor began, and are neither watched"
-                f" separately nor switched: {shown(new)}; give the model as it is now a monitor of"
-                " its own",
-            )
-        if outside.count and not names and self.first("outside"):
-            self._tell(
-                step,
-                "attention was called outside the modules of the watched model (calls in this"
-                f" step: {outside.count}, first {outside.where}), where it is neither watched nor"
-                " switched: call it within the forward of a module of the model, or give the model"
-                " that calls it a monitor of its own",
+                "attention was called outside the modules that the watched model had when the"
+                f" monitor began (calls in this step: {outside.count}, first {outside.where}), so"
+                " it is neither watched nor switched: call it within the forward of one of them, or"
+                " give the model that calls it now a monitor of its own",
             )
 
     def report_unseen(self, step: int) -> None:

@@ -506,8 +506,6 @@ class Instrumentation:
     ) -> None:
         self._model, self.is_selection = model, is_selection
         self._sites: dict[str, Site] = {}
-        # By identity: the hash of a torchmetric is that of what it has measured.
-        self._modules = {id(module): module for module in model.modules()}
         self._wrappers = {m: set(m.modules()) for m in model.modules() if _wrapped_in(m)}
         self._at_rest: tuple[bool, frozenset[str]] = (False, frozenset())
         # Without a session that ends the steps, each call of the model is one.
@@ -558,12 +556,6 @@ class Instrumentation:
         """The called sites whose module was replaced or removed from the model."""
         present = self._present()
         return [s for name, s in self._sites.items() if name not in present and s.was_called]
-
-    def added(self) -> dict[str, nn.Module]:
-        """The modules that came into the model later and could call attention."""
-        if self.is_selection or self._modules.keys() >= self._modules_now():
-            return {}
-        return {n: m for n, m in candidates_of(self._model) if id(m) not in self._modules}
 
     def alike(self, names: Iterable[str]) -> list[str]:
         types = {type(self._sites[name].module) for name in names}

@@ -185,16 +185,6 @@ def test_layers_that_are_dropped_are_among_the_causes(tmp_path, caplog, kept, ca
     assert cause in line
 
 
-def test_a_layer_that_comes_later_is_named(tmp_path, caplog):
-    torch.manual_seed(0)
-    model = Model(Attention(), Attention())
-    run = Run(tmp_path, model, every=1).steps(range(2), lambda _: loss_of(model).backward())
-    model.layers.append(Attention())
-    run.steps(range(2, 4), lambda _: loss_of(model).backward()).close()
-    (line,) = [m for m in caplog.messages if "added to the model after" in m]
-    assert "step 2: monitor_error" in line and ": layers.2; give" in line
-
-
 @pytest.mark.parametrize(
     ("at", "first", "said"),
     [(3, 4, "no watched attention was measured in 3 of the sampled steps, the first at step 4"),
