@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,21 +30,8 @@ def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str
     where = f"the live page: guardbit live {shlex.quote(str(dirpath))}"
     if not str(dirpath):
         where = "without dirpath nothing is kept"
-    elif why := _why_unwritable(Path(dirpath).absolute()):
-        where = f"nothing can be written to {dirpath} now ({why}): set another dirpath"
     often = f"every {every_n_train_steps} steps" if every_n_train_steps > 1 else "at every step"
     return f"GuardBit samples attention {often}; {where}"
-
-
-def _why_unwritable(folder: Path) -> str:
-    """Why a run cannot be written to a folder, which need not exist, or ""."""
-    try:
-        while not folder.exists():
-            folder = folder.parent
-        TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def last_line(end: RunEnd, session: Session, dirpath: str | os.PathLike[str]) -> str:

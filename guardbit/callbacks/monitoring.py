@@ -95,8 +95,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         ValueError: If an argument is out of range.
     """
 
-    _is_set_up = False
-
     @guard.method()
     @passes_to(Settings, "policy", "dry_run")
     def __init__(
@@ -126,23 +124,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._can_replay, self._left_out = False, StepsLeftOut(())
         self._val_loss: Tensor | None = None
         self._logged = LoggedRun()
-
-    @property
-    @guard.method(lambda monitor: type(monitor).__qualname__)
-    def state_key(self) -> str:
-        """The class's name; two monitors may differ until `setup` refuses one in our words."""
-        return super().state_key if self._is_set_up else f"{super().state_key} {id(self)}"
-
-    @guard.method()
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuses a second monitor."""
-        self._is_set_up = True
-        with refusing():
-            if (monitors := len(_callbacks_of(trainer, AttentionMonitor))) > 1:
-                raise ValueError(
-                    f"the Trainer has {monitors} callbacks of AttentionMonitor's kind; it must have"
-                    " one: callbacks=[AttentionMonitor()]"
-                )
 
     @guard.method()
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -160,12 +160,3 @@ def test_alarms_leave_a_progress_bar_whole(terminal, tmp_path):
     assert all(line.startswith(("GuardBit", "step")) for line in said)
     assert not any("it/s" in line for line in said)
     assert any("5/5" in line for line in console.shown())
-
-
-def test_a_folder_that_cannot_be_written_is_told_of_at_once(tmp_path, capsys):
-    tmp_path.joinpath("file").write_text("")
-    watched(dirpath=tmp_path / "file" / "run")
-    assert capsys.readouterr().err.splitlines()[0] == (
-        f"GuardBit samples attention every 2 steps; nothing can be written to"
-        f" {tmp_path}/file/run now (Not a directory): set another dirpath"
-    )
