@@ -366,9 +366,6 @@ def live(
 
 @app.command()
 def demo(
-    healthy: Annotated[
-        bool, typer.Option("--healthy", help="Leave the model alone; no alarm should come.")
-    ] = False,
     recorded: Annotated[
         bool,
         typer.Option("--recorded", help="Train nothing: show a real failure and its copy."),
@@ -381,8 +378,6 @@ def demo(
     """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
     target = run_dir or Path("runs/recorded" if recorded else "runs/demo")
     with user_errors(OSError, ValueError):
-        if recorded and healthy:
-            raise ValueError("--recorded shows recorded runs: remove --healthy")
         # Before minutes of training are wasted.
         with writing_to(target, "give another folder by --run-dir"):
             target.mkdir(parents=True, exist_ok=True)
@@ -393,7 +388,7 @@ def demo(
             return
     from guardbit.demo import run_demo
 
-    run_demo(healthy=healthy, run_dir=target)
+    run_demo(target)
 
 
 def _show_recorded(run_dir: Path) -> None:
@@ -466,7 +461,6 @@ def diagnose(
         list[str] | None,
         typer.Option(metavar="SITE:NUMBER", help="Such as net.h.3.attn:7; may be repeated."),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
     from guardbit.dashboards.figures.heads import head_diagnosis
@@ -482,19 +476,14 @@ def diagnose(
         folder = folder_of_run(path)
         heads = heads_of_run(folder, head or ())
         run = Recorded(read_run(folder), read_events(folder), read_metadata(folder)).judgement
-        has_alarms = bool(run.numbers["alarms"])
-        verdict = f"{run.verdict}: {run.why}" if has_alarms else run.verdict
         figures = folder / "diagnosis"
-        if not as_json:
-            with writing_to(figures, "use --json"):  # before a minute's work is wasted
-                figures.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=figures).close()
+        with writing_to(figures, "diagnose a copy of the run"):  # before a minute is wasted
+            figures.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=figures).close()
         told = []
         for kept in heads:
             found = diagnose_head([one.inputs for one in kept])
             told.append(text.as_json(kept, found))
-            if as_json:
-                continue
             for line in text.page(kept, found):
                 typer.echo(printable(line))
             target = figures / text.file_name(kept[-1])
@@ -504,15 +493,11 @@ def diagnose(
                 found.roots.row_push.flatten().tolist(),
             ).savefig(target)
             typer.echo(f"Figure: {printable(str(target))}\n")
-        if not as_json:
-            # Beside the figures, for the report; other heads' answers stay.
-            new = {(one["site"], one["head"]) for one in told}
-            known = read_diagnosed(folder).heads
-            told += [one for one in known if (one["site"], one["head"]) not in new]
-            publish(folder / DIAGNOSIS, json.dumps({"heads": told}).encode())
-    if as_json:
-        typer.echo(json.dumps({"heads": told, "verdict": verdict, "risk": run.risk._asdict()}))
-        return
-    if has_alarms:
-        typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+        # Beside the figures, for the report; other heads' answers stay.
+        new = {(one["site"], one["head"]) for one in told}
+        known = read_diagnosed(folder).heads
+        told += [one for one in known if (one["site"], one["head"]) not in new]
+        publish(folder / DIAGNOSIS, json.dumps({"heads": told}).encode())
+    if run.numbers["alarms"]:
+        typer.echo(f"The rules' own verdict on the run is {printable(run.verdict)}: {run.why}")
     typer.echo(run.risk.sentence)

@@ -3,8 +3,7 @@
 A real run takes thousands of steps to get there, so the demo does it by hand: in the middle of the
 run it sets one head's W_Q and W_K so that all its queries look at the first few positions (an
 attention sink) with large, tied logits. Everything else is ordinary: the model trains on text in
-BF16, the monitor measures, the detectors judge, the policy switches. Without that head
-(`healthy=True`) the same run must raise no alarm.
+BF16, the monitor measures, the detectors judge, the policy switches.
 """
 
 from __future__ import annotations
@@ -36,16 +35,13 @@ BAD_SITE = f"h.layers.{BAD_LAYER}.self_attn"
 SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
 NUM_STEPS, WARMUP_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 100, 10
 
-_MODEL = (
+INTRODUCTION = (
     f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
     f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n\n"
+    f"At step {BAD_STEP} this demo makes head {BAD_HEAD} of {BAD_SITE} diverge: it sets the head's"
+    " W_Q and W_K so that all queries see the same few positions, with large, tied logits. A real"
+    " run needs thousands of steps to get there. Everything after that is measured.\n"
 )
-INTRODUCTION = (
-    f"{_MODEL}At step {BAD_STEP} this demo makes head {BAD_HEAD} of {BAD_SITE} diverge: it sets the"
-    " head's W_Q and W_K so that all queries see the same few positions, with large, tied logits."
-    " A real run needs thousands of steps to get there. Everything after that is measured.\n"
-)
-HEALTHY_INTRODUCTION = f"{_MODEL}No head is touched, so no alarm should be raised.\n"
 
 
 class SmallGPT(pl.LightningModule):
@@ -134,10 +130,10 @@ def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: in
         make_head_diverge(cast(SmallGPT, model), batch[:, :-1])
 
 
-def run_demo(healthy: bool, run_dir: Path) -> None:
+def run_demo(run_dir: Path) -> None:
     """Trains the small GPT with the monitor and the stabilizer, and prints what happened."""
     console = Console(highlight=False)
-    console.print(HEALTHY_INTRODUCTION if healthy else INTRODUCTION)
+    console.print(INTRODUCTION)
     _quieten()
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
@@ -149,7 +145,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
             AttentionMonitor(every_n_train_steps=SAMPLED_EVERY, dirpath=run_dir),
             AutoStabilizer(),
             RichProgressBar(),
-            *([] if healthy else [LambdaCallback(on_train_batch_start=diverge)]),
+            LambdaCallback(on_train_batch_start=diverge),
         ],
         logger=False,
         enable_checkpointing=False,
@@ -157,14 +153,13 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     )
     data = cast(Dataset[Tensor], windows(NUM_STEPS * BATCH_SIZE, seed=1))
     trainer.fit(SmallGPT(), DataLoader(data, batch_size=BATCH_SIZE))
-    run = replace(read(run_dir), name=f"guardbit demo{' --healthy' if healthy else ''}")
+    run = replace(read(run_dir), name="guardbit demo")
     report = write_reports([run], run_dir / "report.html")
     console.print(f"\n[bold]{run.judgement.headline}[/bold]")
-    if not healthy:
-        console.print(
-            f"The report shows what the switch takes from head {BAD_HEAD} of {BAD_SITE}: the"
-            " rounding bias of its delta (delta_bias_abs). The large weights stay."
-        )
+    console.print(
+        f"The report shows what the switch takes from head {BAD_HEAD} of {BAD_SITE}: the rounding"
+        " bias of its delta (delta_bias_abs). The large weights stay."
+    )
     console.print(f"\nThe report: [bold]{report}[/bold]")
 
 

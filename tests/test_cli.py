@@ -402,13 +402,12 @@ def test_a_demo_that_cannot_write_says_so_before_it_trains(tmp_path, options):
 
 
 def test_demo_hands_its_options_on(monkeypatch, tmp_path):
-    calls: list[dict] = []
+    calls: list[Path] = []
     stand_in = types.ModuleType("guardbit.demo")
-    stand_in.__dict__["run_demo"] = lambda **options: calls.append(options)
+    stand_in.__dict__["run_demo"] = calls.append
     monkeypatch.setitem(sys.modules, "guardbit.demo", stand_in)
-    assert invoke("demo").exit_code == invoke("demo", "--healthy", "--run-dir", "x").exit_code == 0
-    first = {"healthy": False, "run_dir": Path("runs/demo")}
-    assert calls == [first, {"healthy": True, "run_dir": Path("x")}]
+    assert invoke("demo").exit_code == invoke("demo", "--run-dir", "x").exit_code == 0
+    assert calls == [Path("runs/demo"), Path("x")]
 
 
 def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypatch):
@@ -425,7 +424,6 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypa
     assert pages == {"comparison.html", "lost.html", "switched.html"}
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
-    check_refused(invoke("demo", "--recorded", "--healthy"), "remove --healthy")
 
 
 def test_version_is_the_packages():
