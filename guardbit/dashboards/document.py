@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -27,8 +28,8 @@ from guardbit.records import Event, named
 _MOST_ALARMED = 40
 _MOST_DIAGNOSED = 8
 
-#: What the map of layers has columns for; of weights and the input it is the gradient.
-MODULE_PARTS = ("output", "input", "weights")
+#: Metadata: modules without numbers -> why.
+_UNMEASURED = "unmeasured_modules"
 
 #: What `page.html` renders: names of its parts -> what they show.
 Document = dict[str, Any]
@@ -239,7 +240,7 @@ def settings(metadata: Mapping[str, Any]) -> list[tuple[str, Table]]:
     nested = {name: value for name, value in metadata.items() if isinstance(value, Mapping)}
     titled = [("", _key_values(plain))] if plain else []
     for name, value in nested.items():
-        if value:
+        if value and name != _UNMEASURED:
             holds_records = all(isinstance(entry, Mapping) for entry in value.values())
             table = _records(value) if holds_records else _key_values(value)
             titled.append((title_of(name), table))
@@ -276,87 +277,42 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
 # --- modules -------------------------------------------------------------------------------------
 
 
-class Measured(NamedTuple):
-    """The largest number of a kind in a module's latest audits."""
-
-    part: str
-    ratio: float  # its size in times its limit
-    said: str
-
-
 def _layers_of(run: RunSoFar) -> Document | None:
-    """The map of layers: how far the latest audits of each module are from their limits."""
-    found = _largest_by_module(run.modules)
-    names = [name for name in _in_order(run.module_names) if name in found]
-    beyond = [name for name in names if any(one.ratio > 1 for one in found[name])]
-    # What encloses a module shows the same error.
-    inner = [name for name in beyond if not any(_is_inside(other, name) for other in beyond)]
-    rows: list[Document] = []
-    around: list[str] = []
+    """The map of layers: the largest numbers of each module's latest audits, or why it has none."""
+    why = run.metadata.get(_UNMEASURED)
+    why = why if isinstance(why, Mapping) else {}
+    found: dict[str, list[Any]] = {name: [] for name in why}
+    for number in cast(Iterable[Any], _largest_of(run.modules).itertuples(index=False)):
+        found.setdefault(number.module, []).append(number)
+    places: dict[str, int] = {}
+
+    def place(path: str) -> int:
+        last = path.rpartition(".")[2]
+        return int(last[:9]) if last.isdecimal() else places.setdefault(path, len(places))
+
+    names = [name for name in {**run.module_names, **why} if name in found]
+    names.sort(key=lambda name: [place(path) for path in (*_enclosing(name), name)])
+    around = {name: [path for path in _enclosing(name) if path in found] for name in names}
+    first = None
     for name in names:
-        while around and not _is_inside(name, around[-1]):
-            around.pop()
-        begin = len(_inside(around[-1])) if around else 0
-        rows.append(
-            {
-                "around": name[:begin],
-                "name": name[begin:] or "model",
-                "depth": len(around),
-                "cells": [_cell(part, found[name]) for part in MODULE_PARTS],
-                "numbers": found[name],
-                "is_first": name in inner[:1],
-            }
-        )
-        around.append(name)
-    return {"rows": rows, "parts": MODULE_PARTS, "first": inner[:1]} if rows else None
+        # What encloses a module shows the same error.
+        if any(one.ratio > 1 for one in found[name]) and first in (None, *around[name]):
+            first = name
+    return {"around": around, "numbers": found, "why": why, "first": first} if names else None
 
 
-def _largest_by_module(rows: pd.DataFrame) -> dict[str, list[Measured]]:
-    found: dict[str, dict[tuple[str, str], Measured]] = {}
-    for step, module, _, tensor, statistic, value, limit in rows.itertuples(index=False, name=None):
-        if not limit < math.inf:
-            continue
-        first = tensor.partition(" ")[0]  # of "output 1", the second one
-        part = first if first in MODULE_PARTS else "weights"
-        ratio = abs(value) / limit if math.isfinite(value) else math.inf
-        largest = found.setdefault(module, {})
-        if (part, statistic) in largest and ratio <= largest[part, statistic].ratio:
-            continue
-        size = "not a number" if math.isnan(value) else f"{three_digits(100 * value)} %"
-        said = f"{tensor}: {statistic.replace('_', ' ')} {size}, limit {100 * limit:.3g} %"
-        largest[part, statistic] = Measured(part, ratio, f"{said}, step {step:,}")
-    return {module: [*largest.values()] for module, largest in found.items()}
+def _largest_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each module's part and statistic the row with the largest `ratio`: size to limit."""
+    rows = rows.loc[rows["limit"] < math.inf]
+    part = rows["tensor"].str.extract("^(output|input)(?: |$)", expand=False).fillna("weights")
+    ratio = (rows["value"].abs() / rows["limit"]).fillna(math.inf)
+    rows = rows.assign(part=part, ratio=ratio)
+    return rows.loc[rows.groupby(["module", "part", "statistic"], sort=False)["ratio"].idxmax()]
 
 
-def _cell(part: str, numbers: Sequence[Measured]) -> tuple[str, str, int]:
-    """A cell's kind, its size by its limit in words, and in percent."""
-    largest = max((one.ratio for one in numbers if one.part == part), default=math.nan)
-    if math.isnan(largest):
-        return "unmeasured", "not measured", 0
-    if largest > 1:
-        return "beyond", times(largest), 100
-    return "within" if largest else "exact", f"{100 * largest:.0f} %", round(100 * largest)
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Modules after what encloses them; numbers ascend, others stay in their order."""
-    places: dict[tuple[str, ...], int] = {}
-
-    def place(name: str) -> list[int]:
-        parts = tuple(filter(None, name.split(".")))
-        paths = [parts[: end + 1] for end in range(len(parts))]
-        known = [places.setdefault(path, len(places)) for path in paths]
-        return [int(p[:9]) if p.isdecimal() else at for p, at in zip(parts, known, strict=True)]
-
-    return sorted(names, key=place)
-
-
-def _inside(module: str) -> str:
-    return f"{module}." if module else ""
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return name != module and name.startswith(_inside(module))
+def _enclosing(name: str) -> list[str]:
+    """What may enclose a module, outermost first."""
+    return ["", *accumulate(name.split(".")[:-1], "{}.{}".format)] if name else []
 
 
 # --- words and numbers ----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS, VALIDATION_LOSS
-from guardbit.dashboards.document import document_of
+from guardbit.dashboards.document import document_of, three_digits, times
 from guardbit.dashboards.history import (
     EXCESS_INDICATORS,
     Floats,
@@ -90,6 +90,7 @@ _PAGES = jinja2.Environment(
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
 _PAGES.globals.update(asset=asset, averaged=SAMPLES_AVERAGED)
+_PAGES.filters.update(three_digits=three_digits, times=times)
 _PAGES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
