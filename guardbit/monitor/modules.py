@@ -401,14 +401,14 @@ class ModuleAudits:
 
 
 def _of_optimizer(rows: list[ModuleRow]) -> str:
-    """How much rounding takes from the optimizer's updates, over weights."""
-    lost = {row.tensor: -row.value for row in rows if row.kind == "optimizer"
-            if row.statistic == audit.GAIN and " of " not in row.tensor}  # fmt: skip
-    worst = max(lost, key=lost.__getitem__)
+    """How much rounding takes from the optimizer's updates of weights, or else of its states."""
+    gains = [row for row in rows if row.kind == "optimizer" and row.statistic == audit.GAIN]
+    shown = [row for row in gains if " of " not in row.tensor] or gains
+    worst = min(shown, key=lambda row: row.value)
+    middle = median(-row.value for row in shown)
     return (
-        f"rounding to BF16 or FP16 takes {median(lost.values()):.0%} of what the optimizer adds to"
-        f" a weight (median of {len(lost)}), and {lost[worst]:.0%} in {worst}; FP32 weights lose"
-        " none"
+        f"rounding to BF16 or FP16 takes {middle:.0%} of what the optimizer adds (median of"
+        f" {len(shown)} tensors), and {-worst.value:.0%} in {worst.tensor}; FP32 loses none"
     )
 
 
