@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from guardbit.doctor.attention import HeadInputs
-from guardbit.store import read_events, read_metadata
+from guardbit.store import read_metadata
 from guardbit.store.files import publish
 
 _FORMAT = 1
@@ -71,27 +71,19 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
 
 def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
     """Reads the snapshots of a run, head by head, the first that was kept first."""
-    if folder.is_file():
-        raise ValueError(
-            f"{folder} is a file; it must be the folder of a run, which holds the inputs of alarmed"
-            " heads"
-        )
     heads: dict[str, list[KeptHead]] = {}
     for snapshot in read_snapshots(folder):
         heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)
     if not heads:
-        raise ValueError(f"{_why_none(folder)}; session.snapshot(site, heads) keeps any head")
+        why = read_metadata(folder).get("snapshots") or (
+            "no head was alarmed, no sampled step followed, or snapshot_megabytes was 0"
+        )
+        raise ValueError(
+            f"the run at {folder} holds no snapshots: {why}; session.snapshot(site, heads) keeps"
+            " any head"
+        )
     for name in wanted:
         if name not in heads:
             raise ValueError(f"there is no snapshot of {name}; there are {', '.join(heads)}")
     chosen = [kept for name, kept in heads.items() if not wanted or name in wanted]
     return [[one for one in kept if one.stabilizer == "none"] or kept for kept in chosen]
-
-
-def _why_none(folder: Path) -> str:
-    noted = read_metadata(folder).get("snapshots")
-    named = read_events(folder).query("kind in ('alarm', 'advisory')")["heads"]
-    if not noted and not any(named.map(len)):
-        return "no head of this run was alarmed, so there is nothing to diagnose"
-    reason = noted or "no sampled step followed a head's alarm, or snapshot_megabytes was 0"
-    return f"the run at {folder} holds no snapshots: {reason}"

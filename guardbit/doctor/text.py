@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis, Measures
+from guardbit.doctor.diagnose import THROUGH_DELTA, Diagnosis
 from guardbit.doctor.preflight import Machine, Preflight
 from guardbit.doctor.snapshots import KeptHead
 
@@ -68,11 +68,6 @@ def explain(preflight: Preflight) -> Iterator[str]:
         told.setdefault(said, []).append(" ".join(finding.case[1:]))
     for said, cases in (told | preflight.not_examined).items():
         yield f"{said} ({_first_cases(cases)})"
-    if "rounded output" in preflight.delta.values():
-        yield (
-            "Flash attention takes delta from the rounded output, which GuardBit watches in"
-            " training; exact_delta replaces it."
-        )
     yield conclusion(preflight)
 
 
@@ -209,26 +204,9 @@ def as_json(kept: Sequence[KeptHead], found: Diagnosis) -> dict[str, Any]:
         **{name: getattr(kept[-1], name) for name in of_head},
         **{name: getattr(found, name) for name in of_diagnosis},
         "steps": [one.step for one in kept],
-        "faults": [vars(fault) for fault in found.faults],
         "answer": list(sentences(found)),
-        "error": _numbers(found.error),
-        "without": {name: _numbers(each) for name, each in found.without.items()},
-        "remedies": {name: _numbers(each) for name, each in found.remedies.items()},
         "left": parts_left(found),
-        "tied_rows": found.roots.tied,
-        "key_common_mode": found.roots.common,
     }
-
-
-def _numbers(measures: Measures) -> dict[str, float | None]:
-    values = {
-        "relative_error": measures.relative_error,
-        "push": measures.push_share,
-        "significance": measures.significance,
-        "summed": measures.summed,
-    }
-    # JSON has no infinity.
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _percent(part: float) -> str:
