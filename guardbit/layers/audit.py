@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from guardbit import private
 from guardbit.guard import then_undo, undo_all, within_all
+from guardbit.layers.replay import is_freed
 from guardbit.numerics import ieee_products
 
 T = TypeVar("T")
@@ -292,6 +293,8 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     Raises:
         NotMeasured: The call does not repeat itself, as with dropout.
     """
+    if any(map(is_freed, call.module.parameters())):  # to read these ends the process
+        raise NotMeasured("its weights are sharded, and away in the backward")
     low, of_low = _run(call, None)
     high, of_high = _run(call, torch.float32)
     if (defined := _as_defined(call, high)) is not None:

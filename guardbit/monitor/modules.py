@@ -129,7 +129,8 @@ class ModuleAudits:
             self._has_begun = is_whole = True
             self._compare_peers()
         self._is_sloped = is_whole
-        modules = [(module, name) for name, module in _named(self._model)]
+        names = {module: name for name, module in _named(self._model)}
+        modules = [*names.items()]
         first = self._turn * MODULES_A_SAMPLE % len(modules)
         taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
@@ -141,7 +142,7 @@ class ModuleAudits:
             return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
-            self._hook(module, self._name_of(module))
+            self._hook(module, names[module])
         for unit, inner in self._inside.items():
             self._inside[unit] = {m: name for m, name in taken if m in inner}
         self._weights = {
@@ -153,9 +154,6 @@ class ModuleAudits:
             of_torch.register_optimizer_step_pre_hook(self._guarded(self._before_step)).remove,
             of_torch.register_optimizer_step_post_hook(self._guarded(self._after_step)).remove,
         )
-
-    def _name_of(self, module: nn.Module) -> str:
-        return next(name for name, each in _named(self._model) if each is module)
 
     def _hook(self, module: nn.Module, name: str) -> None:
         if (why := _why_not(module)) is not None:

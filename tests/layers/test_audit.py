@@ -339,3 +339,13 @@ def test_sums_in_bf16_of_norms_on_cpus_are_not_compared():
         _, found = numbers(nn.LayerNorm(WIDTH).to(low), x, autocast=False)
         assert (("weight", ERROR) in found) is (low == torch.float32)
         assert ("weights", SLOPE) in found
+
+
+def test_weights_whose_memory_was_given_back_are_not_read():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    call = Call(model[0], (torch.randn(3, 4),), {}, {})
+    call.take_outputs(model[0](torch.randn(3, 4)))
+    call.take_gradients([torch.ones(3, 4)])
+    model[0].weight.untyped_storage().resize_(0)  # as FSDP does after a forward
+    with pytest.raises(audit.NotMeasured, match="sharded"):
+        audit.audit(call)
