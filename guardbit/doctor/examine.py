@@ -24,7 +24,6 @@ from guardbit.doctor.exact import (
 )
 from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import Engine
-from guardbit.kernels.engines.proof import proof_of
 
 #: Kinds of inputs on which more is examined than whether results are within bounds.
 DRAWN, COUNTED, TIED = "as drawn", ("keys counted", "rows counted"), "tied maxima"
@@ -55,8 +54,8 @@ _SENTENCES = {
     "off": "{are} outside the bounds of rounding",
 }
 
-#: What a finding can be. All break training but "carrier": such an engine gets no `exact_delta`.
-FaultName = Literal["fails", "nonfinite", "race", "mask", "truncation", "delta", "off", "carrier"]
+#: What a finding can be.
+FaultName = Literal["fails", "nonfinite", "race", "mask", "truncation", "delta", "off"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class Finding(_OfEngine):
     inputs: tuple[str, ...]  # the kinds of inputs on which it shows
     tensors: tuple[str, ...]  # the wrong tensors, of `guardbit.doctor.exact.TENSORS`
     why: str  # a sentence
-    advice: str  # what to do, a sentence; "" where nothing need be done
-    is_broken: bool  # whether what the engine returns is wrong
+    advice: str  # what to do, a sentence
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,6 @@ class Examination:
         self._wrong_mask = ""  # in a sentence
         self._truncated: set[str] = set()
         self._delta_fit: DeltaFit | None = None
-        self._carrier = ""  # why it can take no exact delta, a sentence
 
     def look(self, kind: str, call: ExaminedCall, exacts: Sequence[Exact], units: str) -> None:
         """Runs the engine twice on a kind of inputs and notes what is wrong."""
@@ -143,7 +140,6 @@ class Examination:
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
             self._delta_fit = fit_delta(call, dq, results)
-            self._look_at_carrier(call, results)
 
     def _look_at_mask(self, call: ExaminedCall, unit: Unit) -> None:
         for where in ("forward", "backward"):
@@ -151,13 +147,6 @@ class Examination:
             if said is not None:
                 self._wrong_mask = f"the mask of its {where} is wrong: {said}."
                 return
-
-    def _look_at_carrier(self, call: ExaminedCall, results: Results) -> None:
-        """Asks whether the backward takes an exact delta, as a run asks before a switch."""
-        if self.engine.reads_out and "lse" in results:
-            proof = proof_of(self.engine, call.q, call.k, call.v, call.spec, False)
-            if proof.failure:
-                self._carrier = f"it cannot take an exact delta: {proof.failure}."
 
     @property
     def _is_of_output(self) -> bool:
@@ -202,12 +191,8 @@ class Examination:
             for why, kinds in self._failures.items()
         ]
         seen = [*self._shown("nonfinite"), *self._shown("race")]
-        found += seen
         cause = self._cause_of_off(bool(seen))
-        found += [cause] if cause else []
-        if self._carrier and not any(finding.is_broken for finding in found):
-            found.append(self._finding("carrier", (TIED,), (), self._carrier, broken=False))
-        return found
+        return [*found, *seen, *([cause] if cause else [])]
 
     def _shown(self, what: FaultName) -> list[Finding]:
         kinds, tensors = self._gathered(what)
@@ -240,15 +225,9 @@ class Examination:
         return kinds, [name for name in TENSORS if name in shown]
 
     def _finding(
-        self,
-        fault: FaultName,
-        kinds: Sequence[str],
-        tensors: Sequence[str],
-        why: str,
-        broken: bool = True,
+        self, fault: FaultName, kinds: Sequence[str], tensors: Sequence[str], why: str
     ) -> Finding:
-        advice = self.advice if broken else ""
-        return Finding(*self.case, fault, tuple(kinds), tuple(tensors), why, advice, broken)
+        return Finding(*self.case, fault, tuple(kinds), tuple(tensors), why, self.advice)
 
 
 def tiles_of(engine: Engine, call: ExaminedCall) -> tuple[int, int]:

@@ -74,7 +74,7 @@ _COMPARISONS = {
 class Preflight:
     """What was examined, and what was found."""
 
-    findings: list[Finding] = field(default_factory=list)  # what was found, broken engines first
+    findings: list[Finding] = field(default_factory=list)  # what is broken
     rows: list[Row] = field(default_factory=list)  # the table
     # Why calls were not examined, or in part only: time or memory was short -> which.
     not_examined: dict[str, list[str]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Preflight:
 
     @property
     def is_broken(self) -> bool:
-        return any(finding.is_broken for finding in self.findings)
+        return bool(self.findings)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "is_broken": self.is_broken, "is_complete": not self.not_examined}
@@ -166,7 +166,6 @@ class Examiner:
             self.result.findings += examination.findings()
             self.result.rows += examination.rows
             self.result.delta[" ".join(examination.case)] = examination.delta
-        self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
     def _exacts(self, call: ExaminedCall, kinds_left: int) -> tuple[list[Exact], str]:
         """Returns units of a call in FP64, as many as time allows, and how many of how many."""

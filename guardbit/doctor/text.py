@@ -54,17 +54,14 @@ def _aligned(*lines: Sequence[str]) -> Iterator[str]:
 
 
 def verdict(preflight: Preflight, *case: str) -> str:
-    mine = [finding for finding in preflight.findings if finding.case == case]
-    bad = [finding.fault for finding in mine if finding.is_broken]
-    other = [finding.fault for finding in mine if not finding.is_broken]
-    said = f"BROKEN: {', '.join(bad)}" if bad else "no fault"
-    return said + (f" ({', '.join(other)})" if other else "")
+    bad = [finding.fault for finding in preflight.findings if finding.case == case]
+    return f"BROKEN: {', '.join(bad)}" if bad else "no fault"
 
 
 def explain(preflight: Preflight) -> Iterator[str]:
     told: dict[str, list[str]] = {}
     for finding in preflight.findings:
-        said = f"{finding.engine}: {finding.why} {finding.advice}".rstrip()
+        said = f"{finding.engine}: {finding.why} {finding.advice}"
         told.setdefault(said, []).append(" ".join(finding.case[1:]))
     for said, cases in (told | preflight.not_examined).items():
         yield f"{said} ({_first_cases(cases)})"
@@ -79,7 +76,7 @@ def _first_cases(cases: Sequence[str]) -> str:
 def conclusion(preflight: Preflight) -> str:
     if not preflight.examined:
         return "Nothing was examined."
-    broken = {finding.engine for finding in preflight.findings if finding.is_broken}
+    broken = {finding.engine for finding in preflight.findings}
     if broken:
         return f"Broken: {', '.join(sorted(broken))}."
     if preflight.not_examined:

@@ -123,7 +123,6 @@ class Wrapped(Engine):
     _: KW_ONLY
     call: Callable[[Inputs], Inputs] = keep
     results: Callable[[Gradients], Gradients] = keep
-    out: Callable[[Inputs, Tensor], Tensor] = lambda inputs, out: out
 
     def __post_init__(self):
         self.backend, self.reads_out = self.engine.backend, self.engine.reads_out
@@ -133,7 +132,6 @@ class Wrapped(Engine):
         return self.engine.forward(self.call(inputs), training)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        out = self.out(inputs, out)
         return self.results(self.engine.backward(self.call(inputs), d_out, out, lse))
 
 
@@ -167,11 +165,6 @@ def scaled(factor: float) -> Callable[[Inputs], Inputs]:
     return lambda inputs: inputs._replace(
         spec=replace(inputs.spec, scale=inputs.spec.scale * factor)
     )
-
-
-def own_output(inputs: Inputs, out: Tensor) -> Tensor:
-    """What the kernel itself would return, whatever it is given."""
-    return CPUFlash.forward(CPUFlash(), inputs, True)[0]
 
 
 def unmasked(inputs: Inputs) -> Inputs:
