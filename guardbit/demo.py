@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -33,7 +32,7 @@ WIDTH = NUM_HEADS * HEAD_DIM
 BAD_LAYER, BAD_HEAD = 1, 2
 BAD_SITE = f"h.layers.{BAD_LAYER}.self_attn"
 SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
-NUM_STEPS, WARMUP_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 100, 10
+NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 10
 
 INTRODUCTION = (
     f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
@@ -58,10 +57,9 @@ class SmallGPT(pl.LightningModule):
         self.h = nn.TransformerEncoder(
             layer, NUM_LAYERS, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False
         )
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.dim() == 2:
-                depth_scale = (2 * NUM_LAYERS) ** -0.5 if name.endswith("out_proj.weight") else 1.0
-                nn.init.normal_(parameter, std=0.02 * depth_scale)
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens `(B, N)` to logits `(B, N, 256)`."""
@@ -77,15 +75,9 @@ class SmallGPT(pl.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with a linear warm-up."""
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW at a rate that needs no warm-up."""
+        return torch.optim.AdamW(self.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def windows(number: int, seed: int) -> list[Tensor]:
