@@ -338,8 +338,6 @@ def live(
     ] = 0,
 ) -> None:
     """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
-    from guardbit.store import read_metadata
-
     with user_errors(OSError, ValueError):
         if path.is_file():
             raise ValueError(f"{path} is a file; live needs the folder of a run: try report")
@@ -349,13 +347,7 @@ def live(
             raise ValueError(
                 f"live needs the package {error.name}: pip install starlette uvicorn"
             ) from None
-        runs = LiveRuns(path)
-        server = LiveServer(runs, port=port)
-        if not runs.is_list:
-            try:
-                read_metadata(path)
-            except (OSError, ValueError) as error:
-                typer.echo(f"guardbit: {printable(str(error))}; the page waits for one", err=True)
+        server = LiveServer(LiveRuns(path), port=port)
         typer.echo(
             f"Live page of {printable(str(path))}: {server.address}\n"
             f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "

@@ -8,7 +8,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -105,8 +105,8 @@ class Journal:
         self.advice = settings.advice  # what the line of an alarm on heads ends with
         self.needless: Mapping[str, str] = {}  # module -> why there is nothing to correct, or ""
         self._writer: RunWriter | None = None
-        #: What a judgement of the run reads: samples, alarms and switches without their sentences,
-        #: errors, metadata. Of a run that goes on in its folder, what that holds is among it.
+        #: What a judgement of the run reads: samples, events, metadata. Of a run that goes on, what
+        #: its folder holds is among it.
         self.evidence = Evidence()
         self.events: list[Event] = []
         self.findings = Findings()
@@ -165,7 +165,7 @@ class Journal:
         resumed = resumptions(self._earlier_metadata) if first_step else []
         self._notes["resumed"] = [*resumed, first_step] if is_resumed else resumed or None
         missing = _missing(remembered, recorded, first_step)
-        self.events[:0] = [_kept(event) for event in recorded]
+        self.events[:0] = recorded
         for event in missing:
             self._log(event)
         self._events[:0] = missing
@@ -238,7 +238,7 @@ class Journal:
 
     def _log(self, event: Event, is_switched: bool = False) -> None:
         if event.kind in ("alarm", "switch", "monitor_error") or is_place(event):
-            self.events.append(_kept(event))
+            self.events.append(event)
         if ranks.rank() > 0:
             return
         switch = f"to {event.stabilizer}" if event.kind == "switch" else ""
@@ -376,12 +376,6 @@ def _missing(remembered: list[Event], recorded: Sequence[Event], step: int) -> l
         why = reasons.get((site, stabilizer), "not so since the run was resumed")
         lacking.append(Event(step, "switch", site, tuple(heads), why, stabilizer=stabilizer))
     return lacking
-
-
-def _kept(event: Event) -> Event:
-    """What a judgement reads of an event."""
-    is_read = event.kind == "monitor_error" or is_place(event)
-    return event if is_read else replace(event, why="")
 
 
 def _version(package: str) -> str | None:
