@@ -47,8 +47,6 @@ class Notices:
         self._is_over = False
         # Whether any call was measured; until then, the latest sampled steps that had calls.
         self._had_backward, self._without_backward = False, list[int]()
-        # What replaced attention functions when a sampled step last called a module.
-        self._replaced = list(_replaced({}))
         # Calls elsewhere are left alone on purpose where modules were selected.
         self._said = {"outside"} if instrumentation.is_selection else set[str]()
         self._unseen: list[Site] = []  # that look like attention and were not seen to call it
@@ -166,14 +164,13 @@ class Notices:
         begun = {name: self._sampled[-1] for name, at in last_called.items() if at >= 0}
         self._last_sampled = begun | self._last_sampled | dict.fromkeys(called_now, now)
         self._sampled.append(now)
-        replaced = list(_replaced({}))
         if called_now or not begun:
-            self._replaced = replaced
             self._had_backward |= had_backward
             if last_called and not self._had_backward:
                 self._report_no_backward(step)
             return
-        reasons = [sentence for sentence in replaced if sentence not in self._replaced] or [
+        reasons = [
+            *_replaced({}),
             "another model object trains now, such as a copy or a reloaded one, and needs a"
             " monitor of its own",
             "attention runs in other steps than the sampled ones, which"

@@ -229,7 +229,6 @@ def test_a_function_that_stands_in_pytorchs_place_is_left_alone(
             " measured. Possible reasons: (1) F.scaled_dot_product_attention is not PyTorch's:"
             f" `{__name__}.unlike` replaced it; GuardBit does not watch its calls" in caplog.text
         )
-        assert "another model object" not in caplog.text
 
 
 @pytest.mark.slow
