@@ -32,13 +32,12 @@ def _draw(
     *,
     is_log: bool = False,
     smallest: bool = False,
-    below: float = 0.0,
-    draw_more: Callable[[Axes, Sequence[Line2D]], None] | None = None,
+    draw_more: Callable[[Axes, Sequence[Line2D]], Sequence[Line2D]] | None = None,
 ) -> Figure | None:
     """A line for every head; those of the story and the figure's own extreme stand out."""
     if not style.has_finite(table):
         return None
-    figure, (axes,) = style.canvas(title, below=below)
+    figure, (axes,) = style.canvas(title)
     notable = run.notable(table, smallest=smallest)
     named = style.draw_heads(axes, run, table, style.styles_of(run.story, notable))
     if is_log:
@@ -49,11 +48,9 @@ def _draw(
             axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
     style.end_at_departure(axes, table, run.departed)
-    if draw_more is not None:
-        draw_more(axes, named)
+    more = draw_more(axes, named) if draw_more else ()
     style.finish([axes], run)
-    if not figure.legends:
-        style.label_ends(axes)
+    style.name_lines(figure, [*named, *more])
     return figure
 
 
@@ -100,26 +97,19 @@ def multiple_maxima_bf16(run: Recorded) -> Figure | None:
 def _maxima_over_loss(run: Recorded, indicator: str, scores: str) -> Figure | None:
     loss = style.finite(run.of_run("loss"))
 
-    def draw_loss(axes: Axes, named: Sequence[Line2D]) -> None:
-        handles = list(named)
-        if style.has_finite(loss):
-            twin = axes.twinx()
-            twin.spines["right"].set_visible(True)
-            twin.grid(False)
-            handles += twin.plot(style.smooth(loss), color=INK, linewidth=1.1, label="loss (right)")
-            twin.set_ylabel("training loss" + style.scale(twin, loss.to_numpy()))
-        axes.figure.legend(
-            handles=handles,
-            loc="lower left",
-            bbox_to_anchor=(style.LEFT / style.WIDTH, 0),
-            ncols=len(handles),
-            handlelength=2.6,
-        )
+    def draw_loss(axes: Axes, _: Sequence[Line2D]) -> Sequence[Line2D]:
+        if not style.has_finite(loss):
+            return ()
+        twin = axes.twinx()
+        twin.spines["right"].set_visible(True)
+        twin.grid(False)
+        twin.set_ylabel("training loss" + style.scale(twin, loss.to_numpy()))
+        return twin.plot(style.smooth(loss), color=INK, linewidth=1.1, label="loss (right)")
 
     table = 100 * run.by_head(indicator)
     title = f"Multiple maxima ({scores}) over the loss"
     label = "rows with more than one\nmaximum (% of rows)"
-    return _draw(run, table, title, label, below=style.LEGEND, draw_more=draw_loss)
+    return _draw(run, table, title, label, draw_more=draw_loss)
 
 
 @style.styled
@@ -131,7 +121,7 @@ def delta_bias(run: Recorded) -> Figure | None:
     return _draw(run, table, title, label, draw_more=_draw_band)
 
 
-def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:
+def _draw_band(axes: Axes, named: Sequence[Line2D]) -> Sequence[Line2D]:
     """Where the sums of the head farthest outside would stay if its errors cancelled."""
     axes.axhline(0, color=INK, linewidth=0.9)
     bands: list[tuple[float, Line2D, np.ndarray, np.ndarray]] = []
@@ -143,7 +133,7 @@ def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:
         beyond = abs(sums[-1]) / width[-1] if width[-1] > 0 else 0.0
         bands.append((beyond, line, steps, width))
     if not bands:
-        return
+        return ()
     _, line, steps, width = max(bands, key=lambda band: band[0])
     axes.fill_between(
         steps, -width, width, color=line.get_color(), alpha=0.16, linewidth=0, zorder=1.1
@@ -155,6 +145,7 @@ def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:
         va="top",
         fontsize=9,
     )
+    return ()
 
 
 @style.styled

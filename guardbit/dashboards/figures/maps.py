@@ -126,8 +126,7 @@ def _mark_heads(
         axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, **FRAME))
     if stabilized:
         layers, heads = zip(*stabilized, strict=True)
-        cells = axes.get_position()
-        inches = min(cells.width * style.WIDTH / shape[1], style.PANEL_HEIGHT / shape[0])
+        inches = min(0.7 * style.WIDTH / shape[1], style.PANEL_HEIGHT / shape[0])
         axes.plot(
             heads,
             layers,
@@ -156,10 +155,7 @@ def _name_rows(axes: Axes, layers: list[int]) -> None:
 
 def _colour_bar(figure: Figure, axes: Axes, mesh: Any, label: str, ticks: Sequence[float]) -> None:
     """A bar of multiples beside a map, of which the last tick stands for all that is larger."""
-    place = axes.get_position()
-    bar = figure.colorbar(
-        mesh, cax=figure.add_axes((place.x1 + 0.015, place.y0, 0.014, place.height))
-    )
+    bar = figure.colorbar(mesh, ax=axes, pad=0.015, aspect=30)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.set_label(label)
     bar.ax.yaxis.set_major_locator(FixedLocator(ticks))

@@ -37,29 +37,24 @@ def story(run: Recorded) -> Figure | None:
     figure, all_axes = style.canvas(run.judgement.sentence, panels, panel_height=LOW_PANEL)
     if has_loss:
         _draw_loss(all_axes[0], loss)
-    notable = style.styles_of(run.story, run.story)
+    notable, named = style.styles_of(run.story, run.story), {}
     for axes, (name, table) in zip(all_axes[has_loss:], shown.items(), strict=True):
-        style.draw_heads(axes, run, table, notable)
+        named |= {line.get_label(): line for line in style.draw_heads(axes, run, table, notable)}
         scale = style.scale(axes, table.to_numpy()).removesuffix(" scale")
         axes.set_ylabel(dict(STORY_PANELS)[name] + scale)
         style.end_at_departure(axes, table, run.departed)
     style.finish(all_axes, run)
     # Beside the key, in the line below the title.
-    all_axes[0].text(
-        1,
-        style.above(all_axes[0], style.KEY_HEIGHT),
-        "; ".join(run.judgement.limits),
-        ha="right",
-        transform=all_axes[0].transAxes,
-    )
-    for axes in all_axes:
-        style.label_ends(axes)
+    place = style.above(all_axes[0], style.KEY_HEIGHT, all_axes[0].transAxes)
+    limits = "; ".join(run.judgement.limits)
+    all_axes[0].text(1, 1, limits, ha="right", transform=place, in_layout=False)
+    style.name_lines(figure, [*named.values()])
     return figure
 
 
 def _draw_loss(axes: Axes, loss: pd.Series) -> None:
     axes.plot(loss, color=CONTEXT, alpha=0.45, linewidth=0.8, rasterized=True)
-    axes.plot(style.smooth(loss), color=INK, linewidth=1.4, label="loss", gid=style.NAMED)
+    axes.plot(style.smooth(loss), color=INK, linewidth=1.4)
     axes.set_ylabel("training loss" + style.scale(axes, loss.to_numpy()).removesuffix(" scale"))
     later = cast(np.ndarray, loss.iloc[len(loss) // 10 :].dropna().to_numpy())
     if later.size and later.min() < later.max():
@@ -111,7 +106,7 @@ def runs_over_steps(
     style.set_steps(axes, max(first, min(begins)), max(ends))
     rows = [(name, steps) for name, steps in (marked or {}).items() if steps]
     for row, (name, steps) in enumerate(reversed(rows)):
-        _mark_run(axes, steps, colours[name][0], style.above(axes, 0.06 + 0.17 * row))
+        _mark_run(axes, steps, colours[name][0], 0.06 + 0.17 * row)
     # Not at the ends of the lines: runs end at different steps and have long names.
     lines = [line for line in axes.get_lines() if line.get_gid() == style.NAMED]
     axes.legend(lines, [*series], handlelength=2.6)  # by itself it leaves out names such as "_a"
@@ -131,9 +126,9 @@ def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float)
         axes.axvline(step, color=colour, linestyle=dashes, linewidth=1.2, zorder=1.2, gid="marked")
         axes.text(
             step,
-            height,
+            1,
             ", ".join(what),
-            transform=axes.get_xaxis_transform(),
+            transform=style.above(axes, height),
             color=colour,
             ha="right" if step > last - 0.15 * (last - first) else "left",
             fontsize=9.5,

@@ -6,6 +6,7 @@ No pyplot, hence no global state: the figures show in a notebook and nowhere els
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -17,8 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from guardbit.dashboards.palette import CONTEXT, HEAT_STOPS, HIGHLIGHTS, INK, OUTCOME_COLOURS, PAPER
 from guardbit.dashboards.tables import Head, Recorded, marked
@@ -42,14 +43,11 @@ MOST_LINES = 6
 #: Inches: 1,000 pixels at 100 dots an inch; 10 points are then 14 pixels.
 WIDTH = 10.0
 PANEL_HEIGHT = 3.0
-#: Inches around the panels, the same in every figure, so that steps stand below one another; the
-#: right margin holds the names of the lines, a colour bar or a second axis.
-LEFT, RIGHT, TOP, BOTTOM, BETWEEN, LEGEND = 1.15, 1.5, 0.9, 0.6, 0.45, 0.3
+#: Above, below and between panels.
+AROUND, BETWEEN = 1.5, 0.45
 
-#: Marks the lines that are named at their ends.
+#: Marks the lines that a legend names.
 NAMED = "named"
-#: Inches between the names of two lines.
-NAME_HEIGHT = 0.195
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -60,7 +58,6 @@ STYLE: Any = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
     "axes.edgecolor": INK,
     "axes.linewidth": 0.7,
     "axes.spines.top": False,
@@ -74,7 +71,6 @@ STYLE: Any = {
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "xtick.direction": "out",
     "lines.linewidth": 1.8,
     "legend.frameon": False,
     "legend.fontsize": 9.5,
@@ -98,21 +94,13 @@ class ShownFigure(Figure):
 
 
 def canvas(
-    title: str, panels: int = 1, below: float = 0.0, panel_height: float = PANEL_HEIGHT
+    title: str, panels: int = 1, panel_height: float = PANEL_HEIGHT
 ) -> tuple[Figure, list[Axes]]:
     """Panels one above the other that share their steps; lengths in inches."""
-    bottom = BOTTOM + below
-    height = TOP + panels * panel_height + (panels - 1) * BETWEEN + bottom
-    figure = ShownFigure(figsize=(WIDTH, height))
+    height = AROUND + panels * panel_height + (panels - 1) * BETWEEN
+    figure = ShownFigure(figsize=(WIDTH, height), layout="constrained")
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
-    figure.subplots_adjust(
-        left=LEFT / WIDTH,
-        right=1 - RIGHT / WIDTH,
-        top=1 - TOP / height,
-        bottom=bottom / height,
-        hspace=BETWEEN / panel_height,
-    )
-    grid[0, 0].set_title(title, pad=40)
+    grid[0, 0].set_title(textwrap.fill(title, 80), pad=40)
     return figure, list(grid[:, 0])
 
 
@@ -143,7 +131,8 @@ def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
     axes.legend(
         handles=list(key),
         loc="lower left",
-        bbox_to_anchor=(0, above(axes, KEY_HEIGHT)),
+        bbox_to_anchor=(0, 1),
+        bbox_transform=above(axes, KEY_HEIGHT, axes.transAxes),
         ncols=len(key),
         handlelength=0.8,
         handletextpad=0.5,
@@ -152,38 +141,32 @@ def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
     )
 
 
-def panel_inches(axes: Axes) -> float:
-    return axes.get_position().height * axes.figure.get_figure(root=True).get_size_inches()[1]
+def name_lines(figure: Figure, lines: Sequence[Line2D]) -> None:
+    """Names lines beside the panels."""
+    if lines:
+        figure.legend(handles=list(lines), loc="outside right center", handlelength=2.6)
 
 
-def above(axes: Axes, inches: float) -> float:
-    """Returns a height above the panel, as a multiple of the panel's."""
-    return 1 + inches / panel_inches(axes)
+def above(axes: Axes, inches: float, places: Transform | None = None) -> Transform:
+    """Steps, and parts of the panel's height, raised by inches."""
+    raised = ScaledTranslation(0, inches, axes.figure.dpi_scale_trans)
+    return (places or axes.get_xaxis_transform()) + raised
 
 
 def _mark_events(axes: Axes, shown: Mapping[str, Sequence[int]]) -> list[Line2D]:
     """Draws a line at each step and a marker above it; returns the markers, one line a kind."""
-    # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
-    over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
-    halo = [withStroke(linewidth=3, foreground=PAPER, alpha=0.8)] if over_map else []
     markers: list[Line2D] = []
     for mark, steps in shown.items():
         marker, line_style, colour, height = MARK_STYLES[mark]
         for step in steps if len(steps) <= MOST_LINES else steps[:1]:
             axes.axvline(
-                step,
-                color=colour,
-                linestyle=line_style,
-                linewidth=1.0,
-                path_effects=halo,
-                zorder=3 if over_map else 1.2,
-                gid=mark,
+                step, color=colour, linestyle=line_style, linewidth=1.0, zorder=1.2, gid=mark
             )
         if steps:
             markers += axes.plot(
                 steps,
-                [above(axes, height)] * len(steps),
-                transform=axes.get_xaxis_transform(),
+                [1] * len(steps),
+                transform=above(axes, height),
                 linestyle="none",
                 marker=marker,
                 markersize=5.5,
@@ -321,55 +304,3 @@ def draw_heads(
         for at, (colour, dashes) in notable.items()
         if at in lines
     ]
-
-
-def label_ends(axes: Axes) -> None:
-    """Names each highlighted line at its end, with an arrow where that is outside of the panel."""
-    lines = [line for line in axes.get_lines() if line.get_gid() == NAMED]
-    axes.autoscale_view(scaley=False)
-    low, high = axes.get_ylim()
-    to_axes = axes.transScale + axes.transLimits
-    points = [_last_point(line) for line in lines]
-    ends = [(step, min(max(value, low), high)) for step, value in points]
-    order = sorted(range(len(lines)), key=lambda index: ends[index][1])
-    heights = [float(to_axes.transform(ends[index])[1]) for index in order]
-    for index, height in zip(order, apart(heights, NAME_HEIGHT / panel_inches(axes)), strict=True):
-        line, value = lines[index], points[index][1]
-        beyond = " ↑" if value > high else " ↓" if value < low else ""
-        axes.annotate(
-            f"{line.get_label()}{beyond}",
-            xy=ends[index],
-            xytext=(1.025, height),
-            textcoords="axes fraction",
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": line.get_color(),
-                # Dotted: a line that ends early must not seem to go on.
-                "linestyle": ":",
-                "linewidth": 1.2,
-                "relpos": (0, 0.5),
-                "shrinkA": 1,
-                "shrinkB": 0,
-            },
-        )
-    axes.set_ylim(low, high)
-
-
-def _last_point(line: Line2D) -> tuple[float, float]:
-    steps, values = (np.asarray(data, dtype=float) for data in line.get_data())
-    measured = np.flatnonzero(np.isfinite(values))
-    return float(steps[measured[-1]]), float(values[measured[-1]])
-
-
-def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Moves ascending heights at least `gap` apart, and below 1 as far as they fit."""
-    moved: list[float] = []
-    for height in heights:
-        moved.append(max(height, moved[-1] + gap) if moved else height)
-    ceiling = 1.0
-    for index in reversed(range(len(moved))):
-        moved[index] = min(moved[index], ceiling)
-        ceiling = moved[index] - gap
-    return moved
