@@ -270,6 +270,34 @@ def test_the_map_of_layers_shows_the_largest_of_the_latest_audits(tmp_path):
         assert layers(page)[0] == {"a": [shown, "unmeasured", "unmeasured"]}
 
 
+def test_the_map_of_layers_shows_modules_without_numbers_in_their_places_and_why(tmp_path):
+    rows = [
+        (10, "", "block", "output", "gain", 1e-9),
+        (10, "h.0", "linear", "output", "gain", 1e-9),
+        (10, "h.2", "optimizer", "second moment of h.2.weight", "gain", -1.0),
+        (10, "h.2", "linear", "output", "gain", 1e-9, math.inf),
+    ]
+    why = {"h.1.drop": "It repeats nothing.", "h.1": "It is compiled."}
+    unmeasured = ["unmeasured"] * 3
+    metadata = {"unmeasured_modules": why, "sites": {"h.0.attn": {"heads": 2}}}
+    page = write(tmp_path, run_without_figures(), None, metadata, modules=modules(*rows))
+    cells, first = layers(page)
+    assert list(cells.items()) == [
+        ("model", ["within", "unmeasured", "unmeasured"]),
+        ("h.0", ["within", "unmeasured", "unmeasured"]),
+        ("h.1", unmeasured),
+        ("h.1.drop", unmeasured),
+        ("h.2", ["unmeasured", "unmeasured", "beyond"]),
+    ]
+    assert first == "h.2"
+    # Each beside its name, once in the page.
+    for name, said in why.items():
+        assert page.source.count(said) == 1
+        assert re.search(rf"<p>{name}\s*<br>Not measured: {said}</p>", page.source)
+    page = write(tmp_path, run_without_figures(), None, metadata)
+    assert layers(page) == (dict.fromkeys(["h.1", "h.1.drop"], unmeasured), None)
+
+
 def test_whatever_the_data_says_it_stays_text(tmp_path):
     frame = small_run(site=ATTACK)
     events = journal(
@@ -277,6 +305,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
         (20, "switch", ATTACK, (1,), ATTACK, "", ATTACK),
     )
     metadata = {ATTACK: ATTACK, "sites": {ATTACK: {ATTACK: ATTACK}}, "more": {ATTACK: [ATTACK]}}
+    metadata |= {"unmeasured_modules": {f"not {ATTACK}": ATTACK}}
     rows = modules((10, ATTACK, "linear", ATTACK, ATTACK, 1.0))
     page = write(tmp_path, frame, events, metadata, title=ATTACK, modules=rows)
     assert "img" not in {tag for tag, _ in page.tags}
