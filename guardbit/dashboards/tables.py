@@ -210,7 +210,10 @@ class Recorded(RunSoFar):
 
     def heads_to_watch(self, count: int = 10) -> pd.DataFrame:
         """The heads a person should look at, worst first, with their latest values."""
-        samples = latest_rows(self.samples)
+        samples = of_heads(self.samples)
+        samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
+        samples = samples.sort_values(["step"], kind="stable")
+        samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
         table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
         recorded = [name for name in HEAD_INDICATORS if name in table.columns]
         latest = table.reindex(columns=recorded).astype(float)
@@ -236,14 +239,6 @@ def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
 
 def of_heads(frame: pd.DataFrame) -> pd.DataFrame:
     return rows_of(frame, frame["site"] != "")
-
-
-def latest_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """The last row of every indicator of every head."""
-    samples = of_heads(frame)
-    samples = rows_of(samples, samples["indicator"].isin(HEAD_INDICATORS))
-    samples = samples.sort_values(["step"], kind="stable")
-    return samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
 
 
 # --- events ---------------------------------------------------------------------------------------
