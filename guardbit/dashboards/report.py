@@ -6,7 +6,6 @@ fetched.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -154,15 +153,7 @@ def _facts_of(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
         "Lead on the loss": lead.value,
         "Heads switched": f"{switched.value} {switched.note}".strip(),
         f"Loss at step {common:,}, as drawn": document.loss_of(loss),
-        "Farthest above its baseline": _worst_head(run),
     }
-
-
-def _worst_head(run: LoadedRun) -> str:
-    for head, excess in run.recorded.worst.items():
-        if not math.isnan(excess):
-            return f"{run.recorded.label(head)}, {document.times(excess)}"
-    return "–"
 
 
 def _answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,6 @@ from guardbit.dashboards.figures import style
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 from guardbit.dashboards.tables import Recorded
 from guardbit.records import from_zero
-
-#: Half width of the band in standard deviations: 95 % of a normal distribution.
-BAND = 1.96
 
 _PANEL = 2.7  # inches
 _LEAST = 1e-5  # the part below which nothing can be told apart
@@ -32,7 +29,7 @@ def _draw(
     *,
     is_log: bool = False,
     smallest: bool = False,
-    draw_more: Callable[[Axes, Sequence[Line2D]], Sequence[Line2D]] | None = None,
+    loss: pd.Series | None = None,
 ) -> Figure | None:
     """A line for every head; those of the story and the figure's own extreme stand out."""
     if not style.has_finite(table):
@@ -44,13 +41,16 @@ def _draw(
         label += style.scale(axes, table.to_numpy())
     else:
         axes.yaxis.set_major_formatter(FuncFormatter(style.plain))
-        if not (table < 0).to_numpy().any():
+        if (table < 0).to_numpy().any():
+            axes.axhline(0, color=INK, linewidth=0.9)
+        else:
             axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
     style.end_at_departure(axes, table, run.departed)
-    more = draw_more(axes, named) if draw_more else ()
+    if loss is not None:
+        named += _draw_loss(axes, loss)
     style.finish([axes], run)
-    style.name_lines(figure, [*named, *more])
+    style.name_lines(figure, named)
     return figure
 
 
@@ -95,21 +95,21 @@ def multiple_maxima_bf16(run: Recorded) -> Figure | None:
 
 
 def _maxima_over_loss(run: Recorded, indicator: str, scores: str) -> Figure | None:
-    loss = style.finite(run.of_run("loss"))
-
-    def draw_loss(axes: Axes, _: Sequence[Line2D]) -> Sequence[Line2D]:
-        if not style.has_finite(loss):
-            return ()
-        twin = axes.twinx()
-        twin.spines["right"].set_visible(True)
-        twin.grid(False)
-        twin.set_ylabel("training loss" + style.scale(twin, loss.to_numpy()))
-        return twin.plot(style.smooth(loss), color=INK, linewidth=1.1, label="loss (right)")
-
     table = 100 * run.by_head(indicator)
     title = f"Multiple maxima ({scores}) over the loss"
     label = "rows with more than one\nmaximum (% of rows)"
-    return _draw(run, table, title, label, draw_more=draw_loss)
+    return _draw(run, table, title, label, loss=style.finite(run.of_run("loss")))
+
+
+def _draw_loss(axes: Axes, loss: pd.Series) -> list[Line2D]:
+    """A second axis, at the right."""
+    if not style.has_finite(loss):
+        return []
+    twin = axes.twinx()
+    twin.spines["right"].set_visible(True)
+    twin.grid(False)
+    twin.set_ylabel("training loss" + style.scale(twin, loss.to_numpy()))
+    return twin.plot(style.smooth(loss), color=INK, linewidth=1.1, label="loss (right)")
 
 
 @style.styled
@@ -117,35 +117,7 @@ def delta_bias(run: Recorded) -> Figure | None:
     """Cumulative delta bias of every head over steps, with its sign; the paper's figure 5(a)."""
     table = run.by_head("delta_bias_cumulative")
     title = "Cumulative delta bias of every head"
-    label = "sum of δ_lp − δ_hp\nover the sampled steps"
-    return _draw(run, table, title, label, draw_more=_draw_band)
-
-
-def _draw_band(axes: Axes, named: Sequence[Line2D]) -> Sequence[Line2D]:
-    """Where the sums of the head farthest outside would stay if its errors cancelled."""
-    axes.axhline(0, color=INK, linewidth=0.9)
-    bands: list[tuple[float, Line2D, np.ndarray, np.ndarray]] = []
-    for line in named:
-        steps, sums = (np.asarray(data, dtype=float) for data in line.get_data())
-        measured = np.isfinite(sums)
-        steps, sums = steps[measured], sums[measured]
-        width = BAND * np.sqrt(np.cumsum(np.diff(sums, prepend=0.0) ** 2))
-        beyond = abs(sums[-1]) / width[-1] if width[-1] > 0 else 0.0
-        bands.append((beyond, line, steps, width))
-    if not bands:
-        return ()
-    _, line, steps, width = max(bands, key=lambda band: band[0])
-    axes.fill_between(
-        steps, -width, width, color=line.get_color(), alpha=0.16, linewidth=0, zorder=1.1
-    )
-    axes.annotate(
-        f"band: of {line.get_label()} alone,\n95 % of where its errors stay if they cancel",
-        xy=(0.012, 0.97),
-        xycoords="axes fraction",
-        va="top",
-        fontsize=9,
-    )
-    return ()
+    return _draw(run, table, title, "sum of δ_lp − δ_hp\nover the sampled steps")
 
 
 @style.styled

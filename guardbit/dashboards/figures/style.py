@@ -230,23 +230,20 @@ def end_at_departure(axes: Axes, table: pd.DataFrame, departed: int | None) -> N
     until = until[np.isfinite(until)]
     if departed is None or not until.size:
         return
-    is_log = axes.get_yscale() == "log"
-    fit(axes, until[until > 0] if is_log else until)
-    if not is_log and until.min() >= 0:
+    fit(axes, until)
+    if axes.get_yscale() != "log" and until.min() >= 0:
         axes.set_ylim(bottom=0)
 
 
 def fit(axes: Axes, values: np.ndarray) -> None:
     """Limits an axis to values, with a margin and ticks as its scale needs them."""
     low, high = float(values.min()), float(values.max())
-    if low == high:  # an axis needs a height
-        low, high = (low / 1.2, high * 1.2) if low > 0 else (low - 1, high + 1)
     if axes.get_yscale() == "log":
         log_ticks(axes.yaxis, high / low)
-        margin = min((high / low) ** 0.06, 1.2)
+        margin = float(np.clip((high / low) ** 0.06, 1.01, 1.2))
         axes.set_ylim(low / margin, high * margin)
     else:
-        margin = 0.06 * (high - low)
+        margin = 0.06 * (high - low) or 1.0  # an axis needs a height
         axes.set_ylim(low - margin, high + margin)
 
 

@@ -40,7 +40,6 @@ def test_runs_stand_side_by_side(comparison):
     assert text.index("<th>ill</th><th>well</th>") > 0
     assert "<td>Outcome</td><td>alarmed</td><td>healthy</td>" in text
     assert "<td>First alarm</td><td>step 2,950" in text
-    assert "layer 2, head 7, &gt; 1,000 ×" in text
     # What is the same in both is no news.
     assert "<td>seed</td><td>1</td><td>2</td>" in text
     assert "<td>precision" not in text
