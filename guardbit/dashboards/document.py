@@ -146,61 +146,40 @@ def last_loss(losses: Sequence[float]) -> float | str | None:
     return median if np.isfinite([median, losses[-1]]).all() else "not finite"
 
 
-def effect_of_switch(run: RunSoFar) -> list[tuple[str, Head | None, float, float]]:
-    """Each indicator of the worst switched head, and of the run, before and after the switch."""
-    switched, alarms = run.first("switch"), run.first("alarm")
+def effect_of_switch(run: RunSoFar) -> tuple[Head, dict[str, tuple[float, float]]] | None:
+    """The first alarmed head that was switched, and what indicators were before, and at the end."""
+    switched = run.first("switch")
     if not switched:
-        return []
-    alarmed = [at for at in switched if at in alarms and alarms[at].step <= switched[at].step]
-    # A head that was switched back is looked at up to then.
-    ends = {
-        head: event.step if event.stabilizer == "none" else math.inf
-        for head, event in run.last_switches().items()
-    }
-    rows: list[tuple[str, Head | None, float, float]] = []
-    for indicator in HEAD_INDICATORS:
-        if BY_NAME[indicator].sum_of:
-            continue  # a sum keeps what was there before
-        table = run.by_head(indicator)
-        found: list[tuple[str, Head | None, float, float]] = []
-        for head in alarmed or switched:
-            if head in table.columns:
-                series = cast(pd.Series, table[head]).dropna()
-                sides = _around(series, switched[head].step, ends[head], 1)
-                found.append((indicator, head, *sides))
-        if found:
-            rows.append(max(found, key=lambda row: -1.0 if math.isnan(row[2]) else abs(row[2])))
-    first = min(event.step for event in switched.values())
-    for indicator in RUN_INDICATORS:
-        series = run.of_run(indicator)
-        if not series.empty:
-            sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
-            rows.append((indicator, None, *sides))
-    return rows
-
-
-def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
-    """The median of the last samples up to a step, and of those after it up to the end."""
-    before = series.loc[:step].tail(samples)
-    after = series.loc[step + 1 : end].tail(samples)
-    return float(before.median()), float(after.median())
+        return None
+    head = next((one for one in run.first("alarm") if one in switched), next(iter(switched)))
+    found: dict[str, tuple[float, float]] = {}
+    for name in (*HEAD_INDICATORS, *RUN_INDICATORS):
+        of_head = name in HEAD_INDICATORS
+        values = run.by_head(name).get(head) if of_head else run.of_run(name)
+        # A sum keeps what was there before.
+        if values is None or values.dropna().empty or BY_NAME[name].sum_of:
+            continue
+        series, count = cast(pd.Series, values).dropna(), 1 if of_head else SAMPLES_AVERAGED
+        until, since = series.loc[: switched[head].step], series.loc[switched[head].step + 1 :]
+        found[name] = float(until.tail(count).median()), float(since.tail(count).median())
+    return head, found
 
 
 def _before_and_after(run: RunSoFar) -> Table | None:
-    rows: list[list[str]] = []
-    for indicator, head, before, after in effect_of_switch(run):
-        comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
-        rows.append(
-            [
-                LABELS[indicator],
-                run.label(head) if head else "the run",
-                value_of(indicator, before),
-                value_of(indicator, after),
-                f"× {after / before:.3g}" if comparable else "–",
-            ]
-        )
-    header = ["", "", "before the switch", "at the end", "change"]
-    return Table(header, rows, numbers_from=2) if rows else None
+    effect = effect_of_switch(run)
+    if effect is None:
+        return None
+    head, found = effect
+    rows = [
+        [
+            LABELS[name],
+            run.label(head) if name in HEAD_INDICATORS else "the run",
+            value_of(name, before),
+            value_of(name, after),
+        ]
+        for name, (before, after) in found.items()
+    ]
+    return Table(["", "", "before the switch", "at the end"], rows, numbers_from=2)
 
 
 def _alarms_by_head(run: RunSoFar) -> list[Document]:

@@ -110,17 +110,14 @@ class RunSoFar:
             event for event in self.events if mark_of(event) in of and event.step <= until
         )
 
-    def last_switches(self, until: float = math.inf) -> dict[Head, Event]:
-        """Every head that was switched -> the last of its switches."""
+    def stabilizers(self, until: float = math.inf) -> dict[Head, str]:
+        """Every head that was switched -> what the last of its switches chose."""
         return {
-            head: event
+            head: event.stabilizer
             for event in self.events
             if event.kind == "switch" and event.step <= until
             for head in self.evidence.heads_of(event)
         }
-
-    def stabilizers(self, until: float = math.inf) -> dict[Head, str]:
-        return {head: event.stabilizer for head, event in self.last_switches(until).items()}
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
         """`History.excess`, with what has happened to the heads."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import document, tables
+from guardbit.dashboards import tables
 from guardbit.dashboards.document import effect_of_switch
 from guardbit.dashboards.page import RunPage
 from guardbit.dashboards.tables import Recorded, RunSoFar
@@ -31,12 +31,9 @@ def event(step, kind, site="", heads=(), rule="", stabilizer=""):
     return dict(zip(EVENTS, (step, kind, site, heads, "because", rule, stabilizer), strict=False))
 
 
-def switch(*steps_and_heads, stabilizer="compensated"):
-    """A table of switches in layer 2."""
-    return pd.DataFrame(
-        event(step, "switch", "h.2.attn", (head,), stabilizer=stabilizer)
-        for step, head in steps_and_heads
-    )
+def switch(step, head):
+    """A table of a switch in layer 2."""
+    return pd.DataFrame([event(step, "switch", "h.2.attn", (head,), stabilizer="compensated")])
 
 
 @settings(max_examples=40, deadline=None)
@@ -127,83 +124,34 @@ def test_figures_are_about_the_heads_that_lead_the_table(run):
     assert [(head["layer"], head["head"]) for head in drawn] == heads
 
 
-def effects(run, events):
-    """Indicator -> head, value before the switch, value after it."""
-    found = effect_of_switch(Recorded(run.frame, events))
+def test_before_and_after_are_of_the_first_alarmed_head(run):
+    # Head 5 was switched first, and never alarmed.
+    events = pd.concat([switch(3000, 5), run.events])
+    head, found = effect_of_switch(Recorded(run.frame, events))
+    at = int(np.flatnonzero(run.steps == 3100)[0])
+    assert head == (2, 7)
+    assert "delta_bias_cumulative" not in found, "a sum hardly moves, whatever the switch did"
+    for name, array in run.values.items():
+        if name != "delta_bias_cumulative":
+            assert found[name] == (array[2, 7, at], array[2, 7, -1])
+    before = np.median(run.loss[run.loss_steps <= 3100][-5:])
+    assert found["loss"][0] == pytest.approx(before, rel=1e-12)
+    assert found["grad_norm"][1] == pytest.approx(np.median(run.grad_norm[-5:]))
     # A page that keeps a bucket a sample, in FP32, says the same.
     page = RunSoFar(400)
     page.take(run.frame)
     page.events = tables.events_of(events)
-    kept = effect_of_switch(page)
-    assert [row[:2] for row in kept] == [row[:2] for row in found]
-    sides = [[side for row in rows for side in row[2:]] for rows in (kept, found)]
-    assert sides[0] == pytest.approx(sides[1], rel=2**-23, nan_ok=True)
-    return {indicator: (head, before, after) for indicator, head, before, after in found}
+    kept_head, kept = effect_of_switch(page)
+    assert kept_head == head and kept.keys() == found.keys()
+    for name, sides in kept.items():
+        assert sides == pytest.approx(found[name], rel=2**-23)
 
 
-def test_before_and_after_are_of_the_alarmed_head(run):
-    found = effects(run, run.events)
-    at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
-    end = {3: undone, 7: -1}
-    assert "delta_bias_cumulative" not in found, "a sum hardly moves, whatever the switch did"
-    for name, array in run.values.items():
-        if name == "delta_bias_cumulative":
-            continue
-        head = max((3, 7), key=lambda head: abs(array[2, head, at]))
-        assert found[name] == ((2, head), array[2, head, at], array[2, head, end[head]])
-    before = np.median(run.loss[run.loss_steps <= 3100][-5:])
-    assert found["loss"][1] == pytest.approx(before, rel=1e-12)
-    assert found["grad_norm"][2] == pytest.approx(np.median(run.grad_norm[-5:]))
-
-
-def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
-    # Head (0, 1) jumps from 10 to 1,000 at the last sample before the switch and falls to 100 after
-    # it; head (1, 0), healthy, has twice as large logits and reaches 3,000 later.
-    rows = []
-    for step in range(0, 100, 10):
-        sick = 10.0 if step < 50 else 1000.0 if step == 50 else 100.0
-        healthy = 2000.0 if step <= 50 else 3000.0
-        for site, layer, values in (("a", 0, (1.0, sick)), ("b", 1, (healthy, 1.0))):
-            rows += [(step, site, layer, head, "max_logit", v) for head, v in enumerate(values)]
-    frame = samples(rows)
-    switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
-    alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
-    found = effect_of_switch(Recorded(frame, pd.DataFrame([alarm, *switches])))
-    assert found == [("max_logit", (0, 1), 1000.0, 100.0)]
-    # Without an alarm all count; the one that was largest is compared with itself.
-    found = effect_of_switch(Recorded(frame, pd.DataFrame(switches)))
-    assert found == [("max_logit", (1, 0), 2000.0, 3000.0)]
-
-
-@pytest.mark.parametrize(
-    ("events", "first", "last"),
-    [
-        # After a run whose heads were all switched back comes what was before that.
-        ([switch((3100, 7)), switch((3600, 7), stabilizer="none")], 3100, 3600),
-        # Switched once more it counts to the end.
-        (
-            [
-                switch((3100, 7)),
-                switch((3600, 7), stabilizer="none"),
-                switch((4000, 7), stabilizer="row_max"),
-            ],
-            3100,
-            4980,
-        ),
-        # Of several switches the earliest counts.
-        ([switch((3600, 3), (3100, 7))], 3100, 4980),
-        # A switch at the last sample has no after.
-        ([switch((4980, 7))], 4980, 4980),
-    ],
-)
-def test_the_loss_before_and_after_is_of_the_steps_around_all_switches(run, events, first, last):
-    def median(is_within):
-        return np.median(run.loss[is_within][-5:]) if is_within.any() else np.nan
-
-    _, before, after = effects(run, pd.concat(events))["loss"]
-    steps = run.loss_steps
-    expected = [median(steps <= first), median((steps > first) & (steps <= last))]
-    assert [before, after] == pytest.approx(expected, rel=1e-12, nan_ok=True)
+def test_without_an_alarm_the_first_switched_head_counts(run):
+    # A switch at the last sample has no after.
+    head, found = effect_of_switch(Recorded(run.frame, switch(4980, 3)))
+    assert head == (2, 3) and all(math.isnan(after) for _, after in found.values())
+    assert effect_of_switch(Recorded(run.frame)) is None
 
 
 def test_a_name_that_several_layers_share_tells_none_of_them_apart():
@@ -216,12 +164,3 @@ def test_a_name_that_several_layers_share_tells_none_of_them_apart():
     }
     watched = Recorded(frame).heads_to_watch()
     assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]
-
-
-def test_a_change_is_told_between_finite_numbers_of_one_sign(monkeypatch):
-    nan, inf = math.nan, math.inf
-    sides = [(2.0, 1.0), (-4.0, -2.0), (nan, 1.0), (1.0, inf), (inf, inf), (-1.0, 2.0), (0.0, 2.0)]
-    rows = [("delta_bias", None, *pair) for pair in sides]
-    monkeypatch.setattr(document, "effect_of_switch", lambda _: rows)
-    shown = document._before_and_after(None).rows
-    assert [row[-1] for row in shown] == [*["× 0.5"] * 2, *["–"] * 5]
