@@ -161,17 +161,7 @@ class Part(NamedTuple):
 
 
 class Call:
-    """A call of a module in the run, of which a part is kept.
-
-    Args:
-        module: The module.
-        args: Of the call, before its forward.
-        kwargs: Likewise.
-        autocast: The devices of autocast in force, and their dtypes.
-
-    Raises:
-        NotMeasured: The inputs are no tensors and numbers.
-    """
+    """A call of a module in the run, of which a part is kept; made before its forward."""
 
     def __init__(
         self, module: nn.Module, args: Any, kwargs: Any, autocast: Mapping[str, torch.dtype]
@@ -249,11 +239,7 @@ def _floats(found: Any) -> list[Tensor]:
 
 
 class Compared(NamedTuple):
-    """How a tensor differs from its reference; 0-dim, FP64.
-
-    With e = low - high. 0 if both tensors are, inf if `low` alone is not finite, and NaN, which
-    says nothing, if `high` is not.
-    """
+    """With e = low - high, 0-dim FP64; NaN, which says nothing, if `high` is not finite."""
 
     gain: Tensor  # signed, <e, high> / <high, high>
     error: Tensor  # |e| / |high|
@@ -289,9 +275,6 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     Tensors are "output", "input" and names of weights, which stand for the gradients of these.
     Statistics are `gain`, `relative_error`, `slope` (of "input" and "weights"), and of blocks that
     add to their input `residual_error`: the error relative to what is added.
-
-    Raises:
-        NotMeasured: The call does not repeat itself, as with dropout.
     """
     if any(map(is_freed, call.module.parameters())):  # to read these ends the process
         raise NotMeasured("its weights are sharded, and away in the backward")

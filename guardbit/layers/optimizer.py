@@ -45,11 +45,7 @@ def before(optimizer: Optimizer, weights: Iterable[Tensor]) -> list[Before]:
 
 
 def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]]:
-    """Compares a step that was taken with the same in FP32: what changes, statistic, value, 0-dim.
-
-    What changes is "" for the weight, or the name of a state of the optimizer. A gain of -0.56
-    says that rounding took 56 % of the change.
-    """
+    """Compares a step that was taken with the same in FP32: state or "", statistic, value."""
     if kept.weight.grad is None:
         return
     weight = nn.Parameter(kept.value.float())
@@ -95,34 +91,11 @@ def _wide(value: Any) -> Any:
     return value.float() if is_low else value.clone() if isinstance(value, Tensor) else value
 
 
-def unlike(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Compares matrices with others of their shape and last names: name, its size, the others'.
-
-    Sizes are the root mean square of a matrix, and the median of the others', 0-dim.
-    """
-    alike: dict[object, list[tuple[str, Tensor]]] = defaultdict(list)
+def peers(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """Matrices and their names, in groups of one shape and the same last names."""
+    alike: dict[object, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and type(weight) is nn.Parameter and weight.is_floating_point():
-            alike[_last_names(name), weight.shape].append((name, weight.detach()))
-    for group in alike.values():
-        if len(group) > FEWEST_PEERS:
-            sizes = torch.stack([weight.float().square().mean().sqrt() for _, weight in group])
-            middle = sizes.median()
-            yield from ((name, size, middle) for (name, _), size in zip(group, sizes, strict=True))
-
-
-def frozen(model: nn.Module) -> list[str]:
-    """The weights that alone among those of their shape and last names are not trained."""
-    alike: dict[object, list[tuple[str, bool]]] = defaultdict(list)
-    for name, weight in model.named_parameters():
-        alike[_last_names(name), weight.shape].append((name, weight.requires_grad))
-    found = []
-    for group in alike.values():
-        still = [name for name, is_trained in group if not is_trained]
-        if len(still) == 1 and len(group) > FEWEST_PEERS:
-            found += still
-    return found
-
-
-def _last_names(name: str) -> tuple[str, ...]:
-    return tuple(part for part in name.split(".")[-3:] if not part.isdecimal())
+            last = [part for part in name.split(".")[-3:] if not part.isdecimal()]
+            alike[*last, weight.shape].append((name, weight))
+    return [group for group in alike.values() if len(group) > FEWEST_PEERS]

@@ -130,20 +130,10 @@ class Place:
 def first_nonfinite(
     model: nn.Module, batches: Sequence[MicroBatch], beside: object = None
 ) -> Place | None:
-    """Runs the micro-batches of a step again, forward and backward, until one is not finite.
+    """Runs a step's micro-batches again until one is not finite; returns the first place.
 
-    On several ranks all of them run to the end, because ranks wait for each other in some.
-
-    Args:
-        model: The model; its modules name places.
-        batches: Of one optimizer step, in order.
-        beside: A dict, as of a trainer, that is put back as those of modules are.
-
-    Returns:
-        The first place, None if all losses and gradients of parameters are finite this time.
-
-    Raises:
-        TimeoutError: If no place was found within `MOST_SECONDS`.
+    On several ranks all run to the end, because ranks wait for each other. `beside` is a dict, as
+    of a trainer, that is put back as those of modules are. TimeoutError after `MOST_SECONDS`.
     """
     places: list[Place | None] = []
     until = time.monotonic() + MOST_SECONDS

@@ -388,14 +388,21 @@ class ModuleAudits:
         self._record(Event(self._step, "advisory", name, (), why, rule="module"))
 
     def _compare_peers(self) -> None:
-        """Looks, once, for weights that are begun or trained unlike others of their shape."""
-        for name in map(plain_name, optimizer.frozen(self._model)):
-            self._tell(name.rpartition(".")[0], f"{name} is not trained; the others like it are")
-        for name, size, middle in optimizer.unlike(self._model):
-            if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
-                name = plain_name(name)
-                why = f"{name} is {float(size):.2g} in size (root mean square), the others like it"
-                self._tell(name.rpartition(".")[0], f"{why} {float(middle):.2g}")
+        """Looks, once, for matrices that are begun or trained unlike others of their shape."""
+        for group in optimizer.peers(self._model):
+            means = [weight.detach().float().square().mean() for _, weight in group]
+            sizes = torch.stack(means).sqrt().tolist()
+            middle = median(sizes)
+            still = [name for name, weight in group if not weight.requires_grad]
+            for (name, _), size in zip(group, sizes, strict=True):
+                of = plain_name(name)
+                if [name] == still:
+                    self._tell(
+                        of.rpartition(".")[0], f"{of} is not trained; the others like it are"
+                    )
+                if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
+                    why = f"{of} is {size:.2g} in size (root mean square), the others like it"
+                    self._tell(of.rpartition(".")[0], f"{why} {middle:.2g}")
 
 
 def _of_optimizer(rows: list[ModuleRow]) -> str:
