@@ -129,7 +129,8 @@ def head_diagnosis(title: str, left: Mapping[str, float], row_push: Sequence[flo
     _draw_left(parts, left)
     rows.plot(np.cumsum(np.asarray(row_push)), color=_ORANGE, gid="rows")
     climb = "Pushes of the rows on W_Q, added up: a straight climb is a bias, a walk is noise"
-    _name_axes(rows, climb, "row, sequences one after the other", "push")
+    rows.set_title(climb, fontweight="normal")
+    rows.set(xlabel="row, sequences one after the other", ylabel="push")
     rows.axhline(0, color=CONTEXT, linewidth=0.8)
     rows.margins(x=0.01)
     return figure
@@ -144,10 +145,5 @@ def _draw_left(axes: Axes, left: Mapping[str, float]) -> None:
     axes.set_xlim(_LEAST, max(2.0, values.max() * 1.2))
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.grid(visible=False, axis="y")
-    _name_axes(axes, "What is left of the summed error of dQ, as a part of it")
-
-
-def _name_axes(axes: Axes, title: str, across: str = "", up: str = "") -> None:
+    title = "What is left of the summed error of dQ, as a part of it"
     axes.set_title(title, fontweight="normal")
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)

@@ -23,13 +23,6 @@ from guardbit.records import from_zero
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.
 MOST_TYPICAL = 30.0
-FRAME: dict[str, Any] = {
-    "fill": False,
-    "edgecolor": INK,
-    "linewidth": 2,
-    "clip_on": False,
-    "gid": "alarm",
-}
 #: Light within ink, so that it is seen on any colour of the ramp.
 DOT: dict[str, Any] = {
     "linestyle": "none",
@@ -123,7 +116,9 @@ def _mark_heads(
 ) -> list[Line2D]:
     """Frames the alarmed heads and dots the stabilized ones; returns the key."""
     for layer, head in alarmed:
-        axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, **FRAME))
+        frame = Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2)
+        frame.set(clip_on=False, gid="alarm")
+        axes.add_patch(frame)
     if stabilized:
         layers, heads = zip(*stabilized, strict=True)
         inches = min(0.7 * style.WIDTH / shape[1], style.PANEL_HEIGHT / shape[0])
