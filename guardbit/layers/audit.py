@@ -96,9 +96,9 @@ LIMITS: dict[str, dict[str, Limits]] = {
         "weight": Limits(1e-2, 0.15),
     },
 }
-SLOPE_LIMIT = 0.02
-RESIDUAL_LIMIT = 0.5
-OPTIMIZER_LIMIT = 0.1
+#: Of all kinds; and of what an optimizer changes, where rounding takes some of it.
+OF_ALL = {SLOPE: 0.02, RESIDUAL: 0.5}
+OF_UPDATES = {GAIN: 0.1}
 
 
 class NotMeasured(Exception):
@@ -107,8 +107,7 @@ class NotMeasured(Exception):
 
 def autocast_now() -> dict[str, torch.dtype]:
     """The devices for which autocast is on, and the dtypes it casts to."""
-    devices = ("cpu", "cuda", "xpu", "mps")
-    on = filter(torch.is_autocast_enabled, devices)
+    on = filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))
     return {each: torch.get_autocast_dtype(each) for each in on}
 
 
@@ -135,9 +134,9 @@ def kind_of(module: nn.Module) -> str:
 def limit_of(kind: str, tensor: str, statistic: str) -> float:
     """What a sound module stays below, in size."""
     if kind == "optimizer":
-        return OPTIMIZER_LIMIT if statistic == GAIN else math.inf
-    if statistic in (SLOPE, RESIDUAL):
-        return SLOPE_LIMIT if statistic == SLOPE else RESIDUAL_LIMIT
+        return OF_UPDATES.get(statistic, math.inf)
+    if statistic in OF_ALL:
+        return OF_ALL[statistic]
     part = tensor.split(" ")[0]  # "output 1" is the second output
     limits = LIMITS[kind][part if part in ("output", "input") else "weight"]
     return limits.gain if statistic == GAIN else limits.error
@@ -229,10 +228,6 @@ def _widths(module: nn.Module) -> Iterator[int]:
         yield from parameter.shape if isinstance(module, nn.Linear) else parameter.shape[1:]
 
 
-def _clone(each: Any) -> Any:
-    return each.clone() if isinstance(each, Tensor) else each
-
-
 def _floats(found: Any) -> list[Tensor]:
     leaves = private.tree_leaves(found)
     return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
@@ -278,8 +273,8 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     """
     if any(map(is_freed, call.module.parameters())):  # to read these ends the process
         raise NotMeasured("its weights are sharded, and away in the backward")
-    low, of_low = _run(call, None)
-    high, of_high = _run(call, torch.float32)
+    low, of_low = run_again(call, None)
+    high, of_high = run_again(call, torch.float32)
     if (defined := _as_defined(call, high)) is not None:
         high, of_high = defined
     found: dict[tuple[str, str], Tensor] = {}
@@ -329,16 +324,13 @@ def _sums_in_low(call: Call) -> bool:
 
 
 def _as_defined(call: Call, own: list[Tensor]) -> Any:
-    """Runs the forward of PyTorch's class that a module's class derives from, if it does the same.
-
-    What rounds by its own arithmetic, such as on bits, rounds in FP32 as well.
-    """
+    """Runs the forward of PyTorch's class that a module's derives from, if it does the same."""
     classes = type(call.module).__mro__
     base = next(each for each in classes if each.__module__.startswith(_PLAIN))
     if base in (nn.Module, classes[0]):
         return None
     try:
-        found = _run(call, torch.float32, base=base)
+        found = run_again(call, torch.float32, base=base)
         is_same = len(found[0]) == len(own) and all(
             compared(mine, theirs).error < AS_DEFINED
             for mine, theirs in zip(own, found[0], strict=True)
@@ -348,23 +340,17 @@ def _as_defined(call: Call, own: list[Tensor]) -> Any:
     return found if is_same else None
 
 
-def run_again(call: Call) -> None:
-    """Runs a call's part forward and backward, as it ran."""
-    _run(call, None, keeps_gradients=False)
-
-
-def _run(
+def run_again(
     call: Call,
     wide: torch.dtype | None,
     moved: Mapping[str, Tensor] | None = None,
     base: type[nn.Module] | None = None,
     keeps_gradients: bool = True,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Runs a call's forward again; returns its outputs and the gradients of inputs and weights.
+    """Runs a call's part again, as it ran or in `wide`; returns its outputs and all gradients.
 
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
-    class whose forward runs, if not the module's own. Gradients that are not kept are made one by
-    one, for hooks.
+    class whose forward runs. Gradients that are not kept are made one by one, for hooks.
     """
     needs_gradient = moved is None
     leaves: dict[str, Tensor] = {}
@@ -405,7 +391,9 @@ def _run(
 
     def run() -> tuple[list[Tensor], dict[str, Tensor | None]]:
         # Clones, because forwards may write to their inputs, but not to leaves.
-        own_args, own_kwargs = private.tree_map(_clone, (args, kwargs))
+        own_args, own_kwargs = private.tree_map(
+            lambda each: each.clone() if isinstance(each, Tensor) else each, (args, kwargs)
+        )
         outputs = _floats(forward(*own_args, **own_kwargs))
         pairs = [
             # As a view, because hooks of what a backward begins with do not run.
@@ -418,7 +406,7 @@ def _run(
         outs, given = zip(*pairs, strict=True)
         if not keeps_gradients:
             for leaf in leaves.values():
-                leaf.register_post_accumulate_grad_hook(_drop_gradient)
+                leaf.register_post_accumulate_grad_hook(lambda of: setattr(of, "grad", None))
             torch.autograd.backward(outs, given)
             return outputs, {}
         made = torch.autograd.grad(outs, [*leaves.values()], given, allow_unused=True)
@@ -429,10 +417,6 @@ def _run(
     gradients = partial(torch.set_grad_enabled, needs_gradient)
     makers = (*precision, lambda: call.choices, gradients)
     return within_all(makers, partial(_exchanged, call.module, values, run))
-
-
-def _drop_gradient(leaf: Tensor) -> None:
-    leaf.grad = None
 
 
 def _own_weights(call: Call) -> set[str]:
@@ -461,7 +445,7 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
         return None
     ends = []
     for sign in (1.0, -1.0):
-        outputs, _ = _run(call, wide, {name: sign * d for name, d in along.items()})
+        outputs, _ = run_again(call, wide, {name: sign * d for name, d in along.items()})
         ends.append(
             sum(
                 (out.double() * gradient.double()).sum()
@@ -483,10 +467,8 @@ def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
 
 
 def _exchanged(module: nn.Module, values: Mapping[Tensor, Tensor], function: Callable[[], T]) -> T:
-    """Calls a function with other tensors in the place of a module's parameters and buffers.
-
-    `functional_call` leaves some of them if a module that has two names shares its weight.
-    """
+    """Calls a function with other tensors in the place of a module's parameters and buffers."""
+    # `functional_call` leaves some of them if a module that has two names shares its weight.
     held = [vars(part)[of] for part in module.modules() for of in ("_parameters", "_buffers")]
     undo = [partial(each.update, {**each}) for each in held]
 

@@ -257,7 +257,7 @@ class ModuleAudits:
                 if module is not call.module:
                     self._hook(module, name)
             self._is_inside = True
-            audit.run_again(call)
+            audit.run_again(call, None, keeps_gradients=False)
         finally:
             self._is_inside = False
             after, self._undo = self._undo, before
@@ -470,34 +470,25 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
-    """The outermost compiled modules, each with what is inside it.
-
-    Raises:
-        NotMeasured: Compiled code may call modules, and it is not known which.
-    """
+    """The outermost compiled modules, each with what is inside; NotMeasured if that is unknown."""
     graphs_of: Callable[[Any], Any] = lambda _: ()  # noqa: E731
+    codes = {module: getattr(type(module).forward, "__code__", None) for module in model.modules()}
     if private.is_compiler_loaded():
         graphs_of, _, known = private.graphs_of
-        codes = {_forward_code(module) for module in model.modules()}
         for code in filter(None, [seen() for seen in getattr(known, "seen", ())]):
-            is_rest = code.co_name.startswith("torch_dynamo_resume") or code in codes
+            is_rest = code.co_name.startswith("torch_dynamo_resume") or code in codes.values()
             if not is_rest and not _NO_USER.search(code.co_filename) and graphs_of(code):
                 raise NotMeasured(f"{code.co_name} is compiled, which is no module's forward")
     found: dict[nn.Module, dict[nn.Module, str]] = {}
     passed = set[nn.Module]()
-    for module in model.modules():
+    for module, code in codes.items():
         is_compiled = isinstance(module, private.optimized_module)
         is_compiled = is_compiled or _compiled_call(module) is not None
-        code = _forward_code(module)
         is_compiled = is_compiled or (code is not None and bool(graphs_of(code)))
         if is_compiled and module not in passed:
             found[module] = {inner: name for name, inner in module.named_modules()}
             passed |= found[module].keys()
     return found
-
-
-def _forward_code(module: nn.Module) -> Any:
-    return getattr(type(module).forward, "__code__", None)
 
 
 def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
