@@ -31,18 +31,14 @@ from guardbit.records import Event, ModuleRow
 MODULES_A_SAMPLE = 4
 #: Of the weights that an optimizer changes, a sampled step looks at every eighth.
 TURNS = 8
-
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
-
 #: Files of code that calls no modules of the user's, such as what dataclasses generate.
 _NO_USER = re.compile(r"^<string>|[/\\\\](torch|guardbit)[/\\\\]")
 
 _NOTHING = "there is nothing to compare"
-
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
-
 #: On several ranks only modules of these packages are audited: others may wait for other ranks.
 _LOCAL = ("torch.nn.modules.", "transformers.")
 
@@ -90,7 +86,7 @@ class ModuleAudits:
         self, model: nn.Module, is_on: bool, stages: Stages, record: Callable[[Event], None]
     ) -> None:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
-        self._is_first = True
+        self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
         self._has_described = False
         self._is_doubtful = False  # the latest audit has found what none had found before
@@ -114,13 +110,16 @@ class ModuleAudits:
         """Audits all modules at the next step."""
         self._is_whole = True
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to begin or to end."""
+        return self._is_on or self._is_whole or bool(self._undo) or self._sent is not None
+
     def begin(self, step: int, is_sampled: bool) -> None:
         """Begins to audit a step, if it is its turn."""
         self.forget()
         is_wanted = self._is_whole or (is_sampled and self._is_on)
-        # The first step is left alone: in it models are compiled.
-        is_first, self._is_first = self._is_first, False
-        if is_first or not is_wanted or ranks.rank() > 0:
+        if not (is_wanted and self.has_stepped) or ranks.rank() > 0:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
         is_whole = self._is_whole or self._is_doubtful

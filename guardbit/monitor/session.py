@@ -177,7 +177,7 @@ class Session(Guarded):
             self.instrumentation.clock.follows_session = True
         if is_new and self._schedule.is_sampled:
             self._stages.begin_sample()
-        if is_new:
+        if is_new and self._modules.is_on:
             is_sampled = self._schedule.is_sampled and self._phase is Phase.OPEN
             self.attempt("modules", partial(self._modules.begin, step, is_sampled))
         if is_new and self._rest_unless(self._schedule.is_sampled, step):
@@ -319,10 +319,12 @@ class Session(Guarded):
         if ended is None:
             return []
         step, was_sampled = ended
-        self._judge_modules()
-        self.attempt("modules", self._modules.end)
-        if not self._modules.is_under_way:
+        if self._modules.is_on:
             self._judge_modules()
+            self.attempt("modules", self._modules.end)
+            if not self._modules.is_under_way:
+                self._judge_modules()
+        self._modules.has_stepped = True
         if not self._is_closed:
             self._stages.always("switch", self.instrumentation.clock.end_session_step)
             if was_sampled:

@@ -66,6 +66,7 @@ def audits(model, steps=2, low=torch.bfloat16):
             loss = model.step()
         loss.backward()
         watch.end()
+        watch.has_stepped = True
         if all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
             optimizer.step()
         optimizer.zero_grad()

@@ -200,10 +200,10 @@ def test_rounding_takes_small_updates_of_bf16_weights(lr, low, high):
             changes.append(weight.detach().double())
 
     session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
-    session.audit()
-    session._modules._is_first = False
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    with session.step(0):
+    with session.step(0):  # the first step is never audited
+        pass
+    with session.step(1):
         model(batch(0)).float().square().mean().backward()
         before(0)
         optimizer.step()
