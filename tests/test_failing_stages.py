@@ -86,7 +86,7 @@ def broken_run(folder, stage, at, steps=STEPS):
     with pytest.MonkeyPatch.context() as patch:
         loop = []
         failed = break_once(patch, stage, at, loop)
-        loop.append(Loop(dirpath=folder, policy=guardbit.Policy()))
+        loop.append(Loop(dirpath=folder, policy=guardbit.Policy(), audit_modules=True))
         loop[0].run(range(steps))
     return loop[0].session, bool(failed)
 
