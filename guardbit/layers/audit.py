@@ -63,7 +63,7 @@ _LINEAR = (
 )  # fmt: skip
 
 #: What kinds of modules may show before it is called a fault: kind -> tensor -> limits of gain and
-#: relative error. Of sound ones; see docs/modules.md.
+#: relative error. Of sound ones: `tests/layers/test_sound_models.py`.
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
 # Not stored: the run's output and its repetition; what of a gain chance explains.
 REPEATED, BY_CHANCE = "repeated", "by_chance"
