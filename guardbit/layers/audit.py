@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from guardbit import private
 from guardbit.guard import then_undo, undo_all, within_all
-from guardbit.layers.replay import is_freed
+from guardbit.layers.replay import is_freed, put_back
 from guardbit.numerics import ieee_products
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ MOST_NUMBERS = 1 << 20
 FEWEST_ROWS = 64
 
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
-MOST_REPEATED = 0.05
+MOST_REPEATED = 0.02
 
 #: Weights of modules inside a block take part in `slope` if they are no more.
 MOST_MOVED = 1 << 23
@@ -407,7 +407,8 @@ def run_again(
         if not keeps_gradients:
             for leaf in leaves.values():
                 leaf.register_post_accumulate_grad_hook(lambda of: setattr(of, "grad", None))
-            torch.autograd.backward(outs, given)
+            # To these alone: a forward may reach the run's own graph, and its weights.
+            torch.autograd.backward(outs, given, inputs=[*leaves.values()])
             return outputs, {}
         made = torch.autograd.grad(outs, [*leaves.values()], given, allow_unused=True)
         return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
@@ -415,7 +416,9 @@ def run_again(
     casts = [partial(torch.autocast, *of, cache_enabled=False) for of in call.autocast.items()]
     precision = casts if wide is None else [ieee_products, partial(_Wide, wide)]
     gradients = partial(torch.set_grad_enabled, needs_gradient)
-    makers = (*precision, lambda: call.choices, gradients)
+    # Each run begins with the same random numbers and state.
+    back = partial(put_back, *call.module.modules(), with_tensors=False)
+    makers = (back, *precision, lambda: call.choices, gradients)
     return within_all(makers, partial(_exchanged, call.module, values, run))
 
 

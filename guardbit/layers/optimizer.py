@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ MOST_NUMBERS = 1 << 22
 FEWEST_PEERS = 3
 
 _LOW = (torch.bfloat16, torch.float16)
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Before(NamedTuple):
@@ -34,6 +33,10 @@ class Before(NamedTuple):
 
 def before(optimizer: Optimizer, weights: Iterable[Tensor]) -> list[Before]:
     """Keeps those of some weights that the optimizer may change and that may lose bits."""
+    # Others may draw random numbers, count in their groups, or wait for other ranks.
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    if not is_known or getattr(optimizer, "grad_scale", None) is not None:
+        return []
     wanted = {id(weight) for weight in weights}
     return [
         Before(weight, group, weight.detach().clone(), _copied(state))
@@ -55,9 +58,8 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
     twin = copy.copy(optimizer)
     twin.param_groups = [{**kept.group, "params": [weight]}]
     twin.state = defaultdict(dict, {weight: state} if state else {})
-    for hooks in _HOOKS:  # the user's
-        setattr(twin, hooks, OrderedDict())
-    type(optimizer).step(twin)
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(twin)  # without the user's hooks
     now, exact = optimizer.state.get(kept.weight, {}), twin.state[weight]
     changed = {"": (kept.value, kept.weight.detach(), weight.detach())}
     changed |= {

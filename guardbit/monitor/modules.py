@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
 from guardbit.layers.audit import Call, NotMeasured
-from guardbit.layers.replay import plain_name, put_back
+from guardbit.layers.replay import plain_name
 from guardbit.monitor import ranks
 from guardbit.monitor.measure import Transfer
 from guardbit.monitor.stages import Stages, log, text_of
@@ -63,7 +64,8 @@ class _Hook:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (guard.nothing,)
+        # Without GuardBit as well, this takes anything and returns None.
+        return getattr, (nullcontext(), "__exit__")
 
 
 private.skip_code(_Hook.__call__.__code__)
@@ -112,7 +114,6 @@ class ModuleAudits:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to begin or to end."""
         return self._is_on or self._is_whole or bool(self._undo) or self._sent is not None
 
     def begin(self, step: int, is_sampled: bool) -> None:
@@ -157,7 +158,7 @@ class ModuleAudits:
     def _hook(self, module: nn.Module, name: str) -> None:
         if (why := _why_not(module)) is not None:
             self.unmeasured[name] = why
-        elif (compiled := _compiled_call(module)) is not None:
+        elif (compiled := vars(module).get(_COMPILED_CALL)) is not None:
             # Hooks of a module that is compiled in place would be traced.
             self._undo.append(partial(setattr, module, _COMPILED_CALL, compiled))
             around = partial(self._around, module, name, compiled)
@@ -244,12 +245,10 @@ class ModuleAudits:
         makers = (
             partial(runtime.unobserved, by_pytorch=True),
             partial(torch.compiler.set_stance, "force_eager"),
-            partial(put_back, *call.module.modules(), with_tensors=False),
         )
         guard.within_all(makers, find)
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
-        """Runs a compiled module once more, uncompiled, to audit modules in it."""
         before, self._undo = self._undo, []
         try:
             for module, name in inner.items():
@@ -271,7 +270,7 @@ class ModuleAudits:
             except NotMeasured as why:
                 self.unmeasured[name] = str(why)
             except Exception as error:
-                self.unmeasured[name] = f"it does not run once more: {text_of(error)}"
+                self.unmeasured[name] = f"it does not run again: {text_of(error).splitlines()[0]}"
             return None
 
         return self._stages.attempt("modules", measured)
@@ -306,7 +305,6 @@ class ModuleAudits:
             self._sent = self._step, found, Transfer([one.value for one in found])
 
     def _describe(self, measured: set[str]) -> None:
-        """Says how many modules are audited, and why others are not."""
         whys = Counter(why for name, why in self.unmeasured.items() if name not in measured)
         del whys[_NOTHING]
         said = "".join(f"; {count} not: {why}" for why, count in whys.most_common())
@@ -381,7 +379,12 @@ class ModuleAudits:
         for name in dict.fromkeys(row.module for row in news):
             # A backward that does not fit its forward is off FP32's as well.
             of_module = [row for row in news if row.module == name]
-            self._tell(name, sentence(max(of_module, key=_weight_of)))
+            self._tell(
+                name,
+                sentence(
+                    max(of_module, key=lambda row: (row.statistic == audit.SLOPE, row.excess))
+                ),
+            )
 
     def _tell(self, name: str, why: str) -> None:
         self._record(Event(self._step, "advisory", name, (), why, rule="module"))
@@ -409,15 +412,11 @@ def _of_optimizer(rows: list[ModuleRow]) -> str:
     gains = [row for row in rows if row.kind == "optimizer" and row.statistic == audit.GAIN]
     shown = [row for row in gains if " of " not in row.tensor] or gains
     worst = min(shown, key=lambda row: row.value)
-    middle = median(-row.value for row in shown)
+    middle = median(-row.value for row in shown) + 0.0  # not -0
     return (
         f"rounding to BF16 or FP16 takes {middle:.0%} of what the optimizer adds (median of"
         f" {len(shown)} tensors), and {-worst.value:.0%} in {worst.tensor}; FP32 loses none"
     )
-
-
-def _weight_of(row: ModuleRow) -> tuple[bool, float]:
-    return row.statistic == audit.SLOPE, row.excess
 
 
 def _is_in(outer: str) -> Callable[[str], bool]:
@@ -482,16 +481,12 @@ def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
     passed = set[nn.Module]()
     for module, code in codes.items():
         is_compiled = isinstance(module, private.optimized_module)
-        is_compiled = is_compiled or _compiled_call(module) is not None
+        is_compiled = is_compiled or vars(module).get(_COMPILED_CALL) is not None
         is_compiled = is_compiled or (code is not None and bool(graphs_of(code)))
         if is_compiled and module not in passed:
             found[module] = {inner: name for name, inner in module.named_modules()}
             passed |= found[module].keys()
     return found
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    return vars(module).get(_COMPILED_CALL)
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -504,7 +499,8 @@ def _why_not(module: nn.Module) -> str | None:
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         if part is not module and not all(map(_is_own, hooks)):
             return "modules in it have hooks"
-        if ranks.world_size() > 1 and not type(part).__module__.startswith(_LOCAL):
+        may_wait = not type(part).__module__.startswith(_LOCAL)
+        if ranks.world_size() > 1 and (may_wait or isinstance(part, nn.SyncBatchNorm)):
             return "on several ranks, modules of one's own may wait for other ranks"
     return None
 

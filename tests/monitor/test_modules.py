@@ -279,3 +279,67 @@ def test_a_copy_within_a_step_has_no_hooks_of_ours():
     session.close()
     left = [hook for part in model.modules() for hook in part._forward_hooks.values()]
     assert left == []
+
+
+class Reaching(nn.Module):
+    """Reaches a tensor of the run's own graph, and a weight, past its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.context, self.held = nn.Linear(32, 32), None, []
+
+    def forward(self, x):
+        return self.line(x) + self.context + x * self.held[0].sum()
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(32, 32), Reaching()
+        self.inner.held.append(self.first.weight)
+        self.inner.compile(backend="aot_eager")
+
+    def forward(self, x):
+        self.inner.context = self.first(x).sin()
+        return self.inner(x)
+
+
+def test_the_runs_own_graph_and_gradients_are_left_alone():
+    def run(watch):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Outer()
+        session = MonitorSession(model, every_n_train_steps=1, audit_modules=watch)
+        for step in range(3):
+            with session.step(step):
+                model(torch.randn(4, 32)).square().mean().backward()
+        session.close()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+class Noisy(torch.optim.SGD):
+    """Draws random numbers in its step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.add_(torch.randn_like(weight) * 1e-3)
+
+
+def test_an_optimizer_of_ones_own_is_left_alone():
+    def run(watch):
+        torch.manual_seed(0)
+        model = Net().to(BF16)
+        session = MonitorSession(model, every_n_train_steps=1, audit_modules=watch)
+        optimizer = Noisy(model.parameters(), 1e-3)
+        for step in range(3):
+            with session.step(step):
+                model(batch(step)).float().square().mean().backward()
+                optimizer.step()
+        session.close()
+        return [*model.parameters(), torch.rand(2)]
+
+    assert all(map(torch.equal, run(True), run(False)))
