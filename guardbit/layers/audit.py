@@ -62,8 +62,6 @@ _LINEAR = (
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
-#: What kinds of modules may show before it is called a fault: kind -> tensor -> limits of gain and
-#: relative error. Of sound ones: `tests/layers/test_sound_models.py`.
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
 # Not stored: the run's output and its repetition; what of a gain chance explains.
 REPEATED, BY_CHANCE = "repeated", "by_chance"
@@ -81,6 +79,7 @@ _DEFAULT = {
     "input": Limits(2e-3, 0.009),
     "weight": Limits(4e-3, 0.009),
 }
+#: Kind of module -> tensor -> what sound ones stay below: `tests/layers/test_sound_models.py`.
 LIMITS: dict[str, dict[str, Limits]] = {
     # The gradient of keys' weights is what is left, because a softmax takes what keys share.
     "linear": _DEFAULT | {"weight": Limits(4e-3, 0.025)},
@@ -126,9 +125,8 @@ def kind_of(module: nn.Module) -> str:
         return "linear"
     has_weights = next(module.parameters(), None) is not None
     # Code of one's own may do as much as a block.
-    return (
-        "block" if has_weights or not type(module).__module__.startswith(_PLAIN) else "activation"
-    )
+    is_own = not type(module).__module__.startswith(_PLAIN)
+    return "block" if has_weights or is_own else "activation"
 
 
 def limit_of(kind: str, tensor: str, statistic: str) -> float:
@@ -281,12 +279,11 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
         if call.gradients[index] is None:
             continue
+        name = "output" if index == 0 else f"output {index}"
         if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
-            difference = compared(again, seen).error
-            found["output", REPEATED] = difference
+            found[name, REPEATED] = compared(again, seen).error
         else:
             seen = again
-        name = "output" if index == 0 else f"output {index}"
         found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(seen, exact)
         given = _floats(call.inputs)[:1]
         if call.kind == "block" and given and given[0].shape == exact.shape:
@@ -294,15 +291,13 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
             found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added).error
     # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
     own = {name for name, _ in call.module.named_parameters(recurse=False)}
-    for name, gradient in of_high.items():
+    for name, exact in of_high.items():
         given = of_low[name]
         is_weight = not name.startswith("input")
-        if gradient is None or given is None or (is_weight and name not in own):
+        if exact is None or given is None or (is_weight and name not in own):
             continue
         if not (is_weight and _sums_in_low(call)):
-            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(
-                given, gradient
-            )
+            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
@@ -548,6 +543,8 @@ class _Wide(TorchFunctionMode):
         if tensor.is_floating_point():
             self._with_bits.append(tensor.detach())
             return tensor.to(_WITH_BITS.get(dtype, tensor.dtype)).view(dtype)
+        if not dtype.is_floating_point:
+            return tensor.view(dtype)
         number = tensor.view(dtype).to(self._wide)
         for before in self._with_bits:
             if before.shape == number.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
+import guardbit
 from guardbit import guard, private
 from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
@@ -34,15 +35,15 @@ MODULES_A_SAMPLE = 4
 TURNS = 8
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
-#: Files of code that calls no modules of the user's, such as what dataclasses generate.
-_NO_USER = re.compile(r"^<string>|[/\\\\](torch|guardbit)[/\\\\]")
+#: Where code lies that calls no modules of the user's, such as what dataclasses generate.
+_PACKAGES = (*torch.__path__, *guardbit.__path__)
+_NOT_USERS = ("<string>", *(f"{path}{os.sep}" for path in _PACKAGES))
 
 _NOTHING = "there is nothing to compare"
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
 #: On several ranks only modules of these packages are audited: others may wait for other ranks.
 _LOCAL = ("torch.nn.modules.", "transformers.")
-
 #: How much larger or smaller than the median of its peers a matrix may begin.
 MOST_UNLIKE = 8.0
 
@@ -90,7 +91,7 @@ class ModuleAudits:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
         self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
-        self._has_described = False
+        self._has_described = self._has_told_of_optimizer = False
         self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
@@ -104,7 +105,6 @@ class ModuleAudits:
         self._suspects: set[tuple[str, str, str]] = set()  # beyond in their modules' latest audit
         self._doubted: set[tuple[str, str, str]] = set()  # in any audit
         self._told: set[tuple[str, str, str]] = set()
-        self._has_told_of_optimizer = False
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
         self.rows: list[ModuleRow] = []  # of the latest audit
 
@@ -129,8 +129,9 @@ class ModuleAudits:
             self._has_begun = is_whole = True
             self._compare_peers()
         self._is_sloped = is_whole
-        names = {module: name for name, module in _named(self._model)}
-        modules = [*names.items()]
+        # All, because a wrapper has the name of the compiled module in it.
+        names = {module: plain_name(name) for name, module in self._model.named_modules()}
+        modules = [(module, name) for name, module in _named(self._model)]
         first = self._turn * MODULES_A_SAMPLE % len(modules)
         taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
@@ -280,7 +281,7 @@ class ModuleAudits:
         self._kept = self._stages.attempt("modules", keep) or []
 
     def _after_step(self, stepping: Optimizer, *_: Any) -> None:
-        kept, self._kept = self._kept, []  # first, because an FP32 step comes here as well
+        kept, self._kept = self._kept, []
         for one in kept:
             name = self._weights.pop(one.weight)
             self._attempt(name, partial(self._lost, stepping, one, name))
@@ -298,17 +299,21 @@ class ModuleAudits:
         """Begins to send what a step's audits found to the host."""
         found = [*self._found]
         self.forget()
-        if self._has_begun and not self._has_described:
-            self._has_described = True
-            self._describe({one.module for one in found if one.kind != "optimizer"})
         if found:
             self._sent = self._step, found, Transfer([one.value for one in found])
+        elif self._has_begun:
+            self._describe()
 
-    def _describe(self, measured: set[str]) -> None:
-        whys = Counter(why for name, why in self.unmeasured.items() if name not in measured)
+    def _describe(self) -> None:
+        """Says, once, how many modules are audited, and why others are not."""
+        if self._has_described:
+            return
+        self._has_described = True
+        whys = Counter(self.unmeasured.values())
         del whys[_NOTHING]
         said = "".join(f"; {count} not: {why}" for why, count in whys.most_common())
-        log.tell(f"GuardBit audits {len(measured)} modules{said}")
+        audited = {row.module for row in self.rows if row.kind != "optimizer"}
+        log.tell(f"GuardBit audits {len(audited)} modules{said}")
 
     @property
     def is_under_way(self) -> bool:
@@ -341,12 +346,13 @@ class ModuleAudits:
         self.rows = [
             row
             for row in rows
-            if row.module not in unlike
+            if (row.kind == "optimizer" or row.module not in unlike)
             and row.statistic not in (audit.REPEATED, audit.BY_CHANCE)
             and not math.isnan(row.value)
         ]
-        for row in self.rows:
-            self.unmeasured.pop(row.module, None)
+        for name in {row.module for row in self.rows if row.kind != "optimizer"}:
+            self.unmeasured.pop(name, None)
+        self._describe()
         self._suspect()
         return self.rows
 
@@ -379,12 +385,8 @@ class ModuleAudits:
         for name in dict.fromkeys(row.module for row in news):
             # A backward that does not fit its forward is off FP32's as well.
             of_module = [row for row in news if row.module == name]
-            self._tell(
-                name,
-                sentence(
-                    max(of_module, key=lambda row: (row.statistic == audit.SLOPE, row.excess))
-                ),
-            )
+            worst = max(of_module, key=lambda row: (row.statistic == audit.SLOPE, row.excess))
+            self._tell(name, sentence(worst))
 
     def _tell(self, name: str, why: str) -> None:
         self._record(Event(self._step, "advisory", name, (), why, rule="module"))
@@ -398,13 +400,12 @@ class ModuleAudits:
             still = [name for name, weight in group if not weight.requires_grad]
             for (name, _), size in zip(group, sizes, strict=True):
                 of = plain_name(name)
+                module, _, _ = of.rpartition(".")
                 if [name] == still:
-                    self._tell(
-                        of.rpartition(".")[0], f"{of} is not trained; the others like it are"
-                    )
+                    self._tell(module, f"{of} is not trained; the others like it are")
                 if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
                     why = f"{of} is {size:.2g} in size (root mean square), the others like it"
-                    self._tell(of.rpartition(".")[0], f"{why} {middle:.2g}")
+                    self._tell(module, f"{why} {middle:.2g}")
 
 
 def _of_optimizer(rows: list[ModuleRow]) -> str:
@@ -451,7 +452,7 @@ def sentence(row: ModuleRow) -> str:
             f" the forward in FP64 give; {usual}"
         )
     if row.statistic == audit.RESIDUAL:
-        return f"rounding changes what it adds to its input by {value:.0%}; {usual}"
+        return f"rounding changes what the module adds to its input by {value:.0%}; {usual}"
     if row.statistic == audit.GAIN:
         return f"{what} is {value:+.2%} off what FP32 gives, in size; {usual}"
     return f"{what} is {value:.2%} off what FP32 gives; {usual}"
@@ -475,7 +476,7 @@ def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
         graphs_of, _, known = private.graphs_of
         for code in filter(None, [seen() for seen in getattr(known, "seen", ())]):
             is_rest = code.co_name.startswith("torch_dynamo_resume") or code in codes.values()
-            if not is_rest and not _NO_USER.search(code.co_filename) and graphs_of(code):
+            if not is_rest and not code.co_filename.startswith(_NOT_USERS) and graphs_of(code):
                 raise NotMeasured(f"{code.co_name} is compiled, which is no module's forward")
     found: dict[nn.Module, dict[nn.Module, str]] = {}
     passed = set[nn.Module]()

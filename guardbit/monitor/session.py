@@ -355,7 +355,9 @@ class Session(Guarded):
         rows = self.attempt("modules", self._modules.judge)
         if rows:
             self._journal.add_modules(rows)
-            self._journal.note({"unmeasured_modules": {**self._modules.unmeasured}})
+            unmeasured = {"unmeasured_modules": {**self._modules.unmeasured}}
+            if not unmeasured.items() <= self._journal.metadata.items():  # each note is a file
+                self._journal.note(unmeasured)
 
     def _measure(self, step: int) -> None:
         """Sends what a sampled step shows to the host; on all ranks, or on none."""

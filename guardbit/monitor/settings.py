@@ -93,8 +93,8 @@ class Settings:
             and name the first place, at most 3 times a run. Keeps a step's batches, each with 32 KB
             of random state, and waits for the device once a step. `guardbit.locate_nonfinite` says
             what is as before afterwards.
-        audit_modules: Run a part of modules' calls once more, as they ran and in FP32, and compare
-            outputs and gradients: of all modules at the first sampled step, then of four, in turn.
+        audit_modules: On rank 0, run a part of modules' calls once more, as they ran and in FP32,
+            and compare: all modules at the first sample after step 0, then four in turn.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send
             a mail or a message; training waits for it. Its errors end nothing: the first is
             recorded, and it is called again at the next alarm.

@@ -343,3 +343,34 @@ def test_an_optimizer_of_ones_own_is_left_alone():
         return [*model.parameters(), torch.rand(2)]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+class Wrapped(nn.Module):
+    """A module of the name that wrappers' names leave: as of activation checkpointing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self._checkpoint_wrapped_module = inner
+
+    def forward(self, x):
+        return self._checkpoint_wrapped_module(x)
+
+
+def test_a_compiled_module_in_a_wrapper_is_audited():
+    torch._dynamo.reset()
+    model = Net()
+    model.blocks[1] = Wrapped(model.blocks[1])
+    model.blocks[1]._checkpoint_wrapped_module.compile(backend="aot_eager")
+    session, _ = trained(model, steps=3)
+    assert {row.module for row in session.modules} >= {"blocks.1", "blocks.1.up"}
+
+
+def test_what_does_not_repeat_itself_does_not_count_as_audited(caplog):
+    model = Net()
+    model.blocks[0].act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
+    with caplog.at_level("INFO", "guardbit"):
+        session, _ = trained(model, steps=3)
+    (said,) = [line for line in caplog.messages if line.startswith("GuardBit audits")]
+    audited = {row.module for row in session.modules if row.kind != "optimizer"}
+    assert said.startswith(f"GuardBit audits {len(audited)} modules")
+    assert "does not repeat itself" in said
