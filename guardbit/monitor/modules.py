@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
-import guardbit
 from guardbit import guard, private
 from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
@@ -36,7 +35,7 @@ TURNS = 8
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
 #: Where code lies that calls no modules of the user's, such as what dataclasses generate.
-_PACKAGES = (*torch.__path__, *guardbit.__path__)
+_PACKAGES = (*torch.__path__, os.path.dirname(guard.__file__))
 _NOT_USERS = ("<string>", *(f"{path}{os.sep}" for path in _PACKAGES))
 
 _NOTHING = "there is nothing to compare"
